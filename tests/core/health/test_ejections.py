@@ -5,13 +5,14 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lean_selector.core.health.ejections import (
     EJECTED,
     FAILED,
     IN_SERVICE,
     OK,
+    POLL,
     PROBATION,
     REFUSED,
     Ejections,
@@ -68,6 +69,65 @@ def test_failed_polls_eject_until_one_succeeds_however_long_it_takes() -> None:
     assert some.ranks[A].state == PROBATION
 
 
+def test_it_comes_back_after_its_time_and_one_failure_ejects_it_again_for_longer() -> None:
+    some = ejections()
+    fail(some, A)
+    assert not some.settle(9.9)
+    assert some.settle(10.0)
+    assert (some.out, some.ranks[A].state) == (set(), PROBATION)
+    fail(some, A, times=1, now=10.0)
+    assert some.out == {A}
+    some.settle(29.9)
+    assert some.out == {A}
+    some.settle(30.0)
+    assert some.out == set()
+
+
+def test_the_time_does_not_grow_beyond_the_longest() -> None:
+    some, now = ejections(longest_s=25.0), 0.0
+    fail(some, A)
+    for expected in (10.0, 20.0, 25.0, 25.0):
+        assert some.ranks[A].returns_at == now + expected
+        now += expected
+        some.settle(now)
+        fail(some, A, times=1, now=now)
+
+
+def test_a_success_on_probation_heals_and_rest_makes_the_next_ejection_shorter() -> None:
+    some = ejections()
+    fail(some, A)
+    some.settle(10.0)
+    fail(some, A, times=1, now=10.0)  # 20 s
+    some.settle(30.0)
+    some.report([A], OK, FOUR, 30.0)
+    assert some.ranks[A].state == IN_SERVICE
+    fail(some, A, times=2, now=49.0)
+    assert some.out == set()
+    fail(some, A, times=1, now=49.0)
+    assert some.ranks[A].returns_at == 49.0 + 20.0  # one of two is forgotten after 10 s of service
+
+
+def test_when_all_are_out_a_success_puts_that_rank_back_at_once() -> None:
+    some = ejections(most_percent=100.0)
+    for each in (A, B, C, D):
+        fail(some, each)
+    some.poll([C], "no answer", FOUR, 0.0)
+    assert some.report([C], OK, FOUR, 1.0)
+    assert some.out == {A, B, D}
+    assert some.ranks[C].state == IN_SERVICE
+    assert (some.ranks[C].is_down, some.ranks[C].failed_polls) == (False, 0)
+
+
+def test_a_poll_that_succeeds_brings_back_who_refused_connections_and_nobody_else() -> None:
+    some = ejections(most_percent=100.0)
+    for _ in range(3):
+        some.report([A], REFUSED, FOUR, 0.0)
+        some.report([B], FAILED, FOUR, 0.0)
+    some.poll([A], None, FOUR, 1.0)
+    some.poll([B], None, FOUR, 1.0)
+    assert some.out == {B}
+
+
 def test_without_a_limit_reports_eject_nobody() -> None:
     some = ejections(failures=0)
     fail(some, A, times=100)
@@ -101,7 +161,7 @@ def test_who_answers_is_well_unless_it_says_that_it_failed_or_is_full(
 
 WORKERS = {1: [0, 1], 2: [0, 1], 3: [0]}
 KEYS = [(worker_id, dp_rank) for worker_id, ranks in WORKERS.items() for dp_rank in ranks]
-BASE, LONGEST, LIMIT, POLLS, SHARE = 4, 10, 2, 2, 60.0
+BASE, LONGEST, LIMIT, POLLS = 4, 10, 2, 2
 
 
 class Naive(msgspec.Struct):
@@ -143,9 +203,9 @@ class Naive(msgspec.Struct):
 
 
 class EjectionMachine(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
+    @initialize(share=st.sampled_from([30.0, 60.0, 100.0]))
+    def begin(self, share: float) -> None:
+        self.now, self.share = 0, share
         self.is_current = True  # the real one was told the time, at least by some event
         self.real = Ejections(
             EjectionSettings(
@@ -153,17 +213,25 @@ class EjectionMachine(RuleBasedStateMachine):
                 failed_polls=POLLS,
                 base_s=float(BASE),
                 longest_s=float(LONGEST),
-                most_percent=SHARE,
+                most_percent=share,
             )
         )
         self.naive = {key: Naive() for key in KEYS}
+        self.ejected, self.spared = dict.fromkeys((REFUSED, FAILED, POLL), 0), 0
 
     def out(self) -> set[tuple[int, int]]:
         return {key for key, each in self.naive.items() if each.out}
 
     def may_go(self, due: list[tuple[int, int]]) -> bool:
         after = self.out() | set(due)
-        return len({key[0] for key in after}) == 1 or len(after) / len(KEYS) * 100 <= SHARE
+        may = len({key[0] for key in after}) == 1 or len(after) / len(KEYS) * 100 <= self.share
+        self.spared += 0 if may else len(due)
+        return may
+
+    def told(self, changed: bool, before: set[tuple[int, int]]) -> None:
+        """Whoever is out changes with a word of it."""
+        assert changed or self.real.out == before
+        self.is_current = True
 
     @rule(seconds=st.integers(1, 6), looks=st.booleans())
     def time_passes(self, seconds: int, looks: bool) -> None:
@@ -173,7 +241,8 @@ class EjectionMachine(RuleBasedStateMachine):
                 each.second()
         self.is_current = looks
         if looks:
-            self.real.settle(float(self.now))
+            before = set(self.real.out)
+            self.told(self.real.settle(float(self.now)), before)
 
     @rule(
         rank=st.sampled_from(KEYS),
@@ -182,8 +251,8 @@ class EjectionMachine(RuleBasedStateMachine):
     )
     def report(self, rank: tuple[int, int], whole: bool, outcome: str) -> None:
         keys = [key for key in KEYS if key[0] == rank[0]] if whole else [rank]
-        self.real.report(keys, outcome, len(KEYS), float(self.now))
-        self.is_current = True
+        before = set(self.real.out)
+        self.told(self.real.report(keys, outcome, len(KEYS), float(self.now)), before)
         if outcome == OK:
             panic = len(self.out()) == len(KEYS)
             for each in (self.naive[key] for key in keys):
@@ -202,6 +271,7 @@ class EjectionMachine(RuleBasedStateMachine):
             if not each.out and (each.trial or each.failures >= LIMIT):
                 due.append(key)
         if due and self.may_go(due):
+            self.ejected[outcome] += len(due)
             for each in (self.naive[key] for key in due):
                 if not each.trial:
                     each.times = max(0, each.times - each.served // BASE)
@@ -212,8 +282,8 @@ class EjectionMachine(RuleBasedStateMachine):
     @rule(worker_id=st.sampled_from(sorted(WORKERS)), is_well=st.booleans())
     def poll(self, worker_id: int, is_well: bool) -> None:
         keys = [key for key in KEYS if key[0] == worker_id]
-        self.real.poll(keys, None if is_well else "no answer", len(KEYS), float(self.now))
-        self.is_current = True
+        fault, before = None if is_well else "no answer", set(self.real.out)
+        self.told(self.real.poll(keys, fault, len(KEYS), float(self.now)), before)
         due = []
         for key in keys:
             each = self.naive[key]
@@ -231,13 +301,15 @@ class EjectionMachine(RuleBasedStateMachine):
                 else:
                     due.append(key)
         if due and self.may_go(due):
+            self.ejected[POLL] += len(due)
             for each in (self.naive[key] for key in due):
                 each.down, each.trial = True, 0
 
     @rule(worker_id=st.sampled_from(sorted(WORKERS)))
     def forget(self, worker_id: int) -> None:
         keys = [key for key in KEYS if key[0] == worker_id]
-        self.real.forget(keys)
+        before = set(self.real.out)
+        assert self.real.forget(keys) or self.real.out == before
         self.naive.update((key, Naive()) for key in keys)
 
     @invariant()
@@ -245,6 +317,7 @@ class EjectionMachine(RuleBasedStateMachine):
         if not self.is_current:
             return
         assert self.real.out == self.out()
+        assert (self.real.ejected, self.real.spared) == (self.ejected, self.spared)
         for key, each in self.naive.items():
             health = self.real.ranks.get(key)
             state = IN_SERVICE if health is None else health.state
@@ -253,7 +326,7 @@ class EjectionMachine(RuleBasedStateMachine):
     @invariant()
     def some_are_left_or_those_that_are_out_are_one_workers(self) -> None:
         out = self.real.out
-        assert len({key[0] for key in out}) <= 1 or len(out) * 100 <= SHARE * len(KEYS)
+        assert len({key[0] for key in out}) <= 1 or len(out) * 100 <= self.share * len(KEYS)
 
 
 TestEjectionsAgainstTheModel = EjectionMachine.TestCase

@@ -17,6 +17,7 @@ from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.prompt import Prompt
+from lean_selector.core.selection.selector import RECHECK_AFTER_S
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.core.settings import API_1_6
 from tests.support.bookings import book
@@ -79,6 +80,28 @@ def test_pending_tokens_are_printed_saturated(queueing: DrivenSelector) -> None:
 
 
 # -- leaving the queue ----------------------------------------------------------------------------
+
+
+def test_expiry_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
+    fill(queueing, 1, 2)
+    queueing.now = 299.0
+    queueing.book("r")
+    queueing.now = 300.5
+    queueing.selector.expire(queueing.now, 100)
+    assert "r" in queueing.answers
+
+
+def test_whom_nobody_can_serve_is_told_by_the_clock(queueing: DrivenSelector) -> None:
+    fill(queueing, 1)
+    queueing.book("head", pin=(1, 0))
+    queueing.book("r", allowed={9})
+    queueing.now = RECHECK_AFTER_S - 0.1
+    queueing.selector.admit_waiting(queueing.now)
+    assert not queueing.answers
+    queueing.now = RECHECK_AFTER_S
+    queueing.selector.admit_waiting(queueing.now)
+    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
+    assert queueing.pending() == (1, 16)
 
 
 def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
