@@ -1,9 +1,10 @@
 """Event batches as engines mostly send them, read into packed lists: for the compiled form.
 
-Takes the array layouts of vLLM and SGLang with unsigned hashes, tokens that are u32, and nothing
-else that goes into a hash. Any other batch is left to `kv_events.py`; what both take they read
-alike. No object of Python's is made per token or hash, which compiled saves most of the work, and
-costs as much more interpreted. Knows nothing of the index. Spec: indexer.md 1.4.
+Takes events as tagged maps, as vLLM and SGLang send them now, and as arrays; hashes that are
+numbers or digests, tokens that are u32, an adapter, and nothing else that goes into a hash. Any
+other batch is left to `kv_events.py`; what both take they read alike. No object of Python's is made
+per token or hash, which compiled saves most of the work, and costs as much more interpreted. Knows
+nothing of the index. Spec: indexer.md 1.4.
 """
 
 from typing import Final
@@ -20,6 +21,7 @@ from librt.strings import (
 from librt.vecs import vec
 from mypy_extensions import i32, i64
 
+from lean_selector.core.hashing import ENGINE_SALT_PREFIX
 from lean_selector.core.index.hashes_packed import mixed
 from lean_selector.core.index.shapes import (
     AllBlocksCleared,
@@ -37,12 +39,42 @@ PART_BLOCKS: Final[i64] = 512  # of one record, some 0.15 ms to apply
 _MOST_BLOCKS: Final[i64] = 1 << 16  # of an event: MAX_EVENT_BLOCKS
 _MOST_TOKENS: Final[i64] = 1 << 12  # of a block: MAX_BLOCK_TOKENS
 _MOST_FIELDS: Final[i64] = 13
+_MOST_NAME: Final[i64] = 63  # of an adapter among extra keys; 64 may be a hash in hex
 _FEW: Final[i64] = 8  # names that are compared with each other
+_WIDTHS: Final = b"\x04\x08\x01\x02\x04\x08\x01\x02\x04\x08"  # of numbers, from 0xCA to 0xD3
 
 _NIL: Final[i64] = 0xC0
 _STORED: Final = b"\xabBlockStored"
 _REMOVED: Final = b"\xacBlockRemoved"
 _CLEARED: Final = b"\xb0AllBlocksCleared"
+_TYPE: Final = b"\xa4type"
+# The keys of a map that are read; the values of others are stepped over.
+_BLOCKS: Final[i64] = 1
+_PARENT: Final[i64] = 2
+_TOKENS: Final[i64] = 4
+_SIZE: Final[i64] = 8
+_MEDIUM: Final[i64] = 16
+_ADAPTER: Final[i64] = 32
+_KEYS: Final[i64] = 64
+_GROUP: Final[i64] = 128
+_KIND: Final[i64] = 256
+_OTHER: Final[i64] = 512  # what is read by the other reader alone, unless it is nil
+_OF_STORED: Final = _PARENT | _TOKENS | _SIZE | _ADAPTER | _KEYS  # of no removal
+_FIELDS: Final = {
+    b"block_hashes": 1,
+    b"parent_block_hash": 2,
+    b"token_ids": 4,
+    b"block_size": 8,
+    b"medium": 16,
+    b"lora_name": 32,
+    b"extra_keys": 64,
+    b"group_idx": 128,
+    b"kv_cache_spec_kind": 256,
+    b"locality": 512,
+    b"cache_salt": 512,
+    b"block_mm_infos": 512,
+    b"type": 512,  # a second one
+}
 
 
 class _Unusual(Exception):
@@ -70,7 +102,18 @@ class _Reader:
         # Removals in a row that differ in their blocks alone become one record.
         self._gone = BytesWriter()
         self._gone_tier: Tier | None = None
+        self._gone_group: int | None = None
         self._gone_events = 0
+        # The fields of the event that is being read.
+        self._first: i64 = 0  # where its block hashes begin
+        self._names = b""
+        self._parent: int | None = None
+        self._its_tokens = b""
+        self._size: i64 = 0
+        self._medium: str | None = None
+        self._adapter: str | None = None
+        self._group: int | None = None
+        self._kind: str | None = None
 
     def batch(self) -> EventBatch:
         inside: i64 = self._array()
@@ -90,6 +133,11 @@ class _Reader:
         return EventBatch(rank, self._events, [])
 
     def _event(self) -> None:
+        self._parent = self._medium = self._adapter = self._group = self._kind = None
+        tag: i64 = self._data[self._at]
+        if tag & 0xF0 == 0x80 or tag == 0xDE:
+            self._of_map()
+            return
         fields: i64 = self._array()
         if self._passes(_STORED):
             if fields < 5 or fields > _MOST_FIELDS:
@@ -101,42 +149,114 @@ class _Reader:
                 raise _Unusual
             self._removed(fields)
         elif fields == 1 and self._passes(_CLEARED):
-            self._end_removals()
-            self._events.append(AllBlocksCleared())
+            self._cleared()
         else:
             raise _Unusual
 
+    def _of_map(self) -> None:
+        tag: i64 = self._byte()
+        fields: i64 = tag & 15
+        if tag == 0xDE:
+            self._at += 2
+            fields = i64(read_i16_be(self._data, self._at - 2)) & 0xFFFF
+        if fields == 0 or not self._passes(_TYPE):
+            raise _Unusual
+        if self._passes(_STORED):
+            self._end_removals()
+            seen: i64 = self._fields(fields - 1, True)
+            if seen & (_BLOCKS | _TOKENS | _SIZE) != _BLOCKS | _TOKENS | _SIZE:
+                raise _Unusual
+            self._add_stored()
+        elif self._passes(_REMOVED):
+            if not self._fields(fields - 1, False) & _BLOCKS:
+                raise _Unusual
+            self._add_removed()
+        elif fields == 1 and self._passes(_CLEARED):
+            self._cleared()
+        else:
+            raise _Unusual
+
+    def _fields(self, count: i64, is_stored: bool) -> i64:
+        """The fields of a map, in any order; returns which of them were there."""
+        seen: i64 = 0
+        while count > 0:
+            count -= 1
+            tag: i64 = self._byte()
+            length: i64 = tag & 31
+            if tag & 0xE0 != 0xA0:
+                raise _Unusual
+            start = self._at
+            self._at += length
+            field: i64 = _FIELDS.get(self._data[start : self._at], 0)
+            if seen & field & ~_OTHER:
+                raise _Unusual  # twice
+            seen |= field
+            if field == _BLOCKS:
+                self._first = self._at
+                if is_stored:
+                    self._names = self._hashes()
+                else:
+                    self._step_over()
+            elif field == 0 or (not is_stored and field & _OF_STORED):
+                self._step_over()
+            elif field == _TOKENS:
+                self._its_tokens = self._tokens()
+            elif field == _SIZE:
+                self._size = self._below(_MOST_TOKENS)
+            elif self._passes_nil():
+                continue
+            elif field == _PARENT:
+                self._parent = self._unsigned_hash()
+            elif field == _MEDIUM:
+                self._medium = self._text()
+            elif field == _ADAPTER:
+                self._adapter = self._text()
+            elif field == _KEYS:
+                self._plain_keys()
+            elif field == _GROUP:
+                self._group = self._below(1 << 31)
+            elif field == _KIND and is_stored:
+                self._kind = self._text()
+            else:
+                raise _Unusual
+        return seen
+
     def _stored(self, fields: i64) -> None:
-        names = self._hashes()
-        parent: int | None = None
+        self._names = self._hashes()
         if not self._passes_nil():
-            before = BytesWriter()
-            write_i64_le(before, self._hash())
-            parent = int.from_bytes(before.getvalue(), "little")
-        tokens = self._tokens()
-        size: i64 = self._below(_MOST_TOKENS)
+            self._parent = self._unsigned_hash()
+        self._its_tokens = self._tokens()
+        self._size = self._below(_MOST_TOKENS)
         if fields > 5 and not self._passes_nil():
             self._below(1 << 31)  # lora_id: unused
-        medium = self._text() if fields > 6 else None
-        if fields > 7 and not self._passes_nil():
-            raise _Unusual  # an adapter
-        if fields > 8:
-            self._no_keys()
-        group: int | None = None
+        if fields > 6:
+            self._medium = self._text()
+        if fields > 7:
+            self._adapter = self._text()
+        if fields > 8 and not self._passes_nil():
+            self._plain_keys()
         if fields > 9 and not self._passes_nil():
-            group = self._below(1 << 31)
-        kind = self._text() if fields > 10 else None
+            self._group = self._below(1 << 31)
+        if fields > 10:
+            self._kind = self._text()
         if fields > 11 and not self._passes_nil():
             self._below(1 << 31)  # a sliding window: unused
         if fields > 12 and not self._passes_nil():
             raise _Unusual  # locality
+        self._add_stored()
+
+    def _add_stored(self) -> None:
+        names, parent, tokens, size = self._names, self._parent, self._its_tokens, self._size
         if size == 0 or not _differ(names, parent):
             raise _Unusual
-        tier = tier_of(medium)
+        tier, group, kind = tier_of(self._medium), self._group, self._kind
+        adapter = self._adapter or None
         blocks: i64 = min(i64(len(names)) >> 3, (i64(len(tokens)) >> 2) // size)
         if blocks <= PART_BLOCKS:
             names, tokens = names[: blocks << 3], tokens[: (blocks * size) << 2]
-            record = PackedStored(names, parent, tokens, size, tier, group, kind)
+            record = PackedStored(
+                names, parent, tokens, size, tier, group, kind, Part.WHOLE, adapter
+            )
             self._events.append(record)
             return
         first: i64 = 0
@@ -147,39 +267,47 @@ class _Reader:
                 part = Part.LAST
             here = names[first << 3 : end << 3]
             theirs = tokens[(first * size) << 2 : (end * size) << 2]
-            self._events.append(PackedStored(here, parent, theirs, size, tier, group, kind, part))
+            self._events.append(
+                PackedStored(here, parent, theirs, size, tier, group, kind, part, adapter)
+            )
             parent = int.from_bytes(here[-8:], "little")
             part = Part.MIDDLE
             first = end
 
     def _removed(self, fields: i64) -> None:
-        first = self._at
-        count: i64 = self._array()
-        while count > 0:  # only to see what comes after them
-            count -= 1
-            self._hash()
-        medium = self._text() if fields > 2 else None
-        tier = tier_of(medium)
-        group: int | None = None
+        self._first = self._at
+        self._step_over()  # only to see what comes after them
+        if fields > 2:
+            self._medium = self._text()
         if fields > 3 and not self._passes_nil():
-            group = self._below(1 << 31)
+            self._group = self._below(1 << 31)
         if fields > 4 and not self._passes_nil():
             raise _Unusual  # a kind, or a locality
+        self._add_removed()
+
+    def _add_removed(self) -> None:
+        tier = tier_of(self._medium)
         end = self._at
         is_full: bool = len(self._gone) >= PART_BLOCKS << 3
-        if group is not None or is_full or (self._gone_events and tier is not self._gone_tier):
+        if self._gone_events and (
+            is_full or tier is not self._gone_tier or self._group != self._gone_group
+        ):
             self._end_removals()
-        self._at = first
+        self._at = self._first
         self._hashes_into(self._gone)
         self._at = end
         self._gone_tier = tier
+        self._gone_group = self._group
         self._gone_events += 1
-        if group is not None:
-            self._end_removals(group)
 
-    def _end_removals(self, group: int | None = None) -> None:
+    def _cleared(self) -> None:
+        self._end_removals()
+        self._events.append(AllBlocksCleared())
+
+    def _end_removals(self) -> None:
         if self._gone_events:
             names, events = self._gone.getvalue(), self._gone_events
+            group = self._gone_group
             self._events.append(PackedRemoved(names, self._gone_tier, group, events=events))
             self._gone, self._gone_events = BytesWriter(), 0
 
@@ -216,13 +344,37 @@ class _Reader:
             write_i64_le(out, self._hash())
 
     def _hash(self) -> i64:
-        """An unsigned number of 64 bits, as a signed one."""
+        """A number of 64 bits, as a signed one; of a digest the last eight bytes."""
         data, at = self._data, self._at
         tag: i64 = data[at]
-        if tag == 0xCF:
+        if tag == 0xCF or tag == 0xD3:
             self._at = at + 9
             return read_i64_be(data, at + 1)
+        if tag == 0xC4:
+            length: i64 = data[at + 1]
+            if length < 8:
+                raise _Unusual
+            self._at = at + 2 + length
+            return read_i64_be(data, self._at - 8)
+        if tag >= 0xE0:
+            self._at = at + 1
+            return tag - 256
+        if tag == 0xD2:
+            self._at = at + 5
+            return i64(read_i32_be(data, at + 1))
+        if tag == 0xD1:
+            self._at = at + 3
+            return i64(read_i16_be(data, at + 1))
+        if tag == 0xD0:
+            self._at = at + 2
+            low: i64 = data[at + 1]
+            return low - 256 if low > 127 else low
         return self._below(1 << 32)
+
+    def _unsigned_hash(self) -> int:
+        packed = BytesWriter()
+        write_i64_le(packed, self._hash())
+        return int.from_bytes(packed.getvalue(), "little")
 
     def _below(self, limit: i64) -> i64:
         """An unsigned number of at most 32 bits."""
@@ -284,14 +436,50 @@ class _Reader:
             raise _Unusual
         return self._data[start : self._at].decode()
 
-    def _no_keys(self) -> None:
-        """Extra keys that are none: nil, or nil for each block."""
-        if self._passes_nil():
-            return
+    def _plain_keys(self) -> None:
+        """Extra keys that no hash is made of: for each block nil, or the adapter's name alone."""
         count: i64 = self._array()
         while count > 0:
             count -= 1
-            if not self._passes_nil():
+            if self._passes_nil():
+                continue
+            adapter = self._adapter
+            if adapter is None or len(adapter) > _MOST_NAME or self._array() != 1:
+                raise _Unusual
+            if self._text() != adapter or adapter.startswith(ENGINE_SALT_PREFIX):
+                raise _Unusual
+
+    def _step_over(self) -> None:
+        """A value of any kind, and all that is in it."""
+        data, size = self._data, i64(len(self._data))
+        left: i64 = 1
+        while left > 0:
+            left -= 1
+            tag: i64 = self._byte()
+            if tag < 0x80 or tag >= 0xE0 or tag == 0xC0 or tag == 0xC2 or tag == 0xC3:
+                continue
+            if tag < 0x90:
+                left += (tag & 15) * 2
+            elif tag < 0xA0:
+                left += tag & 15
+            elif tag < 0xC0:
+                self._at += tag & 31
+            elif tag == 0xC4 or tag == 0xD9:
+                length: i64 = self._byte()
+                self._at += length
+            elif tag == 0xC5 or tag == 0xDA:
+                self._at += 2 + (i64(read_i16_be(data, self._at)) & 0xFFFF)
+            elif tag >= 0xCA and tag <= 0xD3:
+                self._at += _WIDTHS[tag - 0xCA]
+            elif tag == 0xDC:
+                self._at += 2
+                left += i64(read_i16_be(data, self._at - 2)) & 0xFFFF
+            elif tag == 0xDD:
+                self._at += 4
+                left += i64(read_i32_be(data, self._at - 4)) & 0xFFFFFFFF
+            else:  # what no engine has there: extensions, large maps and very long texts
+                raise _Unusual
+            if self._at > size:
                 raise _Unusual
 
     def _passes_nil(self) -> bool:

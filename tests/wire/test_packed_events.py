@@ -27,32 +27,82 @@ encode = msgspec.msgpack.encode
 NUMBERS = [0, 1, 127, 128, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**32 - 1]
 U64 = st.sampled_from([*NUMBERS, 2**32, 2**63 - 1, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 U32 = st.sampled_from(NUMBERS) | st.integers(0, 2**32 - 1)
+# A name as the engine's own number, as a signed one, or as a digest, which ends in it.
 NAMES = st.lists(U64, max_size=12, unique=True)
+FORMS = st.sampled_from(["unsigned", "signed", "digest"])
+ADAPTER = st.sampled_from([None, None, "", "adapter", "x" * 70])
+
+
+def formed(name: int, form: str) -> int | bytes:
+    if form == "digest":
+        return bytes(24) + name.to_bytes(8, "big")
+    return name - 2**64 if form == "signed" and name >= 2**63 else name
+
+
 MEDIUM = st.sampled_from([None, "GPU", "cpu", "DISK", "tape", "x" * 40])
 GROUP = st.none() | st.integers(0, 300)
 
 
+STORED = (
+    *("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id"),
+    *("medium", "lora_name", "extra_keys", "group_idx", "kv_cache_spec_kind"),
+    *("kv_cache_spec_sliding_window", "locality"),
+)
+REMOVED = ("type", "block_hashes", "medium", "group_idx", "kv_cache_spec_kind")
+# Of maps alone: what they say besides, and is not read.
+VALUES = [None, True, -7, 300, 70_000, -70_000, 2**64 - 1, 0.5, "text" * 20, b"x" * 300, "y" * 300]
+BESIDES = st.dictionaries(
+    st.sampled_from(["ownership", "session_id", "lookahead_token_ids", "what comes next"]),
+    st.sampled_from([*VALUES, VALUES, {"a": VALUES}, [[1, 2], []], [list(range(20))] * 17]),
+    max_size=2,
+)
+
+
 @st.composite
-def stored(draw: st.DrawFn) -> list[object]:
+def laid_out(draw: st.DrawFn, event: list[object], names: tuple[str, ...], least: int) -> object:
+    """As an array, which may end early, or as a map, whose fields may come in any order."""
+    if draw(st.booleans()):
+        return event[: draw(st.integers(least, len(event)))]
+    fields = list(zip(names, event, strict=True))[1:]
+    needed = {"block_hashes", "token_ids", "block_size"}
+    if names is STORED and event[STORED.index("extra_keys")]:
+        needed |= {"lora_name", "extra_keys"}  # in this order
+    fields = [each for each in fields if each[0] in needed or draw(st.booleans())]
+    if "lora_name" not in needed:
+        fields = draw(st.permutations(fields))
+    return {"type": event[0], **dict(fields), **draw(BESIDES)}
+
+
+@st.composite
+def stored(draw: st.DrawFn) -> object:
     names = draw(NAMES)
     parent = draw(st.none() | U64.filter(lambda name: name not in names))
+    form = draw(FORMS)
     size = draw(st.integers(1, 4))
     tokens = draw(st.lists(U32, max_size=4 * len(names) + 3))
-    keys = draw(st.sampled_from([None, [], [None] * len(names)]))
+    adapter = draw(ADAPTER)
+    keys: list[Any] | None = draw(st.sampled_from([None, [], [None] * len(names)]))
+    if adapter == "adapter" and draw(st.booleans()):
+        keys = [[adapter] for _ in names]
     kind = draw(st.sampled_from([None, "full_attention", "mamba"]))
     window = draw(st.none() | st.integers(0, 4096))
-    tail = [draw(st.none() | st.integers(0, 9)), draw(MEDIUM), None, keys, draw(GROUP), kind]
-    event: list[object] = ["BlockStored", names, parent, tokens, size, *tail, window, None]
-    return event[: draw(st.integers(5, len(event)))]
+    tail = [draw(st.none() | st.integers(0, 9)), draw(MEDIUM), adapter, keys, draw(GROUP), kind]
+    given = [formed(name, form) for name in names]
+    above = None if parent is None else formed(parent, form)
+    event: list[object] = ["BlockStored", given, above, tokens, size, *tail, window, None]
+    return draw(laid_out(event, STORED, 8 if keys and adapter else 5))
 
 
 @st.composite
-def removed(draw: st.DrawFn) -> list[object]:
-    event: list[object] = ["BlockRemoved", draw(NAMES), draw(MEDIUM), draw(GROUP), None]
-    return event[: draw(st.integers(2, len(event)))]
+def removed(draw: st.DrawFn) -> object:
+    form = draw(FORMS)
+    given = [formed(name, form) for name in draw(NAMES)]
+    event: list[object] = ["BlockRemoved", given, draw(MEDIUM), draw(GROUP), None]
+    return draw(laid_out(event, REMOVED, 2))
 
 
-EVENTS = st.lists(stored() | removed() | st.just(["AllBlocksCleared"]), max_size=8)
+CLEARED = st.sampled_from([["AllBlocksCleared"], {"type": "AllBlocksCleared"}])
+EVENTS = st.lists(stored() | removed() | CLEARED, max_size=8)
 RANK = st.none() | st.integers(0, 2**31 - 1)
 PLAIN = st.one_of(
     st.builds(lambda events: [0.5, events], EVENTS),
@@ -83,16 +133,16 @@ def told_of(event: Event) -> tuple[Any, ...]:
         names = unpack(f"<{len(event.names) // 8}Q", event.names)
         tokens = unpack(f"<{len(event.tokens) // 4}I", event.tokens)
         assert len(tokens) == len(names) * event.block_size
-        rest = event.block_size, event.tier, event.group_idx, event.kind
+        rest = event.block_size, event.tier, event.group_idx, event.kind, event.lora_name
         return "stored", names, event.parent_hash, tokens, *rest
     if isinstance(event, BlockStored):
-        assert (event.lora_name, event.cache_salt, event.is_eagle) == (None, None, False)
+        assert (event.cache_salt, event.is_eagle) == (None, False)
         assert (event.is_remote, event.unknown_keys) == (False, None)
         assert not any(event.mm_hashes or ())
         size = event.block_size
         blocks = min(len(event.block_hashes), len(event.token_ids) // size)
         names, tokens = tuple(event.block_hashes[:blocks]), tuple(event.token_ids[: blocks * size])
-        rest = size, event.tier, event.group_idx, event.kind
+        rest = size, event.tier, event.group_idx, event.kind, event.lora_name
         return "stored", names, event.parent_hash, tokens, *rest
     if isinstance(event, PackedRemoved):
         names = unpack(f"<{len(event.names) // 8}Q", event.names)
@@ -150,19 +200,16 @@ PLAIN_EVENT: list[Any] = ["BlockStored", [1, 2], None, [1, 2, 3, 4], 2, None, "G
     ("position", "value"),
     [
         (0, "BlockMoved"),
-        (1, [1, -2]),
-        (1, [1, b"12345678"]),
+        (1, [1, b"1234567"]),
         (1, [1, 1]),
-        (2, -5),
         (2, 2),
-        (2, b"12345678"),
+        (2, b"1234567"),
         (3, [1, 2, 3, 2**32]),
         (3, [1, 2, 3, -1]),
         (3, [(1, 2), (2, 3)]),
         (4, 0),
         (4, 2**16),
         (5, "seven"),
-        (7, "adapter"),
         (7, {"cache_salt": "s"}),
         (8, [["salt"], None]),
         (9, []),
@@ -185,7 +232,10 @@ def test_what_goes_into_a_hash_or_contradicts_is_left_to_the_other_reader(
         [0.5, [], -1],
         [0.5, [], 0, 0],
         [0.5, [["AllBlocksCleared"]] * 257],
-        [0.5, [{"type": "AllBlocksCleared"}]],
+        [0.5, [{"type": "AllBlocksCleared", "group_idx": 0}]],
+        [0.5, [{"block_hashes": [1], "type": "BlockRemoved"}]],
+        [0.5, [{"type": "BlockRemoved"}]],
+        [0.5, [{"type": "BlockStored", "block_hashes": [1], "token_ids": [1]}]],
         [0.5, [["AllBlocksCleared", 1]]],
         [0.5, [["BlockRemoved"]]],
         [0.5, [["BlockRemoved", [1], "GPU", 0, None, None]]],
@@ -199,6 +249,51 @@ def test_what_goes_into_a_hash_or_contradicts_is_left_to_the_other_reader(
 )
 def test_an_unusual_batch_is_left_to_the_other_reader(batch: object) -> None:
     assert packed_batch(encode(batch)) is None
+
+
+@pytest.mark.parametrize("name", [-1, -32, -33, -128, -129, -(2**15) - 1, -(2**31) - 1, -(2**63)])
+def test_hashes_below_zero_are_the_same_bits_unsigned(name: int) -> None:
+    removed = {"type": "BlockRemoved", "block_hashes": [name, name + 2**64], "group_idx": 0}
+    batch = packed_batch(encode([0.5, [removed]]))
+    assert batch is not None
+    assert [told_of(event)[1] for event in batch.events] == [(name + 2**64,) * 2]
+
+
+MAP: dict[str, Any] = dict(zip(STORED, [*PLAIN_EVENT, None, None, None], strict=True))
+
+
+def test_a_map_may_have_more_fields_than_are_known() -> None:
+    more = {f"field {at}": at for at in range(20)}
+    packed = packed_batch(encode([0.5, [{**MAP, **more}]]))
+    assert packed is not None
+    assert told(packed) == told(decode_batch(encode([0.5, [MAP]])))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"locality": "REMOTE"},
+        {"cache_salt": "s"},
+        {"block_mm_infos": []},
+        {"extra_keys": [["adapter"], None]},  # of another adapter than the event's
+        {"lora_name": "adapter", "extra_keys": [["other"], None]},
+        {"a name of more than thirty-one bytes": 1},
+        {"ownership": msgspec.msgpack.Ext(1, b"")},
+        {"ownership": "x" * 70_000},
+    ],
+)
+def test_a_map_that_says_more_is_left_to_the_other_reader(other: dict[str, Any]) -> None:
+    assert packed_batch(encode([0.5, [MAP]])) is not None
+    assert packed_batch(encode([0.5, [{**MAP, **other}]])) is None
+
+
+def test_a_field_that_comes_twice_is_left_to_the_other_reader() -> None:
+    removed = encode({"type": "BlockRemoved", "block_hashes": [1]})
+    twice = b"\x83" + removed[1:] + encode("block_hashes") + encode([2])
+    payload = encode([0.5]).replace(b"\x91", b"\x92", 1) + b"\x91" + twice
+    assert packed_batch(payload) is None
+    told_kind = {"type": "BlockRemoved", "block_hashes": [1], "kv_cache_spec_kind": "mamba"}
+    assert packed_batch(encode([0.5, [told_kind]])) is None
 
 
 def test_an_event_beyond_the_bound_is_left_to_the_other_reader() -> None:

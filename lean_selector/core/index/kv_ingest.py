@@ -215,8 +215,8 @@ class KvIngest:
         seed, salt, parent = BASE_SEED, None, event.parent_hash
         if rank.salts and parent is not None:
             salt = _salt_of(rank, tier, parent)
-            if salt is not None:
-                seed = hash_seed(None, salt)
+        if salt is not None or event.lora_name is not None:
+            seed = hash_seed(event.lora_name, salt)
         local = packed_local_hashes(event.tokens, event.block_size, seed)
         key = (self.worker_id, dp_rank)
         result = self._index.store_chain(key, tier, parent, event.names, local)

@@ -99,7 +99,7 @@ class BlockStored(msgspec.Struct, gc=False):
 
 
 class PackedStored(msgspec.Struct, gc=False):
-    """`BlockStored` without adapter, salt, multimodal objects and pairs, as packed lists.
+    """`BlockStored` without salt, multimodal objects and pairs, as packed lists.
 
     As many names as whole blocks of tokens; the names differ from each other and from the parent.
     """
@@ -112,6 +112,7 @@ class PackedStored(msgspec.Struct, gc=False):
     group_idx: int | None = None
     kind: str | None = None
     part: Part = Part.WHOLE
+    lora_name: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, gc=False):

@@ -427,7 +427,7 @@ def packed(event: Event) -> Event:
     if isinstance(event, BlockStored) and event.cache_salt is None:
         names = pack(f"<{len(event.block_hashes)}Q", *event.block_hashes)
         tokens = pack(f"<{len(event.token_ids)}I", *event.token_ids)
-        more = event.tier, event.group_idx, event.kind, event.part
+        more = event.tier, event.group_idx, event.kind, event.part, event.lora_name
         return PackedStored(names, event.parent_hash, tokens, event.block_size, *more)
     if isinstance(event, BlockRemoved):
         names = pack(f"<{len(event.block_hashes)}Q", *event.block_hashes)
@@ -469,6 +469,14 @@ def packed(event: Event) -> Event:
         ),
         pytest.param(
             [store(1, cache_salt="s"), store(2), store(3, parent=2)], id="a parent without salt"
+        ),
+        pytest.param(
+            [
+                store(1, lora_name="a", cache_salt="s"),
+                store(2, lora_name="a", parent=1),
+                store(3, lora_name="b"),
+            ],
+            id="adapters, with a salt and without",
         ),
         pytest.param(
             [
