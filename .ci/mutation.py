@@ -49,7 +49,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "cursor": (
         [f"{CORE}/index/kv_cursor.py"],
-        ["tests/core/index/test_kv_cursor.py"],
+        ["tests/core/index/test_kv_cursor.py", "tests/properties/test_cursor_model.py"],
     ),
     "ledger": (
         [f"{CORE}/replication/ledger.py"],
