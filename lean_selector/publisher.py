@@ -20,11 +20,11 @@ import msgspec
 import zmq
 
 from lean_selector.wire.kv_event_shapes import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     PublishedBatch,
+    PublishedCleared,
     PublishedEvent,
+    PublishedRemoved,
+    PublishedStored,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class _EventSink:
         if count == 0:
             return
         self._emit(
-            BlockStored(
+            PublishedStored(
                 block_hashes=signed_hashes(block_hashes[:count]),
                 parent_block_hash=None if parent_hash is None else signed_hashes([parent_hash])[0],
                 token_ids=list(token_ids[: count * self.kv_block_size]),
@@ -151,14 +151,14 @@ class _EventSink:
         event_id has no effect, as in publish_stored. Raises ValueError for a hash beyond 64 bits.
         """
         if block_hashes:
-            self._emit(BlockRemoved(signed_hashes(block_hashes), medium))
+            self._emit(PublishedRemoved(signed_hashes(block_hashes), medium))
 
     def publish_all_cleared(self) -> None:
         """Announce that this rank holds nothing any more, on any medium."""
-        self._emit(AllBlocksCleared())
+        self._emit(PublishedCleared())
 
 
-class EventBatch(_EventSink):
+class SentBatch(_EventSink):
     """Events that travel in one message. Made by KvEventPublisher.batch()."""
 
     def __init__(self, kv_block_size: int) -> None:
@@ -244,18 +244,18 @@ class KvEventPublisher(_EventSink):
         self._send([event])
 
     @contextmanager
-    def batch(self) -> Iterator[EventBatch]:
+    def batch(self) -> Iterator[SentBatch]:
         """Collect events and send them as one message, also when the block raises.
 
         What was reported up to an exception has happened in the cache, so it is published.
         """
-        batch = EventBatch(self.kv_block_size)
+        batch = SentBatch(self.kv_block_size)
         try:
             yield batch
         finally:
             self.publish_batch(batch)
 
-    def publish_batch(self, batch: EventBatch) -> None:
+    def publish_batch(self, batch: SentBatch) -> None:
         """Send a batch as one message; an empty one sends nothing."""
         if batch.events:
             self._send(batch.events)

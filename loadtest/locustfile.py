@@ -29,7 +29,7 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
-from lean_selector.tools.simulated_engines import EngineSpeed, Request, SimulatedEngine
+from lean_selector.tools.simulated_engines import EngineRequest, EngineSpeed, SimulatedEngine
 from lean_selector.tools.traffic import BLOCK_SIZE, conversations
 from loadtest.trace import read_trace
 
@@ -42,7 +42,7 @@ SETUP_TIMEOUT_S = 30.0
 WORKER_IDS = range(1 << 48, 1 << 53)
 
 
-def requests(trace: Path | None) -> Iterator[Request]:
+def requests(trace: Path | None) -> Iterator[EngineRequest]:
     """Of the trace, over and over; without one those of 64 people in turns, each in conversations
     of its own."""
     people = [conversations(0, person) for person in range(64)]
@@ -66,7 +66,7 @@ class Run:
         # Ids must differ between runs and between locust's own processes.
         self.ids = (f"{uuid.uuid4().hex[:12]}-{number}" for number in itertools.count())
 
-    def prompt_fields(self, request: Request) -> dict[str, object]:
+    def prompt_fields(self, request: EngineRequest) -> dict[str, object]:
         blocks = request.prompt_blocks
         return {
             "model_name": self.model_name,
@@ -144,7 +144,7 @@ class SelectionUser(RouterUser):
         if self.call("POST", "/reservations", booking) is not None:
             self._live(request, name, chosen["worker_id"])
 
-    def _live(self, request: Request, name: str, worker_id: int) -> None:
+    def _live(self, request: EngineRequest, name: str, worker_id: int) -> None:
         try:
             if (engine := self.run_.engines.get(worker_id)) is not None:
                 engine.finish(engine.begin(request, time.monotonic()))
@@ -193,7 +193,7 @@ class SlotTrackerUser(RouterUser):
         """Only look."""
         self._potential_loads(next(self.run_.requests))
 
-    def _potential_loads(self, request: Request) -> Any:
+    def _potential_loads(self, request: EngineRequest) -> Any:
         return self.call(
             "POST",
             "/potential_loads",

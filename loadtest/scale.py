@@ -33,8 +33,8 @@ from lean_selector.tools.service_process import (
 )
 from lean_selector.tools.simulated_engines import (
     EngineModel,
+    EngineRequest,
     EngineSpeed,
-    Request,
     SimulatedEngine,
     hit_rate,
     imbalance,
@@ -69,9 +69,9 @@ class Row(msgspec.Struct, frozen=True):
     late_s: float  # the most that a request came behind its time
 
 
-def spread(lines: Iterable[tuple[float, Request]]) -> Iterator[tuple[float, Request]]:
+def spread(lines: Iterable[tuple[float, EngineRequest]]) -> Iterator[tuple[float, EngineRequest]]:
     """The requests of one moment one after another, until the next moment that has some."""
-    group: list[Request] = []
+    group: list[EngineRequest] = []
     at = 0.0
     for arrival_s, request in lines:
         if arrival_s > at:
@@ -141,7 +141,7 @@ class Fleet:
             each["state"] == "connected" for each in plane.get("peers", [])
         )
 
-    def player_for(self, turn: int, request: Request) -> Player:
+    def player_for(self, turn: int, request: EngineRequest) -> Player:
         at = min(PARTING_TOKEN // self._options.block_size, request.prompt_blocks - 1)
         model = request.block_hashes[at] % self.models if at >= 0 else 0
         selector = model % self.count if self.mode == PARTITIONED else turn % self.count

@@ -17,7 +17,7 @@ import msgspec
 import uvloop
 
 from lean_selector.tools.service_process import ServiceError
-from lean_selector.tools.simulated_engines import Request, make_request
+from lean_selector.tools.simulated_engines import EngineRequest, make_request
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ def made_up_lines() -> Iterator[TraceLine]:
 
 def read_trace(
     path: Path, block_size: int, limit: int | None = None
-) -> Iterator[tuple[float, Request]]:
+) -> Iterator[tuple[float, EngineRequest]]:
     """Arrival in seconds and request of the first `limit` lines, one at a time.
 
     The tokens of the output are not in the trace, so no engine caches them. Raises ServiceError.
@@ -115,8 +115,8 @@ class Pace:
 
     async def play(
         self,
-        lines: Iterable[tuple[float, Request]],
-        play: Callable[[int, float, Request], Coroutine[None, None, None]],
+        lines: Iterable[tuple[float, EngineRequest]],
+        play: Callable[[int, float, EngineRequest], Coroutine[None, None, None]],
         is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         """Until all have been played by `play(turn, arrival_s, request)`, or those that had begun

@@ -31,7 +31,7 @@ from lean_selector.client.client_settings import (
 from lean_selector.client.completions import Chunk, Option
 from lean_selector.client.drivers import Driver, SyncDriver, awaited, described_by, done
 from lean_selector.client.reservation import ChunkIntake, Outcome, Placed, Reservation
-from lean_selector.client.routing import Flow, Generation, Prompt, Routing, Terms, ask
+from lean_selector.client.routing import Flow, Generation, Prompt, Routing, Wishes, ask
 from lean_selector.client.transport import AsyncClosing, Closing, Opened, SyncOpened
 
 P = ParamSpec("P")
@@ -75,7 +75,7 @@ class RouterCalls:
         Busy workers and an absent service are waited for as `backoff` says; a worker that does not
         take the request is avoided while there are others. Raises ClientError and ValueError.
         """
-        terms = Terms(
+        terms = Wishes(
             router_config_override=router_config_override,
             worker_id=worker_id,
             dp_rank=dp_rank,
@@ -107,7 +107,7 @@ class RouterCalls:
         what streams and placements hold. Raises NoWorkerAvailable at once, without retries. When
         it raises, the id is free again.
         """
-        terms = Terms(
+        terms = Wishes(
             router_config_override=router_config_override,
             routing_constraints=routing_constraints,
             strict_priority=strict_priority,
@@ -195,7 +195,7 @@ class RouterCalls:
 
         Busy workers and an absent service are waited for as `backoff` says.
         """
-        terms = Terms(
+        terms = Wishes(
             router_config_override=router_config_override,
             worker_id=worker_id,
             dp_rank=dp_rank,

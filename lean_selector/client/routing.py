@@ -92,7 +92,7 @@ class Prompt(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     """How it is to be placed; None leaves everything to the service."""
 
     router_config_override: Mapping[str, object] | None = None
@@ -238,7 +238,7 @@ class Routing:
             self._served = {}
             return (yield from attempt())
 
-    def _fields(self, prompt: Prompt, scope: Scope, terms: Terms) -> dict[str, object]:
+    def _fields(self, prompt: Prompt, scope: Scope, terms: Wishes) -> dict[str, object]:
         fields = prompt_fields(prompt.token_ids, scope, prompt.lora_name, prompt.cache_salt)
         wanted: dict[str, object] = {
             "router_config_override": self.config.override(terms.router_config_override),
@@ -257,12 +257,12 @@ class Routing:
     # -- selection -----------------------------------------------------------------------------
 
     def best_worker(
-        self, prompt: Prompt, terms: Terms, request_id: str | None
+        self, prompt: Prompt, terms: Wishes, request_id: str | None
     ) -> Flow[tuple[int, int, int]]:
         return self._again_if_changed(lambda: self._best_worker(prompt, terms, request_id))
 
     def _best_worker(
-        self, prompt: Prompt, terms: Terms, request_id: str | None
+        self, prompt: Prompt, terms: Wishes, request_id: str | None
     ) -> Flow[tuple[int, int, int]]:
         scope = yield from self.scope()
         fields = self._fields(prompt, scope, terms)
@@ -288,11 +288,11 @@ class Routing:
             raise WrongBlockSize(scope.block_size or 0, selected.block_size)
         return selected
 
-    def place(self, prompt: Prompt, terms: Terms) -> Flow[tuple[Selected, Reservation]]:
+    def place(self, prompt: Prompt, terms: Wishes) -> Flow[tuple[Selected, Reservation]]:
         """Select and book, again and again while no worker is free or the service is away."""
         return self._again_if_changed(lambda: self._place(prompt, terms))
 
-    def _place(self, prompt: Prompt, terms: Terms) -> Flow[tuple[Selected, Reservation]]:
+    def _place(self, prompt: Prompt, terms: Wishes) -> Flow[tuple[Selected, Reservation]]:
         attempt = 0
         while True:
             try:
@@ -304,7 +304,7 @@ class Routing:
             attempt += 1
 
     def _place_once(
-        self, prompt: Prompt, terms: Terms, scope: Scope, fields: Mapping[str, object]
+        self, prompt: Prompt, terms: Wishes, scope: Scope, fields: Mapping[str, object]
     ) -> Flow[tuple[Selected, Reservation]]:
         expected = terms.expected_output_tokens
         reservation = Reservation(len(prompt.token_ids), expected_output_tokens=expected)
@@ -324,7 +324,7 @@ class Routing:
     # -- generation ----------------------------------------------------------------------------
 
     def generate(
-        self, prompt: Prompt, terms: Terms, wanted: Generation
+        self, prompt: Prompt, terms: Wishes, wanted: Generation
     ) -> Flow[tuple[Selected, Reservation, Any]]:
         """Place the prompt and open the worker's stream.
 
@@ -333,7 +333,7 @@ class Routing:
         return self._again_if_changed(lambda: self._generate(prompt, terms, wanted))
 
     def _generate(
-        self, prompt: Prompt, terms: Terms, wanted: Generation
+        self, prompt: Prompt, terms: Wishes, wanted: Generation
     ) -> Flow[tuple[Selected, Reservation, Any]]:
         body = completion_body(
             prompt.token_ids,
@@ -394,7 +394,7 @@ class Routing:
         self, prompt: Prompt, override: Mapping[str, object] | None
     ) -> Flow[dict[str, Any]]:
         scope = yield from self.scope()
-        fields = self._fields(prompt, scope, Terms(router_config_override=override))
+        fields = self._fields(prompt, scope, Wishes(router_config_override=override))
         return (yield from ask(calls.overlap_scores(fields)))
 
     def dump_events(self) -> Flow[str]:

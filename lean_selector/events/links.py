@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 class Backlog:
     """The bytes that one holder has waiting; `shed(bytes)` asks it to give up its oldest."""
 
-    def __init__(self, waiting: "Waiting", shed: Callable[[int], None]) -> None:
+    def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0
         self.shed = shed
         self._waiting = waiting
@@ -53,7 +53,7 @@ class Backlog:
         self._waiting.change(self, size)
 
 
-class Waiting:
+class Backlogs:
     """The bytes of all backlogs of a process."""
 
     def __init__(self, limit: int = MAX_WAITING_BYTES) -> None:
@@ -134,7 +134,7 @@ class Links:
         self,
         context: zmq.asyncio.Context | None = None,
         resolver: Resolver | None = None,
-        waiting: Waiting | None = None,
+        waiting: Backlogs | None = None,
         allowed: AllowedEndpoints | None = None,
         engine_keys: CurveClient | None = None,
     ) -> None:
@@ -146,7 +146,7 @@ class Links:
         limit = self.context.get(zmq.SOCKET_LIMIT)
         self.context.set(zmq.MAX_SOCKETS, min(MAX_ZMQ_SOCKETS, limit))
         self.resolver = resolver or Resolver()
-        self.waiting = waiting or Waiting()
+        self.waiting = waiting or Backlogs()
         self._probing = asyncio.Lock()
         self._probe_at = 0.0
         self._steps: deque[Callable[[], None]] = deque()

@@ -27,7 +27,7 @@ _log = logging.getLogger("lean_selector.access_logs")
 # -- where lines are read from -------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class LogAddress(NamedTuple):
     """Where lines come from: a UDP address, or the path of a UNIX socket."""
 
     host: str = ""
@@ -43,11 +43,11 @@ LOOPBACK: Final[tuple[Network, ...]] = (
 _MAX_KNOWN: Final = 4096  # senders whose permission is remembered
 
 
-def place_of(text: str) -> Place:
+def place_of(text: str) -> LogAddress:
     """`syslog:HOST:PORT` or `unixgram:PATH`; raises ValueError."""
     kind, colon, rest = text.partition(":")
     if kind == "unixgram" and rest:
-        return Place(path=rest)
+        return LogAddress(path=rest)
     if kind != "syslog" or not colon:
         raise ValueError(f"expected syslog:HOST:PORT or unixgram:PATH, not `{text}`")
     host, colon, port = rest.rpartition(":")
@@ -59,7 +59,7 @@ def place_of(text: str) -> Place:
         raise ValueError(f"`{text}` lacks a host or a port: syslog:HOST:PORT")
     if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):
         raise ValueError(f"`{text}` has no port from 1 to 65535")
-    return Place(host=host, port=int(port))
+    return LogAddress(host=host, port=int(port))
 
 
 def places_of(text: str) -> list[str]:

@@ -112,7 +112,7 @@ class _Told(NamedTuple):
     adapters: dict[str, str]  # the model that each adapts
 
 
-class Engines:
+class EngineAnswers:
     """From the loop's thread only."""
 
     def __init__(

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.gateway.prompt_shapes import Message, Part, Texts, Unknown, Why
+from lean_selector.gateway.prompt_shapes import ContentPart, Message, Texts, Unknown, Why
 from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
@@ -59,7 +59,7 @@ _RAW_NULL: Final = Raw(_NULL)
 _read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _read_messages: Final = msgspec.json.Decoder(list[Message]).decode
 _read_raw_messages: Final = msgspec.json.Decoder(list[Raw]).decode
-_read_parts: Final = msgspec.json.Decoder(list[Part]).decode
+_read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 _read_texts: Final = msgspec.json.Decoder(Texts).decode
 
 

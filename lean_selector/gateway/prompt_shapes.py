@@ -66,7 +66,7 @@ class Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b"")
 
 
-class Part(msgspec.Struct):
+class ContentPart(msgspec.Struct):
     """A part of a message's content."""
 
     type: msgspec.Raw

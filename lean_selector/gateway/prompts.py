@@ -12,7 +12,7 @@ from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.gateway.answers import Additions, AnswerReader
 from lean_selector.gateway.engine_answers import (
-    Engines,
+    EngineAnswers,
     EngineTokenizer,
     Fleet,
     NotTokenized,
@@ -73,7 +73,7 @@ class Prompts:
         self.unknown: Counter[str] = Counter()  # prompts, by why not all of their blocks are known
         self._settings = settings
         self._fleet = fleet
-        self._engines = Engines(fleet, client)
+        self._engines = EngineAnswers(fleet, client)
         self._tokenizer: Tokenizer = local or EngineTokenizer(client, settings.ask_timeout_s)
 
     async def of(

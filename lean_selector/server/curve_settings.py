@@ -9,8 +9,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from lean_selector.events.curve_admission import CurveGate
 from lean_selector.events.curve_keys import CurveClient, check_curve, new_pair, read_list, read_pair
 from lean_selector.server.host import StartError
-from lean_selector.server.selector_flags import EngineKeys
-from lean_selector.server.service_flags import ReplicaKeys
+from lean_selector.server.selector_flags import EngineKeysFlags
+from lean_selector.server.service_flags import ReplicaKeysFlags
 
 _T = TypeVar("_T")
 _REPLICA_SECRET = "--replica-sync-curve-secret-key-file"
@@ -19,7 +19,7 @@ _EVENTS_SERVERS = "--kv-events-curve-server-keys-file"
 _EVENTS_SECRET = "--kv-events-curve-secret-key-file"
 
 
-def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeys) -> CurveGate:
+def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> CurveGate:
     """What admits replicas to our PUB, with the pair that is ours. Raises StartError."""
     pair = _read(_REPLICA_SECRET, config.secret_key_file, read_pair)
     admitted: tuple[bytes, ...] = (pair.public,)
@@ -28,7 +28,7 @@ def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeys) -> CurveGate
     return CurveGate(AsyncioAuthenticator(context), pair, admitted)
 
 
-def engine_client_keys(config: EngineKeys) -> CurveClient:
+def engine_client_keys(config: EngineKeysFlags) -> CurveClient:
     """What we are to engines, and which we believe. Raises StartError."""
     believed = _read(_EVENTS_SERVERS, config.server_keys_file, read_list)
     if config.secret_key_file is None:

@@ -15,8 +15,8 @@ from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
 from lean_selector.server.peer_access import credentials_of
 from lean_selector.server.replication import Replication
-from lean_selector.server.selector_flags import Discover, SelectorConfig
-from lean_selector.server.service_flags import Finder, ServiceConfig, TrackerConfig
+from lean_selector.server.selector_flags import DiscoverFlags, SelectorConfig
+from lean_selector.server.service_flags import FinderFlags, ServiceConfig, TrackerConfig
 from lean_selector.service.exposition import Families, by, labels, table, table_of
 from lean_selector.service.header_warnings import Sources, registration_warnings
 from lean_selector.workers.discoveries import Discoveries, Surroundings
@@ -92,7 +92,7 @@ def discovery_families(finding: Discoveries) -> Families:
 
 
 def _discoveries_of(
-    finder: Finder, resolve: Resolve, workers: list[str], peers: list[str]
+    finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
     """What will run, and what is to be found: workers, and peers. Raises StartError."""
     worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
@@ -112,8 +112,8 @@ def _discoveries_of(
 def find_workers(
     discoveries: Discoveries,
     targets: list[Target],
-    config: Discover,
-    finder: Finder,
+    config: DiscoverFlags,
+    finder: FinderFlags,
     registry: Selector,
     sources: Sources,
     clock: Callable[[], float],
@@ -172,7 +172,7 @@ def _refusal_of(allowed: AllowedEndpoints | None) -> Callable[[str], str | None]
     return (lambda endpoint: None) if allowed is None else allowed.refusal
 
 
-def _api_client(finder: Finder, resolve: Resolve) -> tuple[str, OutboundClient]:
+def _api_client(finder: FinderFlags, resolve: Resolve) -> tuple[str, OutboundClient]:
     api = finder.api
     if api is None:
         host = os.environ.get("KUBERNETES_SERVICE_HOST")

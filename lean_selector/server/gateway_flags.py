@@ -7,8 +7,8 @@ from typing import Literal
 from lean_selector.gateway.prompt_shapes import PromptSettings
 from lean_selector.http.allowed_endpoints import Url
 from lean_selector.server.flags import flag
-from lean_selector.server.selector_flags import Health, Prompts, SelectorConfig
-from lean_selector.server.service_flags import Listen
+from lean_selector.server.selector_flags import HealthFlags, PromptsFlags, SelectorConfig
+from lean_selector.server.service_flags import ListenFlags
 
 # For workers that say nothing of blocks, as those that publish no events.
 _DEFAULTS = '{"block_size": 16}'
@@ -27,7 +27,7 @@ def _url(value: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayListen(Listen):
+class GatewayListenFlags(ListenFlags):
     """Listening, logging and stopping
 
     drain_s: how long a stop may take; answers that have begun go on for so long
@@ -38,7 +38,7 @@ class GatewayListen(Listen):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayHealth(Health):
+class GatewayHealthFlags(HealthFlags):
     """Workers that fail
 
     interval_s: ask every worker this often how it is, over HTTP; `none`: never
@@ -48,7 +48,7 @@ class GatewayHealth(Health):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayPrompts(Prompts):
+class GatewayPromptsFlags(PromptsFlags):
     """Raw prompts
 
     mode: where the tokens of raw prompts come from
@@ -58,7 +58,7 @@ class GatewayPrompts(Prompts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gateway:
+class GatewayFlags:
     """The gateway
 
     workers: workers: http://HOST:PORT or .../v1
@@ -80,10 +80,10 @@ class Gateway:
 class GatewayConfig(SelectorConfig):
     """What `lean-selector gateway` is told."""
 
-    gateway: Gateway
-    listen: GatewayListen
-    health: GatewayHealth
-    prompts: GatewayPrompts
+    gateway: GatewayFlags
+    listen: GatewayListenFlags
+    health: GatewayHealthFlags
+    prompts: GatewayPromptsFlags
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +120,7 @@ class GatewayConfig(SelectorConfig):
         changed = {
             "listen": replace(self.listen, port=gateway.selector_port, uds=None),
             "discover": discover,
-            "prompts": Prompts(),
+            "prompts": PromptsFlags(),
             "needs_kv_events": False,
         }
         return SelectorConfig(**groups | changed)

@@ -22,7 +22,7 @@ from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.listener import UnixPath, inet_socket
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.server.host import StartError, os_reason
-from lean_selector.server.selector_flags import AccessLogs
+from lean_selector.server.selector_flags import AccessLogsFlags
 from lean_selector.service.exposition import Families
 from lean_selector.service.gate import Route
 from lean_selector.service.metrics import prompt_families
@@ -53,7 +53,9 @@ def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -
 class AccessLogReaders:
     """Reads access logs from when it is made until it is closed: sockets bound, lines taken."""
 
-    def __init__(self, config: AccessLogs, selector: Selector, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: AccessLogsFlags, selector: Selector, clock: Callable[[], float]
+    ) -> None:
         """Raises StartError."""
         self.ends = LogEnds(selector.free, selector.health.report, clock)
         self._paths: list[UnixPath] = []
@@ -67,7 +69,7 @@ class AccessLogReaders:
             self.close()
             raise
 
-    def _bound(self, text: str, config: AccessLogs) -> socket.socket:
+    def _bound(self, text: str, config: AccessLogsFlags) -> socket.socket:
         place = place_of(text)
         try:
             if place.path is None:
@@ -106,7 +108,7 @@ class GatewayRoutes:
     def __init__(
         self,
         service: SelectionService,
-        access_logs: AccessLogs,
+        access_logs: AccessLogsFlags,
         prompts: PromptSettings | None,
         new_client: Callable[[], OutboundClient],
     ) -> None:

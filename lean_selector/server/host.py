@@ -25,7 +25,7 @@ from lean_selector.http.listener import Listener, UnixPath, inet_socket
 from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.http.response import date_header
 from lean_selector.server.flags import fields_of
-from lean_selector.server.service_flags import Listen, ServiceConfig, TlsFiles
+from lean_selector.server.service_flags import ListenFlags, ServiceConfig, TlsFiles
 from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
 from lean_selector.tasks import failed, failures, watch_process
@@ -181,7 +181,7 @@ class HttpServer:
         self,
         app: App,
         connections: Connections,
-        listen: Listen,
+        listen: ListenFlags,
         name: str = "lean-selector",
         protocol: type[HttpProtocol] = HttpProtocol,
         port_flag: str = "--port",
@@ -387,7 +387,7 @@ def os_reason(error: OSError) -> str:
 # The tokens that a service asks for.
 
 
-def tokens_of(listen: Listen) -> AccessTokens | None:
+def tokens_of(listen: ListenFlags) -> AccessTokens | None:
     """None where none are asked for. Raises StartError."""
     path = listen.auth_token_file
     if path is None:

@@ -9,10 +9,10 @@ from lean_selector.core.zmq_endpoints import replay_endpoint_for
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
-from lean_selector.server.service_flags import Access
+from lean_selector.server.service_flags import AccessFlags
 
 
-def credentials_of(access: Access) -> Credentials:
+def credentials_of(access: AccessFlags) -> Credentials:
     """Raises StartError."""
     flag = "token"
     try:

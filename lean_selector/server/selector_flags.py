@@ -21,7 +21,7 @@ from lean_selector.core.settings import (
     SessionSettings,
 )
 from lean_selector.server.flags import FLAG, dyn_flag, flag, made_of, whole_number
-from lean_selector.server.service_flags import Access, ServiceConfig, lazy, path, url
+from lean_selector.server.service_flags import AccessFlags, ServiceConfig, lazy, path, url
 
 if TYPE_CHECKING:
     from lean_selector.gateway.prompt_shapes import PromptSettings
@@ -100,7 +100,7 @@ def _mode(value: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dialect:
+class DialectFlags:
     """Dialect
 
     name: version of the HTTP API; 1.3 is the source document's, 1.6 that of Dynamo 1.6
@@ -132,7 +132,7 @@ class Dialect:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectionCache:
+class SelectionCacheFlags:
     """Selections that are booked by their ids
 
     ttl_s: how long what /select chose under a selection_id can be booked by that id alone
@@ -146,7 +146,7 @@ class SelectionCache:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Router:
+class RouterFlags:
     """Choosing a worker
 
     use_kv_events: learn from the workers' KV events; off: no event endpoints needed, and overlap is
@@ -195,7 +195,7 @@ class Router:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Queue:
+class QueueFlags:
     """Requests that wait
 
     queue_threshold: park requests while every eligible rank has more prefill tokens than this many
@@ -220,7 +220,7 @@ class Queue:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Busy:
+class BusyFlags:
     """Shedding
 
     active_decode_blocks: a rank is busy above this part of its total_kv_blocks; unset: never
@@ -246,7 +246,7 @@ class Busy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sessions:
+class SessionsFlags:
     """Sessions
 
     ttl_s: keep the requests of a session on its rank, until so long after its last reservation has
@@ -279,7 +279,7 @@ class Sessions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Index:
+class IndexFlags:
     """The KV index and its events
 
     recover_from: comma-separated HTTP URLs to recover the KV index from at start, through /dump
@@ -300,7 +300,7 @@ class Index:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineKeys:
+class EngineKeysFlags:
     """Encryption of engines' events
 
     server_keys_file: engines' events and replays are encrypted (CURVE), and this file has the
@@ -320,7 +320,7 @@ class EngineKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Discover:
+class DiscoverFlags:
     """Discovery of workers
 
     targets: find workers at file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME,
@@ -336,7 +336,7 @@ class Discover:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engines(Access):
+class EnginesFlags(AccessFlags):
     """Requests to engines
 
     token_file: bearer token for every request that we make of an engine; read again when it changes
@@ -353,7 +353,7 @@ class Engines(Access):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Health:
+class HealthFlags:
     """Workers that fail
 
     failures: eject a rank temporarily after so many requests in a row are reported failed or
@@ -384,7 +384,7 @@ class Health:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompts:
+class PromptsFlags:
     """Raw prompts
 
     mode: where the tokens of raw prompts come from: tokenize, local, off; unset: there is no /route
@@ -433,7 +433,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AccessLogs:
+class AccessLogsFlags:
     """Gateways' access logs
 
     places: free reservations by the lines of gateways' access logs; syslog:HOST:PORT or
@@ -450,7 +450,7 @@ class AccessLogs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ignored:
+class IgnoredFlags:
     """For compatibility
 
     threads: accepted for compatibility, has no effect: one thread serves everything
@@ -474,20 +474,20 @@ class Ignored:
 class SelectorConfig(ServiceConfig):
     """What `lean-selector` is told."""
 
-    dialect: Dialect
-    router: Router
-    queue: Queue
-    busy: Busy
-    sessions: Sessions
-    selection_cache: SelectionCache
-    index: Index
-    engine_keys: EngineKeys
-    discover: Discover
-    engines: Engines
-    health: Health
-    prompts: Prompts
-    access_logs: AccessLogs
-    ignored: Ignored = field(compare=False)
+    dialect: DialectFlags
+    router: RouterFlags
+    queue: QueueFlags
+    busy: BusyFlags
+    sessions: SessionsFlags
+    selection_cache: SelectionCacheFlags
+    index: IndexFlags
+    engine_keys: EngineKeysFlags
+    discover: DiscoverFlags
+    engines: EnginesFlags
+    health: HealthFlags
+    prompts: PromptsFlags
+    access_logs: AccessLogsFlags
+    ignored: IgnoredFlags = field(compare=False)
     needs_kv_events: bool = True  # False: a worker without a source of them is served by load alone
 
     def __post_init__(self) -> None:

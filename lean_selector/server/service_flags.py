@@ -93,7 +93,7 @@ class TlsFiles(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listen:
+class ListenFlags:
     """Listening, logging and stopping
 
     port: HTTP port; 0 takes a free one
@@ -151,7 +151,7 @@ class Listen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class StateFlags:
     """State over restarts
 
     path: keep workers, thresholds, peers and live reservations in this directory; it starts from
@@ -164,7 +164,7 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replica:
+class ReplicaFlags:
     """Replicas
 
     port: ZMQ PUB port for load events to other replicas; bound on every IPv4 interface
@@ -222,7 +222,7 @@ class Replica:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaKeys:
+class ReplicaKeysFlags:
     """Encryption of replica sync
 
     secret_key_file: encrypt replica sync (CURVE) with this key pair, as `lean-selector keys` makes
@@ -242,7 +242,7 @@ class ReplicaKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finder:
+class FinderFlags:
     """How discovery looks
 
     interval_s: how often files and names are looked at again
@@ -260,7 +260,7 @@ class Finder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Access:
+class AccessFlags:
     """Files that our requests bring along."""
 
     whose: ClassVar[str]  # how the flags begin: --WHOSE-token-file
@@ -280,7 +280,7 @@ class Access:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peers(Access):
+class PeersFlags(AccessFlags):
     """Requests to other services of ours
 
     token_file: bearer token for every request that we make of another replica or an index peer;
@@ -300,7 +300,7 @@ class Peers(Access):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Endpoints:
+class EndpointsFlags:
     """Where it connects to
 
     allowed: endpoints that may be connected to, of workers, events, replays and peers;
@@ -325,7 +325,7 @@ class Endpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reservations:
+class ReservationsFlags:
     """Reservations
 
     reservation_expiry_s: drop a reservation this long after its last lifecycle call
@@ -347,14 +347,14 @@ class Reservations:
 class ServiceConfig(Config):
     """What every service is told."""
 
-    listen: Listen
-    state: State
-    replica: Replica
-    replica_keys: ReplicaKeys
-    finder: Finder
-    peers: Peers
-    endpoints: Endpoints
-    reservations: Reservations
+    listen: ListenFlags
+    state: StateFlags
+    replica: ReplicaFlags
+    replica_keys: ReplicaKeysFlags
+    finder: FinderFlags
+    peers: PeersFlags
+    endpoints: EndpointsFlags
+    reservations: ReservationsFlags
 
     def __post_init__(self) -> None:
         self.endpoints.check("--replica-sync-peers: ", self.replica.peers)
@@ -370,7 +370,7 @@ class ServiceConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrackerListen(Listen):
+class TrackerListenFlags(ListenFlags):
     """Listening, logging and stopping"""
 
     port: int = flag(8091, "--port", ge=0, le=65535, common=True)
@@ -380,4 +380,4 @@ class TrackerListen(Listen):
 class TrackerConfig(ServiceConfig):
     """What `lean-slot-tracker` is told."""
 
-    listen: TrackerListen
+    listen: TrackerListenFlags

@@ -22,7 +22,7 @@ from lean_selector.server.state_catalog import (
     restore_catalog,
     restore_reservations,
 )
-from lean_selector.server.state_files import Held, StateDirectory, stamp_now
+from lean_selector.server.state_files import DirectoryHeld, StateDirectory, stamp_now
 from lean_selector.server.state_persister import LiveBookings, Persister
 from lean_selector.service.worker_handlers import ServiceState
 
@@ -122,7 +122,7 @@ def _taken(directory: StateDirectory) -> str | None:
             directory.create()
             directory.take()
             return None
-        except Held as error:
+        except DirectoryHeld as error:
             if time.monotonic() >= gives_up_at:
                 raise StartError(f"--state-dir: {error}") from None
         except OSError as error:

@@ -30,7 +30,7 @@ from lean_selector.server.state_files import (
     PartitionRow,
     Stamp,
     StateDirectory,
-    ThresholdRow,
+    StoredThreshold,
     elapsed_s,
     opened,
 )
@@ -164,7 +164,9 @@ class SelectorCatalog:
                 for key, each in selector.catalog.partitions.items()
                 if each.members
             ],
-            thresholds=[ThresholdRow(*key, threshold) for key, threshold in selector.limits.own()],
+            thresholds=[
+                StoredThreshold(*key, threshold) for key, threshold in selector.limits.own()
+            ],
             found=found,
             peers_added=added,
             peers_removed=removed,

@@ -43,7 +43,7 @@ class PartitionRow(msgspec.Struct, frozen=True):
     members: list[_Id]
 
 
-class ThresholdRow(msgspec.Struct, frozen=True):
+class StoredThreshold(msgspec.Struct, frozen=True):
     """What a model and tenant was given."""
 
     model_name: str
@@ -64,7 +64,7 @@ class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
     version: Literal[1]
     service: Literal["selector", "slot_tracker"]
     partitions: list[PartitionRow] = []
-    thresholds: list[ThresholdRow] = []
+    thresholds: list[StoredThreshold] = []
     found: list[KeptWorker] = []
     peers_added: list[str] = []  # over HTTP, beside those of the flags
     peers_removed: list[str] = []  # over HTTP, of those of the flags
@@ -151,7 +151,7 @@ _PATIENCE_S: Final = 0.5
 _TOKEN_BYTES: Final = 48  # always as many, so that a full disk has room for the next one
 
 
-class Held(Exception):
+class DirectoryHeld(Exception):
     """Another process holds the directory; the message says which, as far as it is known."""
 
 
@@ -215,7 +215,7 @@ class StateDirectory:
                 self._fd, self._is_wanted = fd, True
                 return True
             os.close(fd)
-        except (Held, OSError):
+        except (DirectoryHeld, OSError):
             pass
         return False
 
@@ -231,7 +231,7 @@ class StateDirectory:
                 os.close(fd)
                 is_known = bool(holder) and holder[0].isdigit()
                 who = f"process {holder[0].decode()}" if is_known else "another process"
-                raise Held(f"{self.path} is in use by {who}") from None
+                raise DirectoryHeld(f"{self.path} is in use by {who}") from None
             except OSError:
                 os.close(fd)
                 raise
@@ -266,7 +266,7 @@ class StateDirectory:
             self.create()
         try:
             self.take()
-        except Held as error:
+        except DirectoryHeld as error:
             raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:

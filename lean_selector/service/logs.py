@@ -249,7 +249,7 @@ class JsonLines(logging.Formatter):
             return _one_line(_encode({name: value.decode() for name, value in safe.items()}))
 
 
-class Bucket:
+class LineAllowance:
     """What the limit remembers of one kind of lines."""
 
     __slots__ = ("at", "lines", "suppressed")
@@ -268,7 +268,7 @@ class RateLimit(logging.Filter):
         self.suppressed = 0  # ever
         self._burst = burst
         self._lines_per_s = lines_per_s
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: dict[tuple[str, str], LineAllowance] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name == ACCESS_LOG:
@@ -276,7 +276,7 @@ class RateLimit(logging.Filter):
         kind = record.name, str(record.msg)
         if kind not in self._buckets and len(self._buckets) >= MAX_KINDS:
             kind = "", ""
-        bucket = self._buckets.setdefault(kind, Bucket(self._burst, record.created))
+        bucket = self._buckets.setdefault(kind, LineAllowance(self._burst, record.created))
         refill = max(0.0, record.created - bucket.at) * self._lines_per_s
         bucket.lines, bucket.at = min(self._burst, bucket.lines + refill), record.created
         if bucket.lines < 1.0:

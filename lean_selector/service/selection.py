@@ -19,7 +19,7 @@ from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cost import overridden
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import RouterOverride, Terms
+from lean_selector.core.selection.router_settings import CostTerms, RouterOverride
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
     EXPLANATION,
@@ -175,7 +175,7 @@ class SelectionService(WorkerHandlers):
         self._bare_dump = dump if bare_dump is None else bare_dump
         self._call_later = call_later
         self._books_at = books_at
-        self._default_terms: Terms = selector.terms
+        self._default_terms: CostTerms = selector.terms
 
     def routes(self) -> tuple[Route, ...]:
         """All that the selector serves in a dialect."""
@@ -397,7 +397,7 @@ class SelectionService(WorkerHandlers):
             request.strict_priority = body.strict_priority
         return request
 
-    def _terms(self, override: RouterOverride | None) -> Terms:
+    def _terms(self, override: RouterOverride | None) -> CostTerms:
         return (
             self._default_terms if override is None else overridden(self._default_terms, override)
         )

@@ -37,11 +37,11 @@ from lean_selector.tools.check_judgements import (
 )
 from lean_selector.tools.check_questions import (
     BEYOND_ALL,
+    AskedSelector,
     NoReplay,
     NotASelector,
     Probe,
     Replays,
-    Selector,
     judge_hashes,
     judge_port,
 )
@@ -57,7 +57,7 @@ MOST_AT_ONCE: Final = 16  # engines that are asked
 class Examination:
     """A check of one selector. `patience_s`: for each answer, and for events after a completion."""
 
-    selector: Selector
+    selector: AskedSelector
     engines: OutboundClient
     replays: Replays
     resolve: Resolve
@@ -300,7 +300,7 @@ async def _check(
 ) -> list[Finding]:
     resolver = Resolver()
     resolve = resolver.resolve
-    selector = Selector(OutboundClient(resolve, ours), args.url, args.seconds)
+    selector = AskedSelector(OutboundClient(resolve, ours), args.url, args.seconds)
     asked = OutboundClient(resolve, engines)
     context = zmq.asyncio.Context()
     try:

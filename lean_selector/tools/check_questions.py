@@ -51,7 +51,7 @@ class NotASelector(Exception):
     """Nothing answers there, or no selection service; the message says which."""
 
 
-class Selector:
+class AskedSelector:
     """A running selection service at `url`, ours or the reference's."""
 
     def __init__(self, client: OutboundClient, url: str, timeout_s: float) -> None:
@@ -283,7 +283,7 @@ _SAID_CHARACTERS: Final = 200
 class Probe:
     """A probe of all engines whose blocks have `block_size` tokens."""
 
-    selector: Selector
+    selector: AskedSelector
     engines: OutboundClient
     replays: Replays
     block_size: int

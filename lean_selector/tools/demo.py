@@ -70,7 +70,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
         )
 
 
-class Snapshot(msgspec.Struct, frozen=True):
+class DemoView(msgspec.Struct, frozen=True):
     """Everything that one drawing shows. Rates are over the time since the last drawing."""
 
     elapsed_s: float
@@ -92,7 +92,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         )
 
 
-def render(shot: Snapshot, columns: int, lines: int) -> list[str]:
+def render(shot: DemoView, columns: int, lines: int) -> list[str]:
     """The screen as text lines, at most `lines` of at most `columns` characters."""
     head = [
         f"lean-selector demo   {shot.elapsed_s:5.1f} of {shot.seconds:.0f} s"
@@ -116,7 +116,7 @@ class ScreenView:
         self._out = out
         self._drawn = 0  # lines of the last drawing, above the cursor
 
-    def draw(self, shot: Snapshot) -> None:
+    def draw(self, shot: DemoView) -> None:
         """Replace the last drawing."""
         text = render(shot, *shutil.get_terminal_size())
         back = f"\x1b[{self._drawn}A\r" if self._drawn else ""
@@ -139,7 +139,7 @@ class LineView:
         self._out = out
         self._next_s = 1.0
 
-    def draw(self, shot: Snapshot) -> None:
+    def draw(self, shot: DemoView) -> None:
         """Write a line if a second has passed since the last."""
         if shot.elapsed_s >= self._next_s:
             self._next_s = shot.elapsed_s + 1.0
@@ -302,7 +302,7 @@ class Demo:
             drawn, calls = now, player.calls
             self._view.draw(await self._snapshot(player, now - started, rate))
 
-    async def _snapshot(self, player: Player, elapsed_s: float, calls_per_s: float) -> Snapshot:
+    async def _snapshot(self, player: Player, elapsed_s: float, calls_per_s: float) -> DemoView:
         loads = {row.worker_id: row for part in await player.loads() for row in part.loads}
         rows = []
         for worker_id, engine in self._engines.items():
@@ -318,7 +318,7 @@ class Demo:
                 )
             )
         recent = sorted(list(player.latency_s["select_and_reserve"])[-1_000:])
-        return Snapshot(
+        return DemoView(
             elapsed_s,
             self._options.seconds,
             rows,

@@ -19,7 +19,7 @@ from lean_selector.publisher import KvEventPublisher
 _ENGINE_BITS = 0x2545_F491_4F6C_DD1D
 
 
-class Request(msgspec.Struct, frozen=True):
+class EngineRequest(msgspec.Struct, frozen=True):
     """A prompt and what is generated for it.
 
     tokens: prompt, then the output as far as it is known beforehand. The hash lists have one
@@ -38,11 +38,11 @@ class Request(msgspec.Struct, frozen=True):
 
 def make_request(
     request_id: str, tokens: list[int], isl_tokens: int, output_blocks: int, block_size: int
-) -> Request:
+) -> EngineRequest:
     """Hash the tokens, of which the first isl_tokens are the prompt."""
     local = local_hashes(tokens, block_size)
     layout = f"<{len(local) // 8}q"
-    return Request(
+    return EngineRequest(
         request_id,
         tokens,
         isl_tokens,
@@ -56,7 +56,7 @@ def make_request(
 # -- the cache -------------------------------------------------------------------------------------
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldChain(msgspec.Struct, frozen=True):
     """What holding a chain did: blocks [0, hit) were there, [hit, hit + stored) are new.
 
     The rest of the chain found no room. evicted: hashes that had to go, in order.
@@ -88,7 +88,7 @@ class BlockCache:
     def __contains__(self, block: int) -> bool:
         return block in self._users or block in self._idle
 
-    def hold(self, chain: Sequence[int]) -> Held:
+    def hold(self, chain: Sequence[int]) -> HeldChain:
         """Pin the resident prefix of a chain and store the rest, as far as there is room.
 
         chain: distinct chained hashes that start at a sequence's first block, or continue one
@@ -109,7 +109,7 @@ class BlockCache:
         excess = len(self) + stored - self.capacity
         evicted = [idle.popitem(last=False)[0] for _ in range(excess)]
         users.update(dict.fromkeys(chain[hit : hit + stored], 1))
-        return Held(hit, stored, evicted)
+        return HeldChain(hit, stored, evicted)
 
     def release(self, chain: Sequence[int]) -> None:
         """Let go of a held chain; its blocks stay until they are evicted."""
@@ -133,10 +133,10 @@ class EngineSpeed(msgspec.Struct, frozen=True):
         return EngineSpeed(self.prefill_tokens_per_s * factor, self.decode_tokens_per_s * factor)
 
 
-class Running(msgspec.Struct):
+class RunningRequest(msgspec.Struct):
     """A request inside an engine. held is the number of its leading blocks in the cache."""
 
-    request: Request
+    request: EngineRequest
     held: int
     hit_blocks: int
     prefill_done_at: float
@@ -161,7 +161,7 @@ class EngineModel:
         """Seconds in which one request fills one block of output."""
         return self.block_size / self.speed.decode_tokens_per_s
 
-    def admit(self, request: Request, now: float) -> tuple[Running, Held]:
+    def admit(self, request: EngineRequest, now: float) -> tuple[RunningRequest, HeldChain]:
         """Place the prompt in the cache and queue its uncached part for prefill."""
         placed = self.cache.hold(request.sequence_hashes[: request.prompt_blocks])
         uncached = request.isl_tokens - placed.hit * self.block_size
@@ -172,10 +172,12 @@ class EngineModel:
         self.prompt_blocks += request.prompt_blocks
         self.hit_blocks += placed.hit
         self.prefill_tokens += uncached
-        running = Running(request, placed.hit + placed.stored, placed.hit, self._prefill_free_at)
+        running = RunningRequest(
+            request, placed.hit + placed.stored, placed.hit, self._prefill_free_at
+        )
         return running, placed
 
-    def decode_block(self, running: Running, index: int) -> Held | None:
+    def decode_block(self, running: RunningRequest, index: int) -> HeldChain | None:
         """Cache output block `index` if its tokens are known and all before it are cached."""
         at = running.request.prompt_blocks + index
         if running.held != at or at >= len(running.request.sequence_hashes):
@@ -184,7 +186,7 @@ class EngineModel:
         running.held += placed.hit + placed.stored
         return placed
 
-    def finish(self, running: Running) -> None:
+    def finish(self, running: RunningRequest) -> None:
         """Release the request's blocks; they stay cached until evicted."""
         self.cache.release(running.request.sequence_hashes[: running.held])
         self.active -= 1
@@ -244,13 +246,13 @@ class SimulatedEngine(EngineModel):
             "replay_endpoint": self._publisher.replay_endpoint,
         }
 
-    def begin(self, request: Request, now: float) -> Running:
+    def begin(self, request: EngineRequest, now: float) -> RunningRequest:
         """Admit a request and publish what that changed."""
         running, placed = self.admit(request, now)
         self._publish(request, 0, placed)
         return running
 
-    async def prefill(self, request: Request) -> Running:
+    async def prefill(self, request: EngineRequest) -> RunningRequest:
         """`begin` now, and wait until the prompt is computed."""
         now = asyncio.get_running_loop().time()
         running = self.begin(request, now)
@@ -258,7 +260,7 @@ class SimulatedEngine(EngineModel):
             await self._sleep(running.prefill_done_at - now)
         return running
 
-    async def decode(self, running: Running, index: int) -> None:
+    async def decode(self, running: RunningRequest, index: int) -> None:
         """Wait until output block `index` is full, and publish it."""
         if self._sleep is not None:
             await self._sleep(self.decode_block_s)
@@ -266,7 +268,7 @@ class SimulatedEngine(EngineModel):
         if placed is not None:
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
-    def _publish(self, request: Request, first: int, placed: Held) -> None:
+    def _publish(self, request: EngineRequest, first: int, placed: HeldChain) -> None:
         """Tell what placing request's blocks from `first` on changed, in one message."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit

@@ -15,9 +15,9 @@ from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.service_process import HttpClient, ServiceError
 from lean_selector.tools.simulated_engines import (
     EngineModel,
+    EngineRequest,
     EngineSpeed,
-    Request,
-    Running,
+    RunningRequest,
     SimulatedEngine,
     hit_rate,
     imbalance,
@@ -42,7 +42,7 @@ class Turn(msgspec.Struct, frozen=True):
     """A request, and the pause of its user before it."""
 
     thinking_s: float
-    request: Request
+    request: EngineRequest
 
 
 def conversations(seed: int, user: int) -> Iterator[Turn]:
@@ -100,7 +100,7 @@ class Recorded(msgspec.Struct, frozen=True):
     """A request as it was played: without tokens, with its time of arrival and the choice."""
 
     arrival_s: float
-    request: Request
+    request: EngineRequest
     worker_id: int
 
 
@@ -202,7 +202,7 @@ class Player:
             lines.append(f"  {kind:<22} {p50:>9.2f} ms {p99:>7.2f} ms {len(ordered):>9}")
         return lines
 
-    async def play(self, request: Request, arrival_s: float) -> None:
+    async def play(self, request: EngineRequest, arrival_s: float) -> None:
         """One whole request. Errors of the service are counted and kept, never raised."""
         try:
             await self._play(request, arrival_s)
@@ -213,7 +213,7 @@ class Player:
         else:
             self.finished += 1
 
-    async def _play(self, request: Request, arrival_s: float) -> None:
+    async def _play(self, request: EngineRequest, arrival_s: float) -> None:
         blocks = request.prompt_blocks
         body = {
             "model_name": self._model_name,
@@ -231,7 +231,7 @@ class Player:
             await self._timed("free", "DELETE", reservation)
 
     async def _serve(
-        self, request: Request, selection: Selection, reservation: str, arrival_s: float
+        self, request: EngineRequest, selection: Selection, reservation: str, arrival_s: float
     ) -> None:
         """Compute the request on the chosen engine, reporting each step."""
         engine = self._engines.get(selection.worker_id)
@@ -305,7 +305,7 @@ def run_policy(
     ttft: list[float] = []
     order = count()  # makes equal times fall in the order in which they were planned
     # (time, order, engine, running, next output block): when a running request has more to do
-    plan: list[tuple[float, int, EngineModel, Running, int]] = []
+    plan: list[tuple[float, int, EngineModel, RunningRequest, int]] = []
 
     def advance(until: float) -> None:
         while plan and plan[0][0] <= until:

@@ -17,7 +17,7 @@ from lean_selector.core.index.shapes import (
     BlockRemoved,
     BlockStored,
     Event,
-    Part,
+    EventPart,
     SkippedEvent,
     Tier,
 )
@@ -143,7 +143,7 @@ def stored_record(
         event.group_idx,
         event.kv_cache_spec_kind,
         event.locality is not None and _is_remote(event.locality),
-        Part.WHOLE,
+        EventPart.WHOLE,
         unknown_keys,
     )
 

@@ -119,7 +119,7 @@ class MapEvents(Struct, array_like=True, gc=False):
 # What the publisher sends, as the engines themselves would ----------------------------------------
 
 
-class BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):
+class PublishedStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
@@ -131,16 +131,18 @@ class BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit
     cache_salt: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False, omit_defaults=True):
+class PublishedRemoved(
+    msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False, omit_defaults=True
+):
     block_hashes: list[int]
     medium: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", frozen=True, gc=False):
+class PublishedCleared(msgspec.Struct, tag="AllBlocksCleared", frozen=True, gc=False):
     pass
 
 
-PublishedEvent = BlockStored | BlockRemoved | AllBlocksCleared
+PublishedEvent = PublishedStored | PublishedRemoved | PublishedCleared
 
 
 class PublishedBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -19,7 +19,7 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     Event,
     EventBatch,
-    Part,
+    EventPart,
     SkippedEvent,
 )
 from lean_selector.wire.kv_event_records import (
@@ -389,10 +389,10 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
         assert isinstance(record, BlockStored)
         if at == 0:
             salt = record.cache_salt
-            record.part = Part.WHOLE if end == blocks else Part.FIRST
+            record.part = EventPart.WHOLE if end == blocks else EventPart.FIRST
         else:
             record.cache_salt = salt
-            record.part = Part.LAST if end == blocks else Part.MIDDLE
+            record.part = EventPart.LAST if end == blocks else EventPart.MIDDLE
         yield record
         parent = hashes[end - 1] if end else None
 

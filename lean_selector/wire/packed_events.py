@@ -27,9 +27,9 @@ from lean_selector.core.index.shapes import (
     AllBlocksCleared,
     Event,
     EventBatch,
+    EventPart,
     PackedRemoved,
     PackedStored,
-    Part,
     Tier,
 )
 from lean_selector.wire.kv_event_records import tier_of
@@ -255,23 +255,23 @@ class _Reader:
         if blocks <= PART_BLOCKS:
             names, tokens = names[: blocks << 3], tokens[: (blocks * size) << 2]
             record = PackedStored(
-                names, parent, tokens, size, tier, group, kind, Part.WHOLE, adapter
+                names, parent, tokens, size, tier, group, kind, EventPart.WHOLE, adapter
             )
             self._events.append(record)
             return
         first: i64 = 0
-        part = Part.FIRST
+        part = EventPart.FIRST
         while first < blocks:
             end: i64 = min(first + PART_BLOCKS, blocks)
             if end == blocks:
-                part = Part.LAST
+                part = EventPart.LAST
             here = names[first << 3 : end << 3]
             theirs = tokens[(first * size) << 2 : (end * size) << 2]
             self._events.append(
                 PackedStored(here, parent, theirs, size, tier, group, kind, part, adapter)
             )
             parent = int.from_bytes(here[-8:], "little")
-            part = Part.MIDDLE
+            part = EventPart.MIDDLE
             first = end
 
     def _removed(self, fields: i64) -> None:

@@ -93,7 +93,7 @@ class ListedEndpoint(msgspec.Struct):
         return Particulars(endpoint=place.url, model_name=self.labels.get("model"))
 
 
-class Endpoints(msgspec.Struct):
+class ListedEndpoints(msgspec.Struct):
     """llm-d's file discovery."""
 
     endpoints: list[ListedEndpoint] | None
@@ -135,7 +135,7 @@ def _listed(text: bytes, is_yaml: bool) -> Found:
     if "workers" in content:
         entries = msgspec.json.decode(again, type=Registrations).workers or []
     else:
-        listed = msgspec.json.decode(again, type=Endpoints).endpoints or []
+        listed = msgspec.json.decode(again, type=ListedEndpoints).endpoints or []
         entries = [each.entry() for each in listed]
     return Found(_checked(entries))
 

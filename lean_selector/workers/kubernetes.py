@@ -40,7 +40,7 @@ class Conditions(msgspec.Struct):
     terminating: bool | None = None
 
 
-class Endpoint(msgspec.Struct):
+class SliceEndpoint(msgspec.Struct):
     addresses: list[str] = []
     conditions: Conditions | None = None
 
@@ -55,7 +55,7 @@ class Port(msgspec.Struct, rename="camel"):
 class Slice(msgspec.Struct, rename="camel"):
     metadata: Metadata = msgspec.field(default_factory=Metadata)
     address_type: str = "IPv4"
-    endpoints: list[Endpoint] | None = None
+    endpoints: list[SliceEndpoint] | None = None
     ports: list[Port] | None = None
 
 

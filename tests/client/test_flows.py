@@ -46,7 +46,7 @@ from lean_selector.client.routing import (
     Release,
     Routing,
     Step,
-    Terms,
+    Wishes,
     outcome_of,
 )
 from lean_selector.client.transport import ServiceAddress
@@ -349,7 +349,7 @@ def test_a_booking_that_was_never_sent_needs_no_release() -> None:
 
 
 def test_other_refusals_are_not_tried_again() -> None:
-    flow = routing().place(Prompt(TOKENS), Terms())
+    flow = routing().place(Prompt(TOKENS), Wishes())
     next(flow)
     with pytest.raises(InvalidRequest):
         flow.throw(service_refusal(400, "no"))

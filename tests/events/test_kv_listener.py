@@ -26,7 +26,7 @@ from lean_selector.events import link
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.link import LinkState
-from lean_selector.events.links import MAX_WAITING_BYTES, Links, Waiting
+from lean_selector.events.links import MAX_WAITING_BYTES, Backlogs, Links
 from lean_selector.tasks import failures
 from tests.support.on_loop import on_loop, until
 from tests.support.running_service import free_port
@@ -166,7 +166,7 @@ class Service:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         **options: Any,
     ) -> None:
-        self.links = Links(waiting=Waiting(max_waiting_bytes))
+        self.links = Links(waiting=Backlogs(max_waiting_bytes))
         self.index = KvIndex(2)
         replay = f"tcp://127.0.0.1:{replay_port}" if replay_port else None
         options = {"replay_idle_s": 0.2, "retry_first_s": 0.02} | options

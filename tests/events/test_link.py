@@ -20,7 +20,7 @@ import zmq.asyncio
 from lean_selector.events import link as module
 from lean_selector.events import links as links_module
 from lean_selector.events.link import Link, LinkState, Message, Opening, check_link
-from lean_selector.events.links import Links, Waiting
+from lean_selector.events.links import Backlogs, Links
 from lean_selector.events.names import Address, Resolver
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from tests.support.on_loop import on_loop, until
@@ -541,7 +541,7 @@ async def test_beyond_its_bound_a_backlog_loses_its_oldest_and_counts_them() -> 
 
 @on_loop
 async def test_beyond_the_bound_of_all_the_greediest_gives_way() -> None:
-    waiting = Waiting(limit=200_000)
+    waiting = Backlogs(limit=200_000)
     links = Links(waiting=waiting)
     async with (
         publisher() as loud,
@@ -566,7 +566,7 @@ async def test_beyond_the_bound_of_all_the_greediest_gives_way() -> None:
 
 @on_loop
 async def test_a_replay_that_is_too_much_gives_way_itself_and_takes_nothing_from_others() -> None:
-    waiting = Waiting(limit=200_000)
+    waiting = Backlogs(limit=200_000)
     links = Links(waiting=waiting)
     async with publisher() as live:
         router = live.context.socket(zmq.ROUTER)

@@ -25,8 +25,8 @@ from lean_selector.gateway.access_logs import (
     LONGEST_LINE,
     BadLine,
     LineReader,
+    LogAddress,
     LogEnds,
-    Place,
     Senders,
     ended_of,
     is_loopback,
@@ -36,7 +36,7 @@ from lean_selector.gateway.access_logs import (
 )
 from lean_selector.http.listener import UnixPath, inet_socket
 from lean_selector.server.gateway_routes import AccessLogReaders
-from lean_selector.server.selector_flags import AccessLogs
+from lean_selector.server.selector_flags import AccessLogsFlags
 from loadtest.child_service import free_port
 from tests.support.gates import NoEngines
 from tests.support.on_loop import on_loop, until
@@ -161,9 +161,9 @@ def test_no_datagram_does_more_than_be_refused(garbage: bytes, start: bytes) -> 
 
 
 def test_places_are_addresses_or_paths() -> None:
-    assert place_of("syslog:127.0.0.1:5140") == Place(host="127.0.0.1", port=5140)
-    assert place_of("syslog:[::1]:5140") == Place(host="::1", port=5140)
-    assert place_of("unixgram:/run/a:b.sock") == Place(path="/run/a:b.sock")
+    assert place_of("syslog:127.0.0.1:5140") == LogAddress(host="127.0.0.1", port=5140)
+    assert place_of("syslog:[::1]:5140") == LogAddress(host="::1", port=5140)
+    assert place_of("unixgram:/run/a:b.sock") == LogAddress(path="/run/a:b.sock")
     both = "syslog:127.0.0.1:1, unixgram:/x,syslog:127.0.0.1:1"
     assert places_of(both) == ["syslog:127.0.0.1:1", "unixgram:/x"]
 
@@ -387,7 +387,7 @@ async def test_a_queue_that_is_short_is_told_of_at_the_start(
     monkeypatch.setattr(access_logs, "_QUEUE_LENGTH", tmp_path / "length")
     places = [f"unixgram:{tmp_path}/s", f"syslog:127.0.0.1:{free_port()}"]
     with caplog.at_level(logging.WARNING):
-        AccessLogReaders(AccessLogs(places=places), Books().selector, lambda: NOW).close()
+        AccessLogReaders(AccessLogsFlags(places=places), Books().selector, lambda: NOW).close()
     assert ["net.unix.max_dgram_qlen is 10" in each for each in caplog.messages] == [True] * warns
     assert [vars(each)["place"] for each in caplog.records] == [f"unixgram:{tmp_path}/s"] * warns
 

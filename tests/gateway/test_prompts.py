@@ -12,7 +12,7 @@ from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
 from lean_selector.events.names import Resolver
 from lean_selector.gateway.answers import UNMARKABLE
-from lean_selector.gateway.engine_answers import FRESH_S, Engines
+from lean_selector.gateway.engine_answers import FRESH_S, EngineAnswers
 from lean_selector.gateway.model_request import MEDIA, NO_PROMPT, SEVERAL, UNKNOWN_FORM
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.gateway.prompts import BEGINNING, NEW, OFF, UNMARKED, Prompts, Routed
@@ -349,7 +349,7 @@ async def test_an_engine_that_says_its_make_late_is_asked_again_and_not_waited_f
     async with talking_engine() as engine:
         now = 0.0
         fleet = Workers({1: engine.url})
-        engines = Engines(fleet, OutboundClient(Resolver().resolve), lambda: now)
+        engines = EngineAnswers(fleet, OutboundClient(Resolver().resolve), lambda: now)
         engine.models_status = 503
         assert await engines.make(fleet.served) is None
         engine.models_status = 200

@@ -21,7 +21,7 @@ from lean_selector.core.selection import choice, overlap
 from lean_selector.core.selection.choice import (
     FAR,
     FEW_LOADS,
-    Envelope,
+    DrawBounds,
     Pricing,
     all_costs,
     cells,
@@ -307,7 +307,7 @@ def hold_to_the_model(
     order = partition.order
     if weights is not None and len(order.loads) + len(order.by_standing) > FEW_LOADS:
         spread = max(costs) - least
-        envelope = Envelope(order, pricing, parts, least, spread, temperature, NOW)
+        envelope = DrawBounds(order, pricing, parts, least, spread, temperature, NOW)
         weight_of = dict(zip([load.bit for _, load in among], weights, strict=True))
         hold_to_the_weights(envelope, found, weight_of)
     with pytest.MonkeyPatch.context() as patched:
@@ -317,7 +317,7 @@ def hold_to_the_model(
     assert_as_often(among, counts, chances, turns)
 
 
-def hold_to_the_weights(envelope: Envelope, found: int, weight_of: dict[int, float]) -> None:
+def hold_to_the_weights(envelope: DrawBounds, found: int, weight_of: dict[int, float]) -> None:
     """Each rank is drawn evenly under its bound and kept as often as its weight says, however often
     the envelope was divided because it was not."""
     rng = Fixed()

@@ -13,8 +13,8 @@ from lean_selector.events.curve_keys import new_pair
 from lean_selector.server.curve_settings import engine_client_keys, replica_gate
 from lean_selector.server.flags import add_flags, load
 from lean_selector.server.host import StartError
-from lean_selector.server.selector_flags import EngineKeys, SelectorConfig
-from lean_selector.server.service_flags import ReplicaKeys
+from lean_selector.server.selector_flags import EngineKeysFlags, SelectorConfig
+from lean_selector.server.service_flags import ReplicaKeysFlags
 from lean_selector.tools.keys import write_pair
 from tests.support.running_service import free_port
 
@@ -38,14 +38,14 @@ def name(tmp_path: Path) -> str:
 
 def test_without_flags_nothing_is_encrypted() -> None:
     config = configured("--replica-sync-port", "9092")
-    assert config.engine_keys == EngineKeys()
-    assert config.replica_keys == ReplicaKeys()
+    assert config.engine_keys == EngineKeysFlags()
+    assert config.replica_keys == ReplicaKeysFlags()
 
 
 def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:
     async def story() -> None:
         with zmq.asyncio.Context() as context:
-            keys = ReplicaKeys(secret_key_file=f"{name}.key_secret", peer_keys_file=None)
+            keys = ReplicaKeysFlags(secret_key_file=f"{name}.key_secret", peer_keys_file=None)
             gate = replica_gate(context, keys)
             assert gate.admitted == (gate.pair.public,) == (PAIR.public,)
             gate.close()
@@ -54,7 +54,7 @@ def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:
 
 
 def test_without_a_pair_for_engines_one_is_made(name: str) -> None:
-    keys = EngineKeys(server_keys_file=f"{name}.key", secret_key_file=None)
+    keys = EngineKeysFlags(server_keys_file=f"{name}.key", secret_key_file=None)
     one, other = engine_client_keys(keys), engine_client_keys(keys)
     assert one.believed == (PAIR.public,)
     assert one.pair.public != other.pair.public
@@ -64,9 +64,9 @@ def test_files_that_hold_no_keys_end_the_start_by_their_flag(name: str) -> None:
     public, secret, missing = f"{name}.key", f"{name}.key_secret", f"{name}.none"
     faults = []
     for keys in (
-        EngineKeys(server_keys_file=missing, secret_key_file=None),
-        EngineKeys(server_keys_file=secret, secret_key_file=None),
-        EngineKeys(server_keys_file=public, secret_key_file=public),
+        EngineKeysFlags(server_keys_file=missing, secret_key_file=None),
+        EngineKeysFlags(server_keys_file=secret, secret_key_file=None),
+        EngineKeysFlags(server_keys_file=public, secret_key_file=public),
     ):
         with pytest.raises(StartError) as told:
             engine_client_keys(keys)

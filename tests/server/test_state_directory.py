@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.server.state_files import Held, Stamp, StateDirectory, opened
+from lean_selector.server.state_files import DirectoryHeld, Stamp, StateDirectory, opened
 from tests.support.on_loop import DEADLINE_S
 
 STAMP = Stamp(1.0, 1.0, "b")
@@ -22,7 +22,7 @@ def held(path: Path) -> StateDirectory:
 
 def test_one_holds_it_and_the_next_after_it(tmp_path: Path) -> None:
     first = held(tmp_path)
-    with pytest.raises(Held, match=r"is in use by process \d+"):
+    with pytest.raises(DirectoryHeld, match=r"is in use by process \d+"):
         StateDirectory(str(tmp_path)).take()
     first.let_go()
     second = held(tmp_path)
@@ -108,7 +108,7 @@ def test_who_fails_after_it_let_go_leaves_what_a_successor_writes(tmp_path: Path
 def test_a_lock_file_of_garbage_is_somebodys_all_the_same(tmp_path: Path) -> None:
     directory = held(tmp_path)
     (tmp_path / "lock").write_bytes(b"\xff" * 48)
-    with pytest.raises(Held, match="is in use by another process"):
+    with pytest.raises(DirectoryHeld, match="is in use by another process"):
         StateDirectory(str(tmp_path)).take()
     directory.let_go()
 
@@ -149,7 +149,7 @@ def test_a_lock_file_that_was_replaced_is_taken_anew(tmp_path: Path) -> None:
     directory = held(tmp_path)
     (tmp_path / "lock").unlink()
     directory.write("x", [b"y"], STAMP)
-    with pytest.raises(Held):
+    with pytest.raises(DirectoryHeld):
         StateDirectory(str(tmp_path)).take()
     directory.let_go()
 

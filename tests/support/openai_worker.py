@@ -28,7 +28,7 @@ from typing import Any, Self
 
 from lean_selector.tools.simulated_engines import (
     EngineSpeed,
-    Running,
+    RunningRequest,
     SimulatedEngine,
     make_request,
 )
@@ -361,7 +361,7 @@ class _Completion:
         finally:
             engine.finish(running)
 
-    async def _tokens(self, running: Running) -> AsyncIterator[int]:
+    async def _tokens(self, running: RunningRequest) -> AsyncIterator[int]:
         engine, size = self.worker.engine, self.worker.options.block_size
         pause_s = 1.0 / engine.speed.decode_tokens_per_s
         at = len(self.prompt)
@@ -420,7 +420,7 @@ class _Completion:
         await _write(self.writer, _head(200, "application/json", len(answer)) + answer)
         return True
 
-    async def _stream(self, running: Running) -> bool:
+    async def _stream(self, running: RunningRequest) -> bool:
         is_framed = not self.fake.get("close")
         framing = "transfer-encoding: chunked\r\n" if is_framed else "connection: close\r\n"
         head = (
@@ -441,7 +441,7 @@ class _Completion:
             await _write(self.writer, b"0\r\n\r\n")
         return is_framed
 
-    async def _events(self, running: Running, event: Any) -> None:
+    async def _events(self, running: RunningRequest, event: Any) -> None:
         ids: dict[str, Any] = {"prompt_token_ids": self.prompt} if self.wants_ids else {}
         if self.is_chat:
             delta = {"role": "assistant", "content": ""}

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from lean_selector.tools.simulated_engines import BlockCache, Held
+from lean_selector.tools.simulated_engines import BlockCache, HeldChain
 
 CAPACITY = 7
 Path = tuple[int, ...]
@@ -23,7 +23,7 @@ class NaiveCache:
         self.idle_since: dict[Path, int] = {}
         self.clock = 0
 
-    def hold(self, blocks: list[Path]) -> Held:
+    def hold(self, blocks: list[Path]) -> HeldChain:
         hit = 0
         while hit < len(blocks) and blocks[hit] in self.users:
             self.users[blocks[hit]] += 1
@@ -38,7 +38,7 @@ class NaiveCache:
                 evicted.append(hash(victim))
             self.users[block] = 1
             stored += 1
-        return Held(hit, stored, evicted)
+        return HeldChain(hit, stored, evicted)
 
     def oldest_idle_leaf(self) -> Path | None:
         parents = {path[:-1] for path in self.users}

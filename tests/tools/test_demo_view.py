@@ -4,12 +4,12 @@ import io
 
 import pytest
 
-from lean_selector.tools.demo import LineView, ScreenView, Snapshot, WorkerRow, render
+from lean_selector.tools.demo import DemoView, LineView, ScreenView, WorkerRow, render
 
 
-def snapshot(workers: int, elapsed_s: float = 2.5) -> Snapshot:
+def snapshot(workers: int, elapsed_s: float = 2.5) -> DemoView:
     rows = [WorkerRow(i, 2_345, 678, 9, 500 * i % 2_000, 2_000) for i in range(1, workers + 1)]
-    return Snapshot(elapsed_s, 20.0, rows, 1_234.5, 99_999, 0.613, 0.00028, 0.0123, 0)
+    return DemoView(elapsed_s, 20.0, rows, 1_234.5, 99_999, 0.613, 0.00028, 0.0123, 0)
 
 
 def test_every_worker_has_a_row_with_its_five_figures() -> None:

@@ -11,8 +11,8 @@ import zmq
 from lean_selector.core.hashing import block_hashes
 from lean_selector.tools.simulated_engines import (
     EngineModel,
+    EngineRequest,
     EngineSpeed,
-    Request,
     SimulatedEngine,
     hit_rate,
     make_request,
@@ -22,7 +22,7 @@ BLOCK = 4
 SPEED = EngineSpeed(prefill_tokens_per_s=100.0, decode_tokens_per_s=8.0)
 
 
-def request(tokens: list[int], output_tokens: int = 0) -> Request:
+def request(tokens: list[int], output_tokens: int = 0) -> EngineRequest:
     isl = len(tokens)
     whole = tokens + [77] * output_tokens
     return make_request("r", whole, isl, len(whole) // BLOCK - isl // BLOCK, BLOCK)
@@ -53,7 +53,7 @@ def published(engine: SimulatedEngine) -> list[list[Any]]:
     return messages
 
 
-def serve(engine: SimulatedEngine, request: Request) -> None:
+def serve(engine: SimulatedEngine, request: EngineRequest) -> None:
     async def run() -> None:
         running = await engine.prefill(request)
         for index in range(request.output_blocks):

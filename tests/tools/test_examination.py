@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lean_selector.tools.check import main
-from lean_selector.tools.check_questions import NotASelector, Selector
+from lean_selector.tools.check_questions import AskedSelector, NotASelector
 from tests.support.key_files import KeyFiles
 from tests.support.on_loop import on_loop
 from tests.support.outbound_server import Serve, client, response, serving
@@ -354,7 +354,7 @@ async def test_a_fleet_of_thousands_is_read_whole() -> None:
     workers = json.dumps([{**RECORD, "worker_id": number} for number in range(WORKERS)]).encode()
     assert len(workers) > 4 << 20
     async with serving(answering(b"{}", workers)) as served:
-        facts = await Selector(client(), served.url, 20.0).facts()
+        facts = await AskedSelector(client(), served.url, 20.0).facts()
     assert len(facts.workers) == WORKERS
     assert (facts.sources, facts.discoveries) == (None, None)
     assert served.paths() == ["/ready", "/workers?detail=true", "/kv_sources", "/discovery"]
@@ -364,4 +364,4 @@ async def test_a_fleet_of_thousands_is_read_whole() -> None:
 async def test_an_answer_that_is_none_of_a_selectors_is_named_by_its_route() -> None:
     async with serving(answering(b"up", b"[]", b'{"sources": []}')) as served:
         with pytest.raises(NotASelector, match="/kv_sources: "):
-            await Selector(client(), served.url, 20.0).facts()
+            await AskedSelector(client(), served.url, 20.0).facts()

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
-from lean_selector.core.index.shapes import BlockRemoved, BlockStored, EventBatch, Part, StoredRun
+from lean_selector.core.index.shapes import (
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    EventPart,
+    StoredRun,
+)
 from lean_selector.wire import kv_events
 from lean_selector.wire.kv_events import NotABatch, TooManyEvents, batch_slices, decode_small
 from lean_selector.wire.messagepack import WINDOW_BYTES
@@ -307,7 +313,7 @@ def test_a_part_of_an_event_has_a_bounded_number_of_blocks() -> None:
     assert all(len(record.block_hashes) <= kv_events.PART_BLOCKS for record in stored_records)
     assert all(len(record.token_ids) <= kv_events.PART_TOKENS for record in stored_records)
     parts = [record.part for record in stored_records]
-    assert parts == [Part.FIRST, *[Part.MIDDLE] * (len(parts) - 2), Part.LAST]
+    assert parts == [EventPart.FIRST, *[EventPart.MIDDLE] * (len(parts) - 2), EventPart.LAST]
 
 
 def array_of(count: int, value: bytes) -> msgspec.Raw:

@@ -14,9 +14,9 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     Event,
     EventBatch,
+    EventPart,
     PackedRemoved,
     PackedStored,
-    Part,
 )
 from lean_selector.wire.kv_events import MAX_EVENT_BLOCKS, NotABatch
 from lean_selector.wire.packed_events import PART_BLOCKS, packed_batch
@@ -116,7 +116,7 @@ def told(batch: EventBatch) -> list[tuple[Any, ...]]:
     for event in batch.events:
         one = told_of(event)
         last = told[-1] if told else None
-        is_part = isinstance(event, BlockStored | PackedStored) and event.part > Part.FIRST
+        is_part = isinstance(event, BlockStored | PackedStored) and event.part > EventPart.FIRST
         if is_part and last is not None:
             assert one[2] == last[1][-1], "the chain goes on"
             told[-1] = (last[0], last[1] + one[1], last[2], last[3] + one[3], *last[4:])
@@ -322,9 +322,11 @@ def test_a_long_chain_comes_in_parts(more: int) -> None:
     parts = [event for event in packed.events if isinstance(event, PackedStored)]
     assert len(parts) == -(-len(names) // PART_BLOCKS)
     assert all(len(part.names) >> 3 <= PART_BLOCKS for part in parts)
-    assert [part.part for part in parts[1:-1]] == [Part.MIDDLE] * (len(parts) - 2)
+    assert [part.part for part in parts[1:-1]] == [EventPart.MIDDLE] * (len(parts) - 2)
     ends = parts[0].part, parts[-1].part
-    assert ends == ((Part.FIRST, Part.LAST) if more else (Part.WHOLE, Part.WHOLE))
+    assert ends == (
+        (EventPart.FIRST, EventPart.LAST) if more else (EventPart.WHOLE, EventPart.WHOLE)
+    )
     assert told(packed) == told(decode_batch(payload))
 
 

@@ -21,9 +21,9 @@ from lean_selector.core.index.shapes import (
     BlockRemoved,
     BlockStored,
     EventBatch,
+    EventPart,
     PackedRemoved,
     PackedStored,
-    Part,
     StoreResult,
     Taught,
     Tier,
@@ -35,7 +35,7 @@ from lean_selector.core.index.sweeping import emptied
 _PREFIX_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
 
 _STORED = StoreResult.STORED
-_WHOLE = Part.WHOLE
+_WHOLE = EventPart.WHOLE
 
 MAX_RANKS = 4096  # per source; the largest data_parallel_size that registration accepts (D6)
 MAX_GROUPS = 1024  # per rank; hybrid models have fewer than ten
@@ -232,7 +232,7 @@ class KvIngest:
     def _is_wanted(self, rank: Taught, event: BlockStored | PackedStored, is_remote: bool) -> bool:
         """Whether a stored event may count, which says what kind its group is; counted if not."""
         if event.part:
-            if event.part is Part.FIRST:
+            if event.part is EventPart.FIRST:
                 self._is_rest_refused = False
             elif self._is_rest_refused:
                 return False
@@ -250,8 +250,8 @@ class KvIngest:
             self._refuse(reason)
         return reason is None
 
-    def _count_stored(self, part: Part, blocks: int) -> None:
-        if part is _WHOLE or part is Part.LAST:
+    def _count_stored(self, part: EventPart, blocks: int) -> None:
+        if part is _WHOLE or part is EventPart.LAST:
             self.counts.stored += 1
         self.counts.blocks_stored += blocks
 

@@ -70,7 +70,7 @@ class Taught(msgspec.Struct):
 BOUND_REASONS = frozenset(("too_many_blocks", "oversize_block"))
 
 
-class Part(IntEnum):
+class EventPart(IntEnum):
     """Which part of its event a record is. Parts follow one another; the chain goes on in each."""
 
     WHOLE = 0
@@ -94,7 +94,7 @@ class BlockStored(msgspec.Struct, gc=False):
     group_idx: int | None = None
     kind: str | None = None  # kv_cache_spec_kind
     is_remote: bool = False  # locality other than LOCAL: not in this worker's reach
-    part: Part = Part.WHOLE
+    part: EventPart = EventPart.WHOLE
     unknown_keys: dict[str, int] | None = None  # extra keys that nobody can hash, by kind
 
 
@@ -111,7 +111,7 @@ class PackedStored(msgspec.Struct, gc=False):
     tier: Tier | None
     group_idx: int | None = None
     kind: str | None = None
-    part: Part = Part.WHOLE
+    part: EventPart = EventPart.WHOLE
     lora_name: str | None = None
 
 

@@ -15,7 +15,7 @@ of what is sure of them: their standing load.
 import bisect
 from typing import Final
 
-from lean_selector.core.load.rank_load import Bucket, RankLoad
+from lean_selector.core.load.rank_load import LoadBucket, RankLoad
 from lean_selector.core.rank_bits import bits_of
 
 _FALLING: Final = -1  # in place of the tokens of a load that wears off
@@ -51,9 +51,9 @@ class LoadOrder:
         self.scale = prefill_load_scale
         self.everyone = 0  # the ranks that were added
         self._by_bit: dict[int, RankLoad] = {}
-        self.loads: list[Bucket] = []
+        self.loads: list[LoadBucket] = []
         self._places: list[tuple[float, int, float]] = []  # key, tokens, standing of each of those
-        self._by_load: dict[tuple[int, float], Bucket] = {}  # by tokens and standing
+        self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by tokens and standing
         self.falling = 0
         self.by_standing: list[tuple[float, int]] = []
         # The keys of `_by_load` sorted, since somebody wanted them.
@@ -95,7 +95,7 @@ class LoadOrder:
         if load.decay is not None:
             self.falling |= load.mask
             bisect.insort(self.by_standing, (standing, load.bit))
-            load.bucket = Bucket(_FALLING, standing, 0.0)
+            load.bucket = LoadBucket(_FALLING, standing, 0.0)
             return
         tokens = load.active_prefill_tokens
         bucket = self._by_load.get((tokens, standing))
@@ -104,7 +104,7 @@ class LoadOrder:
         bucket.ranks |= load.mask
         load.bucket = bucket
 
-    def _leave(self, load: RankLoad, bucket: Bucket) -> None:
+    def _leave(self, load: RankLoad, bucket: LoadBucket) -> None:
         if bucket.tokens == _FALLING:
             self.falling ^= load.mask
             place = bucket.standing, load.bit
@@ -114,20 +114,20 @@ class LoadOrder:
         if not bucket.ranks:
             self._close(bucket)
 
-    def _open(self, tokens: int, standing: float) -> Bucket:
+    def _open(self, tokens: int, standing: float) -> LoadBucket:
         """A place in the order for a load that no rank has yet."""
         key = self.scale * tokens / self._block_size + standing
         place = key, tokens, standing
         at = bisect.bisect_left(self._places, place)
         self._places.insert(at, place)
-        bucket = Bucket(tokens, standing, key)
+        bucket = LoadBucket(tokens, standing, key)
         self.loads.insert(at, bucket)
         self._by_load[tokens, standing] = bucket
         if self._by_tokens is not None:
             bisect.insort(self._by_tokens, (tokens, standing))
         return bucket
 
-    def _close(self, bucket: Bucket) -> None:
+    def _close(self, bucket: LoadBucket) -> None:
         tokens, standing = bucket.tokens, bucket.standing
         at = bisect.bisect_left(self._places, (bucket.key, tokens, standing))
         del self._places[at]

@@ -92,7 +92,7 @@ def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
     return total
 
 
-class Bucket:
+class LoadBucket:
     """Ranks of one load. Read it anywhere; only LoadOrder changes it.
 
     A rank knows its bucket, so leaving it looks nothing up.
@@ -241,7 +241,7 @@ class RankLoad:
         self.block_weights = BlockWeights()
         self.decay: PrefillDecay | None = None  # while a prefill with a duration is outstanding
         self.reservations: dict[str, None] = {}  # ids, in order of booking
-        self.bucket: Bucket | None = None
+        self.bucket: LoadBucket | None = None
         # What of it does not wear off, in blocks: those to decode, and requests by their weight.
         self.standing = 0.0
         self.counts = RankCounts()

@@ -14,7 +14,7 @@ import msgspec
 from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.events import ReplicaTarget, Verdict
-from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent, Waiting
+from lean_selector.core.replication.shapes import AwaitedFree, EventKind, LiveBooking, ReplicaEvent
 
 # How long a booking may wait for its rank. Registration follows a start within seconds where a
 # control plane does it; after a minute it is a fault, and clients had time to end what waits,
@@ -61,7 +61,7 @@ class CatchUp:
         self._copies_expire_s = copies_expire_s
         # Oldest first. OrderedDicts, because the oldest of a plain dict is behind all the holes of
         # older ones.
-        self._waiting: OrderedDict[_Id, Waiting] = OrderedDict()
+        self._waiting: OrderedDict[_Id, AwaitedFree] = OrderedDict()
         self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # the same; none is empty
         self.begin_again(now)
 
@@ -167,7 +167,7 @@ class CatchUp:
         if len(self._waiting) >= MAX_WAITING:
             return Fate.NOT_REGISTERED
         booking_id = _id_of(live)
-        self._waiting[booking_id] = Waiting(live, now + HOLD_S)
+        self._waiting[booking_id] = AwaitedFree(live, now + HOLD_S)
         self._by_rank.setdefault(_rank_of(live), {})[booking_id] = live
         return Fate.WAITING
 

@@ -46,7 +46,7 @@ class LiveBooking(msgspec.Struct, gc=False):
     touched_at: float  # in the clock of whoever holds this record
 
 
-class Waiting(msgspec.Struct, frozen=True, gc=False):
+class AwaitedFree(msgspec.Struct, frozen=True, gc=False):
     live: LiveBooking
     until: float
 

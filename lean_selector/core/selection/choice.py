@@ -19,7 +19,7 @@ from lean_selector.core.selection.cost import (
 )
 from lean_selector.core.selection.overlap import NOTHING, MatchSets, RankSets, met, set_numbers
 from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.router_settings import Terms
+from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import SelectionRequest
 
 # --------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def cells(
 
 
 def _crediting(
-    found: list[Cell], pricing: Pricing, partition: Partition, terms: Terms
+    found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
     """The cells where a credit is taken off the blocks: down to none, but off no request's weight,
     so cells that it may lower to that are of ranks with equally many requests."""
@@ -301,7 +301,7 @@ _WHOLE = 0  # the place in its order where a part begins that was not divided
 _DIVIDED = -1  # in place of one: nothing is to be gained by dividing it
 
 
-class Part:
+class DrawPart:
     """Ranks of a cell, and what none of them outweighs."""
 
     __slots__ = ("bound", "cell", "mass", "place", "ranks")
@@ -314,7 +314,7 @@ class Part:
         self.mass = ranks.bit_count() * bound
 
 
-class Envelope:
+class DrawBounds:
     """The candidates in parts, finer with each draw that shows a loose one."""
 
     __slots__ = ("_least", "_now", "_order", "_pricing", "_spread", "_temperature", "parts")
@@ -337,7 +337,7 @@ class Envelope:
         self._spread = spread
         self._temperature = temperature
         self._now = now
-        self.parts: list[Part] = []
+        self.parts: list[DrawPart] = []
         falling = order.falling
         for cell in cells:
             ranks = cell.ranks
@@ -345,10 +345,10 @@ class Envelope:
             if wearing_off:
                 ranks ^= wearing_off
                 bound = self._bound(cell, order.by_standing[0][0])
-                self.parts.append(Part(cell, wearing_off, bound, _WHOLE))
+                self.parts.append(DrawPart(cell, wearing_off, bound, _WHOLE))
             if ranks:
                 bound = self._bound(cell, pricing.slope * order.loads[0].key)
-                self.parts.append(Part(cell, ranks, bound, _WHOLE))
+                self.parts.append(DrawPart(cell, ranks, bound, _WHOLE))
 
     def draw(self, rng: random.Random, tries: int) -> int:
         """The bit of a rank; -1 if of so many none was kept."""
@@ -388,7 +388,7 @@ class Envelope:
         above /= self._temperature
         return math.exp(-above) if above > 0.0 else 1.0  # also if that cannot be told
 
-    def _divided(self, part: Part, others: float) -> list[Part]:
+    def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
         """A part's ranks in parts with closer bounds; `others` is the mass of all other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
@@ -397,11 +397,11 @@ class Envelope:
             return self._by_standing(part, enough)
         return self._by_load(part, enough)
 
-    def _one_by_one(self, part: Part) -> list[Part]:
+    def _one_by_one(self, part: DrawPart) -> list[DrawPart]:
         cell, loads = part.cell, [self._order.rank(bit) for bit in bits_of(part.ranks)]
-        return [Part(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
+        return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
-    def _by_load(self, part: Part, enough: float) -> list[Part]:
+    def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
         """Cut where the bound has fallen by a step; or, where a load says too little of the cost,
         load by load."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
@@ -409,7 +409,7 @@ class Envelope:
         loads = order.loads
         is_tight = pricing.is_tight(cell)
         step = _STEP * self._temperature * self._spread / cell.factor
-        found: list[Part] = []
+        found: list[DrawPart] = []
         while ranks:
             bucket = loads[place]
             here = bucket.ranks & ranks
@@ -418,7 +418,7 @@ class Envelope:
                 continue
             bound = self._bound(cell, pricing.slope * bucket.key)
             if ranks.bit_count() * bound <= enough:
-                found.append(Part(cell, ranks, bound, place - 1))
+                found.append(DrawPart(cell, ranks, bound, place - 1))
                 break
             if is_tight:
                 end = order.place_of(bucket.key + step, place)
@@ -428,24 +428,24 @@ class Envelope:
                 place = end
             else:
                 bound = self._weight(pricing.cost(cell, bucket.tokens, bucket.standing))
-            found.append(Part(cell, here, bound, _DIVIDED))
+            found.append(DrawPart(cell, here, bound, _DIVIDED))
             enough += found[-1].mass
             ranks ^= here
         return found
 
-    def _by_standing(self, part: Part, enough: float) -> list[Part]:
+    def _by_standing(self, part: DrawPart, enough: float) -> list[DrawPart]:
         """Rank by rank, since what wears off says nothing of what is left of it."""
         order, cell, ranks = self._order, part.cell, part.ranks
-        found: list[Part] = []
+        found: list[DrawPart] = []
         for place, (standing, bit) in enumerate(order.by_standing[part.place :], part.place):
             if not ranks >> bit & 1:
                 continue
             bound = self._bound(cell, standing)
             if ranks.bit_count() * bound <= enough:
-                found.append(Part(cell, ranks, bound, place))
+                found.append(DrawPart(cell, ranks, bound, place))
                 break
             load = order.rank(bit)
-            found.append(Part(cell, load.mask, self._weight_of(cell, load), _DIVIDED))
+            found.append(DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED))
             enough += found[-1].mass
             ranks ^= load.mask
         return found
@@ -478,7 +478,7 @@ def drawn(
         spread = dearest(order, pricing, cells, now) - least
         if not 0.0 < spread < math.inf:
             return _of_equals(tied, rng)
-        envelope = Envelope(order, pricing, cells, least, spread, temperature, now)
+        envelope = DrawBounds(order, pricing, cells, least, spread, temperature, now)
         bit = envelope.draw(rng, TRIES)
         if bit >= 0:
             return bit

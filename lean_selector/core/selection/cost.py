@@ -22,11 +22,11 @@ to 0..1. Each line stands once, for the choice and for its explanation: the last
 import math
 
 from lean_selector.core.index.shapes import Matched
-from lean_selector.core.selection.router_settings import RouterOverride, RouterSettings, Terms
+from lean_selector.core.selection.router_settings import CostTerms, RouterOverride, RouterSettings
 from lean_selector.core.selection.shapes import SelectionRequest
 
 
-def cached_tokens(terms: Terms, match: Matched, block_size: int) -> int:
+def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
     """Tokens that a rank need not prefill, one rounding of the weighted sum."""
     if not match.host and not match.disk:
         return match.device * block_size
@@ -36,7 +36,7 @@ def cached_tokens(terms: Terms, match: Matched, block_size: int) -> int:
     return whole + (tokens - whole >= 0.5)  # the difference is exact; tokens + 0.5 may not be
 
 
-def credit_decay(terms: Terms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:
+def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:
     """What of the credit for device blocks is left on a rank that has so much more to prefill than
     the least loaded one; 1.0 where nothing decays."""
     if terms.decay <= 0.0 or not terms.track_prefill:
@@ -46,7 +46,7 @@ def credit_decay(terms: Terms, waiting_tokens: int, isl_tokens: int, block_size:
     return 1.0 / (1.0 + terms.decay * waiting / blocks)
 
 
-def credit_blocks(terms: Terms, decay: float, match: Matched) -> float:
+def credit_blocks(terms: CostTerms, decay: float, match: Matched) -> float:
     """Blocks of prefill that what is cached saves."""
     lower = terms.host_weight * match.host + terms.disk_weight * match.disk
     return terms.credit * decay * match.device + lower
@@ -98,8 +98,8 @@ def probabilities(costs: list[float], temperature: float) -> tuple[list[float], 
     )
 
 
-def terms(settings: RouterSettings) -> Terms:
-    return Terms(
+def terms(settings: RouterSettings) -> CostTerms:
+    return CostTerms(
         settings.overlap_score_credit,
         settings.overlap_score_credit_decay,
         settings.prefill_load_scale,
@@ -112,7 +112,7 @@ def terms(settings: RouterSettings) -> Terms:
     )
 
 
-def overridden(base: Terms, override: RouterOverride) -> Terms:
+def overridden(base: CostTerms, override: RouterOverride) -> CostTerms:
     """`base` with what `override` names put in its place."""
     credit = override.overlap_score_credit
     scale = override.prefill_load_scale
@@ -121,7 +121,7 @@ def overridden(base: Terms, override: RouterOverride) -> Terms:
         if scale == 0.0:
             credit = 0.0
     temperature, track = override.router_temperature, override.track_prefill_tokens
-    return Terms(
+    return CostTerms(
         base.credit if credit is None else credit,
         base.decay,
         base.scale if scale is None else scale,

@@ -12,7 +12,7 @@ from lean_selector.core.selection.cost import cached_tokens, credit_blocks
 from lean_selector.core.selection.overlap import NOTHING, match_by_rank
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import Terms
+from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import (
     OverlapRow,
     OverlapScores,
@@ -59,7 +59,7 @@ def established(
 
 
 def potential_loads(
-    partition: Partition, prompt: Prompt, terms: Terms, now: float
+    partition: Partition, prompt: Prompt, terms: CostTerms, now: float
 ) -> list[RankLoadRow]:
     """What each rank's load would be with this prompt on it."""
     matches = match_by_rank(partition, prompt.local_hashes)
@@ -83,7 +83,7 @@ def potential_loads(
     return rows
 
 
-def overlap_scores(partition: Partition, local_hashes: bytes, terms: Terms) -> OverlapScores:
+def overlap_scores(partition: Partition, local_hashes: bytes, terms: CostTerms) -> OverlapScores:
     """Matched blocks per rank: every rank of a schedulable worker, and any other with a hit."""
     matches = match_by_rank(partition, local_hashes)
     ranks = {key for key in matches if key[0] in partition.workers} | set(partition.slots.ranks)

@@ -108,7 +108,7 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill_load_scale if weight is None else weight
 
 
-class Terms(msgspec.Struct, frozen=True, gc=False):
+class CostTerms(msgspec.Struct, frozen=True, gc=False):
     """The terms of one scheduling decision: the router's, with a request's override applied."""
 
     credit: float

@@ -14,7 +14,7 @@ from lean_selector.core.selection.choice import Pricing, cells, drawn
 from lean_selector.core.selection.cost import cached_tokens
 from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit, match_of
 from lean_selector.core.selection.partition import Partition, SchedulableWorker
-from lean_selector.core.selection.router_settings import Terms
+from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import (
     Overlap,
     Placement,
@@ -89,7 +89,9 @@ def place(
     return load, placement(partition, worker, load, request, matches)
 
 
-def effective_prefill_tokens(terms: Terms, isl_tokens: int, match: Matched, block_size: int) -> int:
+def effective_prefill_tokens(
+    terms: CostTerms, isl_tokens: int, match: Matched, block_size: int
+) -> int:
     """What the rank still has to prefill. Neither the credit nor its decay enters (section 4)."""
     return max(0, isl_tokens - cached_tokens(terms, match, block_size))
 

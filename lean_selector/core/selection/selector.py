@@ -34,7 +34,7 @@ from lean_selector.core.selection.cost import terms
 from lean_selector.core.selection.explain import with_more
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Line, Parked, Partition, Place
-from lean_selector.core.selection.router_settings import RouterSettings, Terms
+from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
 from lean_selector.core.selection.scheduler import (
     NO_ENDPOINTS,
     check_pin,
@@ -290,7 +290,7 @@ class Selector:
         `check_worker` are the catalog's; `sessions` are those of the settings unless given, and
         known to no peer; `call_soon` is the loop's, for parked requests that go in a later turn."""
         self.settings = settings
-        self.terms: Terms = terms(settings)
+        self.terms: CostTerms = terms(settings)
         self.ledgers = Ledgers(settings.reservation_expiry_s, events)
         if sessions is None and settings.sessions is not None:
             sessions = SessionTables(settings.sessions)

@@ -5,7 +5,7 @@ from msgspec import UNSET, UnsetType
 
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import Terms
+from lean_selector.core.selection.router_settings import CostTerms
 
 PartitionKey = tuple[str, str]
 
@@ -117,7 +117,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
     """One request for a worker, normalised. Without `books` nothing is reserved."""
 
     prompt: Prompt
-    terms: Terms
+    terms: CostTerms
     books: bool = False
     reservation_id: str = ""
     expected_output_tokens: int | None = None

@@ -19,9 +19,9 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     Event,
     EventBatch,
+    EventPart,
     PackedRemoved,
     PackedStored,
-    Part,
     SkippedEvent,
     Tier,
 )
@@ -454,15 +454,15 @@ def packed(event: Event) -> Event:
         ),
         pytest.param(
             [
-                store(1, part=Part.FIRST, parent=77),
-                store(2, part=Part.MIDDLE),
-                store(3, part=Part.LAST),
+                store(1, part=EventPart.FIRST, parent=77),
+                store(2, part=EventPart.MIDDLE),
+                store(3, part=EventPart.LAST),
                 store(4),
             ],
             id="the rest of an event goes with its part",
         ),
         pytest.param(
-            [store(1, part=Part.FIRST), store(2, parent=1, part=Part.LAST)], id="in parts"
+            [store(1, part=EventPart.FIRST), store(2, parent=1, part=EventPart.LAST)], id="in parts"
         ),
         pytest.param(
             [store(1, cache_salt="s"), store(2, parent=1), store(3, parent=2)], id="a parent's salt"

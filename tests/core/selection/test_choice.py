@@ -22,7 +22,7 @@ from lean_selector.core.selection.choice import Cell, Pricing, all_costs, cheape
 from lean_selector.core.selection.cost import credit_blocks, credit_decay, softmax
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import Terms
+from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
 
 Load = tuple[int, int]  # prefill tokens, active blocks
@@ -58,7 +58,7 @@ def loaded(
 class Asked(msgspec.Struct):
     """A cell, and the terms of the request."""
 
-    terms: Terms
+    terms: CostTerms
     ranks: int
     tokens: int
     device: int
@@ -100,8 +100,8 @@ class Asked(msgspec.Struct):
 
 def terms_of(
     scale: float, *, credit: float = 1.0, decay: float = 0.0, tracks: bool = True
-) -> Terms:
-    return Terms(credit, decay, scale, 0.0, tracks)
+) -> CostTerms:
+    return CostTerms(credit, decay, scale, 0.0, tracks)
 
 
 @given(
@@ -188,7 +188,9 @@ def test_loads_that_are_equal_but_for_rounding_tie_as_they_do_one_by_one(
 def shares_of(costs: list[float], temperature: float, draws: int) -> list[float]:
     """How often each rank was drawn, of ranks that cost so much."""
     partition = loaded(1, 0.0, [(0, 0)] * len(costs))
-    request = SelectionRequest(Prompt(0, b"", 0, b"", b""), Terms(1.0, 0.0, 0.0, temperature, True))
+    request = SelectionRequest(
+        Prompt(0, b"", 0, b"", b""), CostTerms(1.0, 0.0, 0.0, temperature, True)
+    )
     pricing = Pricing(partition, request, partition.candidates, 0.0)
     cells = [
         Cell(pricing, 1 << bit, Matched(0), 0, 0.0, 1 if cost else 0, cost or 1.0)
@@ -213,7 +215,9 @@ def test_of_many_loads_the_cheapest_is_drawn_when_the_dearest_is_beyond_f64(
     temperature: float,
 ) -> None:
     partition = loaded(1, 1.0, [(blocks, 0) for blocks in range(20)])
-    request = SelectionRequest(Prompt(0, b"", 0, b"", b""), Terms(1.0, 0.0, 1.0, temperature, True))
+    request = SelectionRequest(
+        Prompt(0, b"", 0, b"", b""), CostTerms(1.0, 0.0, 1.0, temperature, True)
+    )
     pricing = Pricing(partition, request, partition.candidates, NOW)
     dear = 1 << 19
     cells = [
@@ -229,7 +233,7 @@ def test_costs_that_rounding_alone_sets_apart_are_drawn_as_the_formula_has_them(
     block_size, parts, tokens = 3, 49, 53_767
     held = [((300 - each) * block_size * parts, each) for each in range(60)]
     partition = loaded(block_size, 1 / parts, held)
-    terms = Terms(1.0, 0.0, 1 / parts, 0.1, True)
+    terms = CostTerms(1.0, 0.0, 1 / parts, 0.1, True)
     request = SelectionRequest(Prompt(tokens, b"", 0, b"", b""), terms)
     pricing = Pricing(partition, request, partition.candidates, NOW)
     match = Matched(tokens // block_size // 2)

@@ -27,14 +27,14 @@ from lean_selector.core.selection.cost import (
 from lean_selector.core.selection.overlap import Matches, as_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import RouterOverride, RouterSettings, Terms
+from lean_selector.core.selection.router_settings import CostTerms, RouterOverride, RouterSettings
 from lean_selector.core.selection.scheduler import eligible
 from lean_selector.core.selection.shapes import PinnedWorker, SelectionRequest
 from lean_selector.core.settings import API_1_3, API_1_6
 from tests.support.bookings import book
 from tests.support.driven_selector import DrivenSelector, pack
 
-PLAIN = Terms(1.0, 0.0, 1.0, 0.0, True)
+PLAIN = CostTerms(1.0, 0.0, 1.0, 0.0, True)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_lower_tiers_are_worth_what_the_router_was_told() -> None:
 
 
 def test_a_credit_decays_with_what_waits_beyond_the_least_loaded() -> None:
-    decaying = Terms(1.0, 0.5, 1.0, 0.0, True)
+    decaying = CostTerms(1.0, 0.5, 1.0, 0.0, True)
     # 64 tokens wait, 4 blocks; of a prompt of 2 blocks that is twice.
     assert credit_decay(decaying, 64, 32, 16) == 1.0 / (1.0 + 0.5 * 4 / 2)
     assert credit_decay(decaying, 64, 17, 16) == 1.0 / (1.0 + 0.5 * 4 / 2)  # a block that is begun
@@ -75,12 +75,12 @@ def test_a_credit_decays_with_what_waits_beyond_the_least_loaded() -> None:
     assert credit_decay(decaying, 0, 32, 16) == 1.0
     assert credit_decay(decaying, -64, 32, 16) == 1.0
     assert credit_decay(PLAIN, 64, 32, 16) == 1.0
-    assert credit_decay(Terms(1.0, 0.5, 1.0, 0.0, False), 64, 32, 16) == 1.0
-    assert credit_decay(Terms(1.0, 1.0, 1.0, 0.0, True), 16, 16, 16) == 0.5
+    assert credit_decay(CostTerms(1.0, 0.5, 1.0, 0.0, False), 64, 32, 16) == 1.0
+    assert credit_decay(CostTerms(1.0, 1.0, 1.0, 0.0, True), 16, 16, 16) == 0.5
 
 
 def test_a_credit_is_weighed_and_decays_on_the_device_alone() -> None:
-    weighed = Terms(2.0, 0.0, 1.0, 0.0, True, 0.5, 0.125)
+    weighed = CostTerms(2.0, 0.0, 1.0, 0.0, True, 0.5, 0.125)
     assert credit_blocks(weighed, 0.25, Matched(8, 4, 16)) == 2.0 * 0.25 * 8 + 0.5 * 4 + 0.125 * 16
 
 
@@ -125,12 +125,12 @@ def test_terms_are_those_of_the_router_each_in_its_place() -> None:
         disk_weight=0.6,
         active_request_weight=0.7,
     )
-    assert terms(settings) == Terms(
+    assert terms(settings) == CostTerms(
         0.1, 0.2, 0.3, 0.4, False, 0.5, 0.6, 0.7, settings.dialect.credits_untracked
     )
 
 
-BASE = Terms(0.1, 0.2, 0.3, 0.4, True, 0.5, 0.6, 0.7, True)
+BASE = CostTerms(0.1, 0.2, 0.3, 0.4, True, 0.5, 0.6, 0.7, True)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,13 @@ class Rank:
 
 
 def cost(
-    rank: Rank, ranks: list[Rank], terms: Terms, block_size: int, isl: int, new: int, taint: float
+    rank: Rank,
+    ranks: list[Rank],
+    terms: CostTerms,
+    block_size: int,
+    isl: int,
+    new: int,
+    taint: float,
 ) -> float:
     """Spec selection.md 3.2, line by line."""
     device, host, disk = rank.tiers
@@ -229,7 +235,7 @@ ranks_of = st.lists(
     max_size=4,
 )
 unit = st.floats(0, 1)
-terms_of = st.builds(Terms, unit, st.floats(0, 3), st.floats(0, 4), st.just(0.0), st.booleans())
+terms_of = st.builds(CostTerms, unit, st.floats(0, 3), st.floats(0, 4), st.just(0.0), st.booleans())
 
 
 @given(
@@ -241,7 +247,7 @@ terms_of = st.builds(Terms, unit, st.floats(0, 3), st.floats(0, 4), st.just(0.0)
 )
 @settings(max_examples=200, deadline=None)
 def test_the_cost_is_the_documented_formula(
-    ranks: list[Rank], terms: Terms, block_size: int, isl: int, taints: list[float] | None
+    ranks: list[Rank], terms: CostTerms, block_size: int, isl: int, taints: list[float] | None
 ) -> None:
     driven = DrivenSelector()
     matches = {}

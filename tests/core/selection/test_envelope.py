@@ -7,7 +7,7 @@ import pytest
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.selection.choice import (
     Cell,
-    Envelope,
+    DrawBounds,
     Pricing,
     cells,
     cheapest,
@@ -58,12 +58,12 @@ class Fleet:
         matches = match_sets(partition, request.prompt.local_hashes)
         return pricing, cells(partition, request, pricing, partition.candidates, matches)
 
-    def envelope(self, temperature: float) -> Envelope:
+    def envelope(self, temperature: float) -> DrawBounds:
         pricing, found = self.cells_of(self.request(temperature))
         order = self.partition.order
         least = cheapest(order, pricing, found, NOW)[0]
         spread = dearest(order, pricing, found, NOW) - least
-        return Envelope(order, pricing, found, least, spread, temperature, NOW)
+        return DrawBounds(order, pricing, found, least, spread, temperature, NOW)
 
     def place(self, temperature: float, rng: random.Random) -> int:
         """The bit of the rank that a request is given."""

@@ -16,7 +16,7 @@ from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.overlap import as_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import Terms
+from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.scheduler import eligible, not_busy, place
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
 from tests.support.bookings import book
@@ -78,7 +78,7 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     partition = partition_of(draws, workers, of_request)
     partition.set_threshold(BusyThreshold(active_prefill_tokens=busy_above))
     prompt = Prompt(10, HASHES, 3, HASHES[:8], lambda: HASHES)
-    terms = Terms(credit, decay, scale, temperature, tracks, host, disk, of_request)
+    terms = CostTerms(credit, decay, scale, temperature, tracks, host, disk, of_request)
     request = SelectionRequest(prompt, terms)
     request.preferred_taints = {"a": 0.5}
     matches = {

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 
 from lean_selector.core.selection.partition import Parked, ParkedQueue
-from lean_selector.core.selection.router_settings import QueuePolicy, Terms
+from lean_selector.core.selection.router_settings import CostTerms, QueuePolicy
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from tests.support.driven_selector import prompt_of
 
-TERMS = Terms(1.0, 0.0, 1.0, 0.0, True)
+TERMS = CostTerms(1.0, 0.0, 1.0, 0.0, True)
 
 
 def never(_: Parked, outcome: Placement | Exception) -> None:
