@@ -21,7 +21,8 @@ class RankBits:
         self.keys: list[RankKey | None] = []  # by bit; None where it is free
         self._bits: dict[RankKey, int] = {}
         self._users: dict[RankKey, int] = {}  # >= 1 for every key in _bits
-        self._free: list[int] = []  # a heap of what is free, and of what was
+        # A heap of what is free, and of bits beyond `keys`, which come last.
+        self._free: list[int] = []
 
     def acquire(self, key: RankKey) -> int:
         """The bit of a rank, the lowest free one if it has none."""
@@ -36,8 +37,6 @@ class RankBits:
             self._free.clear()
         else:
             bit = heapq.heappop(self._free)
-            while keys[bit] is not None:  # given away since, and perhaps given back
-                bit = heapq.heappop(self._free)
         keys[bit] = key
         self._bits[key] = bit
         self._users[key] = 1

@@ -6,9 +6,11 @@ Replicas must agree on those ids, so they never change.
 import pytest
 
 from lean_selector.workers.particulars import (
+    Particulars,
     Target,
     endpoint_key,
     peer_target_of,
+    spec_of,
     target_of,
     worker_id_of,
 )
@@ -114,3 +116,9 @@ def test_ids_are_read_as_they_stand_by_those_who_know_floats_alone() -> None:
 )
 def test_one_endpoint_has_one_key_however_it_is_spelled(endpoint: str, key: str) -> None:
     assert endpoint_key(endpoint) == key
+
+
+def test_ports_of_events_need_an_endpoint_that_has_a_host() -> None:
+    entry = Particulars(endpoint="worker one", events_port=5557)
+    with pytest.raises(ValueError, match="events_port"):
+        spec_of(1, entry, None, Particulars())
