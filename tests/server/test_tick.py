@@ -13,7 +13,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
 from lean_selector.http.response import encode_response
 from lean_selector.server import host
-from lean_selector.server.service_flags import TrackerConfig, TrackerListen
+from lean_selector.server.service_flags import TrackerConfig, TrackerListenFlags
 from lean_selector.tasks import failures
 
 host.TICK_S = 0.001
@@ -39,7 +39,7 @@ async def serve(log_state):
     print(server._listeners[0]._socket.getsockname()[1], flush=True)
     await server.serve(tick, lambda: print("refuses", flush=True), close)
 
-listen = TrackerListen(host="127.0.0.1", port=0, drain_s=0.2, max_connections=10)
+listen = TrackerListenFlags(host="127.0.0.1", port=0, drain_s=0.2, max_connections=10)
 fields = [one for one in dataclasses.fields(TrackerConfig) if one.name not in ("given", "listen")]
 config = TrackerConfig(listen=listen, **{one.name: one.type() for one in fields})
 host.run(config, serve)
