@@ -30,8 +30,8 @@ STEPS_PER_TURN = 16
 # Reading, of all links together. Who comes later in the turn waits for the next.
 READ_SLICE_S = 0.001
 # Connections of our own that ask why there is none, of all links together. With 4 096 sources that
-# refuse, each has its reason within 41 s, for some 2 % of a core.
-PROBES_PER_S = 100
+# refuse, each has its reason within 82 s, for some 3 % of a core.
+PROBES_PER_S = 50
 # A connection that is lost is noticed so soon; a look takes a microsecond.
 LOOK_EVERY_S = 0.25
 LOOKS_PER_TURN = 256
@@ -155,6 +155,7 @@ class Links:
         self._read_s = 0.0  # in this turn
         self._is_reading = False
         self._put_off: deque[Callable[[], None]] = deque()
+        self.seeking: set[object] = set()  # links with a socket and no connection yet
         self._watched: dict[Watched, None] = {}
         self._looks = Rounds(self._watched, lambda each: each.look(), LOOK_EVERY_S)
 

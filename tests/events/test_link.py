@@ -313,7 +313,7 @@ def test_all_links_together_probe_so_often_a_second_and_each_learns_why(
     """1 024 that are refused, in virtual time: a probe may not cost what libzmq saves."""
     probes: collections.Counter[int] = collections.Counter()
     seconds = 300
-    monkeypatch.setattr(links_module, "PROBES_PER_S", 25)  # a quarter, as of the links
+    monkeypatch.setattr(links_module, "PROBES_PER_S", 25)  # fewer, as are the links
 
     async def refused(address: Address) -> str:
         probes[int(asyncio.get_running_loop().time())] += 1
@@ -338,6 +338,33 @@ def test_all_links_together_probe_so_often_a_second_and_each_learns_why(
     assert max(probes.values()) <= links_module.PROBES_PER_S + 1
     steady = [probes[second] for second in range(seconds - 60, seconds)]
     assert sum(steady) <= LINKS + links_module.PROBES_PER_S
+
+
+@on_loop
+async def test_beyond_so_many_links_without_a_connection_libzmq_tries_half_as_often() -> None:
+    tried_after_ms: list[int] = []
+
+    def opening(socket: "zmq.Socket[bytes]") -> None:
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        tried_after_ms.append(int(socket.getsockopt(zmq.RECONNECT_IVL_MAX)))
+
+    often, seldom = module.RECONNECT_MAX_MS, 2 * module.RECONNECT_MAX_MS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "OFTEN_TRIED", 2)
+        links = Links()
+
+        def heard(endpoint: str) -> Heard:
+            return Heard(endpoint, links, opening=opening)
+
+        async with heard("ipc://nothing-1"), publisher() as pub:
+            async with heard(endpoint_of(pub)) as connected:
+                await until(lambda: connected.link.state is LinkState.CONNECTED)
+                async with heard("ipc://nothing-2"), heard("ipc://nothing-3"):
+                    await until(lambda: len(tried_after_ms) == 4)
+            async with heard("ipc://nothing-4"):  # those that were closed count no more
+                await until(lambda: len(tried_after_ms) == 5)
+        await until(lambda: not links.seeking)
+    assert tried_after_ms == [often, often, often, seldom, often]
 
 
 @on_loop
