@@ -8,7 +8,6 @@ import pytest
 
 from lean_selector import build_info as form
 
-
 COMPILED = ("lean_selector.core.errors", "lean_selector.core.numbers")
 
 
