@@ -5,7 +5,8 @@ costs which are equal on paper differ in the last bit or do not, and both must a
 """
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
@@ -46,6 +47,8 @@ from tests.support import naive_choice
 from tests.support.bookings import book
 from tests.support.driven_selector import Sources, pack
 
+SHARE_ERROR = 2e-5
+LAST_NUMBER = 1 - 2**-53  # that a random source gives
 PATH = [1, 2, 3, 4, 5, 6, 7]
 NOW = 3.0
 
@@ -202,7 +205,7 @@ def request_of(partition: Partition, router: RouterSettings, isl_tokens: int) ->
 @settings(max_examples=400, deadline=None)
 @given(
     fleet=fleets,
-    router=routers,
+    router=routers | untracked,
     changes=options,
     scale=st.none() | scales,
     isl_tokens=st.integers(0, 400),
@@ -224,18 +227,6 @@ def test_sets_of_ranks_are_chosen_among_as_each_rank_alone_would_be(
         patched.setattr(overlap, "_LOOKS_PER_RANK", looks)
         patched.setattr(choice, "_FEW_RANKS", few)
         hold_each_rank_to_the_model(fleet, router, changes, scale, isl_tokens)
-
-
-@settings(max_examples=100, deadline=None)
-@given(fleet=fleets, router=untracked, changes=options, isl_tokens=st.integers(0, 400))
-def test_so_they_are_where_what_is_cached_is_taken_off_the_blocks(
-    fleet: Fleet, router: RouterSettings, changes: dict[str, Any], isl_tokens: int
-) -> None:
-    """Also as if no set were so small that each of its ranks is looked at."""
-    for few in (0, choice._FEW_RANKS):
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(choice, "_FEW_RANKS", few)
-            hold_each_rank_to_the_model(fleet, router, changes, None, isl_tokens)
 
 
 def hold_each_rank_to_the_model(
@@ -292,7 +283,7 @@ def hold_to_the_model(
     cheap = [bit for bit, cost in cost_of.items() if cost == min(costs)]
     assert (least, bits_of(apart(tied))) == (min(costs), sorted(cheap))
 
-    # How often who is drawn, and what is answered.
+    # How often each is drawn, and what is answered.
     temperature = request.terms.temperature
     chances = naive_choice.chances(costs, temperature)
     weights = softmax(costs, temperature)
@@ -312,9 +303,13 @@ def hold_to_the_model(
         hold_to_the_weights(envelope, found, weight_of)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(choice, "TRIES", 0)  # as if no try was kept
-        turns = len(cheap) if weights is None else 2_000
-        counts = Counter(drawn((turn + 0.5) / turns) for turn in range(turns))
-    assert_as_often(among, counts, chances, turns)
+        if weights is None:
+            counts = Counter(drawn((turn + 0.5) / len(cheap)) for turn in range(len(cheap)))
+            shares = {bit: count / len(cheap) for bit, count in counts.items()}
+        else:
+            shares = shares_of_numbers(drawn)
+    for (_, load), chance in zip(among, chances, strict=True):
+        assert abs(shares.get(load.bit, 0.0) - chance) <= SHARE_ERROR
 
 
 def hold_to_the_weights(envelope: DrawBounds, found: int, weight_of: dict[int, float]) -> None:
@@ -346,12 +341,20 @@ def hold_to_the_weights(envelope: DrawBounds, found: int, weight_of: dict[int, f
             return
 
 
-def assert_as_often(
-    among: list[naive_choice.Candidate], counts: Counter[int], chances: list[float], turns: int
-) -> None:
-    for (_, load), chance in zip(among, chances, strict=True):
-        # Each stretch of numbers that leads to a rank may be cut at both ends.
-        assert abs(counts[load.bit] - chance * turns) <= 1.000001
+def shares_of_numbers(drawn: Callable[[float], int]) -> dict[int, float]:
+    """How much of the numbers from 0 to 1 leads to each rank: one stretch of them for each, whose
+    ends are looked for by halving."""
+    shares: defaultdict[int, float] = defaultdict(float)
+    stretches = [(0.0, drawn(0.0), 1.0, drawn(LAST_NUMBER))]
+    while stretches:
+        start, first, end, last = stretches.pop()
+        if first == last or end - start < SHARE_ERROR:
+            shares[first] += end - start
+            continue
+        middle = (start + end) / 2
+        between = drawn(middle)
+        stretches += [(start, first, middle, between), (middle, between, end, last)]
+    return shares
 
 
 def apart(sets: list[int]) -> int:
