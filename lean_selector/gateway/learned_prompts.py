@@ -1,5 +1,7 @@
 """What prompts became, remembered: chains of messages, and the block hashes that they led to.
 
+Chains are made of values (`prompt_values.py`), however the client wrote them as JSON.
+
 Conversations share what they have in common: a longer prompt takes the place of the one that it
 goes on from, and every beginning of it is an entry that points into the one list of hashes. What
 only began like another prompt is known up to where the two part; until two are known, the place
@@ -7,25 +9,14 @@ where a message ends is guessed from its share of the bytes.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-import msgspec
 from xxhash import xxh3_64_intdigest
 
 from lean_selector.core.hashing import any_local_hashes, hash_seed
-from lean_selector.gateway.model_request import (
-    CHAT_FIELDS,
-    TEXT_FIELDS,
-    Kind,
-    ModelRequest,
-    size_of,
-)
+from lean_selector.gateway.model_request import ModelRequest, size_of
 from lean_selector.gateway.prompt_shapes import Served
-
-# A link of a long message. Some 250 to 500 tokens: prompts that differ within one are compared by
-# their blocks when both are known.
-LINK_BYTES: Final = 2048
+from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_key
 
 
 class Chain:
@@ -39,40 +30,28 @@ class Chain:
         self.block_size: Final = served.block_size
         self.is_eagle: Final = served.is_eagle
         self.model: Final = model_key(served, lora_name)
-        names = CHAT_FIELDS if request.kind is Kind.CHAT else TEXT_FIELDS
-        rendering = [(name, request.fields[name]) for name in names if name in request.fields]
-        key = xxh3_64_intdigest(
-            msgspec.json.encode(
-                (self.model, request.kind.value, self.block_size, self.is_eagle, rendering)
-            ),
-            self.seed,
-        )
+        shape = (self.model, request.kind.value, self.block_size, self.is_eagle)
+        key = rendering_key(request, shape, self.seed)
         end = size_of(request.fields.get("tools", b""))
         self.keys = [key]
         self.ends = [end]
-        for link in _links(request):
-            key = xxh3_64_intdigest(link, key)
-            end += len(link)
-            self.keys.append(key)
-            self.ends.append(end)
+        for links in links_of(request):
+            ends = end + links.size
+            for at in range(0, len(links.hashes), 8):
+                key = xxh3_64_intdigest(links.hashes[at : at + 8], key)
+                end = min(end + LINK_BYTES, ends)
+                self.keys.append(key)
+                self.ends.append(end)
 
     @property
     def size(self) -> int:
-        """Bytes of the whole prompt, as it was written."""
+        """Bytes of the whole prompt, as compact JSON."""
         return self.ends[-1]
 
 
 def model_key(served: Served, lora_name: str | None) -> str:
     """Names a model or an adapter of it."""
     return f"{served.model_name}\0{lora_name or ''}"
-
-
-def _links(request: ModelRequest) -> Iterator[memoryview]:
-    parts = request.messages if request.kind is Kind.CHAT else [request.text]
-    for each in parts:
-        part = memoryview(each)
-        for at in range(0, len(part), LINK_BYTES):
-            yield part[at : at + LINK_BYTES]
 
 
 # Of an entry without its hashes, as measured with tracemalloc on 64-bit Python 3.11.
@@ -135,7 +114,7 @@ class Known(NamedTuple):
 
     hashes: bytes
     tokens: int  # of all of it; an estimate unless `is_whole`
-    unknown_bytes: int  # as it was written
+    unknown_bytes: int  # of the prompt as compact JSON
     is_whole: bool
 
 

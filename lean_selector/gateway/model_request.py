@@ -41,13 +41,6 @@ TOO_MANY_MESSAGES: Final = Unknown(Why.FORM, f"more than {MOST_MESSAGES} message
 TOO_MANY_IDS: Final = Unknown(Why.FORM, f"more than {MOST_IDS} token ids")
 NO_PROMPT: Final = Unknown(Why.PATH, "no prompt that is known on this path")
 
-# Whatever else has a hand in what the engine makes of the messages or of the text.
-CHAT_FIELDS: Final = (
-    *("tools", "tool_choice", "documents", "reasoning_effort", "chat_template"),
-    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-    *("add_special_tokens", "response_format"),
-)
-TEXT_FIELDS: Final = ("add_special_tokens",)
 # With these the engine's prompt is not what the messages or the text make.
 _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
 _TEXT_PARTS: Final = frozenset(
@@ -83,6 +76,7 @@ class ModelRequest:
         self.kind = Kind.NONE
         self.why_not: Unknown | None = None  # why its blocks cannot be known
         self.messages: list[Raw] = []
+        self.read_messages: list[Message] = []  # of each, what is read
         self.text = Raw(b"")  # of the prompt, as JSON
         self.ids: bytes = b""  # packed, 4 bytes each
         self._media = 0  # parts of messages that are not text
@@ -157,10 +151,9 @@ class ModelRequest:
             if len(messages) > MOST_MESSAGES:
                 self.why_not = TOO_MANY_MESSAGES
                 return
-            self.messages = _read_raw_messages(text)
+            self.messages, self.read_messages = _read_raw_messages(text), messages
             for message in messages:
-                if _TYPE.search(message.content) is not None:
-                    self._read_content(message.content)
+                self._read_content(message.content)
         except msgspec.DecodeError:
             self.why_not = UNKNOWN_FORM
             return
@@ -169,7 +162,7 @@ class ModelRequest:
             self.why_not = MEDIA
 
     def _read_content(self, content: Raw) -> None:
-        if bytes(memoryview(content)[:1]) != b"[":
+        if bytes(memoryview(content)[:1]) != b"[" or _TYPE.search(content) is None:
             return
         for part in _read_parts(content):
             if bytes(part.type) in _TEXT_PARTS:

@@ -339,3 +339,77 @@ def test_its_memory_is_what_it_says() -> None:
     after, _peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.6 < (after - before) / engine.memory.used_bytes < 1.4
+
+
+SAME_VALUES = {
+    "blanks": '{"messages": [ {"role": "user", "content" : %s} ], "tools": [ {"type": "f"} ]}',
+    "another order": '{"tools":[{"type":"f"}],"messages":[{"content":%s,"role":"user"}]}',
+    "a part of text": '{"messages":[{"role":"user","content":[{"type":"text","text":%s}]}],'
+    '"tools":[{"type":"f"}]}',
+    "a part with blanks": '{"messages":[{"role":"user","content":[ {"text":%s, "type":"text"} ]}],'
+    '"tools":[{"type":"f"}]}',
+    "fields that are null": '{"messages":[{"role":"user","content":%s,"name":null}],'
+    '"tools":[{"type":"f"}],"tool_choice":null}',
+}
+
+
+@pytest.mark.parametrize("body", SAME_VALUES.values(), ids=SAME_VALUES)
+@pytest.mark.parametrize(
+    "text", ['"a/é \\"b\\" \\n"', '"a\\/é \\"b\\" \\n"', '"a/\\u00e9 \\"b\\" \\u000A"']
+)
+def test_a_prompt_is_known_however_its_values_are_written(body: str, text: str) -> None:
+    compact = '{"messages":[{"role":"user","content":"a/é \\"b\\" \\n"}],"tools":[{"type":"f"}]}'
+    chains = [
+        Chain(SERVED, None, ModelRequest(CHAT, each.encode())) for each in (compact, body % text)
+    ]
+    assert chains[0].keys == chains[1].keys
+    assert chains[0].ends[1] - chains[0].ends[0] == chains[1].ends[1] - chains[1].ends[0]
+
+
+def test_a_turn_with_calls_is_known_however_it_is_written() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "/"}'}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
+    spaced = json.dumps({"messages": [turn]}).encode()
+    moved = {each: turn[each] for each in ("tool_calls", "role")}
+    compact = json.dumps({"messages": [moved]}, separators=(",", ":")).replace("/", r"\/").encode()
+    keys = [Chain(SERVED, None, ModelRequest(CHAT, each)).keys for each in (spaced, compact)]
+    assert keys[0] == keys[1]
+
+
+@given(one=st.text(max_size=20), other=st.text(max_size=20))
+def test_texts_have_one_key_exactly_where_they_are_equal(one: str, other: str) -> None:
+    bodies = [
+        json.dumps({"prompt": one}, ensure_ascii=True),
+        json.dumps({"prompt": [other]}, ensure_ascii=False, separators=(",", ":")),
+    ]
+    keys = [
+        Chain(SERVED, None, ModelRequest("/v1/completions", each.encode())).keys for each in bodies
+    ]
+    assert (keys[0] == keys[1]) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"role":"user","content":"a"}', '{"role":"user","content":"a","name":"b"}'),
+        ('{"role":"user","content":"a"}', '{"role":"system","content":"a"}'),
+        (
+            '{"role":"user","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}',
+            '{"role":"user","content":"ab"}',
+        ),
+    ],
+)
+def test_other_values_have_other_keys(one: str, other: str) -> None:
+    keys = [
+        Chain(SERVED, None, ModelRequest(CHAT, f'{{"messages":[{each}]}}'.encode())).keys[-1]
+        for each in (one, other)
+    ]
+    assert keys[0] != keys[1]
+
+
+def test_the_order_of_a_tools_parameters_counts_for_templates_write_them_so() -> None:
+    keys = [
+        chain_of([], tools=[{"type": "f", "parameters": parameters}]).keys[0]
+        for parameters in ({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    ]
+    assert keys[0] != keys[1]

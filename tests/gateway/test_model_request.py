@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lean_selector.core.errors import BadRequest
 from lean_selector.gateway.answers import Additions
 from lean_selector.gateway.engine_answers import tokenize_body
-from lean_selector.gateway.learned_prompts import LINK_BYTES, Chain, PromptMemory
+from lean_selector.gateway.learned_prompts import Chain, PromptMemory
 from lean_selector.gateway.model_request import (
     MOST_FIELDS,
     MOST_IDS,
@@ -26,6 +26,7 @@ from lean_selector.gateway.model_request import (
     template_arguments,
 )
 from lean_selector.gateway.prompt_shapes import Served
+from lean_selector.gateway.prompt_values import LINK_BYTES
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SERVED = Served("m", "default", 4, False, {})

@@ -1,0 +1,146 @@
+"""The values of a request that make its prompt, as bytes that are equal where the values are.
+
+JSON has many texts for one value: blanks, escapes, another order of a message's fields. Messages,
+and `tools` and their like, come again and again: what a text stands for is kept by its hash.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Raw
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from lean_selector.gateway.model_request import Kind, ModelRequest, size_of
+from lean_selector.gateway.prompt_shapes import ContentPart, Message
+
+# Whatever else has a hand in what the engine makes of the messages or of the text.
+CHAT_FIELDS: Final = (
+    *("tools", "tool_choice", "documents", "reasoning_effort", "chat_template"),
+    *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    *("add_special_tokens", "response_format"),
+)
+TEXT_FIELDS: Final = ("add_special_tokens",)
+
+# A value is decoded to be written anew, which takes up to 5 times the memory of a text, and 25
+# times that of anything else. A longer one counts as it was written.
+MOST_TEXT_BYTES: Final = 4 << 20
+MOST_VALUE_BYTES: Final = 256 << 10
+# A link of a long message. Some 250 to 500 tokens: prompts that differ within one are compared by
+# their blocks when both are known.
+LINK_BYTES: Final = 2048
+# What is kept: some 4 MB, and 12 if all are the longest that are kept.
+_MOST_KEPT: Final = 16_384
+_MOST_KEPT_LINKS: Final = 64
+
+_ROLE: Final = b'{"role":'
+_BARE: Final = len(b'{"role":,"content":}')
+# Escapes that a text can do without. An escaped backslash before one of these only costs time.
+_NEEDLESS: Final = re.compile(rb"\\[/u]")
+_NULL: Final = b"null"
+_TEXT_TYPES: Final = frozenset({b'"text"', b'"input_text"', b'"output_text"'})
+_read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+_read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
+
+
+class Links(NamedTuple):
+    """A message: 8 bytes for each of its links, a hash, and its length as compact JSON."""
+
+    hashes: bytes
+    size: int
+
+
+# By the hash of the text as it was written.
+_kept_keys: Final[dict[int, int]] = {}
+_kept_links: Final[dict[int, Links]] = {}
+K = TypeVar("K")
+
+
+def _keep(kept: dict[int, K], written: int, value: K) -> None:
+    if len(kept) >= _MOST_KEPT:
+        kept.clear()
+    kept[written] = value
+
+
+def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -> int:
+    """Stands for `shape` and for what is neither a message nor the text. Null is as good as none.
+
+    The order of fields counts below the top: templates write tools and arguments in that order.
+    """
+    names = CHAT_FIELDS if request.kind is Kind.CHAT else TEXT_FIELDS
+    fields = request.fields
+    given = [(name, _key(fields[name])) for name in names if name in fields and request.has(name)]
+    return xxh3_64_intdigest(msgspec.json.encode((shape, given)), seed)
+
+
+def _key(value: Raw) -> int:
+    written = xxh3_64_intdigest(value)
+    key = _kept_keys.get(written)
+    if key is None:
+        key = xxh3_64_intdigest(_compact(value))
+        _keep(_kept_keys, written, key)
+    return key
+
+
+def links_of(request: ModelRequest) -> Iterator[Links]:
+    """A prompt's messages, or its text, one after the other."""
+    if request.kind is not Kind.CHAT:
+        yield _cut(_compact(request.text))
+        return
+    for raw, message in zip(request.messages, request.read_messages, strict=True):
+        written = xxh3_64_intdigest(raw)
+        links = _kept_links.get(written)
+        if links is None:
+            links = _cut(_message(raw, message))
+            if len(links.hashes) <= 8 * _MOST_KEPT_LINKS:
+                _keep(_kept_links, written, links)
+        yield links
+
+
+def _cut(text: Raw | bytes) -> Links:
+    view = memoryview(text)
+    pieces = [view[at : at + LINK_BYTES] for at in range(0, len(view), LINK_BYTES)]
+    return Links(b"".join([xxh3_64_digest(each) for each in pieces]), len(view))
+
+
+def _message(raw: Raw, message: Message) -> bytes:
+    """`{"role":...,"content":...}`, and what else it has by name."""
+    is_bare = size_of(raw) == _BARE + size_of(message.role) + size_of(message.content)
+    if is_bare:
+        text = bytes(raw)
+        is_plain = text.startswith(_ROLE) and text.endswith(b'"}')
+        if is_plain and _NEEDLESS.search(text) is None:
+            return text
+    pieces = [_ROLE, message.role, b',"content":', _content(message.content)]
+    if not is_bare:
+        rest = _read_fields(raw)
+        for name in sorted(rest.keys() - {"role", "content"}):
+            if bytes(rest[name]) != _NULL:
+                pieces += (b',"%b":' % name.encode(), _compact(rest[name]))
+    return b"".join([*pieces, b"}"])
+
+
+def _content(content: Raw) -> Raw | bytes:
+    """One part of text counts as that text: so it is rendered."""
+    if bytes(memoryview(content)[:1]) == b"[":
+        with contextlib.suppress(msgspec.DecodeError):
+            parts = _read_parts(content)
+            if len(parts) == 1 and bytes(parts[0].type) in _TEXT_TYPES:
+                return _compact(parts[0].text)
+    return b"" if bytes(content) == _NULL else _compact(content)
+
+
+def _compact(value: Raw) -> Raw | bytes:
+    """A JSON value without blanks or needless escapes."""
+    is_text = bytes(memoryview(value)[:1]) == b'"'
+    if size_of(value) > (MOST_TEXT_BYTES if is_text else MOST_VALUE_BYTES):
+        return value
+    text = bytes(value)
+    if is_text and _NEEDLESS.search(text) is None:
+        return text
+    try:
+        return msgspec.json.encode(msgspec.json.decode(text))
+    except (ValueError, RecursionError):  # half a surrogate pair, and their like
+        return text
