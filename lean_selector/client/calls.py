@@ -30,7 +30,8 @@ _encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_bare).encode
 class Call(msgspec.Struct, Generic[T], frozen=True):
     """One request. `waits`: the service may hold the answer back until a worker is free.
 
-    `has_prompt`: the route takes MessagePack too, and hash lists in `fields` are bytes.
+    `has_prompt`: the route takes MessagePack too, and hash lists in `fields` are bytes. `content`
+    is a body that is encoded already.
     """
 
     method: str
@@ -39,9 +40,13 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     fields: Mapping[str, object] | None = None
     waits: bool = False
     has_prompt: bool = False
+    content: bytes | None = None
+    headers: Mapping[str, str] = {}
 
     def json(self) -> bytes | None:
         """The body as any service takes it: hashes are signed integers there."""
+        if self.content is not None:
+            return self.content
         if self.fields is None:
             return None
         return _encode_json(
@@ -159,6 +164,13 @@ def select_and_reserve(reservation_id: str, fields: Mapping[str, object]) -> Cal
     # 1.6 calls a booking's id so, and does not read the other; 1.3 echoes it.
     body = {**fields, "reservation_id": reservation_id, "selection_id": reservation_id}
     return post_prompt("/select_and_reserve", body, _read_selected, waits=True)
+
+
+def route(reservation_id: str, path: str, body: bytes | Mapping[str, object]) -> Call[Selected]:
+    content = body if isinstance(body, bytes) else _encode_json(body)
+    headers = {"accept": "application/json", "x-reservation-id": reservation_id}
+    path = "/route" + quote(path)
+    return Call("POST", path, _read_selected, waits=True, content=content, headers=headers)
 
 
 def workers(model_name: str | None, tenant_id: str) -> Call[list[Worker]]:

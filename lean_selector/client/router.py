@@ -207,6 +207,16 @@ class RouterCalls:
         prompt = Prompt(token_ids, lora_name, cache_salt)
         return self._routing.place(prompt, terms)
 
+    def route(
+        self, body: bytes | Mapping[str, object], path: str = "/v1/chat/completions"
+    ) -> Flow[tuple[Selected, Reservation]]:
+        """`async with router.route(body) as placement:` books as reserve() does, for a raw OpenAI
+        request, and frees at the end.
+
+        The service must run with --prompts. Busy workers are waited for as `backoff` says.
+        """
+        return self._routing.route(path, body)
+
 
 class _Router(Generic[D]):
     _kind: type[D]
@@ -369,6 +379,7 @@ class KvRouter(_Router[Driver], AsyncClosing):
     report = awaited(RouterCalls.report)
     dump_events = awaited(RouterCalls.dump_events)
     reserve = _reserved(RouterCalls.reserve)
+    route = _reserved(RouterCalls.route)
 
     async def aclose(self) -> None:
         """Free what streams and placements hold or are about to, then close all connections.
@@ -486,6 +497,7 @@ class SyncKvRouter(_Router[SyncDriver], Closing):
     report = done(RouterCalls.report)
     dump_events = done(RouterCalls.dump_events)
     reserve = _sync_reserved(RouterCalls.reserve)
+    route = _sync_reserved(RouterCalls.route)
 
     def close(self) -> None:
         """Free what streams and placements still hold, then close all connections."""

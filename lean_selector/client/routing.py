@@ -290,18 +290,35 @@ class Routing:
 
     def place(self, prompt: Prompt, terms: Wishes) -> Flow[tuple[Selected, Reservation]]:
         """Select and book, again and again while no worker is free or the service is away."""
-        return self._again_if_changed(lambda: self._place(prompt, terms))
+        return self._again_if_changed(lambda: self._until_free(lambda: self._place(prompt, terms)))
 
     def _place(self, prompt: Prompt, terms: Wishes) -> Flow[tuple[Selected, Reservation]]:
-        attempt = 0
+        scope = yield from self.scope()
+        fields = self._fields(prompt, scope, terms)
+        return (yield from self._place_once(prompt, terms, scope, fields))
+
+    def route(
+        self, path: str, body: bytes | Mapping[str, object]
+    ) -> Flow[tuple[Selected, Reservation]]:
+        """Place a raw request; the service reads its prompt."""
+        return self._until_free(lambda: self._route(path, body))
+
+    def _route(
+        self, path: str, body: bytes | Mapping[str, object]
+    ) -> Flow[tuple[Selected, Reservation]]:
+        reservation = Reservation(0)
+        selected = yield from book(calls.route(reservation.id, path, body), reservation)
+        return selected, reservation
+
+    def _until_free(self, attempt: Callable[[], Flow[T]]) -> Flow[T]:
+        """Again and again while no worker is free or the service is away, as the backoff says."""
+        tries = 0
         while True:
             try:
-                scope = yield from self.scope()
-                fields = self._fields(prompt, scope, terms)
-                return (yield from self._place_once(prompt, terms, scope, fields))
+                return (yield from attempt())
             except (NoWorkerAvailable, ServiceUnreachable) as error:
-                yield from self._pause(attempt, error)
-            attempt += 1
+                yield from self._pause(tries, error)
+            tries += 1
 
     def _place_once(
         self, prompt: Prompt, terms: Wishes, scope: Scope, fields: Mapping[str, object]

@@ -87,6 +87,7 @@ class ServiceAddress:
         else:
             body = call.json()
             headers = {} if body is None else {"content-type": "application/json"}
+        headers.update(call.headers)
         headers.update(self._access.headers())
         return httpx.Request(
             call.method,

@@ -1,8 +1,9 @@
 """POST /route/<original path>: the worker for a raw OpenAI request, booked.
 
-The answer is a worker in headers, or an error in OpenAI's shape, as a gateway may hand it to its
-client. The prompt may have to be asked of an engine, so the answer comes later. A client that hangs
-up meanwhile books nothing; an end that the access log tells before the booking undoes it.
+The answer is a worker in headers, with the selection as its body where JSON is accepted; or an
+error in OpenAI's shape, as a gateway may hand it to its client. The prompt may have to be asked of
+an engine, so the answer comes later. A client that hangs up meanwhile books nothing; an end that
+the access log tells before the booking undoes it.
 """
 
 import asyncio
@@ -27,11 +28,12 @@ from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
 from lean_selector.http.allowed_endpoints import Url, url_at
 from lean_selector.http.head import Request
-from lean_selector.http.response import Response, encode_response
+from lean_selector.http.response import JSON, Response, encode_response
 from lean_selector.service.access import WRITE, Refusal
 from lean_selector.service.gate import Endpoint, Route
-from lean_selector.service.replies import Answer, LaterReply
+from lean_selector.service.replies import Answer, LaterReply, is_json
 from lean_selector.tasks import watched
+from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.selection_bodies import SelectAndReserveRequest
 
 SHED: Final = 429  # some gateways rewrite a 503, or take it for ours being down
@@ -42,9 +44,9 @@ _MAX_KNOWN: Final = 4096
 _authorities: dict[str, bytes] = {}  # of endpoints
 
 
-def worker_headers(selection: Selection, why_not: Unknown | None) -> bytes:
-    """An empty 200 that names the worker, and says `why_not` all blocks of the prompt are known.
-    Raises Unavailable for a worker that speaks no HTTP."""
+def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
+    """A 200 that names the worker, and says `why_not` all blocks of the prompt are known; with or
+    without the selection as its body. Raises Unavailable for a worker that speaks no HTTP."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
@@ -56,6 +58,8 @@ def worker_headers(selection: Selection, why_not: Unknown | None) -> bytes:
     extra = lines % (where, selection.worker_id, selection.dp_rank, reservation_id, overlap)
     if why_not is not None:
         extra += b"x-lean-prompt: %b\r\n" % why_not.why.encode("ascii")
+    if has_body:
+        return encode_response(200, json_form(selection), JSON, extra)
     return encode_response(200, b"", b"", extra)
 
 
@@ -132,24 +136,28 @@ class RouteHandler:
         pending = LaterReply()
         path = "/" + param.decode("latin-1")
         body, request.body = bytes(request.body), b""
-        task = watched("route", self._route(path, body, reservation_id, pending))
+        has_body = is_json(request.headers.accept)
+        task = watched("route", self._route(path, body, reservation_id, pending, has_body))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         pending.on_disconnect = task.cancel
         return pending
 
     async def _route(
-        self, path: str, body: bytes, reservation_id: str, pending: LaterReply
+        self, path: str, body: bytes, reservation_id: str, pending: LaterReply, has_body: bool
     ) -> None:
+        def told(selection: Selection) -> Response:
+            return self._told(selection, reservation_id, routed, has_body)
+
         try:
             routed = await self._prompts.of(path, body, forwards=False)
             self._check_live(reservation_id)
             selected = self._select(_selection_of(routed, reservation_id))
             if isinstance(selected, LaterReply):
-                self._wait(selected, reservation_id, routed, pending)
+                self._wait(selected, told, pending)
                 return
             assert isinstance(selected, Selection)
-            response = self._told(selected, reservation_id, routed)
+            response = told(selected)
         except SelectorError as error:
             pending.fault = error
             response = error_of(error)
@@ -159,17 +167,13 @@ class RouteHandler:
         pending.resolve(response)
 
     def _wait(
-        self,
-        parked: LaterReply,
-        reservation_id: str,
-        routed: Routed,
-        pending: LaterReply,
+        self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
         """The request is in the queue: its answer is made here when it leaves."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):
-                pending.resolve(self._told(body, reservation_id, routed))
+                pending.resolve(told(body))
             elif isinstance(body, SelectorError):
                 pending.fault = body
                 pending.resolve(error_of(body))
@@ -179,12 +183,14 @@ class RouteHandler:
         parked.take = take
         pending.on_disconnect = parked.hang_up
 
-    def _told(self, selection: Selection, reservation_id: str, routed: Routed) -> Response:
+    def _told(
+        self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool
+    ) -> Response:
         """The answer to what is booked by now; what cannot be told is freed again."""
         try:
             self._check_live(reservation_id)
             self._expect_output(reservation_id, routed.output_tokens)
-            return worker_headers(selection, routed.why_not)
+            return worker_headers(selection, routed.why_not, has_body=has_body)
         except SelectorError as error:
             response = error_of(error)
         except Exception:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partialmethod
 from typing import Any, Self
 
 from lean_selector.client import SyncKvRouter
@@ -44,9 +45,12 @@ class Blocking(Awaited):
         return BlockingStream(self.of.generate(*args, **kwargs))
 
     @contextlib.asynccontextmanager
-    async def reserve(self, *args: Any, **kwargs: Any) -> AsyncIterator[Awaited]:
-        with self.of.reserve(*args, **kwargs) as placement:
+    async def _placed(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Awaited]:
+        with getattr(self.of, method)(*args, **kwargs) as placement:
             yield Awaited(placement)
+
+    reserve = partialmethod(_placed, "reserve")
+    route = partialmethod(_placed, "route")
 
 
 class BlockingStream(Awaited):

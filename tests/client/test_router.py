@@ -17,6 +17,7 @@ from lean_selector.client import (
     AlreadyExists,
     Backoff,
     ClientClosed,
+    InvalidRequest,
     KvPushRouter,
     KvRouter,
     NotFound,
@@ -489,6 +490,26 @@ def test_reserve_gives_a_placement_and_frees_at_the_end(router_of: Kind, fleet: 
             assert fleet.total() == NOTHING
 
     run(main())
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "a b"}', {"prompt": "a b"}], ids=["bytes", "dict"])
+def test_route_places_a_raw_request_and_frees_at_the_end(router_of: Kind, body: Any) -> None:
+    async def main(fleet: Fleet) -> None:
+        async with router_of(fleet.endpoint) as router:
+            async with router.route(body, "/v1/completions") as placement:
+                assert placement.endpoint == fleet.workers[placement.worker_id].endpoint
+                assert (placement.block_size, placement.dp_rank) == (4, 0)
+                assert fleet.total()[2] == 1
+                await placement.prefill_complete()
+                assert fleet.total()[0] == 0
+            assert fleet.total() == NOTHING
+            with pytest.raises(InvalidRequest):
+                async with router.route(b"[]"):
+                    pass
+            assert fleet.total() == NOTHING
+
+    with Fleet(2, "--prompts", "off") as fleet:
+        run(main(fleet))
 
 
 def test_loads_and_scores_are_those_of_the_service(router_of: Kind, fleet: Fleet) -> None:

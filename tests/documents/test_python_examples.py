@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from lean_selector.client import KvPushRouter, KvRouter
@@ -36,9 +37,10 @@ HASHES = python_example("assert block_hashes(")
 IN_PROCESS = python_example("service = SelectionService()")
 SHIM = python_example("from dynamo.llm import SelectionService")
 WITH_A_TOKEN = python_example("with SyncSlotTracker(")
+FASTAPI = python_example("app = FastAPI()")
 EXAMPLES = [
     *(FIRST, AUTOMATIC, MANUAL, HIERARCHICAL, CUSTOM, TTFT, RESERVE, SYNCHRONOUS, SLOT_TRACKER),
-    *(HASHES, IN_PROCESS, SHIM, WITH_A_TOKEN, *RAY_EXAMPLES),
+    *(HASHES, IN_PROCESS, SHIM, WITH_A_TOKEN, FASTAPI, *RAY_EXAMPLES),
 ]
 TOKENS = list(range(1, 41))
 
@@ -175,6 +177,23 @@ def test_a_token_of_a_client(tmp_path: Path) -> None:
             "GET", "/workers", headers={"authorization": "Bearer secret"}
         )
         assert (status, [row["worker_id"] for row in rows]) == (200, [7])
+
+
+def test_raw_requests_behind_fastapi() -> None:
+    pytest.importorskip("fastapi", reason="pip install fastapi")
+
+    async def main(fleet: Fleet) -> None:
+        left = await fragment(FASTAPI, {}, _8092=fleet.endpoint)
+        transport = httpx.ASGITransport(left["app"])
+        client = httpx.AsyncClient(transport=transport, base_url="http://app")
+        async with left["router"], left["workers"], client:
+            answer = await client.post("/v1/completions", json={"prompt": "a b", "max_tokens": 2})
+        assert (answer.status_code, answer.text.count("data: ")) == (200, 4)
+        assert sum(len(worker.requests) for worker in fleet.workers.values()) == 1
+        assert fleet.total() == (0, 0, 0)
+
+    with Fleet(2, "--prompts", "off") as fleet:
+        asyncio.run(main(fleet))
 
 
 def test_the_shim() -> None:

@@ -155,6 +155,21 @@ async def test_the_worker_is_named_in_headers_and_booked_under_the_gateways_id()
 
 
 @on_loop
+async def test_a_caller_that_accepts_json_is_told_the_selection_too() -> None:
+    door = crowded()
+    pending = [door.begin(accept="application/json", x_reservation_id=name) for name in ("a", "b")]
+    await door.parks(2)  # one of them is answered from the queue
+    door.selector.free("a", NOW)
+    for name, answer in zip(("a", "b"), map(answer_of, pending), strict=True):
+        assert answer is not None
+        status, headers, body = answer
+        assert (status, headers["x-worker-id"]) == (200, "7")
+        told = json.loads(body)
+        assert (told["reservation_id"], told["worker_id"], told["block_size"]) == (name, 7, 16)
+        assert told["endpoint"] == "http://10.0.0.7:8000"
+
+
+@on_loop
 async def test_a_prompt_whose_blocks_are_not_known_is_answered_with_the_reason() -> None:
     door = GatewayHandler()
     door.worker(7)

@@ -286,7 +286,7 @@ GATEWAY_ROUTES: Final[Descriptions] = {
     ("POST", "/route/{path*}"): RouteDescription(
         "Choose and book a worker for a raw OpenAI request, and name it in headers",
         "gateways",
-        {200: None, **dict.fromkeys((400, 409, 413, 429, 500, 503), OpenAiErrorBody)},
+        {200: Selection, **dict.fromkeys((400, 409, 413, 429, 500, 503), OpenAiErrorBody)},
         refusal=OpenAiErrorBody,
     ),
 }
