@@ -377,7 +377,8 @@ class QueueMachine(RuleBasedStateMachine):
     def hang_up(self, pick: int) -> None:
         waiter = self.waiting.pop(pick % len(self.waiting))
         partition = self.selector.catalog.partitions[KEY]
-        self.selector.hung_up(partition, self.parked[waiter.name], self.now)
+        for _ in range(2):  # the second time changes nothing
+            self.selector.hung_up(partition, self.parked[waiter.name], self.now)
         self.after_event()
 
     # -- bookings ------------------------------------------------------------------------------

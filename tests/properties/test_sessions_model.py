@@ -51,6 +51,7 @@ class Sessions(RuleBasedStateMachine):
         self.next = 3
         self.reservations: dict[str, str] = {}  # id -> session
         self.serial = 0
+        self.counts = {"bound": 0, "followed": 0, "moved": 0}
 
     def entry(self, session_id: str) -> Entry | None:
         entry = self.entries.get(session_id)
@@ -74,8 +75,12 @@ class Sessions(RuleBasedStateMachine):
         entry = self.entry(session_id)
         if entry is None:
             entry = self.entries[session_id] = Entry((worker_id, dp_rank), self.new_version())
-        elif not entry.names(worker_id, dp_rank):
+            self.counts["bound"] += 1
+        elif entry.names(worker_id, dp_rank):
+            self.counts["followed"] += 1
+        else:
             entry.target, entry.version = (worker_id, dp_rank), self.new_version()
+            self.counts["moved"] += 1
         entry.leases[reservation_id] = entry.version
         self.reservations[reservation_id] = session_id
         self.tell(session_id, entry)
@@ -158,6 +163,8 @@ class Sessions(RuleBasedStateMachine):
     @invariant()
     def peers_were_told_exactly_that(self) -> None:
         assert self.told == self.expected
+        counts = self.table.counts
+        assert {name: getattr(counts, name) for name in self.counts} == self.counts
 
     @invariant()
     def a_list_for_peers_has_all_that_is_bound(self) -> None:

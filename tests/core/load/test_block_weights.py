@@ -1,5 +1,3 @@
-from math import floor
-
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -57,28 +55,3 @@ def test_repeated_steps_are_those_of_a_loop_to_the_last_bit(
 ) -> None:
     total = float(others + blocks)
     assert _weigh_one_by_one(total, weight, blocks) == one_by_one(total, weight, blocks)
-
-
-@given(st.dictionaries(weights.filter(lambda w: w < 1.0), st.integers(1, 600)), st.integers(0, 600))
-def test_total_is_that_of_a_walk_over_all_blocks(counts: dict[float, int], others: int) -> None:
-    distinct = others + sum(counts.values())
-    total = float(distinct)
-    for weight in sorted(counts):
-        total = one_by_one(total, weight, counts[weight])
-    expected = floor(total) + (total - floor(total) >= 0.5)
-    assert tally(counts).rounded_total(distinct) == expected
-
-
-def test_tally_follows_blocks_from_weight_to_weight() -> None:
-    block_weights = BlockWeights()
-    block_weights.move(1.0, 0.5, 4)
-    assert block_weights.rounded_total(4) == 2
-    block_weights.move(0.5, 0.25, 4)
-    assert block_weights.counts == {0.25: 4}
-    assert block_weights.rounded_total(4) == 1
-    block_weights.move(0.25, 1.0, 3)
-    block_weights.move(0.25, 0.25, 1)
-    block_weights.move(1.0, 0.7, 0)
-    assert block_weights.counts == {0.25: 1}
-    block_weights.move(0.25, 1.0, 1)
-    assert block_weights.counts == {}

@@ -1,24 +1,16 @@
-"""Thresholds by example, and the set of busy ranks against a look at every rank."""
+"""Busy thresholds by example, and what the queue's sets of ranks keep.
 
-import random
-from typing import Any
+Which requests wait, and which may go, is in tests/properties/test_queue_model.py.
+"""
+
+import math
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound
-from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.load.busy import MAX_REMEMBERED, BusyThresholds
-from lean_selector.core.load.shapes import OFF, BusyThreshold
-from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.cost import terms
-from lean_selector.core.selection.partition import Partition
-from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import RouterSettings
-from lean_selector.core.selection.scheduler import eligible, not_busy, place
-from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
-from tests.support import naive_choice
+from lean_selector.core.errors import BadRequest, NotFound
+from lean_selector.core.load.busy import MAX_REMEMBERED, BusyThresholds, Headroom
+from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits
+from lean_selector.core.load.slots import Slots
 from tests.support.bookings import book
 
 LIMIT = BusyThreshold(active_prefill_tokens=10_000, active_decode_blocks=0.85)
@@ -89,110 +81,33 @@ def test_thresholds_of_models_that_are_gone_are_remembered_up_to_a_bound() -> No
 # -- the ranks of a partition ---------------------------------------------------------------------
 
 
-def spec(worker_id: int, ranks: int, total_kv_blocks: int | None) -> WorkerSpec:
-    return WorkerSpec(
-        worker_id=worker_id,
-        data_parallel_size=ranks,
-        total_kv_blocks=total_kv_blocks,
-        max_num_batched_tokens=40,
-    )
+# -- the ranks that the queue lets requests go to --------------------------------------------------
 
 
-def request() -> SelectionRequest:
-    prompt = Prompt(1, b"", 0, b"", lambda: b"")
-    return SelectionRequest(prompt, terms(RouterSettings()))
+def headroom(threshold: float, batched: int, busy: RankLimits) -> tuple[Slots, Headroom]:
+    """Of one rank."""
+    room = Headroom(threshold)
+    slots = Slots(lambda load: room.changed(load, slots.heard_at))
+    room.put(slots.add_rank(0, 0), batched, busy, 0.0)
+    return slots, room
 
 
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("put"), st.integers(0, 3), st.integers(1, 3), st.integers(0, 9)),
-        st.tuples(st.just("remove"), st.integers(0, 3)),
-        st.tuples(
-            st.just("threshold"),
-            st.none() | st.sampled_from([0.0, 0.3, 1.0]),
-            st.none() | st.integers(0, 30),
-            st.none() | st.sampled_from([0.0, 0.5, 1.0]),
-        ),
-        st.tuples(
-            st.just("book"),
-            st.integers(0, 3),
-            st.integers(0, 2),
-            st.integers(0, 40),
-            st.integers(0, 6),
-            st.none() | st.just(10.0),
-        ),
-        st.tuples(st.just("end"), st.sampled_from(["free", "prefill_complete", "output_block"])),
-        st.tuples(st.just("pass"), st.integers(1, 20)),
-    ),
-    max_size=40,
-)
+def test_an_infinite_threshold_of_no_capacity_is_never_exceeded() -> None:
+    slots, room = headroom(math.inf, 0, RankLimits())
+    book(slots, "r", 0, 0, b"", 1, 0.0)
+    assert room.free == 1
 
 
-@given(OPERATIONS, st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
-def test_the_busy_ranks_are_those_that_a_look_at_each_finds(
-    operations: list[tuple[Any, ...]], rng: random.Random
-) -> None:
-    partition = Partition("model", "default", 16, False, KvIndex(16))
-    now, booked = 0.0, 0
-    for name, *args in operations:
-        if name == "put":
-            worker_id, ranks, blocks = args
-            partition.put_worker(spec(worker_id, ranks, blocks or None))
-        elif name == "remove":
-            if args[0] in partition.workers:
-                partition.remove_worker(args[0])
-        elif name == "threshold":
-            partition.set_threshold(BusyThreshold(*args))
-        elif name == "book":
-            worker_id, dp_rank, tokens, count, duration_s = args
-            if (worker_id, dp_rank) in partition.slots.ranks:
-                booked += 1
-                hashes = b"".join(rng.getrandbits(64).to_bytes(8, "little") for _ in range(count))
-                book(
-                    partition.slots,
-                    str(booked),
-                    worker_id,
-                    dp_rank,
-                    hashes,
-                    tokens,
-                    now,
-                    prefill_duration_s=duration_s,
-                )
-        elif name == "end" and partition.slots.reservations:
-            getattr(partition.slots, str(args[0]))(next(iter(partition.slots.reservations)), now)
-        elif name == "pass":
-            now += args[0]
-        check(partition, now, rng)
+def test_a_rank_that_blocks_keep_busy_is_not_looked_at_in_vain() -> None:
+    slots, room = headroom(1.0, 100, RankLimits(decode_blocks=0))
+    book(slots, "r", 0, 0, bytes(8), 32, 0.0, prefill_duration_s=1.0)
+    assert room._falling == {}
+    assert (room.below, room.idle) == (1, 0)
 
 
-def check(partition: Partition, now: float, rng: random.Random) -> None:
-    ranks = naive_choice.candidates(partition, request())
-    busy, busy_as_booked = set(), set()
-    for worker, load in ranks:
-        limits = partition.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
-        if limits.exceeded_by(load.prefill_tokens_at(now), load.active_decode_blocks):
-            busy.add(load.key)
-        if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
-            busy_as_booked.add(load.key)
-
-    def keys(mask: int) -> set[tuple[int, int]]:
-        return {partition.order.rank(bit).key for bit in bits_of(mask)}
-
-    everyone = {load.key for _, load in ranks}
-    assert keys(partition.candidates) == keys(partition.order.everyone) == everyone
-    assert keys(partition.busy) == busy_as_booked
-    assert keys(partition.busy_at(now)) == busy
-    for worker, _ in ranks:
-        all_busy = all(load.key in busy for load in worker.loads)
-        assert partition.is_worker_busy(worker, now) is all_busy
-    free = everyone - busy
-    found = eligible(partition, request())
-    if free or not ranks:
-        assert keys(not_busy(partition, request(), found, now)) == free
-    else:
-        with pytest.raises(AllWorkersBusy):
-            not_busy(partition, request(), found, now)
-    if free:
-        found = not_busy(partition, request(), found, now)
-        assert place(partition, request(), found, [], now, rng)[0].key in free
+def test_falls_that_are_out_of_date_are_not_kept() -> None:
+    slots, room = headroom(1.0, 8, RankLimits())
+    for n in range(1_000):
+        book(slots, f"r{n}", 0, 0, b"", 32, 0.0, prefill_duration_s=1000.0)
+    assert len(room._falling) == 1
+    assert len(room._falls) <= 70

@@ -79,14 +79,6 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
     assert here.published == []
 
 
-def test_a_copy_is_passed_on_as_its_owners_not_as_the_peers() -> None:
-    peer = Replica(PEER)
-    peer.hear(event(EventKind.ADD, router_id=THIRD))
-    here, catch_up = starting()
-    catch_up.take(peer.snapshot()[0], 0.0)
-    assert here.slots.reservations["r"].router_id == THIRD
-
-
 def test_output_blocks_stay_where_they_are() -> None:
     owner = Replica(PEER)
     owner.add("r")
@@ -168,18 +160,6 @@ def test_bookings_wait_for_their_rank_and_hear_what_becomes_of_them() -> None:
     assert set(here.slots.reservations) == {"kept", "completed", "new"}
     assert here.load() == (58, 3, 3)
     assert Fate.WAITING not in dict(catch_up.fates())
-
-
-def test_waiting_bookings_are_admitted_in_steps() -> None:
-    here, catch_up = starting(ranks=0)
-    for number in range(5):
-        catch_up.take(booking(f"r{number}"), 0.0)
-    here.register(1)
-    assert catch_up.admit_waiting(1.0, 2)
-    assert len(here.slots.reservations) == 2
-    assert catch_up.admit_waiting(1.0, 2)
-    assert not catch_up.admit_waiting(1.0, 2)
-    assert len(here.slots.reservations) == 5
 
 
 def test_what_waited_too_long_is_dropped_and_counted() -> None:

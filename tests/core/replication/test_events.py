@@ -1,6 +1,5 @@
 """What a peer's event does to our slots, and what our own changes tell the peers."""
 
-import itertools
 import random
 from collections import OrderedDict
 
@@ -166,16 +165,6 @@ def test_the_memory_of_early_events_is_bounded_and_forgets_the_oldest() -> None:
 def test_the_oldest_early_event_is_at_hand_however_many_went_before_it() -> None:
     """Of a plain dict it is not: its first entry is sought behind the holes of all that went."""
     assert isinstance(Replica().applier._early, OrderedDict)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations([ADD, COMPLETE, FREE])))
-def test_an_ended_request_leaves_no_load_in_whatever_order_it_is_heard_of(
-    order: tuple[ReplicaEvent, ...],
-) -> None:
-    here = Replica()
-    for event in order:
-        here.hear(event)
-    assert here.load() == IDLE
 
 
 # Publishing --------------------------------------------------------------------------------------

@@ -313,15 +313,6 @@ def test_deleting_a_worker_that_never_was_schedulable_frees_nothing(deaf: Driven
     assert keys(deaf) == [("default", "default")]
 
 
-def test_a_worker_that_moves_leaves_its_partition_with_all_it_held(deaf: DrivenSelector) -> None:
-    deaf.register(1)
-    deaf.reserve("r")
-    deaf.register(1, model_name="m", block_size=8)
-    assert deaf.loads() == {("m", "default"): {(1, 0): (0, 0, 0)}}
-    assert deaf.told == [("booked", "r"), ("freed", "r")]
-    assert not is_refused(deaf.register(2, block_size=8))
-
-
 def test_a_worker_that_moves_and_is_refused_has_left_all_the_same(deaf: DrivenSelector) -> None:
     deaf.register(1)
     deaf.register(2, model_name="m", block_size=8)

@@ -10,7 +10,7 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lean_selector.core.index.kv_index import KvIndex
@@ -33,7 +33,6 @@ loads = st.tuples(
     st.sampled_from([0, 1, 2, 3, 300]) | st.integers(0, 5_000),
 )
 prompts = st.sampled_from([0, 1, 15, 16, 48]) | st.integers(0, 100_000)
-scales = st.sampled_from([0.0, 0.1, 1.0, 2.5]) | st.floats(0.0, 10.0)
 
 NOW, LASTS = 2.0, 10.0  # a fifth of what wears off is gone
 
@@ -104,57 +103,9 @@ def terms_of(
     return CostTerms(credit, decay, scale, 0.0, tracks)
 
 
-@given(
-    held=st.lists(loads, min_size=1, max_size=40)
-    | st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6)), min_size=8, max_size=40),
-    falling=st.frozensets(st.integers(0, 39)) | st.just(frozenset()),
-    block_size=block_sizes,
-    kept=scales,
-    asked=st.none() | scales,
-    decay=st.sampled_from([0.0, 0.5, 4.0]),
-    tracks=st.sampled_from([True, True, False]),
-    picked=st.just(frozenset()) | st.frozensets(st.integers(0, 39)),
-    device=st.integers(0, 30),
-    beyond=st.integers(0, 300),
-    blocks=st.integers(0, 300),
-    factor=st.sampled_from([1.0, 0.4, 2.1]),
-)
-# Where the credit decays, who has less load in all may cost more.
-@example(
-    held=[(0, 40)] * 4 + [(160, 28)] * 4,
-    falling=frozenset(),
-    block_size=16,
-    kept=1.0,
-    asked=None,
-    decay=4.0,
-    tracks=True,
-    picked=frozenset(),
-    device=30,
-    beyond=0,
-    blocks=0,
-    factor=1.0,
-)
-@settings(max_examples=400, deadline=None)
-def test_the_ends_of_a_cell_are_those_of_its_ranks_one_by_one(
-    held: list[Load],
-    falling: frozenset[int],
-    block_size: int,
-    kept: float,
-    asked: float | None,
-    decay: float,
-    tracks: bool,
-    picked: frozenset[int],
-    device: int,
-    beyond: int,
-    blocks: int,
-    factor: float,
-) -> None:
-    """All ranks or any of them; by the scale that the order is kept by, or by another."""
-    partition = loaded(block_size, kept, held, falling)
-    terms = terms_of(kept if asked is None else asked, decay=decay, tracks=tracks)
-    ranks = sum(1 << bit for bit in picked) & partition.candidates or partition.candidates
-    tokens = max(1, device * block_size + beyond)
-    cell = Asked(terms, ranks, tokens, device, blocks, factor)
+def test_where_the_credit_decays_a_rank_with_less_load_may_cost_more() -> None:
+    partition = loaded(16, 1.0, [(0, 40)] * 4 + [(160, 28)] * 4)
+    cell = Asked(terms_of(1.0, decay=4.0), partition.candidates, 480, 30, 0)
     assert cell.found_in(partition) == cell.one_by_one(partition)
 
 

@@ -4,14 +4,10 @@
 
 import math
 
-import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import given, settings
 
 from lean_selector.core.index.shapes import Matched
-from lean_selector.core.rank_bits import bits_of
-from lean_selector.core.selection.choice import Pricing, all_costs, cells
 from lean_selector.core.selection.cost import (
     cached_tokens,
     credit_blocks,
@@ -24,15 +20,10 @@ from lean_selector.core.selection.cost import (
     taint_factor,
     terms,
 )
-from lean_selector.core.selection.overlap import Matches, as_sets
-from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms, RouterOverride, RouterSettings
-from lean_selector.core.selection.scheduler import eligible
 from lean_selector.core.selection.shapes import PinnedWorker, SelectionRequest
 from lean_selector.core.settings import API_1_3, API_1_6
-from tests.support.bookings import book
-from tests.support.driven_selector import DrivenSelector, pack
 
 PLAIN = CostTerms(1.0, 0.0, 1.0, 0.0, True)
 
@@ -180,16 +171,6 @@ def half_away(value: float) -> int:
     return whole + 1 if value - whole >= 0.5 else whole
 
 
-def costs_of(partition: Partition, request: SelectionRequest, matches: Matches) -> list[float]:
-    """Of every eligible rank, in the order in which they came."""
-    ranks = eligible(partition, request)
-    pricing = Pricing(partition, request, ranks, 0.0)
-    found = cells(partition, request, pricing, ranks, as_sets(partition, matches))
-    costed = all_costs(partition.order, pricing, found, 0.0)
-    costs = {bit: cost for cost, alike in costed for bit in bits_of(alike)}
-    return [costs[bit] for bit in sorted(costs)]
-
-
 class Rank:
     """What the restatement knows of one rank."""
 
@@ -220,54 +201,3 @@ def cost(
     credit = terms.credit * decay * device + 0.75 * host + 0.25 * disk
     prefill = terms.scale * max(0.0, raw / block_size - credit)
     return (prefill + rank.blocks + new - rank.shared) * math.exp(-math.tanh(taint))
-
-
-PROMPT = [1, 2, 3, 4, 5, 6]
-ranks_of = st.lists(
-    st.builds(
-        Rank,
-        st.integers(0, 200),
-        st.integers(0, 5),
-        st.tuples(st.integers(0, 6), st.integers(0, 3), st.integers(0, 3)),
-        st.integers(0, 6),
-    ),
-    min_size=1,
-    max_size=4,
-)
-unit = st.floats(0, 1)
-terms_of = st.builds(CostTerms, unit, st.floats(0, 3), st.floats(0, 4), st.just(0.0), st.booleans())
-
-
-@given(
-    ranks=ranks_of,
-    terms=terms_of,
-    block_size=st.sampled_from([1, 3, 4, 16]),
-    isl=st.integers(1, 120),
-    taints=st.lists(st.floats(-3, 3, width=32), min_size=4, max_size=4) | st.none(),
-)
-@settings(max_examples=200, deadline=None)
-def test_the_cost_is_the_documented_formula(
-    ranks: list[Rank], terms: CostTerms, block_size: int, isl: int, taints: list[float] | None
-) -> None:
-    driven = DrivenSelector()
-    matches = {}
-    for worker_id, rank in enumerate(ranks):
-        driven.register(worker_id, block_size=block_size, taints=frozenset({f"t{worker_id}"}))
-        if any(rank.tiers):
-            matches[worker_id, 0] = Matched(*rank.tiers)
-        shared = PROMPT[: rank.shared]
-        own = list(range(100, 100 + rank.blocks))
-        partition = driven.partition
-        book(partition.slots, f"s{worker_id}", worker_id, 0, pack(shared), rank.prefill, 0.0)
-        book(partition.slots, f"o{worker_id}", worker_id, 0, pack(own), 0, 0.0)
-        rank.blocks += rank.shared  # what is shared is active already
-    request = driven.request(PROMPT, isl)
-    request.terms = terms
-    if taints is not None:
-        request.preferred_taints = {f"t{n}": taint for n, taint in enumerate(taints)}
-    found = costs_of(driven.partition, request, matches)
-    expected = [
-        cost(rank, ranks, terms, block_size, isl, len(PROMPT), taints[n] if taints else 0.0)
-        for n, rank in enumerate(ranks)
-    ]
-    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)

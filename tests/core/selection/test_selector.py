@@ -12,12 +12,10 @@ import pytest
 
 from lean_selector.core.errors import BadRequest, Conflict, NotFound, SelectorError, Unavailable
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.partition import Parked
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.selector import RECHECK_AFTER_S
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from lean_selector.core.settings import API_1_6
 from tests.support.bookings import book
@@ -82,28 +80,6 @@ def test_pending_tokens_are_printed_saturated(queueing: DrivenSelector) -> None:
 # -- leaving the queue ----------------------------------------------------------------------------
 
 
-def test_expiry_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
-    fill(queueing, 1, 2)
-    queueing.now = 299.0
-    queueing.book("r")
-    queueing.now = 300.5
-    queueing.selector.expire(queueing.now, 100)
-    assert "r" in queueing.answers
-
-
-def test_whom_nobody_can_serve_is_told_by_the_clock(queueing: DrivenSelector) -> None:
-    fill(queueing, 1)
-    queueing.book("head", pin=(1, 0))
-    queueing.book("r", allowed={9})
-    queueing.now = RECHECK_AFTER_S - 0.1
-    queueing.selector.admit_waiting(queueing.now)
-    assert not queueing.answers
-    queueing.now = RECHECK_AFTER_S
-    queueing.selector.admit_waiting(queueing.now)
-    assert error_of(queueing, "r") == (503, NO_ENDPOINTS)
-    assert queueing.pending() == (1, 16)
-
-
 def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector) -> None:
     fill(queueing, 1, 2)
     queueing.book("r")
@@ -114,34 +90,6 @@ def test_a_peers_event_frees_capacity_for_those_parked(queueing: DrivenSelector)
 
 def test_a_peers_event_about_an_unknown_partition_changes_nothing(queueing: DrivenSelector) -> None:
     queueing.selector.load_changed("other", "default", "r", queueing.now)
-
-
-def test_a_client_that_hangs_up_leaves_the_queue_and_its_count(queueing: DrivenSelector) -> None:
-    fill(queueing, 1, 2)
-    partition = queueing.partition
-    gone = queueing.book("gone")
-    queueing.book("stays", isl_tokens=3)
-    assert isinstance(gone, Parked)
-    queueing.selector.hung_up(partition, gone, queueing.now)
-    assert queueing.pending() == (1, 3)
-    queueing.selector.hung_up(partition, gone, queueing.now)  # a second time changes nothing
-    queueing.selector.prefill_complete("fill1", queueing.now)
-    assert list(queueing.answers) == ["stays"]
-    assert "gone" not in partition.slots.reservations
-
-
-def test_a_busy_rank_takes_who_insists_on_it_once_its_worker_has_another_that_is_not() -> None:
-    driven = DrivenSelector(queue_threshold=16.0)
-    driven.register(1, data_parallel_size=2, total_kv_blocks=4)
-    for dp_rank in (0, 1):
-        driven.reserve(f"r{dp_rank}", (1, dp_rank), hashes=[1, 2, 3, 4], isl_tokens=17, prefill=17)
-    driven.book("parked", pin=(1, 0))
-    limit = BusyThreshold(active_decode_blocks=0.5)
-    driven.selector.change_threshold(("default", "default"), limit, 0.0)
-    driven.selector.prefill_complete("r0", driven.now)
-    assert not driven.answers  # below the queue's threshold, but its worker is busy as a whole
-    driven.selector.output_block("r1", driven.now, 0.0)  # idle, and above the queue's threshold
-    assert driven.placed("parked") == (1, 0)
 
 
 def test_a_pipelined_request_does_not_overtake_who_is_about_to_be_let_go(
@@ -366,15 +314,6 @@ def copy(driven: DrivenSelector, name: str, key: tuple[str, str], rank: tuple[in
     book(slots, name, *rank, b"", 5, driven.now, router_id=77)
 
 
-def test_an_id_is_unique_in_the_process(two_models: DrivenSelector) -> None:
-    two_models.reserve("r")
-    for key, rank in ((("default", "default"), (1, 0)), (("m", "default"), (2, 0))):
-        with pytest.raises(Conflict) as caught:
-            two_models.reserve("r", rank, key=key)
-        assert caught.value.message == f"Request r already exists (assigned to worker {RANK})"
-    assert two_models.loads()["m", "default"] == {(2, 0): (0, 0, 0)}
-
-
 def test_an_id_whose_reservation_a_peer_freed_can_be_used_elsewhere(
     two_models: DrivenSelector,
 ) -> None:
@@ -421,20 +360,6 @@ def test_a_call_acts_on_every_copy_when_nothing_was_booked_here(
     assert two_models.told == [("prefill_completed", "r")] * 2 + [("freed", "r")] * 2
     with pytest.raises(NotFound, match="reservation r not found"):
         two_models.selector.free("r", 0.0)
-
-
-def test_a_bad_fraction_is_refused_before_the_id_is_looked_for(two_models: DrivenSelector) -> None:
-    for fraction in (-0.1, 1.0000001):
-        with pytest.raises(BadRequest, match=r"decay_fraction must be between 0.0 and 1.0"):
-            two_models.selector.output_block("zz", fraction, 0.0)
-    with pytest.raises(NotFound):
-        two_models.selector.output_block("zz", 1.0, 0.0)
-
-
-def test_the_empty_id_is_an_id(two_models: DrivenSelector) -> None:
-    two_models.reserve("")
-    with pytest.raises(Conflict, match="Request  already exists"):
-        two_models.reserve("")
 
 
 # -- /reservations --------------------------------------------------------------------------------

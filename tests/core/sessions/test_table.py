@@ -52,16 +52,6 @@ def heard(
 # -- bookings -------------------------------------------------------------------------------------
 
 
-def test_a_booking_binds_its_session_and_one_that_follows_changes_nothing(
-    table: SessionTable, told: Told
-) -> None:
-    table.book("s", "a", 1, 0, 0.0)
-    table.book("s", "b", 1, 0, 1.0)
-    assert where(table, "s", 1.0) == (1, 0)
-    assert told == [SessionEvent("m", "t", "s", 1, 0, 100, OURS)] * 2
-    assert (table.counts.bound, table.counts.followed, table.held) == (1, 1, 1)
-
-
 def test_ending_what_holds_no_session_does_nothing(table: SessionTable, told: Told) -> None:
     table.release("a", 0.0)
     assert (told, len(table)) == ([], 0)
@@ -90,28 +80,9 @@ def test_a_sequence_far_above_the_clock_does_not_raise_ours_to_what_nobody_takes
     assert table.hear(heard(sequence=clock[0] + 5), 0.0) is SessionVerdict.BOUND
 
 
-def test_a_booking_follows_what_a_peer_told_with_its_version(
-    table: SessionTable, told: Told
-) -> None:
-    table.hear(heard(dp_rank=None), 0.0)
-    table.book("s", "a", 2, 1, 0.0)  # any rank of worker 2
-    assert told == [heard(dp_rank=None)]
-    assert (table.counts.followed, table.counts.bound) == (1, 0)
-
-
 def test_an_id_that_is_too_long_is_not_taken_from_a_peer(table: SessionTable) -> None:
     assert table.hear(heard("x" * 257), 0.0) is SessionVerdict.TOO_LONG
     assert table.hear(heard(""), 0.0) is SessionVerdict.BOUND
-
-
-def test_what_was_idle_at_a_peer_has_only_the_rest_of_its_time(table: SessionTable) -> None:
-    assert table.hear(heard(), 0.0, idle_s=TTL_S) is SessionVerdict.EXPIRED
-    assert table.hear(heard(), 0.0, idle_s=TTL_S - 3.0) is SessionVerdict.BOUND
-    assert where(table, "s", 3.0) is None
-    assert where(table, "s", 2.99) == (2, 0)
-    table.hear(heard(), 1.0, idle_s=0.0)
-    table.hear(heard(), 1.0, idle_s=8.0)  # another peer that knows less
-    assert where(table, "s", 10.5) == (2, 0)
 
 
 def test_peers_hear_again_of_what_is_held_before_they_would_forget_it(
