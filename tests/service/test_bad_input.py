@@ -156,59 +156,6 @@ def test_a_wrong_shape_is_named_before_the_state_of_the_service(state: str, wron
     refused(SERVICE, 422, "/select", f"{{{state}{wrong}}}")
 
 
-@pytest.mark.parametrize(
-    ("path", "field", "text"),
-    [
-        ("/reservations/live/output_block", "decay_fraction", '{"decay_fraction":"x"}'),
-        ("/reservations/nobody/output_block", "decay_fraction", '{"decay_fraction":"x"}'),
-        ("/replica_sync/register_peer", "endpoint", "{}"),
-        ("/replica_sync/deregister_peer", "endpoint", '{"endpoint":5}'),
-    ],
-)
-def test_a_field_of_the_wrong_shape_is_named(path: str, field: str, text: str) -> None:
-    assert field in refused(SERVICE, 422, path, text)
-
-
-@pytest.mark.parametrize(
-    ("path", "more", "status", "error"),
-    [
-        pytest.param(
-            "/select",
-            {"tenant_id": "a", "routing_group": "b"},
-            400,
-            "tenant_id `a` and routing_group `b` are two names of one thing and must not differ",
-            id="D2",
-        ),
-        pytest.param(
-            "/select",
-            {"model_name": "m", "tenant_id": "é"},
-            503,
-            "no schedulable workers for model=m tenant=é",
-            id="unknown partition",
-        ),
-        pytest.param(
-            "/select",
-            {"pinned_worker": {"worker_id": 1, "dp_rank": 1}},
-            503,
-            "no endpoints available to route work",
-            id="pin out of range",
-        ),
-        pytest.param(
-            "/reservations",
-            {"dp_rank": 1},
-            404,
-            "Worker WorkerWithDpRank { worker_id: 1, dp_rank: 1 } not found",
-            id="D5 ghost rank",
-        ),
-    ],
-)
-def test_what_cannot_be_done_is_said_in_the_documented_words(
-    path: str, more: dict[str, object], status: int, error: str
-) -> None:
-    body = json.dumps({**json.loads(POSTS[path]), **more})
-    assert refused(SERVICE, status, path, body) == error
-
-
 # -- fields of the slot tracker -------------------------------------------------------------------
 
 
@@ -257,41 +204,6 @@ def test_numbers_out_of_range_are_422(path: str, field: str, value: object) -> N
 # -- queries --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("service", [SERVICE, TRACKER])
-@pytest.mark.parametrize(
-    "query", ["model_name=m&model_name=m", "tenant_id=&tenant_id", "tenant_id=a&routing_group=b"]
-)
-def test_a_query_key_given_twice_is_400(service: InProcess, query: str) -> None:
-    for path in ("/loads", "/workers"):
-        text = refused(service, 400, f"{path}?{query}", "", method="GET")
-        assert text.startswith("Failed to deserialize query string: ")
-    refused(TRACKER, 400, "/peers?detail=perhaps", "", method="GET")
-
-
-@pytest.mark.parametrize(
-    ("query", "found"),
-    [
-        ("", True),
-        ("?", True),
-        ("?x=1&x=2", True),
-        ("?model_name=default", True),
-        ("?model_name=%64efault&tenant_id=default", True),
-        ("?routing_group=default&tenant_id=default", True),
-        ("?model_name=", False),
-        ("?model_name", False),
-        ("?tenant_id=default+", False),
-        ("?model_name=%", False),
-        ("?model_name=%zz", False),
-        ("?model_name=%FF", False),
-    ],
-)
-def test_filters_are_exact_and_bad_escapes_are_taken_literally(query: str, found: bool) -> None:
-    for path in ("/workers", "/loads"):
-        status, body = SERVICE.get(path + query)
-        assert status == 200
-        assert bool(body) is found
-
-
 @pytest.mark.parametrize("body", [b"", b"no json", b"\xff"])
 def test_calls_without_a_body_ignore_one(body: bytes) -> None:
     for headers in ({}, {"content-type": "text/plain"}):
@@ -300,53 +212,6 @@ def test_calls_without_a_body_ignore_one(body: bytes) -> None:
 
 
 # -- over a socket --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("module", "path", "most"),
-    [("lean_selector", "/select", 8 * 1024 * 1024), (SLOT_TRACKER, "/free", 2 * 1024 * 1024)],
-)
-def test_a_body_at_the_limit_is_read_and_one_byte_more_is_413(
-    module: str, path: str, most: int
-) -> None:
-    with RunningService(module=module) as service:
-        for size, kind, status in (
-            (most, JSON, 400),
-            (most + 1, JSON, 413),
-            (most + 1, {"content-type": "x/y"}, 415),
-        ):
-            answer = service.request("POST", path, raw=b"{" * size, headers=kind)
-            assert answer[0] == status
-
-
-@pytest.mark.parametrize(
-    ("flags", "text"),
-    [
-        (("--replica-sync-peers", "tcp://a:1"), "require --replica-sync-bind"),
-        (("--replica-sync-advertise", "tcp://a:1"), "require --replica-sync-bind"),
-        (("--replica-sync-catch-up", "http://a:1"), "requires --replica-sync-port"),
-        (("--replica-sync-bind", "nonsense"), "missing scheme"),
-        (("--replica-sync-port", "9", "--replica-sync-bind", "tcp://*:9"), "give only one"),
-        (
-            ("--replica-sync-bind", "tcp://*:9", "--replica-sync-peers", "a,tcp://a:1"),
-            "invalid replica peer endpoint `a`",
-        ),
-        (
-            (
-                *("--replica-sync-bind", "tcp://*:9", "--replica-sync-advertise", "tcp://a:1"),
-                *("--replica-sync-peers", "tcp://b:1,tcp://a:1"),
-            ),
-            "`tcp://a:1` is this replica's own",
-        ),
-    ],
-)
-def test_a_wrong_command_line_ends_the_start_with_one_line(
-    flags: tuple[str, ...], text: str
-) -> None:
-    ended, log = failed_start(*flags)
-    assert ended == 2
-    assert text in log
-    assert log.count("\n") == log.count("lean-slot-tracker: error:") == 1
 
 
 def failed_start(*flags: str) -> tuple[int, str]:

@@ -203,31 +203,6 @@ def test_a_shed_request_is_answered_in_the_words_of_the_document(status: int) ->
     assert body == {**SHED, "code": status}
 
 
-def test_the_examples_of_the_document_are_shed_above_their_limits(service: InProcess) -> None:
-    occupy(service, "a", 10_000, 85)
-    assert not is_shed(service), "without thresholds everything is accepted"
-    set_threshold(service, blocks=0.85, tokens=10_000)
-    assert not is_shed(service), "at the limit, not above it"
-    occupy(service, "b", 0, 87)
-    assert is_shed(service)
-    set_threshold(service, blocks=1.0)  # acts on the next selection
-    assert not is_shed(service)
-    occupy(service, "c", 2_000)
-    assert is_shed(service)
-
-
-def test_no_schedulable_and_no_eligible_worker_stay_answers_of_their_own(
-    service: InProcess,
-) -> None:
-    set_threshold(service, tokens=0)
-    occupy(service, "a", 1)
-    answer = service.post("/select", prompt(allowed_worker_ids=[7]))
-    assert answer == (503, {"error": "no endpoints available to route work"})
-    assert service.request("DELETE", "/workers/1")[0] == 200
-    answer = service.post("/select", prompt())
-    assert answer == (503, {"error": "no schedulable workers are available"})
-
-
 def test_only_selections_are_shed_and_what_is_shed_books_nothing(service: InProcess) -> None:
     set_threshold(service, tokens=0)
     assert service.post("/select_and_reserve", prompt(reservation_id="a"))[0] == 200, (
@@ -248,33 +223,7 @@ def test_only_selections_are_shed_and_what_is_shed_books_nothing(service: InProc
     assert service.request("DELETE", "/reservations/a")[0] == 200
 
 
-@pytest.mark.parametrize(
-    "narrowed",
-    [
-        pytest.param({"allowed_worker_ids": [1]}, id="an allow list"),
-        pytest.param({"pinned_worker": {"worker_id": 1, "dp_rank": 0}}, id="a pin"),
-        pytest.param({"routing_constraints": {"required_taints": ["t"]}}, id="a taint"),
-    ],
-)
-def test_only_the_eligible_workers_decide(narrowed: dict[str, object], nothing: InProcess) -> None:
-    for each in (worker(1, taints=["t"]), worker(2)):
-        assert nothing.post("/workers", each)[0] == 201
-    set_threshold(nothing, tokens=0)
-    assert not is_shed(nothing, **narrowed)
-    occupy(nothing, "a", 1)
-    assert is_shed(nothing, **narrowed)
-    assert not is_shed(nothing)
-
-
 # -- beside the queue -----------------------------------------------------------------------------
-
-
-def test_shedding_comes_before_the_queue() -> None:
-    service = selector(queue_threshold=0.0)
-    assert service.post("/workers", worker())[0] == 201
-    set_threshold(service, tokens=0)
-    occupy(service, "a", 1)  # above both
-    assert is_shed(service)
 
 
 @pytest.mark.parametrize("end", ["/reservations/second", f"/busy_threshold?model={MODEL}"])

@@ -1,7 +1,6 @@
 """Keys at the services: who encrypts and is heard, and what is told."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 
 from lean_selector.publisher import KvEventPublisher
 from tests.support.key_files import KeyFiles
-from tests.support.recording_proxy import RecordingProxy
 from tests.support.replica_member import BOOKED, IDLE, Member
 from tests.support.running_service import RunningService, free_port, wait_until
 
@@ -75,11 +73,6 @@ def is_live(service: RunningService, worker_id: int, batches: int) -> bool:
     return bool(row["state"] in ("live", "idle") and row["replayed_batches"] >= batches)
 
 
-def port_of(endpoint: str | None) -> int:
-    assert endpoint is not None
-    return int(endpoint.rpartition(":")[2])
-
-
 def test_engines_are_heard_with_right_keys_and_of_the_others_it_is_told_why(tmp_path: Path) -> None:
     keys = KeyFiles(tmp_path, "selector", "engine", "stranger")
     us, them = keys.list("us", "selector"), keys.list("them", "engine")
@@ -107,36 +100,6 @@ def test_engines_are_heard_with_right_keys_and_of_the_others_it_is_told_why(tmp_
         wait_until(lambda: tells(service, 3, words), "the third is somebody else")
         words = "it does not encrypt, and keys are given for it"
         wait_until(lambda: tells(service, 4, words), "the fourth is plain")
-
-
-@pytest.mark.parametrize("is_encrypted", [True, False], ids=["encrypted", "plain"])
-def test_events_and_replays_can_be_read_on_the_wire_without_keys_alone(
-    tmp_path: Path, is_encrypted: bool
-) -> None:
-    keys = KeyFiles(tmp_path, "engine")
-    flags = ("--kv-events-curve-server-keys-file", keys.list("them", "engine"))
-    secret = keys.secret("engine") if is_encrypted else None
-    with (
-        RunningService(*(flags if is_encrypted else ())) as service,
-        engine(secret) as publisher,
-        RecordingProxy(port_of(publisher.endpoint)) as events,
-        RecordingProxy(port_of(publisher.replay_endpoint)) as replays,
-    ):
-        register(service, 1, *(f"tcp://127.0.0.1:{each.port}" for each in (events, replays)))
-        wait_until(lambda: is_live(service, 1, 1), "it is replayed")
-        numbers = itertools.count(1)
-
-        def is_heard() -> bool:
-            # A replay may come through one proxy before the subscription is through the other.
-            store(publisher, next(numbers))
-            return source(service, 1)["last_seq"] is not None
-
-        wait_until(is_heard, "what is new is heard")
-        for proxy in (events, replays):
-            assert (SECRET.encode() in proxy.seen()) is not is_encrypted
-            assert (b"block_hashes" in proxy.seen() or b"BlockStored" in proxy.seen()) is not (
-                is_encrypted
-            )
 
 
 # -- replicas -------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,40 +175,6 @@ def test_a_url_a_token_and_what_no_engine_tells_are_all_that_a_selector_needs_to
 
 
 # -- what fails changes nothing -------------------------------------------------------------------
-
-
-def test_a_discovery_that_fails_changes_nothing_and_is_seen(tmp_path: Path) -> None:
-    file = File(tmp_path)
-    with FakeEngine() as engine, RunningService(*QUICK, *file.flags) as service:
-        file.name([engine])
-        wait_for_workers(service, [engine])
-        name = file.flags[1]
-
-        def fails_with(reason: str) -> Callable[[], bool]:
-            def look() -> bool:
-                (row,) = service.get("/discovery")[1]["discoveries"]
-                return row["state"] == "failing" and reason in row["last_error"]
-
-            return look
-
-        def failing() -> str:
-            (value,) = [
-                line.rpartition(" ")[2]
-                for line in service._child.request("GET", "/metrics")[1].decode().split("\n")
-                if line.startswith("lean_selector_discovery_failing{") and name in line
-            ]
-            return value
-
-        assert failing() == "0"
-        file.write('[{"endpoint": "http://a:1", "modle_name": "x"}]')
-        wait_until(fails_with("modle_name"), "the typo is named")
-        assert failing() == "1"
-        file.path.unlink()
-        wait_until(fails_with("No such file or directory"), "the loss is named")
-        wait_for_workers(service, [engine])
-        assert f"discovery {name} fails, what it found before holds" in service.log()
-        file.name([engine])
-        wait_until(lambda: failing() == "0", "it has recovered")
 
 
 # -- peers ----------------------------------------------------------------------------------------

@@ -132,15 +132,6 @@ def test_select_then_reserve_books_what_the_selection_said(service: InProcess) -
     assert service.post("/reservations", too_much)[0] == 400
 
 
-def test_inspection_answers_without_booking(service: InProcess) -> None:
-    row = {"potential_prefill_tokens": 512, "potential_decode_blocks": 8, "active_requests": 0}
-    rows = [{"worker_id": 1, "dp_rank": dp_rank, **row} for dp_rank in (0, 1)]
-    assert service.post("/potential_loads", SELECT) == (200, rows)
-    status, scores = service.post("/overlap_scores", SELECT)
-    assert (status, scores["block_size"], scores["num_blocks"]) == (200, 16, 8)
-    assert [(row["worker_id"], row["dp_rank"]) for row in scores["workers"]] == [(1, 0), (1, 1)]
-
-
 # -- the slot tracker -----------------------------------------------------------------------------
 
 REGISTER = """{
@@ -269,17 +260,3 @@ def test_peers_come_and_go_under_both_families_of_routes_and_flags() -> None:
         status, answer = send(tracker, "/register_peer", PEER.replace("url", "endpoint"))
         assert status == 422
         assert "url" in str(answer)
-
-
-def test_peers_are_refused_while_replica_sync_is_off(
-    service: InProcess, tracker: InProcess
-) -> None:
-    disabled = (409, {"error": "replica sync is disabled"})
-    for each in (service, tracker):
-        for path in ("/replica_sync/register_peer", "/replica_sync/deregister_peer"):
-            assert each.post(path, {"endpoint": "tcp://selector-b:9092"}) == disabled
-        assert each.get("/replica_sync/peers") == (200, [])
-        assert each.get("/replica_sync/peers?detail=true") == (200, {})
-        assert each.get("/replica_sync/snapshot") == disabled
-    assert send(tracker, "/register_peer", PEER) == disabled
-    assert tracker.get("/peers") == (200, [])

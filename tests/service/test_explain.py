@@ -124,18 +124,6 @@ def test_who_was_no_candidate_is_told_why(
     assert why["drawn"] == "only_candidate"
 
 
-def test_ties_and_draws_by_temperature_say_so(service: InProcess) -> None:
-    for worker_id in (1, 2, 3, 4):
-        register(service, worker_id)
-    why = explanation(service)
-    assert (why["drawn"], why["tied_ranks"]) == ("uniform_tie", 4)
-    assert [row["probability"] for row in why["ranks"]] == [0.25] * 4
-    load = {"worker_id": 4, "isl_tokens": 64, "sequence_hashes": [1], "reservation_id": "r"}
-    assert service.post("/reservations", load)[0] == 201
-    why = explanation(service, router_config_override={"router_temperature": 1.0})
-    assert why["drawn"] == "softmax"
-
-
 def test_a_parked_request_is_explained_when_it_goes() -> None:
     service = selector(queue_threshold=0.5)
     register(service, 1, max_num_batched_tokens=64)

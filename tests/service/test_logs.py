@@ -89,13 +89,6 @@ def test_nothing_is_logged_per_request() -> None:
     assert events(log) == AROUND
 
 
-def test_the_level_decides_what_is_written() -> None:
-    with start("--log-level", "warning") as service:
-        service.post("/workers", worker())
-        let_it_tick(service)
-        assert service.stop()[1] == ""
-
-
 def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> None:
     flags = ("--active-prefill-tokens-threshold", "0", "--worker-ejection-max-percent", "100")
     with start(*flags) as service:
@@ -281,12 +274,6 @@ def test_a_parked_request_is_logged_when_it_is_answered_or_given_up() -> None:
         line["selection_id"]: line["status"] for line in access(log) if "selection_id" in line
     }
     assert statuses == {"leaves": 499, "stays": 200}
-
-
-def test_text_is_the_default_format() -> None:
-    with RunningService() as service:
-        _, log = service.stop()
-    assert " INFO lean_selector.server listening service=lean-selector version=" in log
 
 
 def test_a_client_that_makes_a_line_with_every_request_is_held_back() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from lean_selector.service.exposition import Family, FamilyGroup, HistogramFamily
+from lean_selector.service.exposition import Family, FamilyGroup, HistogramFamily, escaped
 
 
 def group(things: Iterable[int]) -> FamilyGroup[int]:
@@ -20,6 +20,10 @@ def test_a_family_says_its_help_its_kind_and_its_samples() -> None:
     assert "".join(family.text()) == (
         '# HELP held What is held.\n# TYPE held gauge\nheld{a="1"} 2\nheld 0.5\n'
     )
+
+
+def test_half_a_character_of_a_label_is_a_question_mark() -> None:
+    assert escaped("a\ud800") == "a?"
 
 
 def test_buckets_of_a_histogram_count_all_below_their_bound() -> None:

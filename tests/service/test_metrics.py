@@ -12,7 +12,7 @@ import pytest
 from lean_selector.http.response import PendingReply
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.service.application import PIECES_PER_PART, metrics_route
-from lean_selector.service.exposition import Family, escaped, labels
+from lean_selector.service.exposition import Family
 from lean_selector.service.replies import SLICE_S
 from tests.support import gates
 from tests.support.prometheus_tools import (
@@ -132,6 +132,8 @@ def test_loads_reservations_and_why_they_ended() -> None:
         assert value(samples, "lean_selector_reservations", origin="local") == 3
         assert value(samples, "lean_selector_reservations", origin="replica") == 0
         assert value(samples, "lean_selector_workers", lifecycle="schedulable") == 2
+        assert value(samples, "lean_selector_worker_active_kv_blocks", worker_id="1") == 2
+        assert value(samples, "lean_selector_worker_total_kv_blocks", worker_id="1") == 200
         assert service.request("DELETE", "/workers/2")[0] == 200
         assert service.request("DELETE", "/reservations/freed")[0] == 200
 
@@ -144,18 +146,6 @@ def test_loads_reservations_and_why_they_ended() -> None:
         for reason in ("freed", "expired", "worker_removed"):
             assert value(samples, "lean_selector_reservations_ended_total", reason=reason) == 1
         assert "expires" not in scrape(service.port)
-
-
-def test_kv_blocks_of_each_worker_are_found_as_the_document_greps_them(
-    service: RunningService,
-) -> None:
-    service.post("/workers", worker(7, total_kv_blocks=100, data_parallel_size=2))
-    service.post("/workers", worker(8))
-    lines = [line for line in scrape(service.port).splitlines() if "kv_blocks" in line]
-    labels_7 = '{model="default",tenant_id="default",worker_id="7"}'
-    assert f"lean_selector_worker_active_kv_blocks{labels_7} 0" in lines
-    assert f"lean_selector_worker_total_kv_blocks{labels_7} 200" in lines
-    assert len([line for line in lines if not line.startswith("#")]) == 3  # capacity of 8 unknown
 
 
 def test_tokens_and_kv_events_of_a_working_engine() -> None:
@@ -237,13 +227,6 @@ def test_the_queue_and_a_client_that_leaves_it() -> None:
         assert value(samples, "lean_selector_selections_total", outcome="hung_up") == 1
         requests = "lean_selector_http_requests_total"
         assert value(samples, requests, route="/select", status="200") == 1
-
-
-def test_models_that_nobody_registered_make_no_labels(service: RunningService) -> None:
-    for number in range(5):
-        assert service.post("/select", prompt(model_name=f"made-up-{number}"))[0] == 503
-        assert service.post("/busy_threshold", {"model": f"made-up-{number}"})[0] == 404
-    assert "made-up" not in scrape(service.port)
 
 
 def test_replica_events_by_direction_kind_and_result() -> None:
@@ -332,13 +315,6 @@ def test_control_characters_of_a_name_do_not_reach_whoever_reads_a_scrape() -> N
     for character in "\x1b\x00\r\t\x7f\x85\u2028\u202e":
         shown = shown.replace(character, f"\\u{ord(character):04x}")
     assert models == {shown, shown.replace("001b", "001c"), "two\nlines", "höchst \U0001f600"}
-
-
-def test_labels_are_escaped() -> None:
-    assert labels(a='x"y', b="back\\slash", c="new\nline") == (
-        r'{a="x\"y",b="back\\slash",c="new\nline"}'
-    )
-    assert escaped("\ud800") == "?"
 
 
 # -- slices ---------------------------------------------------------------------------------------

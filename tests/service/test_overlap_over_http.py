@@ -42,10 +42,6 @@ def stored(
     }
 
 
-def removed(tier: str, block: int) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": [1000 + block], "medium": MEDIUM[tier]}
-
-
 class Held:
     """A selector with worker 1, of two ranks, that is told what they hold."""
 
@@ -70,60 +66,6 @@ class Held:
             (row["device_blocks"], row["host_pinned_blocks"], row["disk_blocks"])
             for row in scores["workers"]
         ]
-
-
-EXAMPLES = [
-    pytest.param(
-        [("gpu", [1, 2]), ("cpu", [3]), ("disk", [4]), ("external", [5])],
-        *(6, (8, 12, 20), 11),
-        id="1: every tier goes on where the one before ends",
-    ),
-    pytest.param([("gpu", [1, 2]), ("cpu", [1, 2])], 3, (8, 8, 8), 4, id="2: held twice"),
-    pytest.param([("gpu", [1]), ("cpu", [1, 2, 3])], 4, (4, 12, 12), 6, id="3: cpu goes on"),
-    pytest.param([("cpu", [1, 2, 3])], 4, (0, 12, 12), 7, id="4: cpu alone"),
-    pytest.param([("disk", [1, 2, 3])], 4, (0, 0, 12), 13, id="5: disk alone"),
-    pytest.param(
-        [("disk", [1, 2]), ("cpu", [3])], 4, (0, 0, 8), 14, id="6: no step back from disk to cpu"
-    ),
-    pytest.param(
-        [("gpu", [1]), ("disk", [2]), ("cpu", [3])], 4, (4, 4, 8), 11, id="7: nor after gpu"
-    ),
-    pytest.param([("external", [1, 2])], 3, (0, 0, 8), 10, id="10: external counts as disk"),
-]
-
-
-@pytest.mark.parametrize(("held", "blocks", "overlap", "effective"), EXAMPLES)
-def test_a_worked_example_of_the_tiers(
-    held: list[tuple[str, list[int]]], blocks: int, overlap: tuple[int, int, int], effective: int
-) -> None:
-    engine = Held()
-    engine.publish(*(stored(tier, of_tier) for tier, of_tier in held))
-    assert engine.rows(blocks) == [tuple(tokens // BLOCK_SIZE for tokens in overlap)]
-    prompt = {"token_ids": list(range(blocks * BLOCK_SIZE))}
-    status, selection = engine.http.post("/select", prompt)
-    assert status == 200
-    gpu, cpu, disk = overlap
-    longest = {"longest_matched": max(overlap), "gpu": gpu, "dp": {"0": gpu}}
-    assert selection["overlap"] == {**longest, "cpu": cpu, "disk": disk}
-    assert selection["effective_prefill_tokens"] == effective
-
-
-def test_a_removed_block_ends_what_the_tier_matches() -> None:
-    """Example 8."""
-    engine = Held()
-    engine.publish(stored("gpu", [1, 2, 3]), stored("cpu", [2]), removed("gpu", 2))
-    assert engine.rows(4) == [(1, 2, 2)]
-    engine.publish(removed("cpu", 2))
-    assert engine.rows(4) == [(1, 1, 1)]
-    engine.publish(stored("gpu", [2]))
-    assert engine.rows(4) == [(3, 3, 3)], "block 3 counts again"
-
-
-def test_a_lower_tier_goes_on_from_the_hash_of_the_engine_only() -> None:
-    """Example 11: the disk block hangs below a hash that is not the first block's."""
-    engine = Held()
-    engine.publish(stored("disk", [2], parent=77), stored("gpu", [1]))
-    assert engine.rows(2) == [(1, 1, 1)]
 
 
 def test_each_rank_is_scored_apart_and_the_worker_by_its_best() -> None:

@@ -120,22 +120,6 @@ def test_what_was_lost_is_mended_where_the_owner_can_be_asked(owners: str, liste
             assert missed_by(member) == 3
 
 
-def test_what_was_lost_is_counted_where_nobody_can_be_asked() -> None:
-    with Member("tracker") as owner:
-        owner.register()
-        with wire(owner) as lossy, listener("tracker", lossy) as member:
-            member.hears(owner)
-            owner.add("ends unheard")
-            member.shows([BOOKED, IDLE_RANK])
-            lossy.loses.set()
-            owner.free("ends unheard")
-            wait_until(lambda: missed_by(member) == 1, "the loss is seen")
-            lossy.loses.clear()
-            owner.add("heard", 1)
-            member.shows([BOOKED, BOOKED])
-            assert missed_by(member) == 1
-
-
 def test_what_another_replica_never_heard_the_end_of_is_not_taken_from_it() -> None:
     with Member("tracker") as owner:
         owner.register()

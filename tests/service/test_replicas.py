@@ -229,40 +229,6 @@ def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
     assert f"a reservation of {usable} skipped" in log
 
 
-def test_a_replica_that_was_cut_off_catches_up_again() -> None:
-    """What was admitted, completed or ended meanwhile shows here, though none of it was heard."""
-    with ours("tracker", "selector") as (first, second):
-        urls = ",".join(f"http://127.0.0.1:{member.port}" for member in (first, second))
-        peers = [first.endpoint, second.endpoint]
-        first.add("early", 1)
-        with Member("tracker", "--replica-sync-catch-up", urls, peers=peers) as late:
-            late.register()
-            late.shows([(0, 0), BOOKED])  # the first catch-up is over
-            first.free("early")
-            late.shows([(0, 0), (0, 0)])
-            for member in (first, second):
-                member.add(f"kept-{member.kind}")
-                member.add(f"ended-{member.kind}")
-            late.shows([(4 * 48, 3), (0, 0)])
-            for endpoint in peers:
-                peer = {"endpoint": endpoint}
-                assert late.post("/replica_sync/deregister_peer", peer)[0] == 200
-            for member in (first, second):
-                member.complete(f"kept-{member.kind}")
-                member.free(f"ended-{member.kind}")
-                member.add(f"new-{member.kind}", 1)
-            before = [(0, 3), (2 * 48, 3)]
-            shown_everywhere([first, second], before)
-            assert late.loads() == [(4 * 48, 3), (0, 0)]
-            for endpoint in peers:
-                assert late.post("/replica_sync/register_peer", {"endpoint": endpoint})[0] == 201
-            late.shows(before)
-            for member in (first, second):
-                member.free(f"kept-{member.kind}")
-                member.free(f"new-{member.kind}")
-            shown_everywhere([first, second, late], [(0, 0), (0, 0)])
-
-
 # -- a replica that stops or dies: the others go on, and agree with it afterwards -----------------
 
 LIFECYCLES = 100
@@ -286,26 +252,6 @@ def members() -> Iterator[list[Member]]:
     """The last is the one that fails."""
     with ours("tracker", "selector", "tracker") as running:
         yield running
-
-
-def test_a_stopped_replica_holds_up_nobody_and_agrees_when_it_goes_on(
-    members: list[Member],
-) -> None:
-    *others, failing = members
-    failing.process.send_signal(signal.SIGSTOP)
-    try:
-        live_through(others, "stopped")
-        for member in others:
-            member.shows(STAYS)
-    finally:
-        failing.process.send_signal(signal.SIGCONT)
-    failing.shows(STAYS)
-    for member in others:
-        member.hears(failing, STAYS)  # a long stop may have cost a connection
-    failing.free("stopped-0-stays")
-    failing.free("stopped-1-stays")
-    for member in members:
-        member.shows(IDLE)
 
 
 @pytest.mark.parametrize("catches_up", [False, True])

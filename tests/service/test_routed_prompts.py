@@ -90,20 +90,6 @@ def test_a_reservation_by_hashes_teaches_if_it_has_block_hashes(service: Service
     assert reserve("bad", sequence_hashes=[7], block_hashes=[77], isl_tokens=0)[0] == 400
 
 
-def test_a_dump_tells_what_is_believed() -> None:
-    env = {"DYN_ROUTER_TTL_SECS": "3600"}
-    with RunningService("--use-kv-events", "false", env=env) as running:
-        register(running, 2)
-        booked(running, "a")
-        (partition,) = running.get("/dump")[1].values()
-    (event,) = partition["events"]
-    assert (event["worker_id"], event["event"]["dp_rank"]) == (2, 0)
-    stored = event["event"]["data"]["stored"]["blocks"]
-    # The block hash is the sequence hash, and the first of a chain is the hash of its tokens.
-    assert stored[0]["block_hash"] == stored[0]["tokens_hash"] != stored[1]["block_hash"]
-    assert len(stored) == 3
-
-
 def test_beside_events_the_larger_of_both_counts_and_a_dump_tells_the_events_alone() -> None:
     port = free_port()
     with (

@@ -221,21 +221,6 @@ def told(session_id: str, worker_id: int, dp_rank: int | None = 0) -> SessionEve
     return SessionEvent("m", "default", session_id, worker_id, dp_rank, 5, 77)
 
 
-def test_a_session_that_a_peer_told_of_is_followed() -> None:
-    with peered() as (service, peer):
-        assert service.select("p") == (2, 0)
-        payload = encode_session(told("p", 1, 1))
-        peer.pub.send_multipart([SESSION_TOPIC + b".longer", payload])
-        peer.pub.send_multipart([SESSION_TOPIC, payload, b"a third"])
-        peer.pub.send_multipart([SESSION_TOPIC, b"\xc1"])
-        peer.pub.send_multipart([SESSION_TOPIC, encode_session(told("elsewhere", 99))])
-        peer.pub.send_multipart([SESSION_TOPIC, payload + b"and more"])
-        wait_until(lambda: service.select("p") == (1, 1), "the binding is known")
-        text = scrape(service.port)
-        assert 'replica_sessions_total{result="unknown_worker"} 1' in text
-        assert 'kind="unknown",result="undecodable"} 3' in text
-
-
 def test_bookings_and_releases_are_told_in_the_frames_of_the_reference() -> None:
     """The captured calls again: which messages each causes, by topic, session and version."""
     with peered() as (service, peer):

@@ -29,34 +29,6 @@ def detail(service: InProcess, worker_id: int) -> Any:
     return next(each["health"] for each in workers if each["worker_id"] == worker_id)
 
 
-def test_three_failures_in_a_row_eject_a_worker_and_it_shows_why() -> None:
-    service = fleet(1, 2, 3)
-    for outcome in ("failed", "failed", "refused"):
-        assert chosen(service) == {1, 2, 3}
-        assert report(service, 2, outcome) == (200, {"status": "ok"})
-    assert chosen(service) == {1, 3}
-    reason = "3 requests in a row failed, the last: connection refused"
-    assert detail(service, 2) == {
-        "state": "ejected",
-        "ranks": [
-            {
-                "dp_rank": 0,
-                "state": "ejected",
-                "reason": reason,
-                "since_s": 0.0,
-                "returns_in_s": 30.0,
-                "failures": 3,
-                "failed_polls": 0,
-                "ejections": 1,
-            }
-        ],
-    }
-    assert detail(service, 1) == {"state": "in_service", "ranks": []}
-    ready = service.get("/ready")
-    assert ready[0] == 200
-    assert ready[1]["ejected"] == [{"worker_id": 2, "dp_ranks": [0], "reason": reason}]
-
-
 def test_nothing_of_it_shows_in_the_plain_bodies() -> None:
     service = fleet(1, 2)
     before = service.get("/workers")
