@@ -1,10 +1,10 @@
 """Event batches as engines mostly send them, read into packed lists: for the compiled form.
 
 Takes events as tagged maps, as vLLM and SGLang send them now, and as arrays; hashes that are
-numbers or digests, tokens that are u32, an adapter, and nothing else that goes into a hash. Any
-other batch is left to `kv_events.py`; what both take they read alike. No object of Python's is made
-per token or hash, which compiled saves most of the work, and costs as much more interpreted. Knows
-nothing of the index. Spec: indexer.md 1.4.
+numbers or digests, tokens that are u32, an adapter and a salt, and nothing else that goes into a
+hash. Any other batch is left to `kv_events.py`; what both take they read alike. No object of
+Python's is made per token or hash, which compiled saves most of the work, and costs as much more
+interpreted. Knows nothing of the index. Spec: indexer.md 1.4.
 """
 
 from typing import Final
@@ -38,8 +38,7 @@ MAX_PACKED_EVENTS: Final[i64] = 256
 PART_BLOCKS: Final[i64] = 512  # of one record, some 0.15 ms to apply
 _MOST_BLOCKS: Final[i64] = 1 << 16  # of an event: MAX_EVENT_BLOCKS
 _MOST_TOKENS: Final[i64] = 1 << 12  # of a block: MAX_BLOCK_TOKENS
-_MOST_FIELDS: Final[i64] = 13
-_MOST_NAME: Final[i64] = 63  # of an adapter among extra keys; 64 may be a hash in hex
+_MOST_KEY: Final[i64] = 63  # characters of an extra key; 64 may be a hash in hex
 _FEW: Final[i64] = 8  # names that are compared with each other
 _WIDTHS: Final = b"\x04\x08\x01\x02\x04\x08\x01\x02\x04\x08"  # of numbers, from 0xCA to 0xD3
 
@@ -58,8 +57,10 @@ _ADAPTER: Final[i64] = 32
 _KEYS: Final[i64] = 64
 _GROUP: Final[i64] = 128
 _KIND: Final[i64] = 256
-_OTHER: Final[i64] = 512  # what is read by the other reader alone, unless it is nil
-_OF_STORED: Final = _PARENT | _TOKENS | _SIZE | _ADAPTER | _KEYS  # of no removal
+_LOCALITY: Final[i64] = 512
+_SALT: Final[i64] = 1024
+_OTHER: Final[i64] = 2048  # what is read by the other reader alone, unless it is nil
+_OF_STORED: Final = _PARENT | _TOKENS | _SIZE | _ADAPTER | _KEYS | _SALT  # of no removal
 _FIELDS: Final = {
     b"block_hashes": 1,
     b"parent_block_hash": 2,
@@ -71,9 +72,9 @@ _FIELDS: Final = {
     b"group_idx": 128,
     b"kv_cache_spec_kind": 256,
     b"locality": 512,
-    b"cache_salt": 512,
-    b"block_mm_infos": 512,
-    b"type": 512,  # a second one
+    b"cache_salt": 1024,
+    b"block_mm_infos": 2048,
+    b"type": 2048,  # a second one
 }
 
 
@@ -112,6 +113,8 @@ class _Reader:
         self._size: i64 = 0
         self._medium: str | None = None
         self._adapter: str | None = None
+        self._salt: str | None = None
+        self._key_salt: str | None = None  # among the extra keys
         self._group: int | None = None
         self._kind: str | None = None
 
@@ -134,18 +137,19 @@ class _Reader:
 
     def _event(self) -> None:
         self._parent = self._medium = self._adapter = self._group = self._kind = None
+        self._salt = self._key_salt = None
         tag: i64 = self._data[self._at]
         if tag & 0xF0 == 0x80 or tag == 0xDE:
             self._of_map()
             return
         fields: i64 = self._array()
         if self._passes(_STORED):
-            if fields < 5 or fields > _MOST_FIELDS:
+            if fields < 5:
                 raise _Unusual
             self._end_removals()
             self._stored(fields)
         elif self._passes(_REMOVED):
-            if fields < 2 or fields > 5:
+            if fields < 2:
                 raise _Unusual
             self._removed(fields)
         elif fields == 1 and self._passes(_CLEARED):
@@ -213,6 +217,10 @@ class _Reader:
                 self._adapter = self._text()
             elif field == _KEYS:
                 self._plain_keys()
+            elif field == _SALT:
+                self._salt = self._text()
+            elif field == _LOCALITY:
+                self._here()
             elif field == _GROUP:
                 self._group = self._below(1 << 31)
             elif field == _KIND and is_stored:
@@ -241,8 +249,9 @@ class _Reader:
             self._kind = self._text()
         if fields > 11 and not self._passes_nil():
             self._below(1 << 31)  # a sliding window: unused
-        if fields > 12 and not self._passes_nil():
-            raise _Unusual  # locality
+        if fields > 12:
+            self._here()
+        self._step_over(fields - 13)
         self._add_stored()
 
     def _add_stored(self) -> None:
@@ -250,14 +259,17 @@ class _Reader:
         if size == 0 or not _differ(names, parent):
             raise _Unusual
         tier, group, kind = tier_of(self._medium), self._group, self._kind
-        adapter = self._adapter or None
+        adapter, salt = self._adapter or None, self._salt
+        if salt is not None:  # its engine keeps it apart, but was given it marked all the same
+            salt = salt.removeprefix(ENGINE_SALT_PREFIX)
+        salt = salt or self._key_salt or None
         blocks: i64 = min(i64(len(names)) >> 3, (i64(len(tokens)) >> 2) // size)
         if blocks <= PART_BLOCKS:
             names, tokens = names[: blocks << 3], tokens[: (blocks * size) << 2]
-            record = PackedStored(
-                names, parent, tokens, size, tier, group, kind, EventPart.WHOLE, adapter
+            part = EventPart.WHOLE
+            self._events.append(
+                PackedStored(names, parent, tokens, size, tier, group, kind, part, adapter, salt)
             )
-            self._events.append(record)
             return
         first: i64 = 0
         part = EventPart.FIRST
@@ -268,7 +280,7 @@ class _Reader:
             here = names[first << 3 : end << 3]
             theirs = tokens[(first * size) << 2 : (end * size) << 2]
             self._events.append(
-                PackedStored(here, parent, theirs, size, tier, group, kind, part, adapter)
+                PackedStored(here, parent, theirs, size, tier, group, kind, part, adapter, salt)
             )
             parent = int.from_bytes(here[-8:], "little")
             part = EventPart.MIDDLE
@@ -281,8 +293,9 @@ class _Reader:
             self._medium = self._text()
         if fields > 3 and not self._passes_nil():
             self._group = self._below(1 << 31)
-        if fields > 4 and not self._passes_nil():
-            raise _Unusual  # a kind, or a locality
+        if fields > 4:
+            self._here()  # which also stands for a kind
+        self._step_over(fields - 5)
         self._add_removed()
 
     def _add_removed(self) -> None:
@@ -436,23 +449,36 @@ class _Reader:
             raise _Unusual
         return self._data[start : self._at].decode()
 
+    def _here(self) -> None:
+        """A locality that is this worker's, or nil."""
+        word = self._text()
+        if word is not None and word.upper() != "LOCAL":
+            raise _Unusual
+
     def _plain_keys(self) -> None:
-        """Extra keys that no hash is made of: for each block nil, or the adapter's name alone."""
+        """Extra keys that are short texts: an adapter, a salt. Those of the first block may have a
+        salt of ours; other texts name what is hashed elsewhere."""
         count: i64 = self._array()
+        is_first = True
         while count > 0:
             count -= 1
-            if self._passes_nil():
-                continue
-            adapter = self._adapter
-            if adapter is None or len(adapter) > _MOST_NAME or self._array() != 1:
-                raise _Unusual
-            if self._text() != adapter or adapter.startswith(ENGINE_SALT_PREFIX):
-                raise _Unusual
+            if not self._passes_nil():
+                keys: i64 = self._array()
+                while keys > 0:
+                    keys -= 1
+                    key = self._text()
+                    if key is None:
+                        raise _Unusual
+                    if key.startswith(ENGINE_SALT_PREFIX):
+                        if is_first and self._key_salt is None:
+                            self._key_salt = key.removeprefix(ENGINE_SALT_PREFIX)
+                    elif len(key) > _MOST_KEY:
+                        raise _Unusual
+            is_first = False
 
-    def _step_over(self) -> None:
-        """A value of any kind, and all that is in it."""
+    def _step_over(self, left: i64 = 1) -> None:
+        """So many values of any kind, and all that is in them."""
         data, size = self._data, i64(len(self._data))
-        left: i64 = 1
         while left > 0:
             left -= 1
             tag: i64 = self._byte()

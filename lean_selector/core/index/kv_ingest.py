@@ -212,8 +212,8 @@ class KvIngest:
         if not event.names:
             self._refuse("empty")
             return
-        seed, salt, parent = BASE_SEED, None, event.parent_hash
-        if rank.salts and parent is not None:
+        seed, salt, parent = BASE_SEED, event.cache_salt, event.parent_hash
+        if salt is None and rank.salts and parent is not None:
             salt = _salt_of(rank, tier, parent)
         if salt is not None or event.lora_name is not None:
             seed = hash_seed(event.lora_name, salt)

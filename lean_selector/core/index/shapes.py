@@ -99,7 +99,7 @@ class BlockStored(msgspec.Struct, gc=False):
 
 
 class PackedStored(msgspec.Struct, gc=False):
-    """`BlockStored` without salt, multimodal objects and pairs, as packed lists.
+    """`BlockStored` without multimodal objects and pairs, as packed lists.
 
     As many names as whole blocks of tokens; the names differ from each other and from the parent.
     """
@@ -113,6 +113,7 @@ class PackedStored(msgspec.Struct, gc=False):
     kind: str | None = None
     part: EventPart = EventPart.WHOLE
     lora_name: str | None = None
+    cache_salt: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
