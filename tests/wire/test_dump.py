@@ -2,17 +2,13 @@
 
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec import Raw
 
-from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.shapes import StoredRun, StoreResult, Tier
+from lean_selector.core.index.shapes import StoredRun, Tier
 from lean_selector.wire.dump import BadEvent, NotADump, decode_event, encode_dump, split_dump
 from lean_selector.wire.dump_shapes import (
     ClearedRank,
@@ -283,81 +279,6 @@ def test_a_bad_event_is_told_apart(raw: Raw) -> None:
 
 
 # -- there and back -------------------------------------------------------------------------------
-
-PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
-STORES = st.lists(
-    st.tuples(
-        st.integers(1, 3), st.integers(0, 1), st.sampled_from(Tier), PATHS, st.integers(0, 5)
-    ),
-    max_size=25,
-)
-REMOVALS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 1), PATHS))
-
-
-def name_of(path: tuple[int, ...]) -> int:
-    """An engine hash that stands for one path only, and uses all 64 bits."""
-    name = 1
-    for token in path:
-        name = name * 4 + token + 1
-    return U64 - name
-
-
-def told_by(body: bytes) -> set[tuple[int, int, Tier, int | None, int, bytes]]:
-    """Every block with its parent, however the text groups them."""
-    told = set()
-    for of in split_dump(body)[0]:
-        for found in map(decode_event, of.events):
-            assert isinstance(found, StoredBlocks)
-            parent = found.parent_hash
-            for at, name in enumerate(found.block_hashes):
-                where = found.worker_id, found.dp_rank, found.tier
-                told.add((*where, parent, name, found.local_hashes[8 * at : 8 * at + 8]))
-                parent = name
-    return told
-
-
-def rebuilt(body: bytes) -> Iterator[KvIndex]:
-    read, problems = split_dump(body)
-    assert not problems
-    for of in read:
-        index = KvIndex(of.block_size)
-        for raw in of.events:
-            found = decode_event(raw)
-            assert isinstance(found, StoredBlocks)
-            result = index.store(
-                found.worker_id,
-                found.dp_rank,
-                found.tier,
-                found.parent_hash,
-                found.block_hashes,
-                found.local_hashes,
-            )
-            assert result is StoreResult.STORED
-        yield index
-
-
-@given(STORES, REMOVALS)
-@settings(max_examples=60, deadline=None)
-def test_an_index_rebuilt_from_its_dump_dumps_the_same(
-    stores: list[tuple[int, int, Tier, tuple[int, ...], int]],
-    removed: list[tuple[int, int, tuple[int, ...]]],
-) -> None:
-    index = KvIndex(4)
-    for worker_id, dp_rank, tier, path, known in stores:
-        start = min(known, len(path) - 1)
-        names = [name_of(path[: at + 1]) for at in range(start, len(path))]
-        local = b"".join(token.to_bytes(8, "big") for token in path[start:])
-        parent = name_of(path[:start]) if start else None
-        index.store(worker_id, dp_rank, tier, parent, names, local)
-    for worker_id, dp_rank, path in removed:
-        index.remove(worker_id, dp_rank, Tier.DEVICE, [name_of(path)])
-
-    def body_of(one: KvIndex) -> bytes:
-        return text(PartitionDump("m", "t", 4, one.dump(), {}))
-
-    body = body_of(index)
-    for again in rebuilt(body):
-        assert told_by(body_of(again)) == told_by(body)
 
 
 def test_an_event_of_the_1_6_dialect_says_its_domain() -> None:

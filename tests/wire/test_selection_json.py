@@ -151,36 +151,15 @@ def test_two_different_names_for_the_tenant_are_refused() -> None:
         select(json.dumps(both)).group()
 
 
-def pairs(values_of: dict[str, list[str]]) -> list[tuple[str, str]]:
-    return [(field, value) for field, values in values_of.items() for value in values]
-
-
-U32_WRONG = ["-1", "16.0", '"1"', "true", str(2**32), "[1]"]
-U64_WRONG = ["-1", "1.0", "1e2", '"1"', "true", "[]", "{}", str(2**64)]
-TEXT_WRONG = ["5", "true", "[]", "{}"]
-BAD_RANKS = ["", "x", "-1", "+1", "01", "1.0", "1a", " 1", "4294967296"]
+# Most wrong shapes stand in the recordings of the reference; these do not.
+BAD_RANKS = ["", "x", "+1", "01", "1.0", "1a", " 1"]
 WRONG_WORKERS: dict[str, list[str]] = {
-    "worker_id": [*U64_WRONG, "null"],
-    "block_size": U32_WRONG,
-    "data_parallel_start_rank": U32_WRONG,
-    "data_parallel_size": U32_WRONG,
-    "max_num_batched_tokens": U64_WRONG,
-    "total_kv_blocks": U64_WRONG,
-    "endpoint": TEXT_WRONG,
-    "kv_events_endpoint": TEXT_WRONG,
-    "replay_endpoint": TEXT_WRONG,
-    "stable_routing_id": TEXT_WRONG,
-    "model_name": [*TEXT_WRONG, "null"],
-    "tenant_id": [*TEXT_WRONG, "null"],
-    "is_eagle": ["1", '"true"'],
-    "taints": ["null", '"a"', "[1]", "[null]", "{}"],
+    "worker_id": ["1e2", str(2**64)],
+    "total_kv_blocks": [str(2**64), "1.0"],
+    "taints": ["null", '"a"', "[null]"],
     "topology_domains": ["null", '{"a":1}', '[["a","b"]]'],
-    "kv_events_endpoints": [
-        *("null", "[]", '{"0":1}', '{"0":null}'),
-        *(f'{{"{rank}":"x"}}' for rank in BAD_RANKS),
-    ],
-    "kv_transfer_enforcement": ['"soft"', "1", '"Required"'],
-    "kv_transfer_preferred_weight": ['"a"', "true", "[]"],
+    "kv_events_endpoints": ['{"0":null}', *(f'{{"{rank}":"x"}}' for rank in BAD_RANKS)],
+    "kv_transfer_enforcement": ['"Required"'],
 }
 
 
@@ -221,24 +200,18 @@ def test_every_field_of_a_selection_may_be_null_but_those_with_a_default() -> No
 
 
 WRONG_SELECTIONS: dict[str, list[str]] = {
-    "selection_id": ["5", "[]"],
-    "expected_output_tokens": ["-1", "1.0", str(2**32)],
-    "strict_priority": ["-1", "1.0", str(2**32), '"1"'],
-    "priority_jump": ['"a"', "true", "1e400"],
+    "strict_priority": [str(2**32), '"1"'],
+    "priority_jump": ["true", "1e400"],
     "pinned_worker": [
-        *("5", "[1,0]", "{}", '{"worker_id":1}', '{"dp_rank":0}'),
-        *('{"worker_id":-1,"dp_rank":0}', '{"worker_id":1,"dp_rank":4294967296}'),
+        "[1,0]",
+        '{"worker_id":-1,"dp_rank":0}',
+        '{"worker_id":1,"dp_rank":4294967296}',
     ],
-    "allowed_worker_ids": ["5", '["1"]', "[-1]", "[null]", "[1.5]"],
-    "routing_constraints": [
-        *("null", "5", "[]", '{"required_taints":null}', '{"required_taints":[1]}'),
-        *('{"preferred_taints":{"a":"x"}}', '{"preferred_taints":[]}'),
-    ],
-    "model_name": ["null", "1"],
-    "tenant_id": ["null", "1"],
+    "allowed_worker_ids": ["[null]", "[1.5]"],
+    "routing_constraints": ['{"required_taints":null}', '{"preferred_taints":[]}'],
     "router_config_override": [
-        *("5", "[]", "[0.5,null,null,null,null,null,null]", '{"overlap_score_credit":"a"}'),
-        *('{"assume_kv_reuse":1}', '{"track_prefill_tokens":"x"}', '{"router_temperature":1e400}'),
+        "[0.5,null,null,null,null,null,null]",
+        '{"router_temperature":1e400}',
     ],
 }
 
@@ -272,25 +245,23 @@ def test_the_last_of_a_repeated_key_counts() -> None:
 
 
 WRONG_RESERVATIONS: dict[str, list[str]] = {
-    "reservation_id": ["null", "1"],
-    "worker_id": ['"1"', str(2**64)],
-    "dp_rank": ["-1", "4294967296"],
-    "effective_prefill_tokens": ["-1", "1.0", str(2**64)],
-    "router_config_override": ['{"overlap_score_credit":3}'],
+    "worker_id": [str(2**64)],
+    "dp_rank": ["4294967296"],
+    "effective_prefill_tokens": ["-1", str(2**64)],
 }
+WRONG = [
+    (read, whole, field, value)
+    for read, whole, fields in (
+        (read_spec, {"worker_id": "1"}, WRONG_WORKERS),
+        (select, {}, WRONG_SELECTIONS),
+        (reservation, {"reservation_id": '"a"', "worker_id": "1"}, WRONG_RESERVATIONS),
+    )
+    for field, values in fields.items()
+    for value in values
+]
 
 
-@pytest.mark.parametrize(
-    ("read", "whole", "field", "value"),
-    [
-        *((read_spec, {"worker_id": "1"}, *pair) for pair in pairs(WRONG_WORKERS)),
-        *((select, {}, *pair) for pair in pairs(WRONG_SELECTIONS)),
-        *(
-            (reservation, {"reservation_id": '"a"', "worker_id": "1"}, *pair)
-            for pair in pairs(WRONG_RESERVATIONS)
-        ),
-    ],
-)
+@pytest.mark.parametrize(("read", "whole", "field", "value"), WRONG)
 def test_a_field_of_the_wrong_shape_is_named(
     read: Callable[[str], object], whole: dict[str, str], field: str, value: str
 ) -> None:
@@ -301,26 +272,6 @@ def test_a_field_of_the_wrong_shape_is_named(
     if read is read_spec and field in WorkerPatch.__struct_fields__ and value != "null":
         with pytest.raises(msgspec.ValidationError, match=field):
             patch(text).changes()
-
-
-OVERRIDE_ERRORS = [
-    ('{"overlap_score_credit":2}', "__all__: overlap_score_credit must be between 0.0 and 1.0"),
-    ('{"overlap_score_credit":-1}', "__all__: overlap_score_credit must be between 0.0 and 1.0"),
-    ('{"router_temperature":-1}', "router_temperature: "),
-    ('{"prefill_load_scale":-1}', "prefill_load_scale: "),
-    ('{"overlap_score_weight":-1}', "prefill_load_scale: "),
-    ('{"overlap_score_weight":-1,"prefill_load_scale":1}', "prefill_load_scale: "),
-    ('{"shared_cache_multiplier":1.1}', "shared_cache_multiplier: "),
-    ('{"shared_cache_multiplier":-0.1}', "shared_cache_multiplier: "),
-]
-
-
-@pytest.mark.parametrize(("override", "error"), OVERRIDE_ERRORS)
-def test_an_override_out_of_range_is_named(override: str, error: str) -> None:
-    with pytest.raises(msgspec.ValidationError) as caught:
-        select(f'{{"router_config_override":{override}}}')
-    assert str(caught.value).startswith(error)
-    assert "router_config_override" in str(caught.value)
 
 
 def test_field_errors_of_an_override_come_together_and_hide_the_credits() -> None:
