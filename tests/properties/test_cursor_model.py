@@ -1,7 +1,8 @@
 """Random engines, losses, restarts and replays against the cursor, used as a listener uses it.
 
 An engine holds a set of blocks, and keeps its last batches for replays. The walk ends with a sound
-connection and whole replays: a source that says `live` then holds what its engine holds.
+connection and whole replays: a source that says `live` then holds what its engine holds, one that
+says `partial` a part of it, one that says `silent` nothing.
 """
 
 import random
@@ -214,7 +215,12 @@ class Walk:
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=1_000)
-def test_a_source_that_is_live_holds_what_its_engine_holds(seed: int) -> None:
+def test_a_source_holds_what_its_state_says_of_what_its_engine_holds(seed: int) -> None:
     walk = Walk(seed)
-    if walk.listener.cursor.state is SourceState.LIVE:
-        assert walk.listener.blocks == walk.engine.blocks
+    cursor, engine, blocks = walk.listener.cursor, walk.engine, walk.listener.blocks
+    if cursor.state is SourceState.LIVE:
+        assert blocks == engine.blocks
+    elif cursor.state is SourceState.SILENT:
+        assert not blocks
+    elif cursor.state is SourceState.PARTIAL:
+        assert blocks <= engine.blocks

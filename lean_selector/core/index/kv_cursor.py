@@ -327,6 +327,8 @@ class KvCursor:
     def cleared(self) -> None:
         """The batch just applied emptied the source: what was missing before it is of no matter."""
         self.lost = self.unknown = 0
+        if self._phase is _Phase.IDLE or self._phase is _Phase.ASKED:
+            self._top, self._holds_top = None, False  # of what was applied before it, too
         if self._phase is not _Phase.ANSWERING:
             self._missing_from = None
             self._missing = self._missing_before = 0

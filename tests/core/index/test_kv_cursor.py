@@ -1,4 +1,5 @@
-"""What a source tells its cursor, story by story; the last one tells random ones.
+"""What a source tells its cursor, story by story; random ones are in
+tests/properties/test_cursor_model.py.
 
 A story is steps, with `;` between them. `live 0 5` are batches of these numbers, `replay 2-4` such
 as come out of a replay, `other 2` is a replayed batch with another content; behind a colon stand
@@ -7,14 +8,10 @@ a replay and name the kept batches that are then applied, `held` such that still
 what the cursor says by then.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Literal
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from lean_selector.core.index import kv_cursor
 from lean_selector.core.index.kv_cursor import UNSET_SEQ, BatchVerdict, KvCursor, SourceState
@@ -235,6 +232,10 @@ WITH_REPLAY = {
         f"{ASKED} connect; live 5 6; held_bytes=2; clear; held;"
         "held_bytes=0 replay_from=None is_settled=True"
     ),
+    "a clear leaves no doubt of what was applied before it": (
+        "live 0; connect; ask; fail; live 1; clear; live 3; replay_from=1; ask;"
+        "replay 1-3: I A A; end; lost=0 state=live"
+    ),
     # A recovered index
     "a recovered source goes on behind its watermark": "resume 41; live 42; state=live",
     "a recovered source asks for what is missing and has nothing to compare": (
@@ -357,182 +358,3 @@ def test_a_replay_that_has_ended_leaves_what_was_kept_to_whoever_finds_its_asker
     play(cursor, "interrupt 5")
     assert not cursor.replay_interrupted()
     assert cursor.state is SourceState.LIVE
-
-
-# -- random stories -------------------------------------------------------------------------------
-
-Operation = tuple[str, int]
-BUFFER = 4  # batches that the engine below can replay
-
-
-def apply_operation(blocks: set[int], operation: Operation) -> None:
-    kind, block = operation
-    if kind == "store":
-        blocks.add(block)
-    elif kind == "remove":
-        blocks.discard(block)
-    else:
-        blocks.clear()
-
-
-class Story(RuleBasedStateMachine):
-    """An engine, a lossy live channel, a replay channel that may fall silent, and the cursor.
-
-    Not told: a restart of which the first batch that arrives has the very next number. It looks
-    like a stream that goes on.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log: list[Operation] = []  # of the running engine
-        self.snapshots: list[set[int]] = []  # what it held after each
-        self.engine = 0  # how often it has begun again
-        # None: from there on it is another connection.
-        self.live: deque[tuple[int, list[set[int]], bytes] | None] = deque([None])
-        self.replies: deque[tuple[int, bytes] | None] = deque()
-        self.request: int | None = None  # under way to the engine
-        self.is_asking = False
-        self.cursor = KvCursor(can_replay=True)
-        self.indexed: set[int] = set()
-        self.followed: list[set[int]] = []  # the snapshots of the engine last heard
-
-    def payload(self, seq: int) -> bytes:
-        """A batch of the running engine, which tells its engine as its time does."""
-        kind, block = self.log[seq]
-        return f"{kind} {block} {self.engine}".encode()
-
-    def apply(self, payload: bytes) -> None:
-        kind, block, _ = payload.decode().split()
-        apply_operation(self.indexed, (kind, int(block)))
-        if kind == "clear":
-            self.cursor.cleared()
-
-    def settle(self) -> None:
-        if self.cursor.is_settled:
-            self.is_asking = False
-        if not self.is_asking:
-            self.replies.clear()
-            self.request = None
-
-    @rule(kind=st.sampled_from(["store", "store", "remove", "clear"]), block=st.integers(0, 2))
-    def publish(self, kind: str, block: int) -> None:
-        held_now = set(self.snapshots[-1]) if self.snapshots else set()
-        apply_operation(held_now, (kind, block))
-        self.log.append((kind, block))
-        self.snapshots.append(held_now)
-        seq = len(self.log) - 1
-        self.live.append((seq, self.snapshots, self.payload(seq)))
-
-    @precondition(lambda self: self.log)
-    @rule(blocks=st.lists(st.integers(0, 2), max_size=1))
-    def restart(self, blocks: list[int]) -> None:
-        self.log, self.snapshots = [], []
-        self.engine += 1
-        self.request = None
-        self.replies.clear()
-        self.live.append(None)
-        for block in blocks:
-            self.publish("store", block)
-
-    @rule()
-    def reconnect(self) -> None:
-        self.live.append(None)
-
-    def is_unheard_of(self) -> bool:
-        """The next batch is the first heard of a new engine, and has the very next number."""
-        if not self.live or self.live[0] is None:
-            return False
-        seq, snapshots, _ = self.live[0]
-        known = self.cursor.watermark
-        return snapshots is not self.followed and known is not None and seq == known + 1
-
-    @precondition(lambda self: self.live and not self.is_unheard_of())
-    @rule()
-    def deliver(self) -> None:
-        message = self.live.popleft()
-        if message is None:
-            self.cursor.connected()
-            return
-        seq, snapshots, payload = message
-        verdict = self.cursor.live(seq, payload)
-        if verdict is RESTART:
-            self.indexed.clear()
-            self.is_asking = False
-        if verdict in (APPLY, RESTART):
-            self.apply(payload)
-        self.followed = snapshots
-        self.settle()
-
-    @precondition(lambda self: self.live and self.live[0] is not None)
-    @rule()
-    def lose(self) -> None:
-        self.live.popleft()
-
-    @precondition(lambda self: self.cursor.replay_from is not None)
-    @rule()
-    def ask(self) -> None:
-        self.request = self.cursor.replay_from
-        self.cursor.replay_started()
-        self.is_asking = True
-
-    @precondition(lambda self: self.request is not None)
-    @rule()
-    def answer(self) -> None:
-        assert self.request is not None
-        first = max(self.request, len(self.log) - BUFFER)
-        self.replies.extend((seq, self.payload(seq)) for seq in range(first, len(self.log)))
-        self.replies.append(None)
-        self.request = None
-
-    @precondition(lambda self: self.replies)
-    @rule()
-    def receive_reply(self) -> None:
-        reply = self.replies.popleft()
-        verdict = self.cursor.replay_finished() if reply is None else self.cursor.replayed(*reply)
-        if verdict is RESTART:
-            self.indexed.clear()
-            self.is_asking = False
-            self.settle()
-        elif reply is None:
-            self.drain()
-        elif verdict is APPLY:
-            self.followed = self.snapshots
-            self.apply(reply[1])
-
-    @precondition(lambda self: self.is_asking)
-    @rule()
-    def give_up(self) -> None:
-        self.cursor.replay_failed()
-        self.drain()
-
-    def drain(self) -> None:
-        self.is_asking = False
-        while (payload := self.cursor.next_held()) is not None:
-            self.apply(payload)
-        self.settle()
-
-    @invariant()
-    def what_the_engine_still_has_is_not_lost(self) -> None:
-        if self.followed is self.snapshots and len(self.log) <= BUFFER:
-            assert (self.cursor.lost, self.cursor.unknown) == (0, 0)
-
-    @invariant()
-    def live_means_what_the_engine_held(self) -> None:
-        knows_of_the_restart = all(
-            message is not None and message[1] is self.followed for message in self.live
-        )
-        if not knows_of_the_restart:
-            return
-        state, watermark = self.cursor.state, self.cursor.watermark
-        if state is SourceState.LIVE:
-            assert watermark is not None
-            assert self.indexed == self.followed[watermark]
-        elif state is SourceState.SILENT:
-            assert not self.indexed
-        elif state is SourceState.PARTIAL:  # some of it, and nothing that it does not hold
-            assert watermark is not None
-            assert self.indexed <= self.followed[watermark]
-
-
-TestStory = Story.TestCase
-TestStory.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
