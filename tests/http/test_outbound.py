@@ -413,24 +413,6 @@ async def test_a_name_may_be_given_for_who_is_found_by_address(files: Files) -> 
             await ask(running.url, Credentials(trust=trust, tls_name="another.test"))
 
 
-@on_loop
-async def test_our_certificate_is_read_again_when_it_changes(files: Files) -> None:
-    credentials = Credentials(trust=Trust(str(files.ca), str(files.cert), str(files.key)))
-    shown: list[bytes | None] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        shown.append(writer.get_extra_info("ssl_object").getpeercert(True))
-        writer.write(response(b"hi"))
-
-    async with serving(serve, OURS.server(clients=OURS)) as running:
-        await ask(running.url, credentials)
-        files.write(OURS.issue("gateway.test"))
-        await ask(running.url, credentials)
-        files.key.write_text("nothing")
-        await ask(running.url, credentials)
-    assert shown[0] != shown[1] == shown[2]
-
-
 @pytest.mark.parametrize("lacks", ["cert", "key", "fits"])
 def test_a_certificate_that_cannot_be_used_is_named(files: Files, lacks: str) -> None:
     if lacks == "fits":

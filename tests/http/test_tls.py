@@ -12,14 +12,12 @@ from collections.abc import Iterator
 import pytest
 
 from lean_selector.http.response import encode_response
-from tests.http.live_server import GET, MIB, OURS, Reader, Server, Writer, answer, run_over_tls
+from tests.http.live_server import GET, OURS, Reader, Server, Writer, answer, run_over_tls
 from tests.http.tls_client import TlsClient, raw
 from tests.support.certificates import Authority
 from tests.support.on_loop import until
 
 PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
-LARGE = b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n"
-
 STRANGERS = Authority()
 TRUSTING = OURS.client()
 
@@ -40,22 +38,6 @@ def failures(server: Server) -> dict[str, int]:
 
 
 # -- what is said in its own way ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_large_bodies_pass_whole_in_both_directions(version: ssl.TLSVersion) -> None:
-    async def test(server: Server) -> None:
-        context = OURS.client()
-        context.minimum_version = context.maximum_version = version
-        reader, writer = await server.connect(context=context)
-        body = bytes(8 * MIB)
-        writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body))
-        writer.write(body)
-        assert (await answer(reader))[2] == b"/a %d" % len(body)
-        writer.write(LARGE)
-        assert (await answer(reader))[2] == body
-
-    run_over_tls(test)
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "farewell", "end without farewell"])

@@ -110,12 +110,6 @@ async def test_replicas_with_right_keys_hear_each_other() -> None:
         assert (one.gate.refused, one.gate.last_refused) == (0, None)
 
 
-@on_loop
-async def test_among_several_keys_that_a_peer_may_have_its_own_is_found() -> None:
-    async with two(Replica(A, B), Replica(B, OTHER, new_pair(), A)) as (one, other):
-        await other.hears(one)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [

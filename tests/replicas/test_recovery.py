@@ -303,15 +303,6 @@ async def test_a_dump_beyond_the_limit_is_not_taken(
         assert "more than 100 bytes" in caplog.text
 
 
-@inside(service)
-async def test_proxies_of_the_environment_are_not_asked(
-    of: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-    await recovered(of, stored(1))
-    assert of.blocks() == 1
-
-
 @on_loop
 async def test_a_recovery_that_is_cancelled_ends_at_once() -> None:
     async with peer_that(hangs) as (peer, asked), service() as of:
@@ -449,19 +440,6 @@ async def test_a_worker_removed_meanwhile_gets_no_more_of_its_blocks() -> None:
         assert await task
         assert of.blocks() == 0
         assert not of.partition.watermarks
-
-
-@on_loop
-async def test_requests_are_served_while_blocks_are_applied() -> None:
-    events = [stored(block, parent=block - 1 or None) for block in range(1, 20_001)]
-    async with peer_that(dumps(dump_of(*events))) as (peer, _), service() as of:
-        task = asyncio.create_task(of.recovery(peer).run())
-        turns = 0
-        while not task.done():
-            turns += 0 < of.blocks() < 20_000
-            await asyncio.sleep(0)
-        assert of.blocks() == 20_000
-        assert turns > 5
 
 
 # -- watermarks -----------------------------------------------------------------------------------
@@ -602,20 +580,6 @@ async def test_a_source_with_lost_batches_gives_no_watermark(of: Service) -> Non
     await until(lambda: of.blocks() == 2, "the sixth batch is heard")
     assert of.subscriptions.watermarks(of.partition) == {}
     await engine.close()
-
-
-@inside(service)
-async def test_sources_are_listed_by_partition(of: Service) -> None:
-    of.register(2)
-    of.register(1)
-    sources = of.subscriptions.statuses()
-    assert [(of.worker_id, of.model_name, of.tenant_id) for of in sources] == [
-        (1, "m", "t"),
-        (2, "m", "t"),
-    ]
-    assert len(of.subscriptions.statuses("m", "t")) == len(sources)
-    assert of.subscriptions.statuses(model_name="other") == []
-    assert of.subscriptions.statuses(tenant_id="other") == []
 
 
 @inside(service)

@@ -82,6 +82,25 @@ def selector(words: str) -> SelectorConfig:
             )
         ),
         ("--discover-defaults {}", "--discover-defaults requires --discover"),
+        ('--discover-defaults {"worker_id":1}', "worker_id is a worker's own"),
+        ("--discover etcd:a", "expected file:PATH"),
+        ("--replica-sync-discover dns:a:1", "requires --replica-sync-port"),
+        ("--replica-sync-port 1 --replica-sync-discover file:a", "peers are found by"),
+        ("--replica-sync-advertise tcp://a:1", "require --replica-sync-bind"),
+        ("--replica-sync-catch-up http://a:1", "requires --replica-sync-port"),
+        ("--replica-sync-bind nonsense", "missing scheme"),
+        ("--replica-sync-port 9 --replica-sync-bind tcp://*:9", "give only one"),
+        (
+            "--replica-sync-bind tcp://*:9 --replica-sync-advertise tcp://a:1"
+            " --replica-sync-peers tcp://b:1,tcp://a:1",
+            "`tcp://a:1` is this replica's own",
+        ),
+        (
+            "--allow-endpoint *://127.0.0.0/8:* --replica-sync-port 9092"
+            " --replica-sync-peers tcp://127.0.0.1:9,tcp://198.51.100.1:5557",
+            "--replica-sync-peers: `tcp://198.51.100.1:5557` is not allowed by --allow-endpoint",
+        ),
+        ("--allow-endpoint 198.51.100.0/24", "is not SCHEME://HOST:PORT"),
         (
             "--worker-health-path /x",
             "--worker-health-path requires --worker-health-interval-secs",
@@ -136,6 +155,7 @@ def test_a_path_that_would_be_left_out_ends_the_start(
     [
         ("--session-affinity-ttl-secs 60", "--session-affinity-ttl-secs"),
         ("--prompts-tokenizer /x", "--prompts local"),
+        ("--allow-endpoint tcp://*:*", "`http://a:80` is not allowed by --allow-endpoint"),
         ("--worker-health-interval-secs none --worker-health-path /x", "-interval-secs"),
     ],
 )

@@ -1,8 +1,5 @@
 """The flags that open the doors for gateways, on the real process."""
 
-import contextlib
-import http.client
-import json
 import socket
 import stat
 import subprocess
@@ -11,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.prometheus_tools import scrape
 from tests.support.running_service import RunningService, free_port, wait_until
 
 WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://10.0.0.7:8000", "block_size": 16}
@@ -102,22 +98,3 @@ def test_who_can_write_lines_needs_no_token_to_free_and_to_eject(tmp_path: Path)
         wait_until(lambda: "ejected" in service.get("/ready")[1], "the worker is ejected")
         (row,) = service.get("/loads")[1]
         assert row["loads"][0]["active_requests"] == 0
-
-
-def test_why_blocks_are_not_known_is_in_the_answer_the_access_log_and_the_metrics() -> None:
-    flags = ("--prompts", "off", "--use-kv-events", "false")
-    logging = ("--access-log", "true", "--log-format", "json")
-    with RunningService(*flags, *logging) as service:
-        assert service.post("/workers", WORKER)[0] == 201
-        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
-        with contextlib.closing(connection):
-            body = json.dumps({"model": "m", "prompt": "hello"})
-            headers = {"content-type": "application/json"}
-            connection.request("POST", "/route/v1/completions", body, headers)
-            told = connection.getresponse().headers
-        assert told["x-lean-prompt"] == "off"
-        assert 'lean_selector_unknown_prompts_total{reason="off"} 1' in scrape(service.port)
-        _, log = service.stop()
-    (line,) = (each for each in map(json.loads, log.splitlines()) if "prompt" in each)
-    assert (line["route"], line["prompt"]) == ("/route/{path*}", "off")
-    assert line["reservation_id"] == told["x-reservation-id"]

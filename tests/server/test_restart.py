@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lean_selector.publisher import KvEventPublisher
 from lean_selector.server.state_files import opened
 from tests.server.kept_selector import Kept, is_free
 from tests.support.prometheus_tools import parsed, scrape, value
@@ -183,42 +182,6 @@ def hears(other: RunningService, service: RunningService) -> bool:
     path = "/replica_sync/peers?detail=true"
     own, publishers = service.get(path)[1]["router_id"], other.get(path)[1]["publishers"]
     return own in [each["router_id"] for each in publishers]
-
-
-def blocks(service: RunningService) -> int:
-    """That the index has; none is told of while it recovers."""
-    status, dump = service.get("/dump")
-    events = [event for each in dump.values() for event in each["events"]] if status == 200 else []
-    return sum(len(event["event"]["data"]["stored"]["blocks"]) for event in events)
-
-
-def test_what_the_engine_has_forgotten_comes_from_a_peer_and_the_rest_behind_it(
-    tmp_path: Path,
-) -> None:
-    """The KV index is in no file."""
-    port = "tcp://127.0.0.1:*"
-    with (
-        KvEventPublisher(kv_block_size=16, endpoint=port, replay_endpoint=port) as engine,
-        RunningService() as peer,
-    ):
-        for name in range(1, 6):
-            engine.publish_stored(token_ids=[name] * 16, block_hashes=[name])
-        told = {"kv_events_endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint}
-        flags = ("--indexer-peers", f"http://127.0.0.1:{peer.port}")
-        with RunningService("--state-dir", str(tmp_path), *flags) as service:
-            for each in (peer, service):
-                assert each.post("/workers", {**worker(), **told})[0] == 201
-                wait_until(lambda each=each: blocks(each) == 5, "all is indexed")  # type: ignore[misc]
-            kill(service)
-        while len(engine._kept) > 1:
-            engine._kept.popleft()
-        with service:
-            wait_until(lambda: "recovering" not in service.get("/ready")[1], "it has recovered")
-            wait_until(
-                lambda: [each["state"] for each in service.get("/kv_sources")[1]] == ["live"],
-                "and hears the engine",
-            )
-            assert blocks(service) == 5
 
 
 # -- who may write --------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Start and stop of the service's process, its UNIX socket, and its clock."""
 
-import contextlib
 import json
 import os
 import re
@@ -207,83 +206,6 @@ def test_a_successor_takes_the_path_while_the_old_process_drains(tmp_path: Path)
             assert stat.S_IMODE(path.stat().st_mode) == 0o660
             assert new.stop()[0] == 0
     assert not path.exists()
-
-
-class KeepAliveClients:
-    """Clients that ask without end, each on a connection that it keeps as long as it may.
-
-    What may fail is a connection that is refused: nothing was sent, and the client tries again. A
-    request that was sent and is not answered 200 is lost.
-    """
-
-    def __init__(self, count: int, to: int | Path) -> None:
-        self._to = to
-        self._ends = threading.Event()
-        self.answered = [0] * count
-        self.lost: list[str] = []
-        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(count)]
-
-    def __enter__(self) -> "KeepAliveClients":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ends.set()
-        for thread in self._threads:
-            thread.join(DEADLINE_S)
-
-    def _ask(self, index: int) -> None:
-        connection = None
-        while not self._ends.is_set():
-            if connection is None:
-                try:
-                    connection = Connection(self._to)
-                except (ConnectionRefusedError, FileNotFoundError):
-                    self._ends.wait(0.01)
-                    continue
-            try:
-                answer = connection.exchange()
-            except OSError as error:
-                answer = repr(error).encode()
-            if not answer.startswith(b"HTTP/1.1 200 ") or not answer.endswith(b"}"):
-                self.lost.append(answer[:100].decode())
-                return
-            self.answered[index] += 1
-            if b"\r\nconnection: close\r\n" in answer:
-                connection.socket.close()
-                connection = None
-        if connection is not None:
-            connection.socket.close()
-
-    def go_on(self, rounds: int = 20) -> None:
-        """Every client is answered `rounds` times from now on, or one has lost a request."""
-        goals = [count + rounds for count in self.answered]
-
-        def reached() -> bool:
-            return bool(self.lost) or all(
-                count >= goal for count, goal in zip(self.answered, goals, strict=True)
-            )
-
-        wait_until(reached, "all clients are answered")
-        assert self.lost == []
-
-
-def test_restarts_on_one_path_lose_no_request(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    flags = ("--uds", str(path), "--drain-secs", "20")
-    with contextlib.ExitStack() as services:
-        serving = services.enter_context(RunningService(*flags))
-        with KeepAliveClients(16, path) as clients:
-            for _ in range(3):
-                clients.go_on()
-                serving.process.send_signal(signal.SIGTERM)
-                wait_until(lambda: not path.exists(), "the old process lets go of the path")
-                successor = services.enter_context(RunningService(*flags))
-                clients.go_on()
-                assert serving.stop()[0] == 0
-                serving = successor
-            clients.go_on()
 
 
 def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:

@@ -28,8 +28,6 @@ from tests.support.running_service import RunningService, free_port, wait_until
 from tests.support.tls_service import TlsService, ask, shown_by
 
 OURS, STRANGERS = Authority(), Authority()
-WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://w:1", "block_size": 4}
-PROMPT = {"model_name": "m", "token_ids": list(range(16))}
 
 
 @pytest.fixture
@@ -86,32 +84,6 @@ def test_a_wrong_pair_is_no_start(files: Files) -> None:
 # -- what the services do over it ------------------------------------------------------------------
 
 
-def test_the_life_of_a_request_and_a_large_dump_over_tls(files: Files) -> None:
-    with TlsService(files, OURS, "--use-kv-events", "false", "--router-ttl-secs", "600") as service:
-        connection = service.connection()
-        assert ask(connection, "POST", "/workers", WORKER)[0] == 201
-        status, chosen = ask(
-            connection, "POST", "/select_and_reserve", {"reservation_id": "a", **PROMPT}
-        )
-        assert (status, chosen["worker_id"]) == (200, 1)
-        assert ask(connection, "POST", "/reservations/a/prefill_complete")[0] == 200
-        assert ask(connection, "POST", "/reservations/a/output_block", {})[0] == 200
-        assert ask(connection, "DELETE", "/reservations/a") == (200, {"status": "ok"})
-        assert ask(connection, "DELETE", "/reservations/a")[0] == 404
-        prompt = {"model_name": "m", "token_ids": list(range(400_000))}
-        assert (
-            ask(connection, "POST", "/select_and_reserve", {"reservation_id": "b", **prompt})[0]
-            == 200
-        )
-        status, dump = ask(connection, "GET", "/dump")
-        assert status == 200
-        assert len(str(dump)) > 5_000_000
-        assert ask(connection, "GET", "/health") == (200, {"status": "ok"})
-        status, metrics = ask(connection, "GET", "/metrics")
-        assert 'lean_selector_tls_handshake_failures_total{reason="not_tls"} 0' in metrics
-        connection.close()
-
-
 def test_the_slot_tracker_speaks_it_too_and_the_unix_socket_does_not(
     files: Files, tmp_path: Path
 ) -> None:
@@ -155,12 +127,6 @@ class _Gateway(TlsService):
             return super().is_healthy()
         finally:
             self.port = port
-
-
-def _sample(metrics: str, name: str) -> float:
-    return sum(
-        float(line.rpartition(" ")[2]) for line in metrics.splitlines() if line.startswith(name)
-    )
 
 
 # -- who is let in ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from loadtest.child_service import ChildService, plain_environment
-from tests.support.certificates import HOST, Authority, Files
+from tests.support.certificates import Authority
 from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.support.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.running_service import RunningService, free_port, wait_until
@@ -93,41 +92,6 @@ def test_no_peer_is_registered_that_is_not_allowed(module: str) -> None:
         assert answer == {"error": f"endpoint: `{OUTSIDE}` is not allowed by --allow-endpoint"}
         assert service.get("/replica_sync/peers") == (200, [])
         assert service.post("/replica_sync/register_peer", {"endpoint": INSIDE})[0] == 201
-
-
-@pytest.mark.parametrize(
-    ("command", "flags", "fault"),
-    [
-        (
-            ["lean_selector"],
-            ["--replica-sync-port", "9092", "--replica-sync-peers", f"{INSIDE},{OUTSIDE}"],
-            f"--replica-sync-peers: `{OUTSIDE}` is not allowed by --allow-endpoint",
-        ),
-        (
-            ["lean_selector.slot_tracker"],
-            ["--replica-sync-port", "9092", "--replica-sync-peers", OUTSIDE],
-            f"--replica-sync-peers: `{OUTSIDE}` is not allowed by --allow-endpoint",
-        ),
-        (
-            ["lean_selector", "gateway", "http://198.51.100.1:8000"],
-            [],
-            "`http://198.51.100.1:8000` is not allowed by --allow-endpoint",
-        ),
-        (
-            ["lean_selector"],
-            ["--allow-endpoint", "198.51.100.0/24"],
-            "is not SCHEME://HOST:PORT",
-        ),
-    ],
-)
-def test_what_flags_name_and_do_not_allow_ends_the_start(
-    command: list[str], flags: list[str], fault: str
-) -> None:
-    start = [sys.executable, "-m", *command, "--allow-endpoint", ALLOWED, *flags]
-    ended = subprocess.run(start, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 2
-    assert fault in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
 
 
 # -- what is found --------------------------------------------------------------------------------
@@ -291,20 +255,3 @@ def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_a
 
 
 # -- the warning ----------------------------------------------------------------------------------
-
-
-def test_who_can_be_made_to_connect_anywhere_is_warned_at_the_start(tmp_path: Path) -> None:
-    """By strangers: who asks for certificates lets none in."""
-    authority = Authority()
-    files = Files(tmp_path, authority, authority.issue(HOST))
-    tls = ("--tls-cert", str(files.cert), "--tls-key", str(files.key))
-    open_to_all = {(), tls}
-    for flags in ((), tls, (*tls, "--tls-client-ca", str(files.ca)), ("--allow-endpoint", ALLOWED)):
-        port = free_port()
-        command = [sys.executable, "-m", "lean_selector.slot_tracker", "--port", str(port), *flags]
-        child = ChildService(command, port, env=plain_environment())
-        try:
-            wait_until(lambda: "listening" in child.log(), "it is up")  # noqa: B023
-            assert ("connect to any endpoint" in child.log()) is (flags in open_to_all)
-        finally:
-            child.stop()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lean_selector.core.selection.router_settings import RouterSettings, SelectionCacheSettings
+from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.settings import API_1_3, API_1_6, Dialect
 from lean_selector.http.response import encode_response
@@ -101,14 +101,6 @@ def test_in_the_1_3_dialect_an_id_that_is_taken_leaves_the_selection() -> None:
     assert service.post("/reservations", {"selection_id": "a"})[0] == 201
 
 
-@pytest.mark.parametrize("dialect", [API_1_3, API_1_6])
-def test_a_selection_is_forgotten_after_its_time(dialect: Dialect) -> None:
-    service = Service(dialect, selection_cache=SelectionCacheSettings(ttl_s=5.0))
-    service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
-    service.now += 5.0
-    assert service.post("/reservations", {"selection_id": "a"})[0] == 404
-
-
 def test_a_selection_whose_rank_is_gone_waits_for_it() -> None:
     service = Service()
     service.register(2)
@@ -135,19 +127,6 @@ def test_booking_anew_forgets_what_was_selected_under_the_id() -> None:
     assert service.post("/reservations", {"selection_id": "a"})[0] == 404
 
 
-def test_an_id_that_is_taken_is_told_so_before_anything_else_is_judged() -> None:
-    service = Service()
-    service.post("/select_and_reserve", {"selection_id": "a", "token_ids": TOKENS})
-    taken = 409, {"error": "selection a is already reserved or being reserved"}
-    assert service.post("/select_and_reserve", {"selection_id": "a"}) == taken
-    assert (
-        service.post(
-            "/reservations", {"selection_id": "a", "worker_id": 1, "dp_rank": 9, "token_ids": [1]}
-        )
-        == taken
-    )
-
-
 def test_an_id_is_taken_while_its_request_waits_and_free_when_its_client_is_gone() -> None:
     service = Service(queue_threshold=0.5)
     service.post("/select_and_reserve", {"selection_id": "first", "token_ids": TOKENS})
@@ -158,21 +137,6 @@ def test_an_id_is_taken_while_its_request_waits_and_free_when_its_client_is_gone
     assert service.request("DELETE", "/reservations/a")[0] == 404
     waiting.hang_up()
     assert service.post("/reservations", {**again, "worker_id": 1})[0] == 201
-
-
-def test_an_id_that_waited_is_booked_when_its_turn_comes() -> None:
-    service = Service(queue_threshold=0.5)
-    service.post("/select_and_reserve", {"selection_id": "first", "token_ids": TOKENS})
-    waiting = service.later("/select_and_reserve", {"selection_id": "a", "token_ids": TOKENS})
-    service.request("DELETE", "/reservations/first")
-    status, answer = answer_of(waiting)
-    assert (status, answer["selection_id"]) == (200, "a")
-    assert answer["sequence_hashes"]
-    assert service.request("DELETE", "/reservations/a")[0] == 200
-    assert (
-        service.post("/reservations", {"selection_id": "a", "worker_id": 1, "token_ids": []})[0]
-        == 201
-    )
 
 
 def test_a_select_that_waited_is_remembered_as_it_was_answered() -> None:
@@ -197,30 +161,6 @@ def test_an_advisory_select_never_waits_and_is_told_the_load(dialect: Dialect) -
         "prefill_token_capacity": 10,
         "prefill_busy": True,
     }
-
-
-def test_an_override_counts_as_in_1_3() -> None:
-    """D42: worker 1 has prefill waiting, worker 2 blocks."""
-    service = Service()
-    service.register(2)
-    service.post(
-        "/reservations",
-        {
-            "selection_id": "a",
-            "worker_id": 1,
-            "sequence_hashes": [],
-            "isl_tokens": 40,
-            "effective_prefill_tokens": 40,
-        },
-    )
-    service.post(
-        "/reservations",
-        {"selection_id": "b", "worker_id": 2, "sequence_hashes": [1, 2, 3], "isl_tokens": 12},
-    )
-    body = {"token_ids": [1, 2, 3, 4]}
-    assert service.post("/select", body)[1]["worker_id"] == 2
-    override = {"router_config_override": {"prefill_load_scale": 0.0}}
-    assert service.post("/select", {**body, **override})[1]["worker_id"] == 1
 
 
 @pytest.mark.parametrize("by_flag", [True, False])

@@ -5,8 +5,6 @@ What each kind of discovery reads, what engines answer and who is registered whe
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -252,39 +250,3 @@ def test_slot_trackers_find_each_other_too() -> None:
 
 
 # -- what it costs when it is off -----------------------------------------------------------------
-
-
-def test_what_cannot_be_begun_ends_the_start_in_one_line(tmp_path: Path) -> None:
-
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("DYN_", "KUBERNETES_"))}
-    for status, flags, reason in (
-        (2, ("--discover", "etcd:a"), "expected file:PATH"),
-        (1, ("--discover", "kubernetes:a/b"), "this is no pod"),
-        (
-            1,
-            ("--discover", "kubernetes:a/b", "--kubernetes-api", "https://a"),
-            "No such file or directory",
-        ),
-        (2, ("--discover-defaults", '{"worker_id":1}'), "worker_id is a worker's own"),
-        (
-            1,
-            ("--discover", "url:http://a", "--worker-token-file", str(tmp_path / "none")),
-            "No such file or directory",
-        ),
-        (2, ("--replica-sync-discover", "dns:a:1"), "requires --replica-sync-port"),
-        (
-            2,
-            ("--replica-sync-port", "1", "--replica-sync-discover", "file:a"),
-            "peers are found by",
-        ),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "lean_selector", "--port", "0", *flags],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            env=env,
-        )
-        assert done.returncode == status, (flags, done.stderr)
-        assert reason in done.stderr.splitlines()[-1], (flags, done.stderr)

@@ -19,7 +19,6 @@ import pytest
 from lean_selector.build_info import form
 from lean_selector.http.head import HeaderBlock, Request
 from lean_selector.http.response import PendingReply, encode_response
-from lean_selector.publisher import KvEventPublisher
 from lean_selector.service.access_log import with_access_log
 from lean_selector.service.logs import ACCESS_LOG, BURST
 from tests.support.prometheus_tools import parsed, scrape, value
@@ -131,45 +130,6 @@ def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> N
     assert (began["model"], ended["requests_shed"]) == ("default", 3)
     assert ejected["reason"] == "3 requests in a row failed, the last: connection refused"
     assert (ejected["ranks"], ejected["worker_id"]) == (1, 1)
-
-
-def test_expiry_is_one_line_with_a_count() -> None:
-    with start("--reservation-expiry-secs", "0.1") as service:
-        service.post("/workers", worker())
-        for _ in range(3):
-            service.post("/select_and_reserve", prompt())
-        wait_until(
-            lambda: not service.get("/loads")[1][0]["loads"][0]["active_requests"], "they expire"
-        )
-        _, log = service.stop()
-    found = [line for line in lines(log) if line["event"] == "reservations expired"]
-    assert sum(line["count"] for line in found) == 3
-    assert len(found) <= 2  # a tick may fall between
-
-
-def test_sources_and_peers_have_a_life_too() -> None:
-    port = free_port()
-    flags = ("--replica-sync-port", str(free_port()))
-    with (
-        KvEventPublisher(kv_block_size=16, endpoint=f"tcp://127.0.0.1:{port}") as engine,
-        RunningService("--log-format", "json", *flags) as service,
-    ):
-        service.post("/workers", worker(kv_events_endpoint=f"tcp://127.0.0.1:{port}"))
-
-        def is_heard() -> bool:
-            engine.publish_all_cleared()
-            return bool(service.get("/kv_sources")[1][0]["messages"])
-
-        wait_until(is_heard, "the engine is heard")
-        peer = {"endpoint": "tcp://127.0.0.1:9"}
-        service.post("/replica_sync/register_peer", peer)
-        service.post("/replica_sync/deregister_peer", peer)
-        _, log = service.stop()
-    found = lines(log)
-    (source,) = [line for line in found if "first message" in line["event"]]
-    assert (source["worker_id"], source["dp_rank"]) == (1, 0)
-    peers = [line["event"] for line in found if line.get("endpoint") == peer["endpoint"]]
-    assert peers == ["replica peer registered", "replica peer deregistered"]
 
 
 def test_the_slot_tracker_logs_its_workers_expiry_and_requests() -> None:

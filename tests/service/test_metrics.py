@@ -229,36 +229,6 @@ def test_the_queue_and_a_client_that_leaves_it() -> None:
         assert value(samples, requests, route="/select", status="200") == 1
 
 
-def test_replica_events_by_direction_kind_and_result() -> None:
-    port_a, port_b = free_port(), free_port()
-
-    def start(own: int, other: int) -> RunningService:
-        peers = f"tcp://127.0.0.1:{other}"
-        flags = "--replica-sync-port", str(own), "--replica-sync-peers", peers
-        return RunningService("--use-kv-events", "false", *flags)
-
-    events = "lean_selector_replica_events_total"
-    with start(port_a, port_b) as a, start(port_b, port_a) as b:
-        for each in (a, b):
-            each.post("/workers", worker(1))
-        booked = 0
-
-        def is_heard() -> bool:
-            nonlocal booked
-            booked += 1
-            assert a.post("/select_and_reserve", prompt())[0] == 200
-            return value(read(b), events, direction="in", kind="add", result="applied") > 0
-
-        wait_until(is_heard, "a booking reaches the other replica")
-        samples = read(a)
-        assert value(samples, events, direction="out", kind="add", result="published") == booked
-        peers = "lean_selector_replica_peers"
-        wait_until(lambda: value(read(a), peers, state="connected") == 1, "connected both ways")
-        assert value(read(b), "lean_selector_reservations", origin="replica") > 0
-        assert value(samples, "lean_selector_replica_send_overflows_total") == 0
-        assert value(samples, "lean_selector_replica_outbox_events") == 0
-
-
 # -- the format -----------------------------------------------------------------------------------
 
 

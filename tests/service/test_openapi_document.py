@@ -28,7 +28,6 @@ from tests.support.gates import (
     selection_gate_16,
     slot_tracker_gate,
 )
-from tests.support.running_service import RunningService
 
 DATA = Path(__file__).parents[1] / "data"
 # Without what needs a flag to be there.
@@ -41,19 +40,6 @@ RECORDED = {
     "selector_16": "selection_16.jsonl",
     "slot_tracker": "slot_tracker.jsonl",
 }
-
-
-def running(name: str) -> RunningService:
-    if name == "slot_tracker":
-        return RunningService(module="lean_selector.slot_tracker")
-    return RunningService(*(("--api", "1.6") if name == "selector_16" else ()))
-
-
-@pytest.fixture(scope="module", params=list(TABLES))
-def service(request: pytest.FixtureRequest) -> Iterator[tuple[str, RunningService]]:
-    name: str = request.param
-    with running(name) as service:
-        yield name, service
 
 
 def made(service: str) -> dict[str, Any]:
@@ -125,19 +111,6 @@ def response_of(document: dict[str, Any], operation: dict[str, Any], status: int
 
 
 # -- the document ---------------------------------------------------------------------------------
-
-
-def test_a_running_service_serves_it_the_same_each_time(
-    service: tuple[str, RunningService],
-) -> None:
-    name, process = service
-    first, second = process.get("/openapi.json"), process.get("/openapi.json")
-    assert first == second
-    status, document = first
-    assert status == 200
-    assert document == DOCUMENTS[name] | {"paths": document["paths"], "tags": document["tags"]}
-    assert document["paths"].keys() == DOCUMENTS[name]["paths"].keys()
-    assert "Not described" not in {each["summary"] for _, _, each in operations(document)}
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -231,41 +204,6 @@ def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPa
 
 
 # -- what the services answer ---------------------------------------------------------------------
-
-
-def test_its_examples_are_served_as_it_says(service: tuple[str, RunningService]) -> None:
-    """In the order of a worker's life, each sent once."""
-    name, process = service
-    document = DOCUMENTS[name]
-    sent: list[tuple[str, str, Any]] = []
-    for method, template, operation in operations(document):
-        path = template
-        for parameter in operation.get("parameters", []):
-            if parameter["in"] == "path":
-                path = path.replace(f"{{{parameter['name']}}}", str(parameter["example"]))
-        media = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-        sent.append((method, path, media.get("example")))
-    turns = ["POST", "PATCH", "GET", "DELETE"]
-    ends = [("POST", "/unregister"), ("DELETE", "/workers/1")]
-    sent.sort(key=lambda each: (turns.index(each[0]), each[:2] in ends))
-    refused = []
-    for method, path, example in sent:
-        if path == "/metrics":
-            continue  # no JSON
-        query = "?model=llama" if (method, path) == ("DELETE", "/busy_threshold") else ""
-        status, body = process.request(method, path + query, example)
-        asked = operation_of(document, method, path)
-        assert asked is not None
-        response = response_of(document, asked, status)
-        assert response is not None, (method, path, status, body)
-        if "content" in response:
-            schema = response["content"]["application/json"]["schema"]
-            validator(closed(document), schema).validate(body)
-        if status >= 400:
-            refused.append((method, path, status))
-    # There are no replicas to speak of.
-    of_replicas = ("peer", "/replica_sync/")
-    assert [each for each in refused if not any(part in each[1] for part in of_replicas)] == []
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,16 @@
-"""Sessions as their users see them: over HTTP, with the frames that peers exchange."""
+"""Sessions as their users see them, and what peers are told and list of them."""
 
-import contextlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 
 from lean_selector.core.sessions.shapes import SessionEvent
-from lean_selector.wire.replica_frames import SESSION_TOPIC, decode_session, encode_session
-from tests.support.prometheus_tools import scrape
-from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from lean_selector.core.sessions.table import SessionTables
+from lean_selector.core.settings import SessionSettings
+from tests.support.gates import InProcess, selection_gate, selection_service
+from tests.support.running_service import RunningService, free_port, wait_until
 
 ON = ("--session-affinity-ttl-secs", "60", "--use-kv-events", "false")
 VECTORS = json.loads(
@@ -21,23 +18,16 @@ VECTORS = json.loads(
 )
 
 
-class Fleet(RunningService):
+class Fleet:
     """A service with workers 1 (ranks 0 and 1, with much to prefill) and 2."""
 
-    def __enter__(self) -> "Fleet":
-        super().__enter__()
+    def __init__(self, service: InProcess | RunningService) -> None:
+        self.request = service.request
         self.add_workers()
         for dp_rank in (0, 1):
-            self.done(
-                "POST",
-                "/reservations",
-                {
-                    **{"model_name": "m", "reservation_id": f"load {dp_rank}", "worker_id": 1},
-                    **{"dp_rank": dp_rank, "sequence_hashes": [], "isl_tokens": 90},
-                    "effective_prefill_tokens": 90,
-                },
-            )
-        return self
+            load = {"model_name": "m", "reservation_id": f"load {dp_rank}", "worker_id": 1}
+            rank: dict[str, object] = {"dp_rank": dp_rank, "sequence_hashes": [], "isl_tokens": 90}
+            self.done("POST", "/reservations", {**load, **rank, "effective_prefill_tokens": 90})
 
     def add_workers(self) -> None:
         for worker_id, size in ((1, 2), (2, 1)):
@@ -64,10 +54,16 @@ class Fleet(RunningService):
         )
 
 
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    with Fleet(*ON) as service:
-        yield service
+@pytest.fixture
+def told() -> list[SessionEvent]:
+    """What peers are told."""
+    return []
+
+
+@pytest.fixture
+def fleet(told: list[SessionEvent]) -> Fleet:
+    tables = SessionTables(SessionSettings(ttl_s=60.0), tell=told.append)
+    return Fleet(InProcess(selection_gate(service=selection_service(tables=tables))))
 
 
 def test_a_session_stays_where_it_was_booked(fleet: Fleet) -> None:
@@ -141,140 +137,57 @@ def test_a_field_of_the_wrong_shape_is_named(
     assert named in answer["error"]
 
 
-def test_the_explanation_and_the_metrics_tell_of_a_session(fleet: Fleet) -> None:
-    assert fleet.book("e", "explained", allowed_worker_ids=[2])[0] == 200
-    body = {"model_name": "m", "token_ids": [1], "session_id": "explained", "explain": True}
-    why = fleet.done("POST", "/select", body)["explain"]
-    assert why["session"] == {
-        **{"session_id": "explained", "mode": "hard", "bound": True},
-        **{"worker_id": 2, "dp_rank": 0, "reservations": 1},
-    }
-    assert [row["filtered"] for row in why["ranks"]] == ["affinity", "affinity", None]
-    text = scrape(fleet.port)
-    scope = 'model="m",tenant_id="default"'
-    assert f'lean_selector_session_bookings_total{{{scope},result="followed"}} 0' in text
-    assert f'lean_selector_sessions{{{scope},state="held"}}' in text
-
-
 # -- peers ----------------------------------------------------------------------------------------
 
 
-class Peer:
-    """A PUB that the service hears, and a SUB that hears it."""
-
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", sync_port: int) -> None:
-        self.pub = context.socket(zmq.PUB)
-        self.endpoint = f"tcp://127.0.0.1:{self.pub.bind_to_random_port('tcp://127.0.0.1')}"
-        self.sub = context.socket(zmq.SUB)
-        self.sub.subscribe(b"dynamo.")
-        self.sub.connect(f"tcp://127.0.0.1:{sync_port}")
-
-    def hears_anything(self) -> bool:
-        """True when something of sessions came within a moment."""
-        while self.sub.poll(100):
-            if self.sub.recv_multipart()[0] == SESSION_TOPIC:
-                return True
-        return False
-
-    def heard_before(self, mark: str) -> list[list[bytes]]:
-        """What was told of sessions before a session that is called so was booked."""
-        messages: list[list[bytes]] = []
-        while True:
-            assert self.sub.poll(int(1000 * DEADLINE_S)), "the mark comes"
-            frames = self.sub.recv_multipart()
-            if frames[0] == SESSION_TOPIC:
-                if decode_session(frames).session_id == mark:
-                    return messages
-                messages.append(frames)
-
-
-@contextmanager
-def peered(*flags: str) -> Iterator[tuple[Fleet, Peer]]:
-    """A service and a peer that hear each other."""
-    sync_port = free_port()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    peer = Peer(context, sync_port)
-    try:
-        binds = ("--replica-sync-port", str(sync_port), "--replica-sync-peers", peer.endpoint)
-        with Fleet(*ON, *binds, *flags) as service:
-
-            def is_heard() -> bool:
-                peer.pub.send_multipart([SESSION_TOPIC, encode_session(told("hello", 1))])
-                return 'replica_sessions_total{result="bound"} 1' in scrape(service.port)
-
-            wait_until(is_heard, "the service hears its peer")
-            tries = iter(range(10_000))
-
-            def hears() -> bool:
-                service.book(f"try {next(tries)}", "tries")
-                return peer.hears_anything()
-
-            wait_until(hears, "the peer hears the service")
-            service.book("began", "began")
-            peer.heard_before("began")
-            yield service, peer
-    finally:
-        context.destroy(linger=0)
+def test_bookings_and_releases_are_told_as_by_the_reference(
+    fleet: Fleet, told: list[SessionEvent]
+) -> None:
+    """The captured calls again: which messages each causes, by session and version."""
+    steps = [step for step in VECTORS["captured"] if "/workers" not in step["caused_by"]]
+    numbers: dict[int, int] = {}  # of the reference's sequences, in order
+    ours: dict[int, int] = {}
+    compared = 0
+    for step in steps[:10]:
+        method, path, *body = step["caused_by"].split(" ", 2)
+        sent = json.loads(body[0]) if body else None
+        if sent and path == "/select_and_reserve":
+            sent["reservation_id"] = sent.pop("selection_id")
+        told.clear()
+        fleet.request(method, path, sent)
+        expected = [
+            message["decoded"]
+            for message in step["messages"]
+            if message["topic"] == VECTORS["topic"]
+        ]
+        assert [
+            (e.session_id, e.worker_id, ours.setdefault(e.sequence, len(ours))) for e in told
+        ] == [
+            (e["session_id"], e["worker_id"], numbers.setdefault(e["sequence"], len(numbers)))
+            for e in expected
+        ], step["caused_by"]
+        compared += len(told)
+    assert compared >= 5
 
 
-def told(session_id: str, worker_id: int, dp_rank: int | None = 0) -> SessionEvent:
-    return SessionEvent("m", "default", session_id, worker_id, dp_rank, 5, 77)
-
-
-def test_bookings_and_releases_are_told_in_the_frames_of_the_reference() -> None:
-    """The captured calls again: which messages each causes, by topic, session and version."""
-    with peered() as (service, peer):
-        steps = [step for step in VECTORS["captured"] if "/workers" not in step["caused_by"]]
-        numbers: dict[int, int] = {}  # of the reference's sequences, in order
-        ours: dict[int, int] = {}
-        compared = 0
-        for number, step in enumerate(steps[:10]):
-            method, path, *body = step["caused_by"].split(" ", 2)
-            sent = json.loads(body[0]) if body else None
-            if sent and path == "/select_and_reserve":
-                sent["reservation_id"] = sent.pop("selection_id")
-            service.request(method, path, sent)
-            service.book(f"mark {number}", f"mark {number}")
-            messages = peer.heard_before(f"mark {number}")
-            expected = [
-                message["decoded"]
-                for message in step["messages"]
-                if message["topic"] == VECTORS["topic"]
-            ]
-            events = [decode_session(frames) for frames in messages]
-            assert [
-                (e.session_id, e.worker_id, ours.setdefault(e.sequence, len(ours))) for e in events
-            ] == [
-                (e["session_id"], e["worker_id"], numbers.setdefault(e["sequence"], len(numbers)))
-                for e in expected
-            ], step["caused_by"]
-            for event, frames in zip(events, messages, strict=True):
-                assert encode_session(event) == frames[1]
-            compared += len(events)
-        assert compared >= 5
-
-
-def test_who_catches_up_takes_the_sessions_over_also_of_workers_that_come_later() -> None:
-    ports = free_port(), free_port()
-    first_flags = ("--replica-sync-port", str(ports[0]))
-    with Fleet(*ON, *first_flags) as first:
+def test_a_replica_that_catches_up_takes_sessions_over_also_of_workers_that_come_later() -> None:
+    port = free_port()
+    with RunningService(*ON, "--replica-sync-port", str(port)) as running:
+        first = Fleet(running)
         assert first.book("a", "s", allowed_worker_ids=[1])[0] == 200
         there = first.select("s")
         status, listed = first.request("GET", "/replica_sync/sessions")
         assert status == 200
         (session,) = listed["sessions"]
         assert (session["session_id"], session["worker_id"], session["idle_s"]) == ("s", 1, 0.0)
-        second_flags = (
-            *("--replica-sync-port", str(ports[1])),
-            *("--replica-sync-peers", f"tcp://127.0.0.1:{ports[0]}"),
-            *("--replica-sync-catch-up", f"http://127.0.0.1:{first.port}"),
+        flags = (
+            *("--replica-sync-port", str(free_port())),
+            *("--replica-sync-peers", f"tcp://127.0.0.1:{port}"),
+            *("--replica-sync-catch-up", f"http://127.0.0.1:{running.port}"),
         )
-        with contextlib.ExitStack() as stack:
-            second = Fleet(*ON, *second_flags)
-            stack.callback(second.stop)
-            RunningService.__enter__(second)
-            wait_until(lambda: "1 sessions at" in second.log(), "the list was taken")
-            second.add_workers()
+        with RunningService(*ON, *flags) as late:
+            wait_until(lambda: "1 sessions at" in late.log(), "the list was taken")
+            second = Fleet(late)
             load = {"model_name": "m", "worker_id": 1, "sequence_hashes": [], "isl_tokens": 900}
             where = {"dp_rank": there[1], "effective_prefill_tokens": 900}
             second.done("POST", "/reservations", {**load, **where, "reservation_id": "busy"})

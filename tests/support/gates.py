@@ -9,6 +9,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import SELECT_AND_RESERVE, Source
+from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
 from lean_selector.core.trackers import Trackers
 from lean_selector.gateway.route import RouteHandler
@@ -76,13 +77,14 @@ def selection_service(
     call_later: Callable[[float, Callable[[], None]], Timer] | None = None,
     dice: random.Random | None = None,
     books_at: str = SELECT_AND_RESERVE,
+    tables: SessionTables | None = None,
     **settings: Any,
 ) -> SelectionService:
     """The selection service without engines; nothing is registered."""
     engines = NoEngines()
     settings.setdefault("use_kv_events", False)
     return SelectionService(
-        Selector(RouterSettings(**settings), engines, dice or random.Random(7)),
+        Selector(RouterSettings(**settings), engines, dice or random.Random(7), sessions=tables),
         dump=lambda: encode_response(200, b"{}"),
         sources=engines,
         state=ServiceState(),

@@ -3,16 +3,13 @@
 import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 
 from lean_selector.http.outbound import OutboundFailed
-from lean_selector.http.trust import TokenFile, Trust
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.particulars import Particulars
 from lean_selector.workers.roster import Asking, KnownWorker, State
-from tests.support.certificates import Authority
 from tests.support.fake_engine import FakeEngine
 from tests.support.on_loop import on_loop, until
 from tests.support.outbound_server import client, response, says, serving
@@ -48,20 +45,6 @@ async def test_sglang_is_asked_under_both_names_of_its_route() -> None:
             kv_events_endpoints={"0": f"tcp://127.0.0.1:{engine.events_port}"},
         )
         assert list(engine.asked) == ["/v1/models", "/server_info", "/get_server_info"]
-
-
-@on_loop
-async def test_a_token_and_an_authority_go_with_every_question(tmp_path: Path) -> None:
-    authority = Authority()
-    (tmp_path / "ca").write_bytes(authority.pem)
-    (tmp_path / "token").write_text("secret")
-    context = authority.server("127.0.0.1")
-    with FakeEngine(token="secret", context=context) as engine:
-        trust = Trust(str(tmp_path / "ca"))
-        told = await ask_engine(client(TokenFile(str(tmp_path / "token")), trust), engine.url)
-        assert told.block_size == 16
-        with pytest.raises(OutboundFailed, match="status 401"):
-            await ask_engine(client(trust=trust), engine.url)
 
 
 @pytest.mark.parametrize(

@@ -167,28 +167,6 @@ async def test_an_answer_that_is_nested_too_deeply_is_a_failure_as_any_other() -
 
 
 @on_loop
-async def test_a_token_that_is_replaced_is_read_again(tmp_path: Path) -> None:
-    async with following(tmp_path, one=["10.0.0.1"]) as (it, api):
-        await it.finds("10.0.0.1:8000")
-        api.token = "another"
-        api.cut_watches()
-        await until(lambda: "status 401" in (it.sighting.error or ""))
-        api.put(slice_of("one", ["10.0.0.2"]))
-        it.token_file.write_text("another")
-        await it.finds("10.0.0.2:8000")
-
-
-@on_loop
-async def test_an_authority_that_is_not_ours_is_not_believed(tmp_path: Path) -> None:
-    async with following(tmp_path, one=["10.0.0.1"]) as (it, api):
-        await it.finds("10.0.0.1:8000")
-        (tmp_path / "ca.crt").write_bytes(Authority().pem)
-        api.cut_watches()
-        await until(lambda: "its certificate is not trusted" in (it.sighting.error or ""))
-        assert it.ready == ["10.0.0.1:8000"]
-
-
-@on_loop
 async def test_who_is_said_to_end_is_told_apart_from_who_is_not_ready(tmp_path: Path) -> None:
     async with following(tmp_path, one=["10.0.0.1"]) as (it, api):
         await it.finds("10.0.0.1:8000")

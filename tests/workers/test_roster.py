@@ -256,17 +256,6 @@ def test_who_is_found_twice_leaves_when_neither_finds_it() -> None:
     assert driven.endpoints() == []
 
 
-def test_reservations_of_who_stays_stay_and_of_who_goes_go() -> None:
-    driven = Driven()
-    driven.find(entry(A, worker_id=1), entry(B, worker_id=2))
-    driven.selecting.reserve("on-a", (1, 0), key=("m", "default"))
-    driven.selecting.reserve("on-b", (2, 0), key=("m", "default"))
-    driven.find(entry(A, worker_id=1, taints=["new"]))
-    driven.later(GRACE_S)
-    partition = driven.selecting.selector.ready_partition("m", "default")
-    assert set(partition.slots.reservations) == {"on-a"}
-
-
 # -- HTTP has the last word -----------------------------------------------------------------------
 
 
