@@ -8,8 +8,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 import warnings
 from contextlib import closing
 from datetime import UTC
@@ -69,16 +67,6 @@ def test_files_that_do_not_fit_are_named_with_their_flag(
         path.write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(said.format(path))):
         server_context(TlsFiles(cert=str(files.cert), key=str(files.key), client_ca=str(files.ca)))
-
-
-def test_a_wrong_pair_is_no_start(files: Files) -> None:
-    said = not_its_key(files)
-    flags = ["--port", "0", "--tls-cert", str(files.cert), "--tls-key", str(files.key)]
-    done = subprocess.run(
-        [sys.executable, "-m", "lean_selector", *flags], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(f"error: {said}")
 
 
 # -- what the services do over it ------------------------------------------------------------------

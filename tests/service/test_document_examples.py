@@ -1,7 +1,7 @@
 """Every request example of the source documents, sent as printed: the selection service's, and both
 of the slot tracker's. The recordings of the reference have the rest (`tests/conformance/`)."""
 
-import json
+from typing import Any
 
 import pytest
 
@@ -13,47 +13,25 @@ SLOT_TRACKER = "lean_selector.slot_tracker"
 
 # -- the selection service ------------------------------------------------------------------------
 
-WORKER = json.loads("""{
- "worker_id": 1,
- "model_name": "model",
- "tenant_id": "default",
- "endpoint": "http://worker:8000",
- "block_size": 16,
- "data_parallel_start_rank": 0,
- "data_parallel_size": 2,
- "kv_events_endpoints": {
- "0": "tcp://worker:5557",
- "1": "tcp://worker:5558"
- },
- "replay_endpoint": "tcp://worker:5560"
-}""")
-SELECT = json.loads("""{
- "selection_id": "select-123",
- "model_name": "model",
- "tenant_id": "default",
- "block_hashes": [11, 12, 13, 14, 15, 16, 17, 18],
- "sequence_hashes": [21, 22, 23, 24, 25, 26, 27, 28],
- "isl_tokens": 512
-}""")
-SELECT_AND_RESERVE = json.loads("""{
- "selection_id": "select-123",
- "reservation_id": "request-123",
- "model_name": "model",
- "tenant_id": "default",
- "block_hashes": [11, 12, 13, 14, 15, 16, 17, 18],
- "sequence_hashes": [21, 22, 23, 24, 25, 26, 27, 28],
- "isl_tokens": 512
-}""")
-RESERVATION = json.loads("""{
- "reservation_id": "request-123",
- "model_name": "model",
- "tenant_id": "default",
- "worker_id": 1,
- "dp_rank": 0,
- "sequence_hashes": [21, 22, 23, 24, 25, 26, 27, 28],
- "isl_tokens": 512,
- "effective_prefill_tokens": 384
-}""")
+WORKER: dict[str, Any] = {
+    **{"worker_id": 1, "model_name": "model", "tenant_id": "default"},
+    **{"endpoint": "http://worker:8000", "block_size": 16},
+    **{"data_parallel_start_rank": 0, "data_parallel_size": 2},
+    "kv_events_endpoints": {"0": "tcp://worker:5557", "1": "tcp://worker:5558"},
+    "replay_endpoint": "tcp://worker:5560",
+}
+SELECT: dict[str, Any] = {
+    **{"selection_id": "select-123", "model_name": "model", "tenant_id": "default"},
+    "block_hashes": [11, 12, 13, 14, 15, 16, 17, 18],
+    "sequence_hashes": [21, 22, 23, 24, 25, 26, 27, 28],
+    "isl_tokens": 512,
+}
+SELECT_AND_RESERVE = {**SELECT, "reservation_id": "request-123"}
+RESERVATION: dict[str, Any] = {
+    **{"reservation_id": "request-123", "model_name": "model", "tenant_id": "default"},
+    **{"worker_id": 1, "dp_rank": 0, "sequence_hashes": SELECT["sequence_hashes"]},
+    **{"isl_tokens": 512, "effective_prefill_tokens": 384},
+}
 
 
 @pytest.fixture
@@ -134,52 +112,22 @@ def test_select_then_reserve_books_what_the_selection_said(service: InProcess) -
 
 # -- the slot tracker -----------------------------------------------------------------------------
 
-REGISTER = """{
- "worker_id": 7,
- "model_name": "llama-3-8b",
- "tenant_id": "default",
- "block_size": 16,
- "dp_start": 0,
- "dp_size": 2
-}"""
-UNREGISTER = """{
- "worker_id": 7,
- "model_name": "llama-3-8b",
- "tenant_id": "default"
-}"""
-ADD = """{
- "model_name": "llama-3-8b",
- "tenant_id": "default",
- "request_id": "req-123",
- "worker_id": 7,
- "dp_rank": 0,
- "sequence_hashes": [101, -22, 303],
- "new_isl_tokens": 48
-}"""
-LIFECYCLE = """{
- "model_name": "llama-3-8b",
- "tenant_id": "default",
- "request_id": "req-123"
-}"""
-POTENTIAL_LOADS = """{
- "model_name": "llama-3-8b",
- "tenant_id": "default",
- "sequence_hashes": [101, -22, 303, 404],
- "new_isl_tokens": 48
-}"""
-PEER = '{"url":"tcp://slot-tracker-b:8092"}'
+SCOPE = {"model_name": "llama-3-8b", "tenant_id": "default"}
+WORKER_7: dict[str, Any] = {**SCOPE, "worker_id": 7}
+REGISTER = {**WORKER_7, "block_size": 16, "dp_start": 0, "dp_size": 2}
+LIFECYCLE: dict[str, Any] = {**SCOPE, "request_id": "req-123"}
+HASHES = [101, -22, 303]
+ADD = {**LIFECYCLE, "worker_id": 7, "dp_rank": 0, "sequence_hashes": HASHES, "new_isl_tokens": 48}
+POTENTIAL_LOADS = {**SCOPE, "sequence_hashes": [*HASHES, 404], "new_isl_tokens": 48}
+PEER = "tcp://slot-tracker-b:8092"
 FILTER = "?model_name=llama-3-8b&tenant_id=default"
 
 
 @pytest.fixture
 def tracker() -> InProcess:
     tracker = InProcess(slot_tracker_gate())
-    assert send(tracker, "/register", REGISTER) == (201, OK)
+    assert tracker.post("/register", REGISTER) == (201, OK)
     return tracker
-
-
-def send(tracker: InProcess | RunningService, path: str, printed: str) -> tuple[int, object]:
-    return tracker.request("POST", path, raw=printed.encode())
 
 
 def loads_of_rank_0(tracker: InProcess) -> tuple[int, int]:
@@ -190,18 +138,18 @@ def loads_of_rank_0(tracker: InProcess) -> tuple[int, int]:
 
 def test_the_registered_worker_is_listed_as_printed_and_can_be_removed(tracker: InProcess) -> None:
     assert tracker.get("/health") == (200, None)
-    assert tracker.get("/workers") == (200, [json.loads(REGISTER)])
-    assert tracker.get(f"/workers{FILTER}") == (200, [json.loads(REGISTER)])
+    assert tracker.get("/workers") == (200, [REGISTER])
+    assert tracker.get(f"/workers{FILTER}") == (200, [REGISTER])
     assert tracker.get("/workers?tenant_id=other") == (200, [])
-    assert send(tracker, "/unregister", UNREGISTER) == (200, OK)
-    assert send(tracker, "/unregister", UNREGISTER)[0] == 404
+    assert tracker.post("/unregister", WORKER_7) == (200, OK)
+    assert tracker.post("/unregister", WORKER_7)[0] == 404
     missing = (404, {"error": "no slot tracker for model=llama-3-8b tenant=default"})
     for path, body in (("/add", ADD), ("/free", LIFECYCLE), ("/potential_loads", POTENTIAL_LOADS)):
-        assert send(tracker, path, body) == missing
+        assert tracker.post(path, body) == missing
 
 
 def test_a_request_goes_through_its_life_as_printed(tracker: InProcess) -> None:
-    assert send(tracker, "/add", ADD) == (201, OK)
+    assert tracker.post("/add", ADD) == (201, OK)
     assert tracker.get("/loads")[1][0] == {
         "model_name": "llama-3-8b",
         "tenant_id": "default",
@@ -210,20 +158,21 @@ def test_a_request_goes_through_its_life_as_printed(tracker: InProcess) -> None:
         "active_prefill_tokens": 48,
         "active_decode_blocks": 3,
     }
-    assert send(tracker, "/add", ADD)[0] == 409
+    assert tracker.post("/add", ADD)[0] == 409
     for _ in range(2):
-        assert send(tracker, "/prefill_complete", LIFECYCLE) == (200, OK)
+        assert tracker.post("/prefill_complete", LIFECYCLE) == (200, OK)
     assert loads_of_rank_0(tracker) == (0, 3)
     for _ in range(2):
-        assert send(tracker, "/free", LIFECYCLE) == (200, OK)
+        assert tracker.post("/free", LIFECYCLE) == (200, OK)
     assert loads_of_rank_0(tracker) == (0, 0)
 
 
 def test_the_printed_projection_is_what_two_requests_make_of_it(tracker: InProcess) -> None:
-    assert send(tracker, "/add", ADD.replace("tenant_id", "routing_group")) == (201, OK)
-    second = ADD.replace("req-123", "req-124").replace("48", "0")
-    assert send(tracker, "/add", second) == (201, OK)
-    status, rows = send(tracker, "/potential_loads", POTENTIAL_LOADS)
+    renamed = {key.replace("tenant_id", "routing_group"): value for key, value in ADD.items()}
+    assert tracker.post("/add", renamed) == (201, OK)
+    second = {**ADD, "request_id": "req-124", "new_isl_tokens": 0}
+    assert tracker.post("/add", second) == (201, OK)
+    status, rows = tracker.post("/potential_loads", POTENTIAL_LOADS)
     assert status == 200
     assert isinstance(rows, list)
     assert rows[0] == {
@@ -244,19 +193,16 @@ def test_peers_come_and_go_under_both_families_of_routes_and_flags() -> None:
     initial = ["tcp://127.0.0.1:8", "tcp://127.0.0.1:9"]
     with RunningService(*flags, *peers, *more, module=SLOT_TRACKER) as tracker:
         assert tracker.get("/peers") == (200, initial)
-        assert send(tracker, "/register_peer", PEER) == (201, OK)
-        assert send(tracker, "/replica_sync/register_peer", PEER.replace("url", "endpoint")) == (
-            200,
-            OK,
-        )
-        listed = (200, [*initial, "tcp://slot-tracker-b:8092"])
+        assert tracker.post("/register_peer", {"url": PEER}) == (201, OK)
+        assert tracker.post("/replica_sync/register_peer", {"endpoint": PEER}) == (200, OK)
+        listed = (200, [*initial, PEER])
         assert tracker.get("/peers") == tracker.get("/replica_sync/peers") == listed
-        assert send(tracker, "/register_peer", PEER.replace("-b", "-a")) == (
+        assert tracker.post("/register_peer", {"url": advertised}) == (
             400,
             {"error": "peer endpoint matches this replica's advertised endpoint"},
         )
-        assert send(tracker, "/deregister_peer", PEER) == (200, OK)
-        assert send(tracker, "/deregister_peer", PEER) == (404, {"error": "peer not found"})
-        status, answer = send(tracker, "/register_peer", PEER.replace("url", "endpoint"))
+        assert tracker.post("/deregister_peer", {"url": PEER}) == (200, OK)
+        assert tracker.post("/deregister_peer", {"url": PEER}) == (404, {"error": "peer not found"})
+        status, answer = tracker.post("/register_peer", {"endpoint": PEER})
         assert status == 422
         assert "url" in str(answer)

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 
-from lean_selector.service.exposition import Family, FamilyGroup, HistogramFamily, escaped
+import pytest
+
+from lean_selector.service.exposition import Family, FamilyGroup, HistogramFamily, escaped, labels
 
 
 def group(things: Iterable[int]) -> FamilyGroup[int]:
@@ -22,8 +24,20 @@ def test_a_family_says_its_help_its_kind_and_its_samples() -> None:
     )
 
 
-def test_half_a_character_of_a_label_is_a_question_mark() -> None:
-    assert escaped("a\ud800") == "a?"
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ('x"y', r"x\"y"),
+        ("back\\slash", r"back\\slash"),
+        ("two\nlines", r"two\nlines"),
+        ("höchst \U0001f600", "höchst \U0001f600"),
+        ("half \ud800", "half ?"),
+        *((each, rf"\\u{ord(each):04x}") for each in "\x1b\x1c\x00\r\t\x7f\x85\u2028\u202e"),
+    ],
+)
+def test_a_label_has_no_control_characters(text: str, shown: str) -> None:
+    assert labels(a=text) == f'{{a="{shown}"}}'
+    assert escaped(text) == shown
 
 
 def test_buckets_of_a_histogram_count_all_below_their_bound() -> None:

@@ -54,32 +54,6 @@ def service() -> Iterator[RunningService]:
         yield running
 
 
-def test_requests_are_counted_by_route_template_and_status(service: RunningService) -> None:
-    service.get("/health")
-    service.post("/workers", worker(1))
-    service.request("PATCH", "/workers/1", {"endpoint": "http://x"})
-    service.request("DELETE", "/reservations/some-id")
-    service.request("DELETE", "/reservations/some%2Fother-id")
-    service.request("PUT", "/select")
-    service.get("/nowhere/at/all")
-    samples = read(service)
-    name = "lean_selector_http_requests_total"
-    assert value(samples, name, method="POST", route="/workers", status="201") == 1
-    assert value(samples, name, route="/workers/{worker_id}", status="200") == 1
-    assert value(samples, name, route="/reservations/{reservation_id}", status="404") == 2
-    assert value(samples, name, route="none", status="404") == 1
-    assert value(samples, name, route="none", status="405") == 1
-    assert value(samples, name, route="/health", status="200") >= 1
-    name = "lean_selector_http_request_duration_seconds"
-    assert value(samples, f"{name}_count", route="/workers") == 1
-    assert value(samples, f"{name}_sum", route="/workers") > 0
-    bounds = [dict(found)["le"] for found in samples[f"{name}_bucket"]]
-    assert min(map(float, bounds)) == 50e-6
-    text = scrape(service.port)
-    assert "some-id" not in text
-    assert "nowhere" not in text
-
-
 def test_selections_by_outcome_and_the_names_of_the_document() -> None:
     with RunningService("--use-kv-events", "false", "--overload-status", "429") as service:
         assert service.post("/select", prompt())[0] == 503  # no worker
@@ -269,24 +243,6 @@ def test_promtool_has_nothing_to_say(module: str, occupy: Callable[[RunningServi
         )
 
 
-def test_control_characters_of_a_name_do_not_reach_whoever_reads_a_scrape() -> None:
-    nasty = "esc\x1b[31m nul\x00 cr\r tab\t del\x7f next\x85 line\u2028 turn\u202e"
-    names = [nasty, nasty.replace("\x1b", "\x1c"), "two\nlines", "höchst \U0001f600"]
-    with RunningService("--use-kv-events", "false") as service:
-        for worker_id, name in enumerate(names):
-            fields = {"worker_id": worker_id, "model_name": name, "tenant_id": name}
-            assert service.post("/workers", {**fields, "endpoint": "e", "block_size": 16})[0] == 201
-        text = scrape(service.port)
-    for character in set("".join(names)) - {"\n"}:
-        assert (character in text) is character.isprintable()
-    promtool("check", "metrics", text=text)
-    models = {dict(labels)["model"] for labels in parsed(text)["lean_selector_workers"]}
-    shown = nasty
-    for character in "\x1b\x00\r\t\x7f\x85\u2028\u202e":
-        shown = shown.replace(character, f"\\u{ord(character):04x}")
-    assert models == {shown, shown.replace("001b", "001c"), "two\nlines", "höchst \U0001f600"}
-
-
 # -- slices ---------------------------------------------------------------------------------------
 
 
@@ -347,43 +303,25 @@ def test_every_name_in_the_dashboard_and_the_rules_is_in_a_scrape(tmp_path: Path
 
 
 def test_the_documents_queries_evaluate_on_a_real_prometheus(tmp_path: Path) -> None:
-    with (
-        RunningService("--use-kv-events", "false") as service,
-        RunningService(module=SLOT_TRACKER) as tracker,
-    ):
+    with RunningService("--use-kv-events", "false") as service:
         service.post("/workers", worker(1))
-        busy_tracker(tracker)
-        targets = {"lean-selector": service.port, "lean-slot-tracker": tracker.port}
+        targets = {"lean-selector": service.port}
         with running_prometheus(tmp_path, targets, RULES) as prometheus:
-            counted = "count_over_time(dynamo_tasks_rejected_total[5m])"
-            wait_until(
-                lambda: (prometheus.number(f"min({counted})") or 0) >= 2, "zeros are scraped"
-            )
+            counted = "min(count_over_time(dynamo_tasks_rejected_total[5m]))"
+            wait_until(lambda: (prometheus.number(counted) or 0) >= 2, "zeros are scraped")
             threshold = {"model": "default", "active_prefill_tokens_threshold": 0}
             assert service.post("/busy_threshold", threshold)[0] == 200
-            for _ in range(3):
-                assert service.post("/select", prompt())[0] == 200
-            assert service.post("/select_and_reserve", prompt())[0] == 200
-            assert service.post("/select", prompt())[0] == 503
-
-            def issued() -> bool:
-                return prometheus.number("sum(dynamo_tasks_issued_total)") == 5
-
-            wait_until(issued, "the requests are scraped")
+            answers = [service.post("/select", prompt())[0] for _ in range(3)]
+            answers += [service.post("/select_and_reserve", prompt())[0]]
+            assert [*answers, service.post("/select", prompt())[0]] == [200] * 4 + [503]
+            issued = "sum(dynamo_tasks_issued_total)"
+            wait_until(lambda: prometheus.number(issued) == 5, "the requests are scraped")
             percentage = """
                 sum(rate(dynamo_tasks_rejected_total[5m])) /
                 sum(rate(dynamo_tasks_issued_total[5m])) * 100
             """
             assert prometheus.number(percentage) == pytest.approx(20.0)
-            rate = prometheus.number('rate(dynamo_tasks_rejected_total{route="/select"}[5m])')
-            assert rate is not None
-            assert 1 / 300 <= rate < 2 / 300  # one request, extrapolated a little
             assert prometheus.number("sum(dynamo_queued_requests)") == 0
-            alert = """
-                sum(rate(dynamo_tasks_rejected_total[5m])) /
-                sum(rate(dynamo_tasks_issued_total[5m])) > 0.1
-            """
-            assert prometheus.number(alert) == pytest.approx(0.2)
             for expression in expressions():
                 if expression and not expression.startswith("label_values"):
                     text = expression.replace("$__rate_interval", "1m").replace("$job", ".*")

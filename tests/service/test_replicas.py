@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,10 +17,8 @@ from tests.support.replica_frames import decode_event
 from tests.support.replica_member import (
     BOOKED,
     HASHES,
-    IDLE,
     MODEL,
     SCOPE,
-    TOKENS,
     Loads,
     Member,
     mesh,
@@ -56,31 +53,6 @@ def test_a_selector_and_slot_trackers_share_every_step_in_every_direction() -> N
                     shown_everywhere(members, [(0, 3), (0, 0)])
                     freeing.free("r")
                     shown_everywhere(members, [(0, 0), (0, 0)])
-
-
-def test_details_of_peers_tell_connections_and_what_was_dropped_why() -> None:
-    with ours("tracker", "selector") as members:
-        tracker, selector = members
-        before = selector.detail()
-        assert [peer["endpoint"] for peer in before["peers"]] == [tracker.endpoint]
-        assert before["peers"][0]["state"] == "connected"
-        assert before["dropped"]["unknown_partition"] == 0
-        ranks = {"dp_start": 0, "dp_size": 1}
-        other = {"worker_id": 7, "model_name": "other", "block_size": 16, **ranks}
-        assert tracker.post("/register", other)[0] == 201
-        where = {"model_name": "other", "worker_id": 7, "dp_rank": 0, "sequence_hashes": []}
-        assert tracker.post("/add", {**where, "request_id": "r"})[0] == 201
-        wait_until(
-            lambda: selector.detail()["dropped"]["unknown_partition"] == 1, "a drop is counted"
-        )
-        assert tracker.detail()["published"] > 0
-        assert selector.detail()["received"] > before["received"]
-        assert tracker.get("/replica_sync/peers?detail=false") == (200, [selector.endpoint])
-        tracker.stop()
-        wait_until(
-            lambda: selector.detail()["peers"][0]["state"] == "disconnected",
-            "it is seen to be gone",
-        )
 
 
 @pytest.mark.parametrize(
@@ -230,56 +202,3 @@ def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
 
 
 # -- a replica that stops or dies: the others go on, and agree with it afterwards -----------------
-
-LIFECYCLES = 100
-
-
-def live_through(members: list[Member], name: str) -> None:
-    """Lifecycles through each, and one request that stays: (2 * TOKENS, 3) on rank 0."""
-    for at, member in enumerate(members):
-        for n in range(LIFECYCLES):
-            member.add(f"{name}-{at}-{n}", n % 2)
-            member.complete(f"{name}-{at}-{n}")
-            member.free(f"{name}-{at}-{n}")
-        member.add(f"{name}-{at}-stays")
-
-
-STAYS = [(2 * TOKENS, BOOKED[1]), (0, 0)]
-
-
-@pytest.fixture
-def members() -> Iterator[list[Member]]:
-    """The last is the one that fails."""
-    with ours("tracker", "selector", "tracker") as running:
-        yield running
-
-
-@pytest.mark.parametrize("catches_up", [False, True])
-def test_a_killed_replica_agrees_again_fully_only_by_catching_up(
-    members: list[Member], catches_up: bool
-) -> None:
-    *others, failing = members
-    failing.add("of the dead", 1)  # known to the others
-    for member in others:
-        member.shows([(0, 0), BOOKED])
-    failing.stop(signal.SIGKILL)
-    live_through(others, "killed")
-    urls = ",".join(f"http://127.0.0.1:{member.port}" for member in others)
-    flags = ["--replica-sync-catch-up", urls] if catches_up else []
-    sync_port = int(failing.endpoint.rpartition(":")[2])
-    peers = [member.endpoint for member in others]
-    with Member("tracker", *flags, peers=peers, sync_port=sync_port) as again:
-        again.register()
-        if catches_up:
-            loads = [STAYS[0], BOOKED]
-            again.hears(others[0], loads)
-            for member in others:
-                member.hears(again, loads)
-            again.free("of the dead")
-        else:
-            again.hears(others[0], IDLE)  # best effort: history is gone until it ends
-            others[0].free("of the dead")
-        others[0].free("killed-0-stays")
-        others[1].free("killed-1-stays")
-        for member in (*others, again):
-            member.shows(IDLE)
