@@ -247,9 +247,10 @@ class KvCursor:
         gone = min(heard, self._missing) + seq - self._next - heard
         if self._next:
             self.lost += max(gone, is_in_doubt)
-        else:
-            self.lost += is_in_doubt
-            self.unknown = gone if seq != _LATE_FIRST_SEQ else 0
+        else:  # what was missed behind the first one known is lost
+            before = gone if top < 0 else min(gone, self._missing_before)
+            self.lost += max(gone - before, is_in_doubt)
+            self.unknown = before if seq != _LATE_FIRST_SEQ else 0
         self._applied(seq, digest)
         self.replayed_batches += 1
         return BatchVerdict.APPLY
@@ -263,7 +264,8 @@ class KvCursor:
         if self._phase is _Phase.ASKED:
             since = self._missing - self._asked_missing
             if self._missing_from == 0:
-                self.unknown = self._asked_missing
+                self.unknown = min(self._asked_missing, self._missing_before)
+                self.lost += self._asked_missing - self.unknown
             elif self._asked_next == self._missing_from or (
                 self._holds_top and not self._asks_again
             ):  # not even the batch that we have
@@ -275,11 +277,12 @@ class KvCursor:
         elif self._phase is _Phase.ANSWERING and self._next < self._asked_next:
             # It ends before a batch that was heard: that one was not applied in order.
             self.lost += self._asked_next - self._next
+        before = self._missing_before
         self._end_replay(complete=True)
         if since:
             self._missing_from, self._proof = self._asked_next, self._asked_digest
             self._missing = since
-            self._missing_before = 0 if self._asked_next else since
+            self._missing_before = 0 if self._asked_next else before
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
@@ -328,7 +331,9 @@ class KvCursor:
         """The batch just applied emptied the source: what was missing before it is of no matter."""
         self.lost = self.unknown = 0
         if self._phase is _Phase.IDLE or self._phase is _Phase.ASKED:
-            self._top, self._holds_top = None, False  # of what was applied before it, too
+            self._holds_top = False  # of what was applied before it, too
+            if self._next and self._digest is not None:
+                self._top = self._next - 1, self._digest
         if self._phase is not _Phase.ANSWERING:
             self._missing_from = None
             self._missing = self._missing_before = 0

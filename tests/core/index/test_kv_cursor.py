@@ -180,6 +180,11 @@ WITH_REPLAY = {
     "a replay that ends before what was heard leaves batches out of order": (
         f"{ASKED} live 5; replay 1-3: I A A; end 5; lost=1 state=degraded watermark=5"
     ),
+    "what was missed behind the first batch is lost and not unknown": (
+        "connect; live 1 3; ask; replay 3; lost=1 unknown=1; end; state=degraded"
+    ),
+    "also where one was empty before": f"{NEW} live 0 2; end; ask; replay 2; lost=1 unknown=0",
+    "also where the replay is empty": "connect; live 3 5; ask; end; lost=1 unknown=3",
     "a replay that begins at one is whole": (
         "live 1; replay_from=0; ask; replay 1; end; state=live lost=0"
     ),
