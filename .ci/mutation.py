@@ -84,7 +84,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "runs": (
         [f"{CORE}/index/runs.py"],
-        ["tests/core/index/test_runs.py", "tests/core/index/test_device_tier.py"],
+        ["tests/core/index/test_runs.py", "tests/core/index/test_device_tier.py", INDEX_MODEL],
     ),
     "device": (
         [f"{CORE}/index/device_tier.py"],

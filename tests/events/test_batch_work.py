@@ -248,6 +248,7 @@ CHAIN = st.tuples(
     st.sampled_from([None, [["dynamo-cache-salt:pepper"]], [None]]),
     st.sampled_from([None, 0, 1]),
     st.sampled_from([None, "full_attention", "mamba"]),
+    st.sampled_from([None, None, "adapter", "other"]),
 )
 GONE = st.tuples(st.lists(st.integers(0, 12), max_size=4), st.sampled_from(["GPU", "CPU"]))
 HEARD = st.lists(st.lists(st.one_of(CHAIN, CHAIN, GONE, st.none()), max_size=6), max_size=6)
@@ -258,10 +259,10 @@ def event_of(heard: tuple[Any, ...] | None) -> list[Any]:
         return ["AllBlocksCleared"]
     if len(heard) == 2:
         return ["BlockRemoved", *heard]
-    parent, names, more, medium, keys, group, kind = heard
+    parent, names, more, medium, keys, group, kind, adapter = heard
     tokens = [name for name in names for _ in range(2)]
     tokens = tokens[:-1] if more < 0 else tokens + [3] * more
-    tail = [medium, None, keys, group, kind]
+    tail = [medium, adapter, keys, group, kind]
     return ["BlockStored", names, parent or None, tokens, 2, None, *tail]
 
 

@@ -289,22 +289,6 @@ async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
 
 
 @on_loop
-async def test_a_replay_that_stops_midway_is_taken_up_there() -> None:
-    port, replay_port = free_port(), free_port()
-    engine = Engine(port, replay_port)
-    engine.answers = 2
-    async with engine, Service(port, replay_port, replay_idle_s=0.05) as service:
-        await engine.subscribed()
-        await engine.store(1)
-        await engine.store(2, 3, 4, 5, lost=True)
-        await engine.store(6)
-        await until(lambda: len(engine.asked) > 1)
-        engine.answers = None
-        await service.follows(engine)
-        assert engine.asked[:2] == [0, 1]
-
-
-@on_loop
 async def test_a_restarted_engine_starts_with_an_empty_index() -> None:
     port = free_port()
     async with Service(port) as service:
@@ -317,43 +301,6 @@ async def test_a_restarted_engine_starts_with_an_empty_index() -> None:
             await engine.store(9)
             await service.follows(engine)
             assert service.listener.status().restarts == 1
-
-
-@on_loop
-async def test_a_restart_that_has_passed_our_number_before_it_is_heard_is_noticed() -> None:
-    port, replay_port = free_port(), free_port()
-    async with Service(port, replay_port) as service:
-        async with Engine(port, replay_port) as engine:
-            await engine.subscribed()
-            await engine.store(*range(1, 6))
-            await service.follows(engine)
-        async with Engine(port, replay_port) as engine:
-            await engine.store(*range(101, 121), lost=True)
-            await engine.subscribed()
-            await engine.store(200)
-            await service.follows(engine)
-            status = service.listener.status()
-            assert (status.restarts, status.lost_batches, status.lag_batches) == (1, 0, 0)
-            assert engine.asked == [4, 0]
-            assert "restarted" in (status.last_error or "")
-
-
-@on_loop
-async def test_an_engine_restarted_during_a_replay_is_followed() -> None:
-    port, replay_port = free_port(), free_port()
-    async with Service(port, replay_port, replay_idle_s=60.0) as service:
-        async with Engine(port) as engine:
-            silent = engine.context.socket(zmq.ROUTER)
-            await bound(silent, replay_port)
-            await engine.subscribed()
-            await engine.store(1)
-            await engine.store(2, lost=True)
-            await engine.store(3)
-            await until(lambda: service.state == "replaying" and service.blocks == {1, 3})
-        async with Engine(port) as engine:
-            await engine.subscribed()
-            await engine.store(9)
-            await service.follows(engine)
 
 
 class SteppedTurns(IngestTurns):
@@ -440,40 +387,6 @@ async def test_a_clear_late_in_a_large_batch_ends_the_wait_for_a_replay() -> Non
         await engine.pub.send_multipart(frames)
         await engine.store(5)
         await turns.step_until(lambda: service.blocks == {5} and service.state == "live")
-
-
-@on_loop
-async def test_any_content_is_survived_and_the_next_batch_applied() -> None:
-    """Messages that once stopped the loop for seconds, the tamest last."""
-    port = free_port()
-    nils = b"\x93\x01\xdd" + struct.pack(">I", 3_000_000) + b"\xc0" * 3_000_000 + b"\x00"
-    encode = msgspec.msgpack.encode
-    junk = [
-        nils,
-        encode([1.5, [1] * 60_000, None]),
-        encode([1.5, [1] * 2_000_000, None]),
-        encode([1.5, [["BlockRemoved", [5]]] * 60_000, None]),
-        encode([1.5, [["BlockStored", list(range(400_000)), None, [5] * 800_000, 2]], None]),
-        b"\x91" * 1_000_000,
-        encode({"events": "x" * 1_000_000}),
-        b"",
-    ]
-    async with Engine(port) as engine, Service(port) as service:
-        await engine.subscribed()
-        for payload in junk:
-            await engine.pub.send_multipart([b"", struct.pack(">Q", engine.seq), payload])
-            engine.seq += 1
-        await engine.store(1)
-        await service.follows(engine, "degraded")
-        status = service.listener.status()
-        assert status.skipped == {
-            "message:too_many_events": 2,
-            "unknown:malformed": 60_000,
-            "stored:too_many_blocks": 1,
-            "message:not_a_batch": 3,
-        }
-        assert status.lost_batches == 6
-        assert service.listener.ingest.counts.removed == 60_000
 
 
 @on_loop

@@ -108,22 +108,6 @@ async def test_messages_of_a_publisher_arrive_in_order() -> None:
 
 
 @on_loop
-async def test_a_dealer_asks_a_router_and_is_answered() -> None:
-    async with publisher() as pub:
-        router = pub.context.socket(zmq.ROUTER)
-        router.bind("tcp://127.0.0.1:*")
-
-        def ask(dealer: "zmq.Socket[bytes]") -> None:
-            dealer.send_multipart([b"", b"\0" * 7 + b"\x05"], zmq.NOBLOCK)
-
-        async with Heard(endpoint_of(router), None, zmq.DEALER, ask, once=True) as heard:
-            identity, *rest = await router.recv_multipart()
-            assert rest == [b"", b"\0" * 7 + b"\x05"]
-            await router.send_multipart([identity, b"", b"answer"])
-            await until(lambda: heard.messages == [[b"", b"answer"]])
-
-
-@on_loop
 async def test_the_heartbeats_of_a_peer_are_answered() -> None:
     async with publisher() as other:
         pub = other.context.socket(zmq.XPUB)

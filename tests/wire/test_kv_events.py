@@ -206,22 +206,6 @@ def test_ignored_is_neither_read_nor_skipped(event: object) -> None:
 @pytest.mark.parametrize(
     "event",
     [
-        CLEARED,
-        {**CLEARED, "medium": "CPU", "x": 1},
-        ["AllBlocksCleared"],
-        ["AllBlocksCleared", "x"],
-        [b"AllBlocksCleared"],
-        {b"type": b"AllBlocksCleared"},
-    ],
-    ids=repr,
-)
-def test_every_form_of_a_clear_is_read(event: object) -> None:
-    assert decode(event).events == [AllBlocksCleared()]
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
         STORED,
         dict(reversed(STORED.items())),
         {**STORED, "bar": "s", "lora_id": "7", "num_block_tokens": [2, 2], "ownership": "fs"},
@@ -405,35 +389,6 @@ INFOS = [{"mm_objects": [{"mm_hash": 9, "offsets": []}]}]
 )
 def test_fields_are_read_by_name_and_position(event: object, read: dict[str, Any]) -> None:
     assert stored(event) == msgspec.structs.replace(PLAIN, **read)
-
-
-@pytest.mark.parametrize(
-    ("event", "read"),
-    [
-        (
-            {**REMOVED, "group_idx": 2, "kv_cache_spec_kind": "mamba"},
-            BlockRemoved([11], Tier.DEVICE, 2, "mamba"),
-        ),
-        (
-            ["BlockRemoved", [11], "GPU", 2, "mamba", 64],
-            BlockRemoved([11], Tier.DEVICE, 2, "mamba"),
-        ),
-        ([b"BlockRemoved", [11], "GPU", 2, b"mamba"], BlockRemoved([11], Tier.DEVICE, 2, "mamba")),
-        # Position 4 can be its locality.
-        (["BlockRemoved", [11], "GPU", None, "LOCAL", "fs"], BlockRemoved([11], Tier.DEVICE)),
-        (
-            [b"BlockRemoved", [11], "GPU", None, "remote"],
-            BlockRemoved([11], Tier.DEVICE, None, None, True),
-        ),
-        # A field of the wrong type in the tail is left out.
-        (["BlockRemoved", [11], "GPU", "x", 5], BlockRemoved([11], Tier.DEVICE)),
-    ],
-    ids=repr,
-)
-def test_fields_of_a_removal_are_read_by_name_and_position(
-    event: object, read: BlockRemoved
-) -> None:
-    assert removed(event) == read
 
 
 @pytest.mark.parametrize(

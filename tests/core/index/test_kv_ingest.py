@@ -19,7 +19,6 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     Event,
     EventBatch,
-    EventPart,
     PackedRemoved,
     PackedStored,
     SkippedEvent,
@@ -222,26 +221,6 @@ def test_surplus_tokens_are_ignored_even_bad_ones(source: Source) -> None:
     assert source.tokens_hashes() == {1: local(1)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "counts"),
-    [
-        ("full_attention", True),
-        ("mla_attention", True),
-        ("sink_full_attention", True),
-        ("FULL_ATTENTION", False),
-        ("sliding_window", False),
-    ],
-)
-def test_a_kind_learned_for_a_group_decides_for_events_without_one(
-    source: Source, kind: str, counts: bool
-) -> None:
-    source.send(store(1, group_idx=1, kind=kind))
-    source.send(store(2, group_idx=1))
-    assert source.device() == (2 if counts else 0)
-    source.send(BlockRemoved([2], Tier.DEVICE, group_idx=1))
-    assert source.device() == (1 if counts else 0)
-
-
 def test_dropped_events_teach_too_and_later_ones_correct_them(source: Source) -> None:
     source.send(store(1, group_idx=1, kind="full_attention", tier=None))
     source.send(store(2, group_idx=1))
@@ -433,70 +412,6 @@ def packed(event: Event) -> Event:
         names = pack(f"<{len(event.block_hashes)}Q", *event.block_hashes)
         return PackedRemoved(names, event.tier, event.group_idx, event.kind, event.events)
     return event
-
-
-@pytest.mark.parametrize(
-    "events",
-    [
-        pytest.param([store(1, blocks=3), BlockRemoved([2, 9], Tier.DEVICE)], id="applied"),
-        pytest.param([store(1, blocks=2), AllBlocksCleared(), store(3)], id="cleared"),
-        pytest.param([store(1, blocks=0), store(2)], id="no blocks"),
-        pytest.param([store(5, parent=77)], id="unknown parent"),
-        pytest.param([store(1, block_size=4), store(2, tier=None)], id="not wanted"),
-        pytest.param(
-            [
-                store(1),
-                BlockRemoved([1], None),
-                BlockRemoved([1], Tier.DEVICE, kind="mamba"),
-                BlockRemoved([1], Tier.DEVICE, group_idx=2, events=3),
-            ],
-            id="removals that do not count",
-        ),
-        pytest.param(
-            [
-                store(1, part=EventPart.FIRST, parent=77),
-                store(2, part=EventPart.MIDDLE),
-                store(3, part=EventPart.LAST),
-                store(4),
-            ],
-            id="the rest of an event goes with its part",
-        ),
-        pytest.param(
-            [store(1, part=EventPart.FIRST), store(2, parent=1, part=EventPart.LAST)], id="in parts"
-        ),
-        pytest.param(
-            [store(1, cache_salt="s"), store(2, parent=1), store(3, parent=2)], id="a parent's salt"
-        ),
-        pytest.param(
-            [store(1, cache_salt="s"), store(2), store(3, parent=2)], id="a parent without salt"
-        ),
-        pytest.param(
-            [
-                store(1, lora_name="a", cache_salt="s"),
-                store(2, lora_name="a", parent=1),
-                store(3, lora_name="b"),
-            ],
-            id="adapters, with a salt and without",
-        ),
-        pytest.param(
-            [
-                store(1, cache_salt="s"),
-                BlockRemoved([1, 8], Tier.DEVICE),
-                BlockRemoved([9], Tier.DISK),
-                store(2, parent=1, tier=Tier.HOST_PINNED),
-            ],
-            id="a salt that is gone",
-        ),
-    ],
-)
-def test_packed_events_do_what_the_others_do(events: list[Event]) -> None:
-    plain, as_packed = Source(), Source()
-    for event in events:
-        plain.send(event)
-        as_packed.send(packed(event))
-    assert held_blocks(as_packed.index) == held_blocks(plain.index)
-    assert list(as_packed.ingest.counts.results()) == list(plain.ingest.counts.results())
-    assert as_packed.skipped == plain.skipped
 
 
 def test_a_source_whose_blocks_have_another_size_is_mismatched_until_it_tells_better() -> None:

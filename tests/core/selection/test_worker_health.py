@@ -33,15 +33,6 @@ def chosen(driven: DrivenSelector, **ties: object) -> set[int]:
     return found
 
 
-def test_an_ejected_worker_is_given_nothing_until_its_time_is_over() -> None:
-    driven = fleet(1, 2, 3)
-    fail(driven, 2)
-    assert chosen(driven) == {1, 3}
-    driven.now = 10.0
-    driven.selector.admit_waiting(driven.now)
-    assert chosen(driven) == {1, 2, 3}
-
-
 def test_a_poll_of_a_worker_that_is_gone_meanwhile_changes_nothing() -> None:
     driven = fleet(1, 2)
     driven.remove(2)
