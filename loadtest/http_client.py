@@ -18,9 +18,12 @@ class Malformed(ValueError):
     """Bytes that begin no answer, or a body that is not what the route promises."""
 
 
-def http(method: str, path: str, body: bytes = b"", content: str = "application/json") -> bytes:
+def http(
+    method: str, path: str, body: bytes = b"", content: str = "application/json", token: str = ""
+) -> bytes:
     """A whole request as it goes over the wire."""
     head = f"{method} {path} HTTP/1.1\r\nhost: loadtest\r\ncontent-type: {content}\r\n"
+    head += token and f"authorization: Bearer {token}\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -30,6 +31,9 @@ POLL_S = 0.05
 SPARE_DESCRIPTORS = 8
 IDLE_CONNECTIONS = 64
 PASSING_WORKER = 1_100
+HANGING_WORKERS = (1_101, 1_102)
+ROUTED = 10  # requests, while one of them hangs
+_TOKENIZED = b'HTTP/1.1 200 OK\r\ncontent-length: 28\r\n\r\n{"count":3,"tokens":[1,2,3]}'
 
 
 class NotFelt(Exception):
@@ -77,6 +81,7 @@ class Faults:
             "engine stopped": self._stop_engine,
             "descriptors exhausted": self._exhaust_descriptors,
             "all workers busy": self._overload,
+            "ejected worker hangs": self._hang_ejected,
             "measured process stopped": self._stop_measured,
             "wall clock stepped": self._step_clock,
             "DNS hangs": self._hang_names,
@@ -239,6 +244,41 @@ class Faults:
             for name in ids:
                 measured.request("DELETE", f"/reservations/{name}")
         await until(lambda: not refuses(), "it takes work again")
+
+    async def _hang_ejected(self) -> None:
+        """Two engines that tokenize, of which one failed and hangs: the other alone is asked."""
+        measured, asked = self._fleet.measured, Counter[int]()
+
+        async def tokenize(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            port = writer.get_extra_info("sockname")[1]
+            with contextlib.suppress(OSError), contextlib.closing(writer):
+                while await reader.read(1 << 16):
+                    asked[port] += 1
+                    if port != ports[0]:
+                        writer.write(_TOKENIZED)
+
+        async with contextlib.AsyncExitStack() as stack:
+            servers = [await asyncio.start_server(tokenize, "127.0.0.1", 0) for _ in range(2)]
+            ports = [each.sockets[0].getsockname()[1] for each in servers]
+            for server, port, worker_id in zip(servers, ports, HANGING_WORKERS, strict=True):
+                stack.callback(server.close)
+                worker = {"worker_id": worker_id, "model_name": "hangs", "block_size": 16}
+                worker |= {"kv_events_endpoint": "tcp://127.0.0.1:1"}
+                worker |= {"endpoint": f"http://127.0.0.1:{port}"}
+                measured.call("POST", "/workers", worker)
+                stack.callback(measured.request, "DELETE", f"/workers/{worker_id}")
+            report = f"/workers/{HANGING_WORKERS[0]}/report"
+            for _ in range(3):
+                measured.call("POST", report, {"outcome": "failed"})
+            await until(lambda: "ejected" in measured.call("GET", "/ready"), "it is ejected")
+            for _ in range(ROUTED):
+                prompt = self._drawn.randbytes(4_000).hex()
+                body = msgspec.json.encode({"model": "hangs", "prompt": prompt})
+                path = "/route/v1/completions"
+                if (await asyncio.to_thread(measured.request, "POST", path, body, JSON))[0] != 200:
+                    raise NotFelt("a request is not routed")
+            if [asked[port] for port in ports] != [0, ROUTED]:
+                raise NotFelt(f"questions by port: {asked}, of which {ports[0]} hangs")
 
     async def _step_clock(self) -> None:
         assert isinstance(self._preload, Preload)

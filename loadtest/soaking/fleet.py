@@ -6,6 +6,7 @@ Every process has fixed ports, so that one that was killed comes back as itself.
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import mmap
 import os
@@ -24,9 +25,12 @@ import msgspec
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
 from loadtest.child_service import ChildService, free_port, plain_environment, start
+from loadtest.http_client import http
 
 TOTAL_BLOCKS = 4_000  # of a worker, as it is registered: shedding begins at a part of it
 SHED_ABOVE = 0.85
+TOKEN = "soak"  # of everybody who may ask
+authorized = functools.partial(http, token=TOKEN)
 
 
 # -- prompts: families that share a beginning, the same in every process ---------------------------
@@ -105,6 +109,16 @@ class Service(ChildService):
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        with_token = {"authorization": f"Bearer {TOKEN}", **(headers or {})}
+        return super().request(method, path, body, with_token)
 
     def metrics(self) -> str:
         status, answer = self.request("GET", "/metrics")
@@ -265,6 +279,8 @@ class Fleet:
         self.ports = [free_port() for _ in range(3)]
         self.rogue_peer = free_port()
         self.uds = str(folder / "selector.sock")
+        (folder / "tokens").write_text(f"admin {TOKEN}\n")
+        (folder / "token").write_text(TOKEN)
         self._preload = preload
         self.names_hosts = bool(preload)  # the measured process knows hosts under `.soak`
         self._stack = contextlib.ExitStack()
@@ -309,11 +325,13 @@ class Fleet:
         command += ["--port", str(self.ports[at]), "--log-level", "error"]
         command += ["--reservation-expiry-secs", str(args.expiry)]
         command += ["--replica-sync-port", str(self.sync_ports[at])]
+        command += ["--auth-token-file", f"{self.folder}/tokens"]
+        command += ["--peer-token-file", f"{self.folder}/token"]
         if module == "lean_selector":
             command += ["--active-decode-blocks-threshold", str(SHED_ABOVE)]
         if at == 0:
             peers.append(f"tcp://127.0.0.1:{self.rogue_peer}")
-            command += ["--uds", self.uds, "--kv-source-grace-secs", "5"]
+            command += ["--uds", self.uds, "--kv-source-grace-secs", "5", "--prompts", "tokenize"]
             if self._preload:
                 command += ["--discover", "dns:discovered.soak:9"]
             command += ["--state-dir", str(self._state)]

@@ -22,8 +22,8 @@ from random import Random
 
 import msgspec
 
-from loadtest.http_client import Malformed, answer_at, connected, http
-from loadtest.soaking.fleet import FRESH_TOKENS, MODEL, families
+from loadtest.http_client import Malformed, answer_at, connected
+from loadtest.soaking.fleet import FRESH_TOKENS, MODEL, authorized, families
 
 ANSWER_S = 60.0  # what takes longer is lost
 AGAIN_S = 0.5  # before a lane connects again that was let down
@@ -133,14 +133,16 @@ def _select(prompt: list[int]) -> bytes:
         MODEL.encode(),
         tokens,
     )
-    whole = http("POST", "/select_and_reserve", body % (bytes(ID_DIGITS + 2), FRESH_TOKENS.start))
+    whole = authorized(
+        "POST", "/select_and_reserve", body % (bytes(ID_DIGITS + 2), FRESH_TOKENS.start)
+    )
     return whole.partition(b"\r\n\r\n")[0] + b"\r\n\r\n" + body
 
 
 _LATER = {
-    PREFILL: http("POST", "/reservations/%b/prefill_complete"),
-    OUTPUT: http("POST", "/reservations/%b/output_block", b"{}"),
-    FREE: http("DELETE", "/reservations/%b"),
+    PREFILL: authorized("POST", "/reservations/%b/prefill_complete"),
+    OUTPUT: authorized("POST", "/reservations/%b/output_block", b"{}"),
+    FREE: authorized("DELETE", "/reservations/%b"),
 }
 
 # What a lane asks next, of which lifecycles; it is sent those that were answered with 200.

@@ -13,12 +13,14 @@ import zmq.asyncio
 
 from lean_selector.wire.replica_frames import TOPIC
 from loadtest.http_client import Malformed, answer_at, http
-from loadtest.soaking.fleet import MODEL
+from loadtest.soaking.fleet import MODEL, authorized
 
 # -- clients ---------------------------------------------------------------------------------------
 
 ANSWER_S = 60.0
 LINGER_S = 2.0
+MOST_CHUNKS = 1 << 16
+LARGE_BODY = 6 << 20
 CHURNED = range(1_001, 1_009)  # workers of a model of their own, that come and go
 _LOOKS = ("/health", "/ready", "/loads", "/metrics", "/workers", "/kv_sources", "/dump", "/nowhere")
 _ODD_REQUESTS = (
@@ -72,6 +74,8 @@ class Mischief:
             self._look,
             self._look,
             self._change_workers,
+            self._send_one_byte_chunks,
+            self._send_wrong_credentials,
         ]
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -81,7 +85,7 @@ class Mischief:
                 group.create_task(self._act(self._drawn.choice(self._kinds)))
                 await rest(stop, self._drawn.expovariate(self._rate))
         for worker_id in CHURNED:
-            await self._answered(http("DELETE", f"/workers/{worker_id}"), {200, 404})
+            await self._answered(authorized("DELETE", f"/workers/{worker_id}"), {200, 404})
 
     async def _act(self, act: Callable[[], Awaitable[None]]) -> None:
         self.acts[act.__name__.strip("_").replace("_", " ")] += 1
@@ -96,7 +100,7 @@ class Mischief:
         tokens = [self._drawn.randrange(1 << 20) for _ in range(self._drawn.randrange(1, 400))]
         name = f"never-freed-{next(self._numbers)}"
         body = {"reservation_id": name, "model_name": MODEL, "token_ids": tokens}
-        return http("POST", "/select_and_reserve", json.dumps(body).encode())
+        return authorized("POST", "/select_and_reserve", json.dumps(body).encode())
 
     async def _answered(self, request: bytes, statuses: set[int]) -> None:
         """Ask, and be answered with one of these, whole. What else comes is noted."""
@@ -156,7 +160,7 @@ class Mischief:
     async def _read_nothing(self) -> None:
         """Long answers are asked for, many at a time, and stay unread."""
         _, writer = await self._connection()
-        writer.write(http("GET", "/metrics") * 30)
+        writer.write(authorized("GET", "/metrics") * 30)
         await asyncio.sleep(LINGER_S)
         self._leave(writer)
 
@@ -173,18 +177,31 @@ class Mischief:
     async def _odd_body(self) -> None:
         path = self._drawn.choice(("/select", "/select_and_reserve", "/reservations", "/workers"))
         await self._answered(
-            http("POST", path, self._drawn.choice(_ODD_BODIES)), {400, 404, 413, 415, 422}
+            authorized("POST", path, self._drawn.choice(_ODD_BODIES)), {400, 404, 413, 415, 422}
         )
+
+    async def _send_one_byte_chunks(self) -> None:
+        """A body whose every byte is a chunk of its own is answered like any other."""
+        head, _, body = self._selection().partition(b"\r\n\r\n")
+        head = head.replace(b"content-length: %d" % len(body), b"transfer-encoding: chunked")
+        body += b" " * self._drawn.randrange(MOST_CHUNKS)
+        chunks = b"".join(b"1\r\n%c\r\n" % each for each in body)
+        await self._answered(head + b"\r\n\r\n" + chunks + b"0\r\n\r\n", {200, 503})
+
+    async def _send_wrong_credentials(self) -> None:
+        """The head is refused, and the large body that it announces is not waited for."""
+        request = http("POST", "/select", b" " * LARGE_BODY, token="wrong")
+        await self._answered(request[: self._drawn.randrange(200, LARGE_BODY)], {401})
 
     async def _look(self) -> None:
         path = self._drawn.choice(_LOOKS)
-        await self._answered(http("GET", path), {200, 404})
+        await self._answered(authorized("GET", path), {200, 404})
 
     async def _change_workers(self) -> None:
         """Workers whose events come from nowhere, or from where nonsense comes from."""
         worker_id = self._drawn.choice(CHURNED)
         if self._drawn.random() < 0.3:
-            request = http("DELETE", f"/workers/{worker_id}")
+            request = authorized("DELETE", f"/workers/{worker_id}")
             await self._answered(request, {200, 404})
             return
         body = {
@@ -195,7 +212,7 @@ class Mischief:
             "kv_events_endpoints": {"0": self._drawn.choice(self._sources)},
             "replay_endpoint": self._drawn.choice(self._sources),
         }
-        await self._answered(http("POST", "/workers", json.dumps(body).encode()), {200, 201})
+        await self._answered(authorized("POST", "/workers", json.dumps(body).encode()), {200, 201})
 
 
 # -- peers and engines that speak nonsense, on real sockets ----------------------------------------

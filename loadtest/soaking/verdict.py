@@ -117,6 +117,7 @@ def rows(outcome: Outcome) -> list[Row]:
     change, judged = growth(outcome.memory), outcome.judges_times
     rate = report.lifecycles / max(outcome.seconds, 1e-9)
     kept = f"({1e3 * fell.raw:.0f} ms with what the machine kept)"
+    acts = ", ".join(f"{name}: {count:,}" for name, count in sorted(outcome.acts.items()))
     end = f"{'survived' if outcome.survived else 'ended'}; status {outcome.status} of its stop"
 
     def none(what: str, count: int) -> Row:
@@ -138,7 +139,7 @@ def rows(outcome: Outcome) -> list[Row]:
             f"{beside.lifecycles:,} lifecycles; {beside.let_down:,} calls let down by its kills",
             None,
         ),
-        ("those who misbehave", f"{sum(outcome.acts.values()):,} acts", not outcome.acts_wrong),
+        ("those who misbehave", acts, not outcome.acts_wrong),
         ("nonsense on the sockets", f"{sum(outcome.nonsense.values()):,} times", None),
     ]
     for mark in outcome.memory:
