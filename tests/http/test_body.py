@@ -44,14 +44,6 @@ def test_a_sized_body_begins_where_it_is_told() -> None:
     assert body.content == b"bo"
 
 
-def test_a_sized_body_waits_for_all_of_its_bytes() -> None:
-    body = SizedBody(4, LIMITS)
-    feed(body, b"ab", b"c")
-    assert not body.is_done
-    feed(body, b"d")
-    assert (body.is_done, bytes(body.content)) == (True, b"abcd")
-
-
 def test_a_body_in_one_piece_is_not_copied() -> None:
     piece = b"0123456789"
     body = SizedBody(10, LIMITS)
@@ -73,18 +65,6 @@ def test_a_sized_body_of_exactly_the_limit_is_kept() -> None:
 
 
 # Chunks.
-
-
-def test_a_chunked_body_is_its_chunks_without_their_framing() -> None:
-    body = ChunkedBody(LIMITS)
-    assert feed(body, chunk(b"abc") + chunk(b"de") + END + b"GET") == b"GET"
-    assert (body.is_done, bytes(body.content), body.error) == (True, b"abcde", None)
-    assert body.wire_bytes == len(chunk(b"abc") + chunk(b"de") + END)
-
-
-def test_a_chunked_body_may_be_empty() -> None:
-    body = chunked(END)
-    assert (body.is_done, body.content) == (True, b"")
 
 
 def test_extensions_and_trailers_are_dropped() -> None:

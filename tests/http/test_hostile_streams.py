@@ -116,6 +116,8 @@ def test_a_request_within_a_body_stays_there(coding: str) -> None:
             ):
                 stream = head + fields + b"\r\n" + BODY
                 taken = check(stream, [len(head), len(stream) - len(SMUGGLED)])
+                if not framed(stream):
+                    assert read(stream)[1] in (400, 501), fields
                 if (length, coding) in PLAIN and version == b"1.1":
                     body = PLAIN[length, coding]
                     assert taken[:1] == [Framed(b"POST", b"/a", body)]
