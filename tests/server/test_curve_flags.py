@@ -2,8 +2,6 @@
 
 import argparse
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,7 @@ from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import EngineKeysFlags, SelectorConfig
 from lean_selector.server.service_flags import ReplicaKeysFlags
 from lean_selector.tools.keys import write_pair
-from tests.support.running_service import free_port
 
-OF_REPLICA = "--replica-sync-curve-secret-key-file"
 OF_SERVERS = "--kv-events-curve-server-keys-file"
 OF_US = "--kv-events-curve-secret-key-file"
 PAIR = new_pair()
@@ -76,11 +72,3 @@ def test_files_that_hold_no_keys_end_the_start_by_their_flag(name: str) -> None:
         f"{OF_SERVERS}: {secret} line 7 is a secret key: here belong public ones",
         f"{OF_US}: {public} holds no secret-key, as `lean-selector keys` writes it",
     ]
-
-
-def test_a_service_that_cannot_read_its_keys_ends_in_one_line(name: str) -> None:
-    flags = ["--port", "0", "--replica-sync-port", str(free_port()), OF_REPLICA, f"{name}.key"]
-    command = [sys.executable, "-m", "lean_selector", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1
-    assert f"error: {OF_REPLICA}: {name}.key holds no secret-key" in ended.stderr

@@ -2,47 +2,11 @@
 
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from tests.support.running_service import RunningService, free_port, wait_until
 
 WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://10.0.0.7:8000", "block_size": 16}
-
-
-def refused(*flags: str) -> str:
-    """The line with which the start was refused."""
-    said = subprocess.run(
-        [sys.executable, "-m", "lean_selector", "--port", "0", *flags],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert said.returncode != 0
-    return said.stderr.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("place", "why"),
-    [
-        ("syslog:0.0.0.0:5140", "--lifecycle-from syslog:0.0.0.0:5140: this is no loopback"),
-        ("unixgram:/nowhere/at/all", "unixgram:/nowhere/at/all"),
-    ],
-)
-def test_a_door_that_cannot_be_opened_stops_the_start(place: str, why: str) -> None:
-    assert why in refused("--lifecycle-from", place)
-
-
-def test_a_port_that_is_taken_is_named() -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
-        taken.bind(("127.0.0.1", 0))
-        place = f"syslog:127.0.0.1:{taken.getsockname()[1]}"
-        assert f"Address already in use (os error 98): {place}" in refused(
-            "--lifecycle-from", place
-        )
 
 
 def test_lines_from_everywhere_that_is_allowed_end_what_route_has_booked(tmp_path: Path) -> None:

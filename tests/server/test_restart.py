@@ -3,13 +3,11 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from lean_selector.server.state_files import opened
-from tests.server.kept_selector import Kept, is_free
+from tests.server.kept_selector import is_free
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -74,11 +72,6 @@ def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
         paths = ("/workers", "/busy_threshold", "/replica_sync/peers")
         told = [service.get(path) for path in paths]
         wait_until(lambda: live(tmp_path) == {"r"}, "the booking is on disk")
-        second = start(tmp_path)
-        assert second.returncode == 1
-        assert (
-            f"--state-dir: {tmp_path} is in use by process {service.process.pid}" in second.stderr
-        )
         kill(service)
     with service:
         assert [service.get(path) for path in paths] == told
@@ -185,23 +178,6 @@ def hears(other: RunningService, service: RunningService) -> bool:
 
 
 # -- who may write --------------------------------------------------------------------------------
-
-
-def start(path: Path, module: str = "lean_selector") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", module, "--port", "0", "--state-dir", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-
-
-def test_a_directory_that_cannot_be_ours_stops_the_start(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    Kept(tmp_path / "selector").save(0.0)
-    for path, module, said in (
-        ("file/below", "lean_selector", f"Not a directory (os error 20): {tmp_path}/file/below"),
-        ("selector", TRACKER, f"{tmp_path}/selector has the state of a selector"),
-    ):
-        done = start(tmp_path / path, module)
-        assert done.returncode == 1
-        assert f"--state-dir: {said}" in done.stderr
 
 
 def test_what_a_mistyped_flag_keeps_out_is_kept_beside(tmp_path: Path) -> None:

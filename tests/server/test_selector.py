@@ -1,7 +1,6 @@
 """Start and stop of the service's process, its UNIX socket, and its clock."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.running_service import DEADLINE_S, RunningService, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
 PROMPT = {"block_hashes": [1], "sequence_hashes": [2], "isl_tokens": 32}
@@ -214,51 +213,6 @@ def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
         stale.bind(str(path))
     with RunningService("--uds", str(path)):
         assert serves(path)
-
-
-def refused_start(*flags: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "lean_selector", "--log-level", "error", *flags],
-        env={name: value for name, value in os.environ.items() if not name.startswith("DYN_")},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
-    return done.returncode, done.stderr
-
-
-def test_a_unix_socket_that_somebody_serves_is_left_to_them(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    with RunningService("--uds", str(path)):
-        status, err = refused_start("--port", str(free_port()), "--uds", str(path))
-        assert (status, err) == (
-            1,
-            f"lean-selector: error: Address already in use (os error 98): {path} (--uds)\n",
-        )
-        assert serves(path)
-
-
-@pytest.mark.parametrize("kind", ["file", "nowhere", "long"])
-def test_a_path_that_cannot_be_a_socket_is_one_line_and_stays(tmp_path: Path, kind: str) -> None:
-    path = {
-        "file": tmp_path / "s",
-        "nowhere": tmp_path / "no" / "s",
-        "long": tmp_path / ("s" * 200),
-    }[kind]
-    if kind == "file":
-        path.write_text("precious")
-    status, err = refused_start("--port", str(free_port()), "--uds", str(path))
-    assert status == 1
-    assert err.count("\n") == 1
-    assert str(path) in err
-    if kind == "file":
-        assert path.read_text() == "precious"
-
-
-def test_a_host_without_an_address_is_one_line_in_words() -> None:
-    name = "a" * 70  # no part of a name may be as long
-    status, err = refused_start("--port", "1", "--host", name)
-    assert (status, err) == (1, f"lean-selector: error: not a host name: {name}:1 (--port)\n")
 
 
 # -- how many (D27) -------------------------------------------------------------------------------

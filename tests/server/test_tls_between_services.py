@@ -132,22 +132,3 @@ def test_the_check_shows_its_certificate(fleet: Fleet, whose: str) -> None:
         assert "selector" in done.stdout
     else:
         assert done.returncode == 2, done.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--peer-token-file=/none"], "--peer-token-file: [Errno 2] No such file or directory"),
-        (["--peer-ca-file=/none"], "--peer-ca-file: [Errno 2] No such file or directory"),
-        (["--worker-ca-file=/none", "--worker-health-interval-secs=5"], "--worker-ca-file: "),
-    ],
-)
-def test_files_that_cannot_be_used_stop_the_start(flags: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lean_selector", "--port", "0", *flags],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 1
-    assert f"error: {said}" in done.stderr

@@ -256,18 +256,3 @@ def test_the_file_is_read_again_when_it_changes_and_on_sighup(
     log = service.log()
     assert f"{tmp_path}/tokens, line 2: " in log
     assert not [token for token in ("very-secret", *TOKENS.values()) if token in log]
-
-
-@pytest.mark.parametrize("text", ["read very-secret\nvery-secret", None], ids=["broken", "missing"])
-def test_a_file_that_is_broken_at_the_start_ends_it(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "tokens"
-    if text is not None:
-        path.write_text(text)
-    service = RunningService("--auth-token-file", str(path))
-    with pytest.raises(AssertionError) as caught, service:
-        pass
-    said = str(caught.value)
-    assert "--auth-token-file: " in said
-    assert str(path) in said
-    assert "very-secret" not in said
-    assert service.process.wait() != 0

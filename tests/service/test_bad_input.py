@@ -6,17 +6,13 @@ D4 to D9. What the reference answers was recorded (`tests/conformance/`), single
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support.gates import InProcess, selector, slot_tracker_gate
-from tests.support.running_service import DEADLINE_S, RunningService
 
-SLOT_TRACKER = "lean_selector.slot_tracker"
 JSON = {"content-type": "application/json"}
 HASHES = '"block_hashes":[1,2],"sequence_hashes":[3,4],"isl_tokens":32'
 RESERVATION = '"reservation_id":"new","worker_id":1,' + HASHES
@@ -209,29 +205,3 @@ def test_calls_without_a_body_ignore_one(body: bytes) -> None:
     for headers in ({}, {"content-type": "text/plain"}):
         path = "/reservations/live/prefill_complete"
         assert SERVICE.request("POST", path, raw=body, headers=headers)[0] == 200
-
-
-# -- over a socket --------------------------------------------------------------------------------
-
-
-def failed_start(*flags: str) -> tuple[int, str]:
-    """Exit status and log of a start that must fail."""
-    ended = subprocess.run(
-        [sys.executable, "-m", SLOT_TRACKER, *flags],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    return ended.returncode, ended.stderr
-
-
-def test_ports_in_use_end_the_start_with_status_1() -> None:
-    with RunningService(module=SLOT_TRACKER) as running:
-        taken = str(running.port)
-        status, log = failed_start("--port", taken)
-        assert status == 1
-        assert "Address already in use (os error 98)" in log
-        status, log = failed_start("--port", "0", "--replica-sync-port", taken)
-        assert status == 1
-        assert f"failed to bind replica publisher to `tcp://*:{taken}`" in log

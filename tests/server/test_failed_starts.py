@@ -1,0 +1,103 @@
+"""What a service cannot have ends its start with status 1, and a line that names it.
+
+Flags that cannot be read, or do not go together, are in the tests of flags.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.server.kept_selector import Kept
+from tests.support.running_service import DEADLINE_S, RunningService
+
+TRACKER = "lean_selector.slot_tracker"
+FOUND = ("--discover", "kubernetes:a/b")
+MISSING = "No such file or directory"
+
+
+def failed_start(*flags: str, module: str = "lean_selector") -> tuple[int, str]:
+    """Exit status and log of a start that must fail."""
+    apart = ("DYN_", "KUBERNETES_")
+    ended = subprocess.run(
+        [sys.executable, "-m", module, "--port", "0", "--log-level", "error", *flags],
+        env={name: value for name, value in os.environ.items() if not name.startswith(apart)},
+        capture_output=True,
+        text=True,
+        timeout=3 * DEADLINE_S,
+        check=False,
+    )
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--host", "a" * 70), f"not a host name: {'a' * 70}:0 (--port)"),
+        (("--uds", "{}/no/s"), "{}/no/s"),
+        (("--uds", "{}/file"), "{}/file"),
+        (("--uds", "{}/" + "s" * 200), "{}/" + "s" * 200),
+        (("--auth-token-file", "{}/none"), f"--auth-token-file: {MISSING}"),
+        (("--auth-token-file", "{}/file"), "--auth-token-file: {}/file, line 1: "),
+        (("--tls-cert", "{}/file", "--tls-key", "{}/file"), "--tls-cert: {}/file holds no"),
+        (("--state-dir", "{}/file/below"), "Not a directory (os error 20): {}/file/below"),
+        (("--peer-token-file", "{}/none"), f"--peer-token-file: [Errno 2] {MISSING}"),
+        (("--peer-ca-file", "{}/none"), f"--peer-ca-file: [Errno 2] {MISSING}"),
+        (
+            ("--worker-ca-file", "{}/none", "--worker-health-interval-secs", "5"),
+            f"--worker-ca-file: [Errno 2] {MISSING}",
+        ),
+        (("--discover", "url:http://a", "--worker-token-file", "{}/none"), MISSING),
+        (FOUND, "this is no pod"),
+        ((*FOUND, "--kubernetes-api", "https://a"), MISSING),
+        (
+            ("--replica-sync-port", "9", "--replica-sync-curve-secret-key-file", "{}/file"),
+            "--replica-sync-curve-secret-key-file: {}/file holds no secret-key",
+        ),
+        (("--lifecycle-from", "syslog:0.0.0.0:5140"), "syslog:0.0.0.0:5140: this is no loopback"),
+        (("--lifecycle-from", "unixgram:{}/no/s"), "unixgram:{}/no/s"),
+    ],
+    ids=lambda given: " ".join(given)[:60] if isinstance(given, tuple) else "",
+)
+def test_it_is_one_line_that_names_it(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("very-secret precious")
+    status, log = failed_start(*(each.replace("{}", str(tmp_path)) for each in flags))
+    assert status == 1
+    assert log.count("\n") == 1
+    assert said.replace("{}", str(tmp_path)) in log
+    assert "very-secret" not in log
+    assert file.read_text() == "very-secret precious"
+
+
+def test_what_another_process_has_taken_is_named(tmp_path: Path) -> None:
+    Kept(tmp_path / "selector").save(0.0)
+    other = ("--state-dir", str(tmp_path / "selector"))
+    path = str(tmp_path / "s")
+    state = ("--state-dir", str(tmp_path / "state"))
+    with (
+        RunningService("--uds", path, *state, module=TRACKER) as running,
+        closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as udp,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        port, lines = str(running.port), f"syslog:127.0.0.1:{udp.getsockname()[1]}"
+        in_use = "Address already in use (os error 98)"
+        for flags, said, module in (
+            (("--port", port), f"{in_use}: 0.0.0.0:{port} (--port)", TRACKER),
+            (("--uds", path), f"{in_use}: {path} (--uds)", TRACKER),
+            (("--lifecycle-from", lines), f"{in_use}: {lines}", "lean_selector"),
+            (
+                ("--replica-sync-port", port),
+                f"failed to bind replica publisher to `tcp://*:{port}`",
+                TRACKER,
+            ),
+            (state, f"{tmp_path}/state is in use by process {running.process.pid}", TRACKER),
+            (other, f"{tmp_path}/selector has the state of a selector", TRACKER),
+        ):
+            status, log = failed_start(*flags, module=module)
+            assert (status, said in log) == (1, True), log
+        assert running.get("/health")[0] == 200
