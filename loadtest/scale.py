@@ -40,7 +40,7 @@ from lean_selector.tools.simulated_engines import (
     imbalance,
 )
 from lean_selector.tools.traffic import Player, as_recorded, run_policy
-from loadtest.trace import Pace, read_trace, run
+from loadtest.trace import play_at_its_times, read_trace, run
 
 SYNCED, APART, PARTITIONED = "synced", "apart", "partitioned"
 SAMPLE_S = 0.1
@@ -178,14 +178,15 @@ class Truth:
 
 async def measure(options: argparse.Namespace, mode: str, count: int) -> Row:
     """One run. Raises ServiceError."""
-    fleet, pace = Fleet(options, mode, count), Pace(options.speed, options.requests)
+    fleet = Fleet(options, mode, count)
     lines = read_trace(options.trace, options.block_size, options.requests)
     async with fleet.running():
         truth = Truth(fleet)
         watching = asyncio.create_task(truth.watch())
         try:
-            await pace.play(
+            late_s = await play_at_its_times(
                 spread(lines) if options.spread else lines,
+                options.speed,
                 lambda turn, arrival_s, request: fleet.player_for(turn, request).play(
                     request, arrival_s
                 ),
@@ -221,7 +222,7 @@ async def measure(options: argparse.Namespace, mode: str, count: int) -> Row:
         missed=truth.missed / running,
         samples=truth.samples,
         left=left,
-        late_s=pace.late_s,
+        late_s=late_s,
     )
 
 

@@ -103,51 +103,32 @@ def read_trace(
 # -- at the times of a trace ----------------------------------------------------------------------
 
 
-class Pace:
-    """Plays requests at the times of a trace, `speed` times as fast, and at most `under_way` at
-    once; at an infinite speed, each as soon as there is room for it."""
-
-    def __init__(self, speed: float, under_way: int) -> None:
-        self._speed = speed
-        self._room = asyncio.Semaphore(under_way)
-        self.held_back = 0  # requests that came when as many were under way as may be
-        self.late_s = 0.0  # the most that a request came behind its time
-
-    async def play(
-        self,
-        lines: Iterable[tuple[float, EngineRequest]],
-        play: Callable[[int, float, EngineRequest], Coroutine[None, None, None]],
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Until all have been played by `play(turn, arrival_s, request)`, or those that had begun
-        when it was over."""
-        tasks: set[asyncio.Task[None]] = set()
-
-        def ended(task: asyncio.Task[None]) -> None:
-            tasks.discard(task)
-            self._room.release()
-
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            for turn, (arrival_s, request) in enumerate(lines):
-                due = started + arrival_s / self._speed
-                await asyncio.sleep(max(0.0, due - loop.time()))
-                self.held_back += self._room.locked()
-                await self._room.acquire()
-                self.late_s = max(self.late_s, loop.time() - due)
-                if is_over():
-                    break
-                task = asyncio.create_task(play(turn, arrival_s, request))
-                tasks.add(task)
-                task.add_done_callback(ended)
-            if tasks:
-                await asyncio.wait(tasks)
-        finally:
-            left = list(tasks)
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+async def play_at_its_times(
+    lines: Iterable[tuple[float, EngineRequest]],
+    speed: float,
+    play: Callable[[int, float, EngineRequest], Coroutine[None, None, None]],
+) -> float:
+    """Begin `play(turn, arrival_s, request)` at each time of a trace, `speed` times as fast, and
+    return when all have ended; the most in seconds that one began behind its time."""
+    tasks: set[asyncio.Task[None]] = set()
+    loop = asyncio.get_running_loop()
+    started, late_s = loop.time(), 0.0
+    try:
+        for turn, (arrival_s, request) in enumerate(lines):
+            due = started + arrival_s / speed
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            late_s = max(late_s, loop.time() - due)
+            task = asyncio.create_task(play(turn, arrival_s, request))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+        if tasks:
+            await asyncio.wait(tasks)
+    finally:
+        left = list(tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+    return late_s
 
 
 def run(name: str, main: Coroutine[None, None, T]) -> T | None:
