@@ -2,12 +2,14 @@
 /openapi.json says.
 
 `python -m tests.documents.fields_page` writes it anew; a test holds it against the description. A
-schema is written once, where it is met first, and one that has most fields of an earlier one as
-what it has beside it.
+schema is written once, where it is met first; a field that several have, in the first table; and
+one that has most fields of an earlier schema as what it has beside it.
 """
 
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 from lean_selector.service.gate import Route
@@ -28,14 +30,17 @@ Every route of both services, and every field of every body and answer. This pag
 `GET /openapi.json` says ([for programs](http-api.md#for-programs)) by
 `.venv/bin/python -m tests.documents.fields_page`; a test fails when it is not what that writes.
 
-What is required a body must have, and an answer always has. A field of an answer that is not
-required is absent at times; its meaning tells when. Of bodies, unknown fields are ignored, and
+A field in **bold** is required: a body must have it, an answer always has it. Another field of an
+answer is absent at times; its meaning tells when. Of bodies, unknown fields are ignored, and
 `null` is the same as absent where the type has it. Errors are [ErrorBody](#errorbody), those of
 requests that are shed [OverloadBody](#overloadbody), and those of `POST /route/{path}`
 [OpenAiErrorBody](#openaierrorbody). The role is that of the token, [where tokens are
 required](../guide/access.md).
+
+Several bodies and answers have these fields; below they are listed there by name alone:
 """
 _ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")
+_TABLE: Final = ["| field | type, default | meaning |", "|---|---|---|"]
 _ENOUGH: Final = 4  # as alike are two schemas of which the later refers to the earlier
 
 Schema = dict[str, Any]
@@ -50,11 +55,20 @@ class Row(NamedTuple):
     default: str
     meaning: str
 
-    def line(self) -> str:
-        traits = [self.kind, *filter(None, [self.required])]
-        if self.default:
-            traits.append(f"default {self.default}")
-        return f"- `{self.name}` ({', '.join(traits)}): {self.meaning}"
+    @property
+    def shown(self) -> str:
+        return f"**`{self.name}`**" if self.required else f"`{self.name}`"
+
+    @property
+    def told(self) -> tuple[str, str]:
+        """What it is, whether it is required or not."""
+        return ", default ".join(filter(None, [self.kind, self.default])), self.meaning
+
+
+def lines_of(rows: list[Row]) -> Iterator[str]:
+    """A line for those that are told alike, one after the other."""
+    for (kind, meaning), alike in groupby(rows, key=lambda row: row.told):
+        yield f"| {', '.join(row.shown for row in alike)} | {kind} | {meaning} |"
 
 
 def described_routes(service: str) -> list[Route]:
@@ -65,18 +79,39 @@ def described_routes(service: str) -> list[Route]:
 
 def page() -> str:
     """The whole text."""
-    parts, written = [_INTRO], dict[str, list[Row]]()
-    for service, (title, api) in _SECTIONS.items():
-        document = json.loads(service_document(service, described_routes(service)))
+    documents = {
+        service: json.loads(service_document(service, described_routes(service)))
+        for service in _SECTIONS
+    }
+    schemas = {
+        name: (" ".join(schema["description"].split()), _rows(schema))
+        for document in documents.values()
+        for name, schema in reversed(document["components"]["schemas"].items())
+    }
+    shared = _shared(rows for _, rows in schemas.values())
+    parts, written = [_INTRO, *_TABLE, *lines_of(shared), ""], dict[str, list[Row]]()
+    for service, document in documents.items():
+        title, api = _SECTIONS[service]
         parts += [f"## {title}\n", f"What its routes take and give; more in {api}.\n"]
-        parts.append("\n".join([*_ROUTES_HEAD, *_routes(document)]))
-        parts.append("")
+        parts += [*_ROUTES_HEAD, *_routes(document), ""]
         if parameters := list(_parameters(document)):
-            parts += ["\n".join(["| in the query | of | |", "|---|---|---|", *parameters]), ""]
-        for name, schema in document["components"]["schemas"].items():
+            parts += ["| in the query | of | |", "|---|---|---|", *parameters, ""]
+        parts += _TABLE
+        for name in document["components"]["schemas"]:
             if name not in written:
-                parts += _schema(name, schema, written)
+                parts += _schema(name, *schemas[name], shared, written)
+        parts.append("")
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _shared(schemas: Iterable[list[Row]]) -> list[Row]:
+    """The fields that several have, each with the meaning that most have, as if not required."""
+    counts = Counter(row._replace(required="") for rows in schemas for row in rows)
+    found = dict[str, Row]()
+    for row, count in counts.most_common():
+        if count > 1:
+            found.setdefault(row.name, row)
+    return [found[name] for name in sorted(found)]
 
 
 def _operations(document: Schema) -> Iterator[tuple[str, Schema]]:
@@ -114,19 +149,26 @@ def _parameters(document: Schema) -> Iterator[str]:
         yield f"| `{name}` | {', '.join(of)} | {meaning} |"
 
 
-def _schema(name: str, schema: Schema, written: dict[str, list[Row]]) -> list[str]:
-    rows = [_row(field, shown, schema) for field, shown in schema["properties"].items()]
-    lines = [f"### {name}", " ".join(schema["description"].split())]
-    shown = rows
+def _rows(schema: Schema) -> list[Row]:
+    return [_row(field, shown, schema) for field, shown in schema["properties"].items()]
+
+
+def _schema(
+    name: str, told: str, rows: list[Row], shared: list[Row], written: dict[str, list[Row]]
+) -> list[str]:
+    own, words = rows, [told]
     if written:
         like = max(written, key=lambda other: _likeness(rows, written[other]))
         if _likeness(rows, written[like]) >= _ENOUGH:
             lacking = ", ".join(f"`{row.name}`" for row in _lacking(rows, written[like]))
-            shown = [row for row in rows if row not in written[like]]
-            without = f", without {lacking}" if lacking else ""
-            lines.append(f"The fields of {_link(like)}{without}{', and:' if shown else '.'}")
+            own = [row for row in rows if row not in written[like]]
+            words.append(f"The fields of {_link(like)}{f', without {lacking}' if lacking else ''}.")
     written[name] = rows
-    return [*lines, "", *(row.line() for row in shown), *([""] if shown else [])]
+    common = [row for row in own if row._replace(required="") in shared]
+    if common:
+        words.append(f"Has {', '.join(row.shown for row in common)}.")
+    head = f'| <a id="{name.lower()}"></a>**{name}** | | {" ".join(words)} |'
+    return [head, *lines_of([row for row in own if row not in common])]
 
 
 def _lacking(rows: list[Row], other: list[Row]) -> list[Row]:

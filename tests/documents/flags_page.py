@@ -81,19 +81,13 @@ def _groups(config: Any, known: dict[str, Field]) -> list[str]:
         known[name] = each
         if each.title != last:
             guide = _GUIDES.get(each.title)
-            lines += [
-                "",
-                f"### {each.title}",
-                "",
-                *([f"More: {guide}.", ""] if guide else []),
-                _HEAD,
-            ]
+            lines.append(f"| **{each.title}** | | | {f'more: {guide}' if guide else ''} |")
             last = each.title
         env = ", ".join(f"`{variable}`" for variable in each.flag.env)
         meaning = each.help.replace("|", "\\|")
         words = "" if "|" not in each.metavar else f" ({each.metavar.replace('|', ', ')})"
         lines.append(f"| `{name}` | {env} | {each.shown_default} | {meaning}{words} |")
-    return [*lines[1:], ""]
+    return [_HEAD, *lines, ""]
 
 
 def _same(one: Field, other: Field) -> bool:

@@ -79,6 +79,7 @@ def test_every_section_of_the_specification_that_is_cited_exists() -> None:
 
 def anchors(text: str) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    headings += re.findall(r'<a id="([^"]+)"></a>', text)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
