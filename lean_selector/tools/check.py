@@ -32,17 +32,17 @@ from lean_selector.tools.check_judgements import (
     WorkerRecord,
     is_about_keys,
     judge_engine,
+    judge_ports,
     judge_selector,
     subject_of,
 )
+from lean_selector.tools.check_probes import Asked, Probes
 from lean_selector.tools.check_questions import (
     BEYOND_ALL,
     AskedSelector,
     NoReplay,
     NotASelector,
-    Probe,
     Replays,
-    judge_hashes,
     judge_port,
 )
 from lean_selector.wire.selection_bodies import KvSource
@@ -74,16 +74,18 @@ class Examination:
         if self.may_probe:
             probed = await self._probe(facts)
             facts = await self.selector.facts()  # a source that was silent may have told something
-        asked = [self._ask(worker) for worker in facts.workers if worker.endpoint]
-        knocked = [self._knock(source) for source in facts.sources or []]
+        sources = facts.sources or []
+        asked = [self._ask(worker, sources) for worker in facts.workers if worker.endpoint]
+        knocked = [self._knock(source) for source in sources]
         lists = [*await asyncio.gather(*asked), *await asyncio.gather(*knocked), probed]
         return [*judge_selector(facts), *(finding for found in lists for finding in found)]
 
-    async def _ask(self, worker: WorkerRecord) -> list[Finding]:
+    async def _ask(self, worker: WorkerRecord, sources: list[KvSource]) -> list[Finding]:
         async with self._turn:
             try:
                 base = base_without_version(worker.endpoint or "")
-                return list(judge_engine(worker, await ask_engine(self.engines, base)))
+                told = await ask_engine(self.engines, base)
+                return [*judge_engine(worker, told), *judge_ports(worker, told, sources)]
             except (OutboundFailed, ValueError) as error:
                 what = f"its engine does not tell what it is: {error}"
                 mend = "check the engine, and its endpoint: http://HOST:PORT as gateways reach it"
@@ -131,25 +133,8 @@ class Examination:
         return Finding(level, subject, f"replay_endpoint {endpoint}: {what}", mend)
 
     async def _probe(self, facts: SelectorFacts) -> list[Finding]:
-        """A completion at each engine, then what the engines call its first block."""
-        workers = {each.worker_id: each for each in facts.workers if each.endpoint}
-        sizes = {each.worker_id: each.block_size for each in workers.values() if each.block_size}
-        probes = {
-            size: Probe(self.selector, self.engines, self.replays, size, self.patience_s)
-            for size in sizes.values()
-        }
-
-        async def probed(worker_id: int, size: int) -> Finding:
-            async with self._turn:
-                return await probes[size].run(workers[worker_id])
-
-        found = list(await asyncio.gather(*(probed(*each) for each in sizes.items())))
-        names: dict[int, dict[str, int]] = {size: {} for size in probes}
-        for source in facts.sources or []:
-            size = sizes.get(source.worker_id)
-            if size and (name := await probes[size].first_hash(source)) is not None:
-                names[size][subject_of(source)] = name
-        return [*found, *(each for each in map(judge_hashes, names.values()) if each is not None)]
+        asked = Asked(self.selector, self.engines, self.replays, self._turn, self.patience_s)
+        return await Probes(asked, facts).run()
 
 
 def as_json(findings: Iterable[Finding]) -> bytes:

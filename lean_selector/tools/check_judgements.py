@@ -473,3 +473,39 @@ def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[F
             "registered without total_kv_blocks: busy thresholds cannot see how full it is",
             f'{patch} {{"total_kv_blocks": {blocks}}}',
         )
+
+
+def judge_ports(
+    worker: WorkerRecord, told: Particulars, sources: Sequence[KvSource]
+) -> Iterator[Finding]:
+    """Where the engine says that it publishes and replays, against what is registered for it.
+
+    Another port may be right, as where a container's is mapped; that of another engine is wrong.
+    """
+    for source in sources:
+        if source.worker_id == worker.worker_id:
+            rank = str(source.dp_rank)
+            events, replays = told.kv_events_endpoints or {}, told.replay_endpoints or {}
+            for field, own, registered in (
+                ("kv_events_endpoint", events.get(rank), source.endpoint),
+                ("replay_endpoint", replays.get(rank), source.replay_endpoint),
+            ):
+                if own is not None and registered is not None and own != registered:
+                    yield from _judge_port(source, sources, field, own, registered)
+
+
+def _judge_port(
+    source: KvSource, sources: Sequence[KvSource], field: str, own: str, registered: str
+) -> Iterator[Finding]:
+    others = [
+        each.worker_id
+        for each in sources
+        if own in (each.endpoint, each.replay_endpoint) and each.worker_id != source.worker_id
+    ]
+    what = f"{field} {registered} is registered, and the engine says that its own is {own}"
+    if others:
+        what += f", which is registered for worker {others[0]}"
+        mend = f"register {own} for worker {source.worker_id}, or correct its endpoint"
+        yield Finding(Level.ERROR, subject_of(source), what, mend)
+    elif own.rpartition(":")[2] != registered.rpartition(":")[2]:
+        yield Finding(Level.NOTE, subject_of(source), f"{what}: right only where a port is mapped")

@@ -1,9 +1,7 @@
-"""What the check asks: the selector, event ports, replay endpoints, and a completion."""
+"""What the check asks: the selector, event ports and replay endpoints."""
 
 import asyncio
 import contextlib
-import random
-from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import msgspec
@@ -13,7 +11,6 @@ from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvReplay, ReplayEnd
 from lean_selector.events.kv_sockets import replay_frames
 from lean_selector.events.links import Links
-from lean_selector.http.allowed_endpoints import base_without_version
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.tools.check_judgements import (
     Finding,
@@ -33,7 +30,6 @@ class OverlapRow(msgspec.Struct):
     """One rank of POST /overlap_scores, in either dialect."""
 
     worker_id: int
-    dp_rank: int
     device_blocks: int = 0
 
 
@@ -103,25 +99,31 @@ class AskedSelector:
             ) from None
 
     async def cached_blocks(
-        self, worker: WorkerRecord, token_ids: list[int]
-    ) -> dict[tuple[int, int], int]:
-        """Cached blocks of this prompt by (worker_id, dp_rank), as the selector's index has it.
+        self, worker: WorkerRecord, token_ids: list[int], is_eagle: bool | None = None
+    ) -> dict[int, int]:
+        """Cached blocks of this prompt by worker_id, as the selector's index has it; `is_eagle`
+        in place of what is registered.
 
         Raises OutboundFailed, and DecodeError of msgspec.
         """
-        body = {
+        body: dict[str, object] = {
             "model_name": worker.model_name,
             "tenant_id": worker.tenant_id,
             "routing_group": worker.tenant_id,  # the reference reads one name or the other
             "token_ids": token_ids,
         }
+        if is_eagle is not None:
+            body["is_eagle"] = is_eagle
         url = f"{self.url}/overlap_scores"
         text = msgspec.json.encode(body)
         answer = await self._client.request("POST", url, text, timeout_s=self._timeout_s)
         if answer.status != 200:
             raise OutboundFailed(f"POST {url}: status {answer.status}", answer.status)
         rows = msgspec.json.decode(answer.body, type=OverlapScores).workers
-        return {(row.worker_id, row.dp_rank): row.device_blocks for row in rows}
+        most: dict[int, int] = {}
+        for row in rows:
+            most[row.worker_id] = max(row.device_blocks, most.get(row.worker_id, 0))
+        return most
 
 
 # -- event ports -----------------------------------------------------------------------------------
@@ -267,99 +269,3 @@ def _stored_in(payload: bytes) -> list[BlockStored]:
         ]
     except NotABatch:
         return []
-
-
-# -- a probe ---------------------------------------------------------------------------------------
-# The prompt is new each time, made of small token ids that every vocabulary has, and equal for all
-# engines, so that their hashes of its first block can be compared.
-
-BLOCKS: Final = 2  # full ones; one token more, so that an engine keeps both
-_TOKEN_IDS: Final = range(10, 100)
-_LOOK_EVERY_S: Final = 0.1
-_SAID_CHARACTERS: Final = 200
-
-
-@dataclass(eq=False)
-class Probe:
-    """A probe of all engines whose blocks have `block_size` tokens."""
-
-    selector: AskedSelector
-    engines: OutboundClient
-    replays: Replays
-    block_size: int
-    patience_s: float
-
-    def __post_init__(self) -> None:
-        self.prompt = random.choices(_TOKEN_IDS, k=BLOCKS * self.block_size + 1)
-
-    async def run(self, worker: WorkerRecord) -> Finding:
-        """A completion, then patience until the index has its blocks at this worker."""
-        subject = f"worker {worker.worker_id}"
-        try:
-            await self._complete(worker)
-        except OutboundFailed as error:
-            mend = "check the engine, its model name and --worker-token-file"
-            return Finding(Level.ERROR, subject, f"no completion: {error.message}", mend)
-        try:
-            async with asyncio.timeout(self.patience_s):
-                while not await self._is_known(worker):  # noqa: ASYNC110  it is asked, not told
-                    await asyncio.sleep(_LOOK_EVERY_S)
-        except TimeoutError:
-            return Finding(
-                Level.ERROR,
-                subject,
-                f"a completion of {BLOCKS} blocks was answered, and no event of them came "
-                f"in {self.patience_s:g} s",
-                "start the engine with prefix caching and KV events (vLLM: "
-                "--enable-prefix-caching --kv-events-config, SGLang: --kv-events-config)",
-            )
-        except (OutboundFailed, msgspec.DecodeError) as error:
-            return Finding(Level.ERROR, "selector", f"POST /overlap_scores: {error}")
-        what = f"the {BLOCKS} blocks of a completion came into the index as events"
-        return Finding(Level.OK, subject, what)
-
-    async def _complete(self, worker: WorkerRecord) -> None:
-        body = {"model": worker.model_name, "prompt": self.prompt, "max_tokens": 1}
-        url = f"{base_without_version(worker.endpoint or '')}/v1/completions"
-        answer = await self.engines.request(
-            "POST", url, msgspec.json.encode(body), timeout_s=max(self.patience_s, 30.0)
-        )
-        if answer.status != 200:
-            said = answer.body[:_SAID_CHARACTERS].decode(errors="replace")
-            raise OutboundFailed(f"POST {url}: status {answer.status}: {said}", answer.status)
-
-    async def _is_known(self, worker: WorkerRecord) -> bool:
-        cached = await self.selector.cached_blocks(worker, self.prompt)
-        return any(
-            blocks >= BLOCKS
-            for (worker_id, _), blocks in cached.items()
-            if worker_id == worker.worker_id
-        )
-
-    async def first_hash(self, source: KvSource) -> int | None:
-        """What this engine calls the prompt's first block; None when its replay does not tell."""
-        if source.replay_endpoint is None:
-            return None
-        first = 0 if source.last_seq is None else source.last_seq + 1
-        try:
-            stored = await self.replays.stored_since(source.replay_endpoint, first, self.patience_s)
-        except NoReplay:
-            return None
-        for event in stored:
-            if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
-                return event.block_hashes[0]
-        return None
-
-
-def judge_hashes(hashes: dict[str, int]) -> Finding | None:
-    """`hashes`: of one block, by engine."""
-    if len(hashes) < 2:
-        return None
-    if len(set(hashes.values())) == 1:
-        return Finding(Level.OK, "engines", f"{len(hashes)} of them name the same block alike")
-    return Finding(
-        Level.NOTE,
-        "engines",
-        "they name the same block differently, as each start of vLLM without PYTHONHASHSEED does: "
-        "no matter here, where blocks are known by their tokens; a shared cache needs one seed",
-    )

@@ -110,9 +110,11 @@ def test_a_fleet_where_all_is_well_has_no_errors_and_its_blocks_come(
             assert any("live at " in line for line in rank)  # though it was silent before
             assert any("ZMQ listens" in line for line in rank)
             assert any(line.endswith(": answers") for line in rank)
-        # One prompt for all, of two full blocks.
-        assert one.prompts == two.prompts
-        assert [len(prompt) for prompt in one.prompts] == [33]
+        # One first block for all, and one of each engine's own.
+        [[*first], [*second]] = one.prompts, two.prompts
+        assert [len(*first), len(*second)] == [33, 33]
+        assert first[0][:16] == second[0][:16]
+        assert first[0][16:32] != second[0][16:32]
         assert what(found, "ok", "engines") == ["2 of them name the same block alike"]
 
 
@@ -129,6 +131,36 @@ def test_engines_with_seeds_of_their_own_and_one_that_tells_no_events_are_found_
         assert any("PYTHONHASHSEED" in line for line in what(found, "note", "engines"))
         [error] = what(found, "error", "worker 3")
         assert "no event of them came" in error
+
+
+@pytest.mark.parametrize("field", ["endpoint", "kv_events_endpoint", "replay_endpoint"])
+def test_endpoints_of_two_workers_that_are_exchanged_are_named(
+    selector: RunningService, field: str
+) -> None:
+    with ApiEngine(1, seed=1) as one, ApiEngine(2, seed=2) as two:
+        for engine, other in ((one, two), (two, one)):
+            for number in range(3 * engine.worker_id):
+                engine.cache([number] * 16)
+            follow(selector, engine, **{field: other.registration()[field]})
+        found = findings(selector, "--probe", status=1, patience_s=2.0)
+        errors = [each for each in found if each["level"] == "error"]
+        assert any(field in each["mend"] for each in errors), errors
+        assert {each["subject"][:8] for each in errors} == {"worker 1", "worker 2"}
+        assert not any("prefix caching" in each["mend"] for each in errors)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"is_eagle": True}, "as hashes of single tokens"), ({"block_size": 32}, "skipped")],
+)
+def test_a_probe_names_the_field_that_is_wrong(
+    selector: RunningService, wrong: dict[str, object], words: str
+) -> None:
+    with ApiEngine(1) as engine:
+        follow(selector, engine, model_name=f"of {words}", **wrong)
+        found = findings(selector, "--probe", status=1, patience_s=1.0)
+        lines = what(found, "error", "worker 1")
+        assert any(words in line for line in lines), lines
 
 
 def test_wrong_ports_are_recognised_by_what_listens_there(selector: RunningService) -> None:

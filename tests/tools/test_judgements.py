@@ -14,6 +14,7 @@ from lean_selector.tools.check_judgements import (
     can_be_chosen,
     judge_discoveries,
     judge_engine,
+    judge_ports,
     judge_selector,
     judge_shared_endpoints,
     judge_source,
@@ -379,3 +380,27 @@ def test_long_lines_go_on_below_themselves() -> None:
     [first, second, _] = table([Finding(WARNING, "x", "word " * 14)], 60)
     assert first == "warning  x  " + " ".join(["word"] * 9)
     assert second == " " * 12 + " ".join(["word"] * 5)
+
+
+@pytest.mark.parametrize(
+    ("told", "levels"),
+    [
+        ({"kv_events_endpoints": {"1": "tcp://gpu:5557"}}, []),
+        ({"kv_events_endpoints": {"1": "tcp://10.0.0.1:5557"}}, []),  # the host by another name
+        ({"kv_events_endpoints": {"0": "tcp://gpu:9"}}, []),  # of another rank
+        ({"kv_events_endpoints": {"1": "tcp://gpu:9"}}, [NOTE]),
+        ({"replay_endpoints": {"1": "tcp://gpu:9"}}, [NOTE]),
+        ({"kv_events_endpoints": {"1": "tcp://gpu:6557"}}, [ERROR]),
+        ({"replay_endpoints": {"1": "tcp://gpu:6558"}}, [ERROR]),
+        ({}, []),
+    ],
+)
+def test_where_an_engine_says_that_it_publishes_is_held_against_the_registration(
+    told: dict[str, Any], levels: list[Level]
+) -> None:
+    own = source("live", replay_endpoint="tcp://gpu:5558")
+    endpoints = {"endpoint": "tcp://gpu:6557", "replay_endpoint": "tcp://gpu:6558"}
+    other = source("live", worker_id=4, **endpoints)
+    found = list(judge_ports(worker(3), Particulars(**told), [own, other]))
+    assert [each.level for each in found] == levels
+    assert {each.subject for each in found} <= {"worker 3 rank 1"}

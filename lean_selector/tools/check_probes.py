@@ -1,0 +1,277 @@
+"""`check --probe`: a completion at each engine, then where the events of its blocks arrived.
+
+Each engine gets a prompt of its own, so that events, replays or endpoints of two engines that were
+taken for one another are seen. The first block is the same for all, so that the names that engines
+give it can be compared. Token ids are small ones, which every vocabulary has.
+"""
+
+import asyncio
+import random
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from lean_selector.core.index.shapes import BlockStored
+from lean_selector.http.allowed_endpoints import base_without_version
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
+from lean_selector.tools.check_judgements import (
+    Finding,
+    Level,
+    SelectorFacts,
+    WorkerRecord,
+    subject_of,
+)
+from lean_selector.tools.check_questions import AskedSelector, NoReplay, NotASelector, Replays
+from lean_selector.wire.selection_bodies import KvSource
+
+_TOKEN_IDS: Final = range(10, 100)
+_LEAST_OWN: Final = 16  # tokens of each engine's own, more than chance makes equal
+_LOOK_EVERY_S: Final = 0.1
+_SAID_CHARACTERS: Final = 200
+_MOST_ASKED: Final = 16  # engines whose batches a replay endpoint is asked for
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked, and how many at once. `patience_s`: for an answer, and for the events."""
+
+    selector: AskedSelector
+    engines: OutboundClient
+    replays: Replays
+    turn: asyncio.Semaphore
+    patience_s: float
+
+
+class Probe:
+    """One worker's prompt: the first block, whole blocks of its own, and a token, so that an
+    engine keeps all of them."""
+
+    def __init__(self, worker: WorkerRecord, first: list[int]) -> None:
+        self.worker = worker
+        self.first = first
+        size = len(first)
+        self.own: Final = random.choices(_TOKEN_IDS, k=-(-_LEAST_OWN // size) * size)
+        self.prompt: Final = [*first, *self.own, random.choice(_TOKEN_IDS)]
+        self.blocks: Final = 1 + len(self.own) // size
+
+    @property
+    def subject(self) -> str:
+        return f"worker {self.worker.worker_id}"
+
+    def is_in(self, stored: list[BlockStored]) -> bool:
+        """Whether its own tokens were stored by these."""
+        tokens = b"".join([_packed(list(event.token_ids)) for event in stored])
+        return _packed(self.own) in tokens
+
+    def first_hash(self, stored: list[BlockStored]) -> int | None:
+        """What the engine calls the first block."""
+        for event in stored:
+            if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
+                return event.block_hashes[0]
+        return None
+
+
+def _packed(tokens: list[int]) -> bytes:
+    return struct.pack(f"<{len(tokens)}I", *tokens)
+
+
+class Probes:
+    """Of all workers whose engine and block size are known. Once."""
+
+    def __init__(self, asked: Asked, facts: SelectorFacts) -> None:
+        self._asked = asked
+        self._sources = facts.sources or []  # as they were before
+        self._exchanged: set[int] = set()  # workers whose events or endpoint are another's
+        known = [each for each in facts.workers if each.endpoint and each.block_size]
+        firsts = {
+            each.block_size or 1: random.choices(_TOKEN_IDS, k=each.block_size or 1)
+            for each in known
+        }
+        self._probes = {each.worker_id: Probe(each, firsts[each.block_size or 1]) for each in known}
+
+    async def run(self) -> list[Finding]:
+        """Raises NotASelector."""
+        probes = list(self._probes.values())
+        found = dict(
+            zip(self._probes, await asyncio.gather(*map(self._probe, probes)), strict=True)
+        )
+        missing = [self._probes[each] for each, finding in found.items() if finding is None]
+        known = [each for each in found.values() if each is not None]
+        why_not = [await self._why_not(probe) for probe in missing]
+        return [*known, *why_not, *await self._replays()]
+
+    # -- completions -------------------------------------------------------------------------------
+
+    async def _probe(self, probe: Probe) -> Finding | None:
+        """None: its blocks did not come into the index in time."""
+        async with self._asked.turn:
+            try:
+                await self._complete(probe)
+            except OutboundFailed as error:
+                mend = "check the engine, its model name and --worker-token-file"
+                what = f"no completion: {error.message}"
+                return Finding(Level.ERROR, probe.subject, what, mend)
+            try:
+                async with asyncio.timeout(self._asked.patience_s):
+                    while not await self._is_known(probe):  # noqa: ASYNC110  it is asked, not told
+                        await asyncio.sleep(_LOOK_EVERY_S)
+            except TimeoutError:
+                return None
+            except (OutboundFailed, msgspec.DecodeError) as error:
+                return Finding(Level.ERROR, "selector", f"POST /overlap_scores: {error}")
+        return _came(probe)
+
+    async def _complete(self, probe: Probe) -> None:
+        body = {"model": probe.worker.model_name, "prompt": probe.prompt, "max_tokens": 1}
+        url = f"{base_without_version(probe.worker.endpoint or '')}/v1/completions"
+        answer = await self._asked.engines.request(
+            "POST", url, msgspec.json.encode(body), timeout_s=max(self._asked.patience_s, 30.0)
+        )
+        if answer.status != 200:
+            said = answer.body[:_SAID_CHARACTERS].decode(errors="replace")
+            raise OutboundFailed(f"POST {url}: status {answer.status}: {said}", answer.status)
+
+    async def _is_known(self, probe: Probe) -> bool:
+        cached = await self._asked.selector.cached_blocks(probe.worker, probe.prompt)
+        return cached.get(probe.worker.worker_id, 0) >= probe.blocks
+
+    # -- why blocks are not in the index -----------------------------------------------------------
+
+    async def _why_not(self, probe: Probe) -> Finding:
+        worker_id, ask = probe.worker.worker_id, self._asked.selector.cached_blocks
+        try:
+            cached = await ask(probe.worker, probe.prompt)
+            as_registered = {each for each, blocks in cached.items() if blocks >= probe.blocks}
+            if worker_id in as_registered:
+                return _came(probe)  # late
+            if as_registered:
+                self._exchanged.add(worker_id)
+                return _taken_for(probe, min(as_registered))
+            for is_eagle in (True, False):
+                cached = await ask(probe.worker, probe.prompt, is_eagle)
+                if cached.get(worker_id, 0) >= probe.blocks:
+                    return _wrong_eagle(probe, is_eagle)
+            after = (await self._asked.selector.facts()).sources or []
+        except (OutboundFailed, msgspec.DecodeError, NotASelector) as error:
+            return Finding(Level.ERROR, "selector", f"POST /overlap_scores: {error}")
+        before = {(each.worker_id, each.dp_rank): each for each in self._sources}
+        answered = f"a completion of {probe.blocks} blocks was answered, and"
+        for source in after:
+            old = before.get((source.worker_id, source.dp_rank))
+            if source.worker_id != worker_id or old is None:
+                continue
+            if source.skipped != old.skipped:
+                why = source.problem or ", ".join(source.skipped)
+                what = f"{answered} the events that came were skipped: {why}"
+                mend = "register the engine's own block_size and is_eagle, and see GET /kv_sources"
+                return Finding(Level.ERROR, probe.subject, what, mend)
+            if source.messages > old.messages:
+                what = (
+                    f"{answered} events came, of other blocks: {source.endpoint} is {source.state}"
+                )
+                mend = "register the kv_events_endpoint and the block_size of the engine at "
+                return Finding(
+                    Level.ERROR, probe.subject, what, mend + (probe.worker.endpoint or "")
+                )
+        return Finding(
+            Level.ERROR,
+            probe.subject,
+            f"{answered} no event of them came in {self._asked.patience_s:g} s",
+            "start the engine with prefix caching and KV events (vLLM: "
+            "--enable-prefix-caching --kv-events-config, SGLang: --kv-events-config)",
+        )
+
+    # -- replays -----------------------------------------------------------------------------------
+
+    async def _replays(self) -> list[Finding]:
+        """Replay endpoints of another engine, and whether engines name a block alike."""
+        sources = [
+            each
+            for each in self._sources
+            if each.replay_endpoint and each.worker_id in self._probes
+        ]
+        told = await asyncio.gather(*map(self._replay, sources))
+        names: dict[int, dict[str, int]] = {}
+        findings = []
+        for source, (owner, name) in zip(sources, told, strict=True):
+            if name is not None:
+                size = self._probes[source.worker_id].worker.block_size or 1
+                names.setdefault(size, {})[subject_of(source)] = name
+            if source.worker_id in self._exchanged:
+                continue  # what its replay tells follows from that
+            if owner is not None and not self._is_engine_of(owner, source.worker_id):
+                findings.append(
+                    Finding(
+                        Level.ERROR,
+                        subject_of(source),
+                        f"replay_endpoint {source.replay_endpoint} is that of worker {owner}'s "
+                        "engine: what that has cached counts for this one",
+                        "register the replay_endpoint of its own engine",
+                    )
+                )
+        alike = [judge_hashes(each) for each in names.values()]
+        return [*findings, *(each for each in alike if each is not None)]
+
+    async def _replay(self, source: KvSource) -> tuple[int | None, int | None]:
+        """Whose prompt is in this replay, and what the first block is called there."""
+        own = self._probes[source.worker_id]
+        starts = [source, *(each for each in self._sources if each.worker_id != source.worker_id)]
+        firsts = dict.fromkeys(0 if each.last_seq is None else each.last_seq + 1 for each in starts)
+        for first in list(firsts)[:_MOST_ASKED]:
+            async with self._asked.turn:
+                try:
+                    stored = await self._asked.replays.stored_since(
+                        source.replay_endpoint or "", first, self._asked.patience_s
+                    )
+                except NoReplay:
+                    return None, None
+            for probe in (own, *self._probes.values()):
+                if probe.is_in(stored):
+                    return probe.worker.worker_id, probe.first_hash(stored)
+        return None, None
+
+    def _is_engine_of(self, one: int, other: int) -> bool:
+        endpoints = (self._probes[one].worker.endpoint, self._probes[other].worker.endpoint)
+        return one == other or endpoints[0] == endpoints[1]
+
+
+def _came(probe: Probe) -> Finding:
+    what = f"the {probe.blocks} blocks of a completion came into the index as events"
+    return Finding(Level.OK, probe.subject, what)
+
+
+def _taken_for(probe: Probe, other: int) -> Finding:
+    return Finding(
+        Level.ERROR,
+        probe.subject,
+        f"the {probe.blocks} blocks of its completion count for worker {other}",
+        f"exchange the kv_events_endpoint, or the endpoint, of {probe.subject} and worker {other}: "
+        "each has those of its own engine",
+    )
+
+
+def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
+    of = "pairs of tokens (EAGLE)" if is_eagle else "single tokens"
+    return Finding(
+        Level.ERROR,
+        probe.subject,
+        f"its blocks came as hashes of {of}, and its registration says otherwise: none is found",
+        f'register all workers of its model anew with "is_eagle": {str(is_eagle).lower()}',
+    )
+
+
+def judge_hashes(hashes: dict[str, int]) -> Finding | None:
+    """`hashes`: of one block, by engine."""
+    if len(hashes) < 2:
+        return None
+    if len(set(hashes.values())) == 1:
+        return Finding(Level.OK, "engines", f"{len(hashes)} of them name the same block alike")
+    return Finding(
+        Level.NOTE,
+        "engines",
+        "they name the same block differently: no matter here, where blocks are known by their "
+        "tokens; a shared cache needs one --prefix-caching-hash-algo and one seed (vLLM before "
+        "0.32, and hashes other than sha256: PYTHONHASHSEED)",
+    )
