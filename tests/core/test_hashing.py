@@ -3,7 +3,6 @@ events).
 """
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +38,10 @@ def test_vectors_of_the_reference_hold(vector: dict[str, Any]) -> None:
     assert sequence_hashes(local) == vector["sequence_hashes"]
 
 
-def test_hashes_travel_as_little_endian_bytes() -> None:
-    local = local_hashes(range(1, 17), 4)
-    assert list(struct.unpack("<4Q", local)) == block_hashes(range(1, 17), 4)
-    assert list(struct.unpack("<4Q", sequence_hashes_bytes(local))) == sequence_hashes(
-        block_hashes(range(1, 17), 4)
-    )
-
-
 def test_a_long_prompt_hashes_block_by_block() -> None:
     tokens = range(1000, 1000 + 4 * 200 + 3)
     alone = [block_hashes(tokens[start : start + 4], 4)[0] for start in range(0, 800, 4)]
     assert block_hashes(tokens, 4) == alone
-
-
-def test_multimodal_hashes_are_appended_in_ascending_order() -> None:
-    expected = [13948190333068975462, 16777012769546811212]
-    assert block_hashes(range(1, 9), 4, mm_hashes=[[99], None]) == expected
-    assert block_hashes(range(1, 9), 4, mm_hashes=[[99]]) == expected
-    both = block_hashes(range(1, 9), 4, mm_hashes=[[5, 3], []])
-    assert both == block_hashes(range(1, 9), 4, mm_hashes=[[3, 5]])
-    assert both[0] != block_hashes(range(1, 9), 4, mm_hashes=[[3, 3, 5]])[0]
-    assert both[1] == expected[1]
 
 
 def test_a_salt_changes_the_seed_as_the_newer_reference_does() -> None:

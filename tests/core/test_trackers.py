@@ -13,7 +13,7 @@ from lean_selector.core.errors import (
     NotFound,
     SelectorError,
 )
-from lean_selector.core.load.shapes import LoadRow, PotentialLoadRow, WorkerRow
+from lean_selector.core.load.shapes import LoadRow, WorkerRow
 from lean_selector.core.numbers import MAX_ISL_TOKENS, MAX_RANKS
 from lean_selector.core.trackers import Trackers
 from tests.support.bookings import book
@@ -159,15 +159,6 @@ def test_the_last_worker_takes_the_tracker_along_and_frees_its_block_size() -> N
 # Requests ----------------------------------------------------------------------------------------
 
 
-def test_an_id_may_be_active_in_two_trackers() -> None:
-    trackers = ready()
-    trackers.register(row(tenant_id="t2"))
-    add(trackers)
-    trackers.add("llama", "t2", "r", 7, 0, PROMPT, 1, 0.0)
-    trackers.free("llama", "t2", "r", 0.0)
-    assert loads(trackers) == [(48, 3), (0, 0)]
-
-
 @pytest.mark.parametrize("tokens", [MAX_ISL_TOKENS + 1, 2**64 - 1])
 def test_absurd_token_counts_are_refused_before_anything_is_looked_up(tokens: int) -> None:
     trackers = Trackers()
@@ -190,25 +181,4 @@ def test_sums_print_saturated_and_come_down_again() -> None:
     assert loads(trackers)[0] == (MAX_ISL_TOKENS, 3)
 
 
-def test_a_projection_counts_the_blocks_that_no_active_prompt_of_the_rank_starts_with() -> None:
-    trackers = ready()
-    add(trackers)
-    assert trackers.potential_loads(*SCOPE, pack([1, 2, 3, 4]), 16, 0.0) == [
-        PotentialLoadRow(7, 0, 64, 4, 1),
-        PotentialLoadRow(7, 1, 16, 4, 0),
-    ]
-    for query, blocks in (([2, 3], 5), ([9, 1, 2], 6), ([], 3)):
-        projected = trackers.potential_loads(*SCOPE, pack(query), 0, 0.0)[0]
-        assert projected.potential_decode_blocks == blocks
-    assert loads(trackers)[0] == (48, 3)
-
-
 # Expiry and replicas -----------------------------------------------------------------------------
-
-
-def test_expiry_takes_bounded_steps() -> None:
-    trackers = ready()
-    for n in range(5):
-        add(trackers, str(n))
-    assert [len(trackers.expire(301.0, 2)) for _ in range(3)] == [2, 2, 1]
-    assert trackers.arrived() == 5

@@ -1,6 +1,7 @@
 """The forms of a prompt: which one counts, what is checked, in which order and words."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -63,74 +64,37 @@ def test_nothing_relates_the_length_to_the_number_of_hashes(hashes: list[int], i
     assert prompt.sequence_hashes() == prompt.local_hashes
 
 
+TOO_LONG = "isl_tokens (9007199254740992) exceeds the maximum 9007199254740991"
+
+
 @pytest.mark.parametrize(
-    ("body", "error"),
+    ("take", "body", "error"),
     [
-        pytest.param({}, "block_hashes is required without token_ids", id="nothing"),
-        pytest.param(
+        (
+            select,
             {"block_hashes": None, "sequence_hashes": [1], "isl_tokens": 0},
             "block_hashes is required without token_ids",
-            id="null block hashes",
         ),
-        pytest.param(
-            {"block_hashes": [1], "isl_tokens": 0},
-            "sequence_hashes is required without token_ids",
-            id="no sequence hashes",
-        ),
-        pytest.param(
-            {"block_hashes": [1], "sequence_hashes": [1, 2]},
-            "isl_tokens is required without token_ids",
-            id="no length",
-        ),
-        pytest.param(
+        (
+            select,
             {"block_hashes": [1], "sequence_hashes": [1, 2], "isl_tokens": 0},
             "isl_tokens must be greater than 0",
-            id="no tokens",
         ),
-        pytest.param(
-            {"block_hashes": [1, 2], "sequence_hashes": [1], "isl_tokens": 1},
-            "block_hashes length 2 must match sequence_hashes length 1",
-            id="lengths differ",
-        ),
-        pytest.param(
-            {"block_hashes": [], "sequence_hashes": [1], "isl_tokens": 2**53},
-            "isl_tokens (9007199254740992) exceeds the maximum 9007199254740991",
-            id="D6",
-        ),
-        pytest.param(
+        (select, {"block_hashes": [], "sequence_hashes": [1], "isl_tokens": 2**53}, TOO_LONG),
+        (
+            select,
             {"block_hashes": [], "sequence_hashes": [], "isl_tokens": U64_MAX},
             f"isl_tokens ({U64_MAX}) exceeds the maximum {MAX_ISL_TOKENS}",
-            id="D6, the most a u64 holds",
         ),
+        (book, {"sequence_hashes": [1], "isl_tokens": 2**53}, TOO_LONG),
     ],
 )
-def test_a_selection_checks_its_prompt_in_the_documented_order(
-    body: dict[str, Any], error: str
+def test_a_prompt_is_checked_in_the_documented_order(
+    take: Callable[[dict[str, Any]], Prompt], body: dict[str, Any], error: str
 ) -> None:
+    """Also where the recordings of the reference have it not, as beyond the bound of D6."""
     with pytest.raises(BadRequest) as caught:
-        select(body)
-    assert caught.value.message == error
-
-
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        pytest.param({}, "sequence_hashes is required without token_ids", id="nothing"),
-        pytest.param(
-            {"sequence_hashes": [1]}, "isl_tokens is required without token_ids", id="no length"
-        ),
-        pytest.param(
-            {"sequence_hashes": [1], "isl_tokens": 2**53},
-            "isl_tokens (9007199254740992) exceeds the maximum 9007199254740991",
-            id="D6",
-        ),
-    ],
-)
-def test_a_booking_checks_its_prompt_in_the_documented_order(
-    body: dict[str, Any], error: str
-) -> None:
-    with pytest.raises(BadRequest) as caught:
-        book(body)
+        take(body)
     assert caught.value.message == error
 
 
@@ -239,13 +203,8 @@ def test_empty_tokens_are_refused_to_select_and_taken_to_book() -> None:
 # -- shapes ---------------------------------------------------------------------------------------
 
 BAD_LISTS = [
-    pytest.param("5", id="number"),
-    pytest.param('"x"', id="string"),
     pytest.param("{}", id="object"),
-    pytest.param("[[1]]", id="nested"),
-    pytest.param("[1.5]", id="fraction"),
     pytest.param("[1e2]", id="exponent"),
-    pytest.param('["1"]', id="string inside"),
     pytest.param("[null]", id="null inside"),
     pytest.param("[true]", id="boolean inside"),
     pytest.param("[{}]", id="object inside"),
@@ -278,15 +237,11 @@ def test_a_hash_list_of_the_wrong_shape_is_named_whatever_else_is_wrong(
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param('{"token_ids":[1.0]}', id="fractional token"),
-        pytest.param('{"isl_tokens":1.0}', id="fractional length"),
-        pytest.param('{"is_eagle":1}', id="eagle as a number"),
         pytest.param('{"mm_routing_info":[[1]]}', id="positional routing info"),
         pytest.param(
             '{"mm_routing_info":{"routing_token_ids":[1],"block_mm_infos":null}}',
             id="null block infos inside",
         ),
-        pytest.param('{"block_mm_infos":[{"mm_objects":[{}]}]}', id="object without a hash"),
         pytest.param(
             '{"block_mm_infos":[{"mm_objects":[{"mm_hash":-1,"offsets":[]}]}]}',
             id="negative mm hash",

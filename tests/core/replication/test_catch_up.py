@@ -22,15 +22,12 @@ from lean_selector.core.replication.shapes import EventKind, LiveBooking, Replic
 from tests.support.bookings import book, changed
 from tests.support.one_partition import (
     ADD,
-    COMPLETE,
     COPIES_EXPIRE_S,
-    FREE,
     HERE,
     IDLE,
     PEER,
     PROMPT,
     THIRD,
-    Load,
     Replica,
     event,
 )
@@ -105,61 +102,11 @@ def test_what_does_not_fit_is_not_booked(changes: dict[str, Any], fate: Fate) ->
     assert not here.slots.reservations
 
 
-def test_an_id_that_is_held_already_stays_as_it_is() -> None:
-    here, catch_up = starting()
-    here.add("r", dp_rank=1, tokens=7)
-    assert catch_up.take(booking("r"), 0.0) is Fate.HELD
-    assert here.loads() == {0: IDLE, 1: (7, 3, 1)}
-
-
-@pytest.mark.parametrize(
-    ("heard", "fate", "load"),
-    [
-        pytest.param([FREE], Fate.ENDED, IDLE, id="its end"),
-        pytest.param([ADD, FREE], Fate.ENDED, IDLE, id="all of it"),
-        pytest.param([COMPLETE], Fate.BOOKED, (0, 3, 1), id="its completion"),
-        pytest.param([FREE, COMPLETE], Fate.ENDED, IDLE, id="an end outweighs the rest"),
-        pytest.param(
-            [event(EventKind.FREE, dp_rank=1)], Fate.BOOKED, (48, 3, 1), id="of another rank"
-        ),
-    ],
-)
-def test_what_was_heard_before_the_booking_came_counts(
-    heard: list[ReplicaEvent], fate: Fate, load: Load
-) -> None:
-    here, catch_up = starting()
-    for each in heard:
-        here.hear(each)
-    assert catch_up.take(booking("r"), 0.0) is fate
-    assert here.load() == load
-
-
 def test_an_end_called_for_here_counts_too() -> None:
     here, catch_up = starting()
     here.hear(ADD)
     here.free("r")
     assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
-
-
-def test_bookings_wait_for_their_rank_and_hear_what_becomes_of_them() -> None:
-    here, catch_up = starting(ranks=0)
-    for request_id in ("kept", "ended", "completed"):
-        assert catch_up.take(booking(request_id), 0.0) is Fate.WAITING
-    assert catch_up.take(booking("kept"), 0.0) is Fate.HELD
-    catch_up.snapshot_is_in()
-    here.hear(event(EventKind.FREE, "ended"))
-    here.hear(event(EventKind.PREFILL_COMPLETE, "completed"))
-    here.hear(event(EventKind.FREE, "kept", dp_rank=1))  # of another rank
-    assert here.hear(event(EventKind.ADD, "new", sequence_hashes=PROMPT, prefill_tokens=10)) is (
-        Verdict.UNKNOWN_PARTITION
-    )
-    assert dict(catch_up.fates())[Fate.WAITING] == 3
-    assert not catch_up.admit_waiting(1.0, 100)
-    here.register(1)
-    assert not catch_up.admit_waiting(2.0, 100)
-    assert set(here.slots.reservations) == {"kept", "completed", "new"}
-    assert here.load() == (58, 3, 3)
-    assert Fate.WAITING not in dict(catch_up.fates())
 
 
 def test_what_waited_too_long_is_dropped_and_counted() -> None:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from msgspec import UNSET
 
-from lean_selector.core.errors import AllWorkersBusy, BadRequest, NotFound, Unavailable
+from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import MAX_RANKS
@@ -167,18 +166,6 @@ def test_an_endpoint_nobody_uses_is_not_judged(deaf: DrivenSelector) -> None:
     assert not deaf.sources.subscribed
 
 
-def test_a_mismatch_with_the_partition_is_the_only_reason(listening: DrivenSelector) -> None:
-    listening.register(7, kv_events_endpoint=ENDPOINT, model_name="m", tenant_id="t")
-    scope = {"model_name": "m", "tenant_id": "t", "kv_events_endpoint": "foo"}
-    assert reasons(listening, **scope, block_size=8, is_eagle=True) == [
-        "reconciliation failed: block_size mismatch for model=m tenant=t: existing=4 requested=8"
-    ]
-    assert reasons(listening, **scope, is_eagle=True) == [
-        "reconciliation failed: is_eagle mismatch for model=m tenant=t: "
-        "existing=false requested=true"
-    ]
-
-
 @pytest.mark.parametrize("eagle", [None, False])
 def test_no_eagle_and_false_are_the_same(deaf: DrivenSelector, eagle: bool | None) -> None:
     deaf.register(7, is_eagle=eagle)
@@ -214,22 +201,6 @@ def test_a_patch_keeps_what_it_does_not_name(deaf: DrivenSelector) -> None:
     assert (patched.spec.taints, patched.spec.stable_routing_id) == (frozenset(), "s")
     assert patched.reasons == ["endpoint is required"]
     assert deaf.selector.patch_worker(1, {"endpoint": "http://x"}, 0.0).reasons == []
-
-
-def test_an_unknown_worker_cannot_be_patched_or_deleted(deaf: DrivenSelector) -> None:
-    with pytest.raises(NotFound, match=r"^worker 9 not found$"):
-        deaf.selector.patch_worker(9, {"data_parallel_size": 5000}, 0.0)
-    with pytest.raises(NotFound, match=r"^worker 9 not found$"):
-        deaf.remove(9)
-
-
-def test_delete_shows_the_record_once_and_forgets_it(deaf: DrivenSelector) -> None:
-    deaf.register(1)
-    record = deaf.remove(1).record()
-    assert (record.lifecycle, record.not_schedulable_reasons) == ("unschedulable", UNSET)
-    with pytest.raises(NotFound):
-        deaf.remove(1)
-    assert deaf.selector.catalog.matching(None, None) == []
 
 
 def test_workers_are_listed_by_partition_and_id_and_filtered_exactly(deaf: DrivenSelector) -> None:

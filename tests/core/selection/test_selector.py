@@ -418,15 +418,6 @@ def test_select_and_reserve_books_no_prefill_when_it_is_not_tracked() -> None:
     assert driven.loads()["default", "default"] == {(1, 0): (0, 1, 1)}
 
 
-def test_no_worker_at_all_and_none_of_the_partition_are_told_apart() -> None:
-    driven = DrivenSelector()
-    with pytest.raises(Unavailable, match=r"^no schedulable workers are available$"):
-        driven.selector.ready_partition("default", "default")
-    driven.register(1, model_name="m", tenant_id="t")
-    with pytest.raises(Unavailable, match=r"^no schedulable workers for model=m tenant=default$"):
-        driven.selector.ready_partition("m", "default")
-
-
 # -- inspection -----------------------------------------------------------------------------------
 
 
