@@ -5,7 +5,7 @@ What each kind of discovery reads, what engines answer and who is registered whe
 
 import json
 import os
-import threading
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +20,16 @@ QUICK = (*QUICK_PEERS, "--discover-refresh-secs", "0.1")
 TOKENS = list(range(4 * BLOCK_SIZE))
 
 
-# -- what is found where --------------------------------------------------------------------------
-
-
-class File:
-    """Replaced in one step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "workers.json"
-        self.flags: tuple[str, ...] = ("--discover", f"file:{self.path}")
-
-    def name(self, engines: list[FakeEngine]) -> None:
-        self.write(json.dumps([{"endpoint": each.url} for each in engines]))
-
-    def write(self, text: str) -> None:
-        later = self.path.with_suffix(".new")
-        later.write_text(text)
-        os.replace(later, self.path)
-
-
-# -- what a selector has found --------------------------------------------------------------------
-
-
 def workers(service: RunningService) -> dict[int, dict[str, Any]]:
     return {row["worker_id"]: row for row in service.get("/workers")[1]}
 
 
+def sources(service: RunningService) -> dict[int, str]:
+    return {row["worker_id"]: row["endpoint"] for row in service.get("/kv_sources")[1]}
+
+
 def wait_for_workers(service: RunningService, engines: list[FakeEngine]) -> None:
+    """And that their events are listened to."""
     expected = {worker_id_of(each.url): each.block_size for each in engines}
 
     def they_are_there() -> bool:
@@ -57,79 +40,37 @@ def wait_for_workers(service: RunningService, engines: list[FakeEngine]) -> None
         return found == expected and len(rows) == len(expected)
 
     wait_until(they_are_there, f"{expected} are registered")
+    events = {worker_id_of(each.url): f"tcp://127.0.0.1:{each.events_port}" for each in engines}
+    assert sources(service) == events
 
 
-def sources(service: RunningService) -> dict[int, str]:
-    return {row["worker_id"]: row["endpoint"] for row in service.get("/kv_sources")[1]}
+def test_workers_come_and_go_while_requests_are_placed(tmp_path: Path) -> None:
+    path = tmp_path / "workers.json"
+    with ExitStack() as stack:
+        stays, goes, comes = (stack.enter_context(FakeEngine()) for _ in range(3))
 
+        def name(*engines: FakeEngine) -> None:
+            (tmp_path / "new").write_text(json.dumps([{"endpoint": each.url} for each in engines]))
+            os.replace(tmp_path / "new", path)
 
-def events_of(engines: list[FakeEngine]) -> dict[int, str]:
-    return {worker_id_of(each.url): f"tcp://127.0.0.1:{each.events_port}" for each in engines}
-
-
-class Selects:
-    """Selects and books, one after another, until it is told to stop."""
-
-    def __init__(self, service: RunningService) -> None:
-        self._service = service
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.failures: list[object] = []
-        self.done = 0
-
-    def __enter__(self) -> "Selects":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            body = {"model_name": "m", "token_ids": TOKENS, "reservation_id": f"r{self.done}"}
-            status, answer = self._service.post("/select_and_reserve", body)
-            if status != 200:
-                self.failures.append(answer)
-            # That of a worker that has gone meanwhile has gone with it, as with DELETE /workers.
-            self._service.request("DELETE", f"/reservations/r{self.done}")
-            self.done += 1
-
-
-def test_workers_come_change_and_go_while_selects_run(tmp_path: Path) -> None:
-    directory = File(tmp_path)
-    engines = [FakeEngine() for _ in range(3)]
-    stays, goes, comes = engines
-    directory.name([stays, goes])
-    try:
-        with RunningService(*QUICK, *directory.flags) as service:
-            wait_for_workers(service, [stays, goes])
-            held = {"model_name": "m", "token_ids": TOKENS, "worker_id": worker_id_of(stays.url)}
-            for at in range(5):
-                held["reservation_id"] = f"held-{at}"
-                assert service.post("/reservations", held)[0] == 201
-            with Selects(service) as selects:
-                directory.name([stays, goes, comes])
-                wait_for_workers(service, [stays, goes, comes])
-                assert sources(service) == events_of([stays, goes, comes])
-                directory.name([stays, comes])
-                wait_for_workers(service, [stays, comes])
-                assert sources(service) == events_of([stays, comes])
-                directory.name([stays, goes])
-                wait_for_workers(service, [stays, goes])
-                assert sources(service) == events_of([stays, goes])
-                before = selects.done
-                wait_until(lambda: selects.done > before + 20, "selects go on")
-            assert selects.failures == []
-            for at in range(5):
-                assert service.request("DELETE", f"/reservations/held-{at}")[0] == 200
-            report = service.get("/discovery")[1]
-            (row,) = report["discoveries"]
-            assert (row["state"], row["found"], row["failures"]) == ("watching", 2, 0)
-            assert {each["state"] for each in report["workers"]} == {"registered"}
-    finally:
-        for each in engines:
-            each.close()
+        name(stays, goes)
+        service = stack.enter_context(RunningService(*QUICK, "--discover", f"file:{path}"))
+        wait_for_workers(service, [stays, goes])
+        body = {"model_name": "m", "token_ids": TOKENS}
+        held = {**body, "worker_id": worker_id_of(stays.url), "reservation_id": "held"}
+        assert service.post("/reservations", held)[0] == 201
+        for found in ([stays, goes, comes], [stays, comes], [stays, goes]):
+            name(*found)
+            wait_for_workers(service, found)
+            chosen = [service.post("/select_and_reserve", body) for _ in range(6)]
+            assert {status for status, _ in chosen} == {200}
+            known = {worker_id_of(each.url) for each in found}
+            assert {answer["worker_id"] for _, answer in chosen} == known
+        assert service.request("DELETE", "/reservations/held")[0] == 200
+        report = service.get("/discovery")[1]
+        (row,) = report["discoveries"]
+        assert (row["state"], row["found"], row["failures"]) == ("watching", 2, 0)
+        assert {each["state"] for each in report["workers"]} == {"registered"}
 
 
 def test_a_url_a_token_and_what_no_engine_tells_are_all_that_a_selector_needs_to_know(
@@ -161,7 +102,6 @@ def test_a_url_a_token_and_what_no_engine_tells_are_all_that_a_selector_needs_to
             row = workers(service)[worker_id_of(engine.url)]
             assert (row["model_name"], row["total_kv_blocks"]) == ("m", 1000)
             assert (row["tenant_id"], row["taints"]) == ("t", ["spot"])
-            assert sources(service) == events_of([engine])
 
             def is_known() -> bool:
                 engine.store(TOKENS, 1)
