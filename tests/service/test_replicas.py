@@ -1,28 +1,22 @@
 """Replicas as their users see them: what one is told shows on the others, over real sockets."""
 
-import contextlib
 import json
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
 
 import pytest
 import zmq
 
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.wire.replica_frames import TOPIC
-from tests.support.replica_frames import decode_event
-from tests.support.replica_member import (
-    BOOKED,
-    HASHES,
-    MODEL,
-    SCOPE,
-    Loads,
-    Member,
-    mesh,
-)
+from lean_selector.wire.replica_frames import HEARTBEAT_TOPIC, TOPIC, encode_event
+from tests.support.bookings import replica_event
+from tests.support.gates import InProcess, selection_gate, selection_service
+from tests.support.prometheus_tools import scrape
+from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, Loads, Member, mesh
 from tests.support.running_service import free_port, wait_until
 
 
@@ -69,39 +63,18 @@ def test_a_booking_is_published_as_tracked_as_it_was_asked_to_be(
     body: dict[str, object], tracks: bool, tokens: int | None
 ) -> None:
     """As Dynamo 1.3.1 publishes the same requests."""
-    context = zmq.Context()
-    sub = context.socket(zmq.SUB)
-    sub.linger, sub.rcvtimeo = 0, 50
-    sub.subscribe(TOPIC)
-    try:
-        with Member("selector") as selector:
-            selector.register()
-            sub.connect(selector.endpoint)
-            fields = {"worker_id": 7, "isl_tokens": 48, "sequence_hashes": HASHES, **body}
-            if "override" in fields:
-                override = fields.pop("override")
-                fields["router_config_override"] = {"track_prefill_tokens": override}
-            events: list[ReplicaEvent] = []
-
-            def heard() -> bool:
-                request = {**SCOPE, **fields, "reservation_id": f"r{len(events)}"}
-                assert selector.post("/reservations", request)[0] == 201
-                assert selector.request("DELETE", f"/reservations/r{len(events)}")[0] == 200
-                with contextlib.suppress(zmq.Again):
-                    topic, payload = sub.recv_multipart()
-                    # The first that is heard may be an end, or a sign of life.
-                    if topic == TOPIC and decode_event(payload).kind is EventKind.ADD:
-                        events.append(decode_event(payload))
-                return bool(events)
-
-            wait_until(heard, "a booking")
-    finally:
-        sub.close()
-        context.term()
-    assert (events[0].booking.track_prefill_tokens, events[0].booking.prefill_tokens) == (
-        tracks,
-        tokens,
-    )
+    published: list[ReplicaEvent] = []
+    service = InProcess(selection_gate(service=selection_service(publish=published.append)))
+    worker = {"worker_id": 7, "endpoint": "http://w", "block_size": 16}
+    assert service.post("/workers", worker)[0] == 201
+    fields = {"worker_id": 7, "isl_tokens": 48, "sequence_hashes": HASHES, **body}
+    if "override" in fields:
+        override = {"track_prefill_tokens": fields.pop("override")}
+        fields["router_config_override"] = override
+    assert service.post("/reservations", {**fields, "reservation_id": "r"})[0] == 201
+    (event,) = published
+    assert event.kind is EventKind.ADD
+    assert (event.booking.track_prefill_tokens, event.booking.prefill_tokens) == (tracks, tokens)
 
 
 # -- catch-up -------------------------------------------------------------------------------------
@@ -202,3 +175,153 @@ def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
 
 
 # -- a replica that stops or dies: the others go on, and agree with it afterwards -----------------
+
+
+# -- events that never arrive: counted, and mended where the peer can be asked ---------------------
+
+
+class Wire:
+    """Passes on what a replica publishes; while `loses` is set, all but its heartbeats are lost."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str) -> None:
+        self.loses = threading.Event()
+        self._ends = threading.Event()
+        self._sub = context.socket(zmq.SUB)
+        self._sub.subscribe(TOPIC)
+        self._sub.connect(endpoint)
+        self._pub = context.socket(zmq.PUB)
+        self.endpoint = f"tcp://127.0.0.1:{self._pub.bind_to_random_port('tcp://127.0.0.1')}"
+        self._thread = threading.Thread(target=self._pass_on)
+        self._thread.start()
+
+    def _pass_on(self) -> None:
+        while not self._ends.is_set():
+            if not self._sub.poll(20):
+                continue
+            frames = self._sub.recv_multipart()
+            if frames[0] == HEARTBEAT_TOPIC or not self.loses.is_set():
+                self._pub.send_multipart(frames)
+
+    def close(self) -> None:
+        self._ends.set()
+        self._thread.join()
+        self._sub.close(0)
+        self._pub.close(0)
+
+
+@contextmanager
+def wire(owner: Member) -> Iterator[Wire]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = Wire(context, owner.endpoint)
+    try:
+        yield made
+    finally:
+        made.close()
+        context.term()
+
+
+@contextmanager
+def listener(kind: str, lossy: Wire, *urls_of: Member) -> Iterator[Member]:
+    """A member that hears a replica through a wire, and may ask some how things are."""
+    urls = ",".join(f"http://127.0.0.1:{member.port}" for member in urls_of)
+    flags = ["--replica-sync-catch-up", urls] if urls else []
+    with Member(kind, *flags, peers=[lossy.endpoint]) as member:
+        member.register()
+        yield member
+
+
+def missed_by(member: Member) -> int:
+    missed = member.detail()["missed"]
+    assert isinstance(missed, int)
+    return missed
+
+
+def publisher_of(member: Member) -> dict[str, Any]:
+    (publisher,) = member.detail()["publishers"]
+    assert isinstance(publisher, dict)
+    return publisher
+
+
+@pytest.mark.parametrize(("owners", "listens"), [("tracker", "selector"), ("selector", "tracker")])
+def test_what_was_lost_is_mended_where_the_owner_can_be_asked(owners: str, listens: str) -> None:
+    with Member(owners) as owner:
+        owner.register()
+        with wire(owner) as lossy, listener(listens, lossy, owner) as member:
+            member.hears(owner)
+            owner.add("ends unheard")
+            owner.add("stays", 1)
+            member.shows([BOOKED, BOOKED])
+            lossy.loses.set()
+            owner.free("ends unheard")
+            owner.complete("stays")
+            owner.add("begins unheard")
+            # Nothing follows: the heartbeat tells.
+            wait_until(lambda: missed_by(member) == 3, "the loss is seen")
+            lossy.loses.clear()
+            member.shows([BOOKED, (0, BOOKED[1])])
+            wait_until(lambda: not publisher_of(member)["is_behind"], "it knows that it is mended")
+            assert publisher_of(member)["missed"] == 3
+            assert "lean_selector_replica_missed_events_total 3\n" in scrape(member.port)
+            owner.free("begins unheard")
+            owner.free("stays")
+            member.shows(IDLE)
+            assert missed_by(member) == 3
+
+
+def test_what_another_replica_never_heard_the_end_of_is_not_taken_from_it() -> None:
+    with Member("tracker") as owner:
+        owner.register()
+        with (
+            wire(owner) as to_third,
+            wire(owner) as lossy,
+            listener("tracker", to_third) as third,
+            listener("tracker", lossy, third, owner) as member,
+        ):
+            third.hears(owner)
+            member.hears(owner)
+            owner.add("a phantom elsewhere")
+            third.shows([BOOKED, (0, 0)])
+            member.shows([BOOKED, (0, 0)])
+            to_third.loses.set()
+            owner.free("a phantom elsewhere")
+            member.shows(IDLE)
+            third.shows([BOOKED, (0, 0)])
+            lossy.loses.set()
+            owner.add("begins unheard", 1)
+            member.shows([(0, 0), BOOKED])
+            caught_up = member.detail()["catch_up"]
+            assert caught_up["booked"] == 1
+
+
+def test_what_is_held_of_one_that_numbers_nothing_is_not_taken_after_a_loss_of_another() -> None:
+    """The third may have missed its end, and nobody could tell."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    plain = context.socket(zmq.PUB)
+    plain.linger = 0
+    endpoint = f"tcp://127.0.0.1:{plain.bind_to_random_port('tcp://127.0.0.1')}"
+    try:
+        with Member("tracker") as owner:
+            owner.register()
+            with (
+                Member("tracker", peers=[endpoint]) as third,
+                wire(owner) as lossy,
+                listener("tracker", lossy, owner, third) as member,
+            ):
+                third.register()
+                member.hears(owner)
+                event = replica_event(EventKind.ADD, MODEL, "t1", 16, "unnumbered", 7, 0, 99)
+
+                def is_held() -> bool:
+                    plain.send_multipart([TOPIC, encode_event(event)])
+                    return bool(third.get("/replica_sync/snapshot")[1]["reservations"])
+
+                wait_until(is_held, "the third holds it")
+                lossy.loses.set()
+                owner.add("begins unheard", 1)
+                wait_until(lambda: missed_by(member) == 1, "the loss is seen")
+                wait_until(lambda: not publisher_of(member)["is_behind"], "it is mended")
+                live = member.get("/replica_sync/snapshot")[1]["reservations"]
+                assert [booking["request_id"] for booking in live] == ["begins unheard"]
+    finally:
+        plain.close()
+        context.term()

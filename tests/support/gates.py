@@ -5,6 +5,8 @@ import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from lean_selector.core.replication.events import ReplicaEvents
+from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
@@ -78,13 +80,20 @@ def selection_service(
     dice: random.Random | None = None,
     books_at: str = SELECT_AND_RESERVE,
     tables: SessionTables | None = None,
+    publish: Callable[[ReplicaEvent], None] | None = None,
     **settings: Any,
 ) -> SelectionService:
-    """The selection service without engines; nothing is registered."""
+    """Without engines, nothing is registered. `publish` is told what peers hear."""
     engines = NoEngines()
     settings.setdefault("use_kv_events", False)
     return SelectionService(
-        Selector(RouterSettings(**settings), engines, dice or random.Random(7), sessions=tables),
+        Selector(
+            RouterSettings(**settings),
+            engines,
+            dice or random.Random(7),
+            events=None if publish is None else ReplicaEvents(1, publish),
+            sessions=tables,
+        ),
         dump=lambda: encode_response(200, b"{}"),
         sources=engines,
         state=ServiceState(),
