@@ -103,7 +103,7 @@ class Chooser:
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> WorkerLease:
         selector = self._selector
-        partition = selector.ready_partition(routed.model_name, routed.tenant_id)
+        partition = selector.catalog.ready_partition(routed.model_name, routed.tenant_id)
         request = SelectionRequest(routed.prompt, selector.terms)
         request.books = True
         request.asked_at = GATEWAY

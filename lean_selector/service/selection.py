@@ -229,7 +229,7 @@ class SelectionService(WorkerHandlers):
     # -- selection -----------------------------------------------------------------------------
 
     def select(self, body: SelectRequest) -> object:
-        partition = self.selector.ready_partition(body.model_name, body.group())
+        partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         request = self._request(partition, body)
         selection_id = body.selection_id
         if body.advisory:
@@ -255,7 +255,7 @@ class SelectionService(WorkerHandlers):
         return self._answer(partition, selection_id, None, placement)
 
     def select_and_reserve(self, body: SelectAndReserveRequest) -> object:
-        partition = self.selector.ready_partition(body.model_name, body.group())
+        partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         request = self._request(partition, body)
         selection_id, reservation_id = body.selection_id, body.reservation_id
         if reservation_id is None:
@@ -447,7 +447,7 @@ class SelectionService(WorkerHandlers):
                 f"no pending selection {selection_id} for {where} "
                 "(expired, already used, or never selected)"
             )
-        partition = self.selector.ready_partition(*key)
+        partition = self.selector.catalog.ready_partition(*key)
         try:
             booked = self.selector.bookings.replay(partition, cached, reservation_id, now)
         except BadRequest:  # its session is bound elsewhere
@@ -471,7 +471,7 @@ class SelectionService(WorkerHandlers):
             self.selector.selections.drop(key, selection_id)
         assert isinstance(worker_id, int)  # the body was checked
         assert isinstance(reservation_id, str)
-        partition = self.selector.ready_partition(*key)
+        partition = self.selector.catalog.ready_partition(*key)
         is_learned = partition.routed is not None
         prompt = prompt_to_book(
             body, partition.block_size, partition.is_eagle, is_learned=is_learned
@@ -511,13 +511,13 @@ class SelectionService(WorkerHandlers):
         return inspection.loads(self.selector.catalog, model_name, tenant_id, self._clock())
 
     def potential_loads(self, body: Any) -> list[RankLoadRow]:
-        partition = self.selector.ready_partition(body.model_name, body.group())
+        partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         override: RouterOverride | None = body.router_config_override
         prompt = self.prompt(body, partition, override)
         return inspection.potential_loads(partition, prompt, self._terms(override), self._clock())
 
     def overlap_scores(self, body: Any) -> Any:
-        partition = self.selector.ready_partition(body.model_name, body.group())
+        partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         override: RouterOverride | None = body.router_config_override
         prompt = self.prompt(body, partition, override)
         return inspection.overlap_scores(partition, prompt.local_hashes, self._terms(override))

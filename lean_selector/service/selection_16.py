@@ -98,7 +98,7 @@ class SelectionService16(SelectionService):
 
     def select(self, body: Any) -> object:
         assert isinstance(body, SelectRequest16)
-        partition = self.selector.ready_partition(body.model_name, body.group())
+        partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         request = self._request(partition, body)
         request.adds |= OUTLOOK
         selection_id, advisory = body.selection_id, body.advisory
@@ -118,7 +118,7 @@ class SelectionService16(SelectionService):
     def select_and_reserve(self, body: Any) -> object:
         assert isinstance(body, SelectAndReserveRequest16)
         selection_id = str(uuid.uuid4()) if body.selection_id is None else body.selection_id
-        partition = self.selector.ready_partition(body.model_name, body.group())
+        partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         self.selector.bookings.check_unclaimed(selection_id, partition)
         request = self._request(partition, body)
         request.adds |= OUTLOOK | HINT
@@ -191,7 +191,7 @@ class SelectionService16(SelectionService):
         if worker_id is None:
             return Booked16.of(self._replayed(key, selection_id, selection_id))
         self.selector.selections.drop(key, selection_id)
-        partition = self.selector.ready_partition(*key)
+        partition = self.selector.catalog.ready_partition(*key)
         is_learned = partition.routed is not None
         prompt = prompt_to_book(
             body, partition.block_size, partition.is_eagle, is_learned=is_learned

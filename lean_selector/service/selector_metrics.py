@@ -347,12 +347,12 @@ def model_outcomes(
     counts: dict[tuple[str, str], tuple[int, int, int]] = {}
     for partition in partitions:
         key = partition.model_name, partition.tenant_id
-        refused = selector.refusals.known.get(key, 0)
+        refused = selector.catalog.refusals.known.get(key, 0)
         shed = sum(partition.shed.values())
         counts[key] = partition.counts().selections, shed, refused
-    for key, refused in selector.refusals.known.items():
+    for key, refused in selector.catalog.refusals.known.items():
         counts.setdefault(key, (0, 0, refused))
-    placed, shed, refused = 0, 0, selector.refusals.unnamed
+    placed, shed, refused = 0, 0, selector.catalog.refusals.unnamed
     for number, key in enumerate(sorted(counts)):
         own = counts[key]
         if number < most_models:
@@ -362,9 +362,9 @@ def model_outcomes(
     other = labels(model=OTHER, tenant_id=OTHER)
     if len(counts) > most_models or refused:
         yield from _three(other, placed, shed, refused)
-    yield from each(other, "outcome", {"unknown_model": selector.refusals.unknown})
+    yield from each(other, "outcome", {"unknown_model": selector.catalog.refusals.unknown})
     more = 0
-    for number, (model, count) in enumerate(list(selector.refusals.misplaced.items())):
+    for number, (model, count) in enumerate(list(selector.catalog.refusals.misplaced.items())):
         if number < most_models:
             label = labels(model=model, tenant_id=OTHER)
             yield from each(label, "outcome", {"unknown_tenant": count})

@@ -17,7 +17,7 @@ from lean_selector.core.hashing import (
     local_hashes,
     sequence_hashes_bytes,
 )
-from lean_selector.core.numbers import MAX_ISL_TOKENS, U64_MAX
+from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.wire.scalars import ABSENT, check_ignored, check_u64, is_absent, packed
 from lean_selector.wire.selection_bodies import PromptFields
@@ -79,11 +79,7 @@ def prompt_to_select(
             if prompt.isl_tokens == 0 and not may_be_empty:
                 raise BadRequest("isl_tokens must be greater than 0")
             return prompt
-    hashes = fields.block_hashes
-    if is_absent(hashes):
-        check_ignored(fields, "sequence_hashes")
-        raise BadRequest("block_hashes is required without token_ids")
-    return _of_both_hashes(fields, packed("block_hashes", hashes))
+    return _from_hashes(fields, with_local=True)
 
 
 def prompt_to_book(
@@ -96,43 +92,36 @@ def prompt_to_book(
     prompt = _from_tokens(fields, block_size, is_eagle)
     if prompt is not None:
         return prompt
-    hashes = fields.block_hashes
-    if is_learned and not is_absent(hashes):
-        return _of_both_hashes(fields, packed("block_hashes", hashes))
-    check_ignored(fields, "block_hashes")
-    return _hash_prompt(fields, b"")
+    with_local = is_learned and not is_absent(fields.block_hashes)
+    if not with_local:
+        check_ignored(fields, "block_hashes")
+    return _from_hashes(fields, with_local=with_local)
 
 
-def _of_both_hashes(fields: PromptFields, local: bytes) -> Prompt:
-    prompt = _hash_prompt(fields, local)
-    if prompt.isl_tokens == 0:
-        raise BadRequest("isl_tokens must be greater than 0")
-    if len(local) != 8 * prompt.sequence_count:
-        raise BadRequest(
-            f"block_hashes length {len(local) // 8} "
-            f"must match sequence_hashes length {prompt.sequence_count}"
-        )
-    return prompt
-
-
-def _hash_prompt(fields: PromptFields, local: bytes) -> Prompt:
-    """The prompt of the hash form."""
-    hashes = fields.sequence_hashes
-    if is_absent(hashes):
+def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
+    """The prompt of the hash form; `with_local`: its block hashes must be there, and match."""
+    local = b""
+    if with_local:
+        if is_absent(fields.block_hashes):
+            check_ignored(fields, "sequence_hashes")
+            raise BadRequest("block_hashes is required without token_ids")
+        local = packed("block_hashes", fields.block_hashes)
+    if is_absent(fields.sequence_hashes):
         raise BadRequest("sequence_hashes is required without token_ids")
-    sequence = packed("sequence_hashes", hashes)
-    isl_tokens = _checked_isl_tokens(fields.isl_tokens)
-    return Prompt(isl_tokens, local, len(sequence) // 8, sequence[:8], sequence, fields.lora_name)
-
-
-def _checked_isl_tokens(isl_tokens: int | None) -> int:
+    sequence, isl_tokens = packed("sequence_hashes", fields.sequence_hashes), fields.isl_tokens
     if isl_tokens is None:
         raise BadRequest("isl_tokens is required without token_ids")
     if isl_tokens > MAX_ISL_TOKENS:
-        if isl_tokens > U64_MAX:
-            raise msgspec.ValidationError(f"Expected `int` <= {U64_MAX} - at `$.isl_tokens`")
+        check_u64("isl_tokens", isl_tokens)
         raise BadRequest(f"isl_tokens ({isl_tokens}) exceeds the maximum {MAX_ISL_TOKENS}")
-    return isl_tokens
+    count = len(sequence) // 8
+    if with_local and isl_tokens == 0:
+        raise BadRequest("isl_tokens must be greater than 0")
+    if with_local and len(local) != len(sequence):
+        raise BadRequest(
+            f"block_hashes length {len(local) // 8} must match sequence_hashes length {count}"
+        )
+    return Prompt(isl_tokens, local, count, sequence[:8], sequence, fields.lora_name)
 
 
 def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt | None:

@@ -226,7 +226,7 @@ class Books:
             data_parallel_size=2,
         )
         self.selector.upsert_worker(spec, NOW)
-        self.partition = self.selector.ready_partition("m", "default")
+        self.partition = self.selector.catalog.ready_partition("m", "default")
         self.ends = LogEnds(self.selector.free, self.selector.health.report, lambda: self.now)
 
     def book(self, reservation_id: str) -> None:

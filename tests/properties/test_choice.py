@@ -34,7 +34,7 @@ from lean_selector.core.selection.overlap import match_by_rank, match_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import RouterSettings
-from lean_selector.core.selection.scheduler import eligible, not_busy, place
+from lean_selector.core.selection.scheduler import eligible, not_busy, placed
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import (
     PinnedWorker,
@@ -97,7 +97,7 @@ class Fleet(msgspec.Struct, frozen=True):
                 taints=self.taints[worker_id % len(self.taints)],
             )
             selector.upsert_worker(spec, 0.0)
-        partition = selector.ready_partition("default", "default")
+        partition = selector.catalog.ready_partition("default", "default")
         for number, state in enumerate(self.ranks):
             worker_id, dp_rank = divmod(number, per_worker)
             own = PATH[: state.active] if state.shares else [100 + number] * state.active
@@ -291,8 +291,9 @@ def hold_to_the_model(
 
     def drawn(*numbers: float) -> int:
         rng.numbers = [*numbers]
-        load, placement = place(partition, request, found, matches, NOW, rng)
-        assert_overlap_is_that_of_the_worker(partition, request, placement, by_rank)
+        load = choice.choose(partition, request, found, matches, NOW, rng)
+        answer = placed(partition, load, request, matches)
+        assert_overlap_is_that_of_the_worker(partition, request, answer, by_rank)
         return load.bit
 
     order = partition.order
@@ -368,7 +369,7 @@ def apart(sets: list[int]) -> int:
 
 
 def keys_of(partition: Partition, ranks: int) -> set[tuple[int, int]]:
-    return {partition.order.rank(bit).key for bit in bits_of(ranks)}
+    return {partition.order.ranks[bit].key for bit in bits_of(ranks)}
 
 
 def assert_overlap_is_that_of_the_worker(

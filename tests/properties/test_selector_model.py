@@ -199,7 +199,7 @@ class SelectorMachine(RuleBasedStateMachine):
         )
 
         def call() -> None:
-            partition = self.selector.ready_partition(model, tenant)
+            partition = self.selector.catalog.ready_partition(model, tenant)
             self.selector.bookings.reserve(
                 partition, name, worker_id, dp_rank, prompt_of(hashes, 16), prefill, self.now
             )
@@ -233,7 +233,7 @@ class SelectorMachine(RuleBasedStateMachine):
         placed: list[tuple[int, int]] = []
 
         def call() -> None:
-            partition = self.selector.ready_partition(model, tenant)
+            partition = self.selector.catalog.ready_partition(model, tenant)
             request = SelectionRequest(prompt_of(hashes, 16), self.selector.terms)
             request.books, request.reservation_id = True, name
             request.allowed_worker_ids = allowed

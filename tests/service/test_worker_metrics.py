@@ -124,7 +124,7 @@ def test_workers_beyond_the_bound_are_one_and_who_has_labels_keeps_them() -> Non
 
 def refused(driven: DrivenSelector, model: str) -> NoWorkers:
     try:
-        driven.selector.ready_partition(model, "default")
+        driven.selector.catalog.ready_partition(model, "default")
     except NoWorkers as error:
         return error
     raise AssertionError("it has workers")

@@ -117,7 +117,7 @@ class DrivenSelector:
 
     @property
     def partition(self) -> Partition:
-        return self.selector.ready_partition("default", "default")
+        return self.selector.catalog.ready_partition("default", "default")
 
     def request(self, hashes: list[int], isl_tokens: int, **changes: Any) -> SelectionRequest:
         request = SelectionRequest(prompt_of(hashes, isl_tokens), self.selector.terms)
@@ -157,7 +157,7 @@ class DrivenSelector:
         key: tuple[str, str] = ("default", "default"),
     ) -> None:
         """POST /reservations."""
-        partition = self.selector.ready_partition(*key)
+        partition = self.selector.catalog.ready_partition(*key)
         prompt = prompt_of(hashes or [], isl_tokens)
         self.selector.bookings.reserve(partition, name, *rank, prompt, prefill, self.now)
 

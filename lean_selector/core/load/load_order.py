@@ -24,13 +24,12 @@ _FALLING: Final = -1  # in place of the tokens of a load that wears off
 class LoadOrder:
     """Sets of equally loaded ranks, least loaded first. Told of every change of load.
 
-    To be read, not changed: `loads` (sorted), `falling` (a set of ranks, in none of those) and
-    `by_standing` (standing load and bit of each of those, sorted).
+    To be read, not changed: `ranks` (by bit), `loads` (sorted), `falling` (a set of ranks, in none
+    of those) and `by_standing` (standing load and bit of each of those, sorted).
     """
 
     __slots__ = (
         "_block_size",
-        "_by_bit",
         "_by_load",
         "_by_tokens",
         "_places",
@@ -39,6 +38,7 @@ class LoadOrder:
         "everyone",
         "falling",
         "loads",
+        "ranks",
         "scale",
     )
 
@@ -50,7 +50,7 @@ class LoadOrder:
         self._request_weight = request_weight
         self.scale = prefill_load_scale
         self.everyone = 0  # the ranks that were added
-        self._by_bit: dict[int, RankLoad] = {}
+        self.ranks: dict[int, RankLoad] = {}
         self.loads: list[LoadBucket] = []
         self._places: list[tuple[float, int, float]] = []  # key, tokens, standing of each of those
         self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by tokens and standing
@@ -61,13 +61,13 @@ class LoadOrder:
 
     def add(self, load: RankLoad) -> None:
         self.everyone |= load.mask
-        self._by_bit[load.bit] = load
+        self.ranks[load.bit] = load
         load.standing = self._standing(load)
         self._enter(load)
 
     def remove(self, load: RankLoad) -> None:
         self.everyone ^= load.mask
-        del self._by_bit[load.bit]
+        del self.ranks[load.bit]
         bucket = load.bucket
         assert bucket is not None
         self._leave(load, bucket)
@@ -136,9 +136,6 @@ class LoadOrder:
         if self._by_tokens is not None:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
-    def rank(self, bit: int) -> RankLoad:
-        return self._by_bit[bit]
-
     def place_of(self, key: float, first: int) -> int:
         """Where in `loads` keys are this or more, from a place on."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
@@ -148,7 +145,7 @@ class LoadOrder:
         by_tokens = self._by_tokens
         if by_tokens is None:
             by_tokens = self._by_tokens = sorted(self._by_load)
-        tokens = [self._by_bit[bit].prefill_tokens_at(now) for bit in bits_of(ranks & self.falling)]
+        tokens = [self.ranks[bit].prefill_tokens_at(now) for bit in bits_of(ranks & self.falling)]
         for place in by_tokens:
             if self._by_load[place].ranks & ranks:
                 tokens.append(place[0])

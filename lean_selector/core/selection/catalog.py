@@ -305,6 +305,7 @@ class Catalog:
         self.known: dict[PartitionKey, None] = {}
         self._order: list[tuple[str, str, int]] = []  # all workers, as `matching` sorts them
         self.partitions: dict[PartitionKey, Partition] = {}
+        self.refusals = Refusals(self, settings.dialect)
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -316,6 +317,13 @@ class Catalog:
             if (model_name is None or model == model_name)
             and (tenant_id is None or tenant == tenant_id)
         ]
+
+    def ready_partition(self, model_name: str, tenant_id: str) -> Partition:
+        """The partition, if it can schedule; raises Unavailable in the documented words."""
+        partition = self.partitions.get((model_name, tenant_id))
+        if partition is not None and partition.workers:
+            return partition
+        raise self.refusals.refused((model_name, tenant_id))
 
     def scopes(self) -> set[PartitionKey]:
         """Every model and tenant that a registered worker names, schedulable or not."""

@@ -4,6 +4,7 @@ that are alike, the cheapest of them, or a draw by cost. Pure: random source and
 import math
 import random
 
+from lean_selector.core.errors import Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankLoad
@@ -254,7 +255,7 @@ def _crediting(
         if weight:
             alike = {}
             for bit in bits_of(cell.ranks):
-                requests = order.rank(bit).active_requests
+                requests = order.ranks[bit].active_requests
                 alike[requests] = alike.get(requests, 0) | 1 << bit
         match, tokens, credit, blocks = cell.match, cell.tokens, cell.credit, cell.blocks
         for requests, ranks in alike.items():
@@ -364,7 +365,7 @@ class DrawBounds:
                 continue  # rounding led beyond the last, by a hair
             ranks, bound = part.ranks, part.bound
             bit = nth_bit(ranks, min(ranks.bit_count() - 1, int(at / bound)))
-            load = order.rank(bit)
+            load = order.ranks[bit]
             cost = pricing.cost(part.cell, load.prefill_tokens_at(now), load.standing)
             weight = self._weight(cost)
             if rng.random() * bound < weight:
@@ -398,7 +399,7 @@ class DrawBounds:
         return self._by_load(part, enough)
 
     def _one_by_one(self, part: DrawPart) -> list[DrawPart]:
-        cell, loads = part.cell, [self._order.rank(bit) for bit in bits_of(part.ranks)]
+        cell, loads = part.cell, [self._order.ranks[bit] for bit in bits_of(part.ranks)]
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
@@ -444,7 +445,7 @@ class DrawBounds:
             if ranks.bit_count() * bound <= enough:
                 found.append(DrawPart(cell, ranks, bound, place))
                 break
-            load = order.rank(bit)
+            load = order.ranks[bit]
             found.append(DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED))
             enough += found[-1].mass
             ranks ^= load.mask
@@ -459,7 +460,27 @@ class DrawBounds:
 Costed = list[tuple[float, int]]  # (cost, the ranks that have it), apart from each other
 
 FEW_LOADS = 12  # so many are costed, whatever the temperature
+NO_ENDPOINTS = "no endpoints available to route work"
 TRIES = 16  # then all loads are costed: their bounds say too little of them
+
+
+def choose(
+    partition: Partition,
+    request: SelectionRequest,
+    ranks: int,
+    matches: MatchSets,
+    now: float,
+    rng: random.Random,
+) -> RankLoad:
+    """One of `ranks`. Raises Unavailable when there is none."""
+    if not ranks:
+        raise Unavailable(NO_ENDPOINTS)
+    order = partition.order
+    if not ranks & (ranks - 1):
+        return order.ranks[ranks.bit_length() - 1]
+    pricing = Pricing(partition, request, ranks, now)
+    found = cells(partition, request, pricing, ranks, matches)
+    return order.ranks[drawn(order, pricing, found, request.terms.temperature, now, rng)]
 
 
 def drawn(
@@ -506,8 +527,11 @@ def cheapest(
             if order.loads and not order.falling and slope * order.loads[0].key > limit:
                 continue
             for bit in bits_of(ranks):
-                load = order.rank(bit)
-                cost = pricing.cost(cell, load.prefill_tokens_at(now), load.standing)
+                load = order.ranks[bit]
+                tokens = load.active_prefill_tokens
+                if load.decay is not None:
+                    tokens = load.prefill_tokens_at(now)
+                cost = pricing.cost(cell, tokens, load.standing)
                 if cost < least:
                     least, tied = cost, [load.mask]
                 elif cost == least:
@@ -530,7 +554,7 @@ def cheapest(
             if standing > limit:
                 break
             if ranks >> bit & 1:
-                load = order.rank(bit)
+                load = order.ranks[bit]
                 cost = pricing.cost(cell, load.prefill_tokens_at(now), standing)
                 if cost < least:
                     least, tied = cost, [load.mask]
@@ -559,7 +583,7 @@ def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float) -
                         most = cost
                         limit = pricing.below(cell, most)
         for bit in bits_of(one_by_one):
-            load = order.rank(bit)
+            load = order.ranks[bit]
             cost = pricing.cost(cell, load.prefill_tokens_at(now), load.standing)
             if cost > most:
                 most = cost
@@ -579,7 +603,7 @@ def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float)
                 if found := bucket.ranks & ranks:
                     costed.append((pricing.cost(cell, bucket.tokens, bucket.standing), found))
         for bit in bits_of(one_by_one):
-            load = order.rank(bit)
+            load = order.ranks[bit]
             tokens = load.prefill_tokens_at(now) if falling else load.active_prefill_tokens
             costed.append((pricing.cost(cell, tokens, load.standing), load.mask))
     return costed
@@ -611,6 +635,6 @@ def _of_equals(tied: list[int], rng: random.Random) -> int:
     at = int(rng.random() * sum(counts))
     for ranks, count in zip(tied, counts, strict=True):
         if at < count:
-            return nth_bit(ranks, at)
+            return nth_bit(ranks, at) if count > 1 else ranks.bit_length() - 1
         at -= count
     raise AssertionError("at is below the sum of the counts")

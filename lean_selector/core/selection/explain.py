@@ -207,7 +207,7 @@ def _hint(
         if match.device < max(most, 1):
             continue
         for bit in bits_of(holding & partition.everyone):
-            other = partition.order.rank(bit)
+            other = partition.order.ranks[bit]
             its_worker = partition.workers[other.worker_id]
             where = its_worker.hint_sources.get(other.dp_rank)
             if where is None or its_worker.hint_type != worker.hint_type or other is load:

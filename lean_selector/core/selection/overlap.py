@@ -23,8 +23,9 @@ _LOOKS_PER_RANK = 8  # at a set; finding out which set a rank is in costs as muc
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
     """What ranks hold of a prompt, those that hold most on the device first."""
     sets, extended = partition.index.match_sets(local_hashes)
-    found = [(Matched(blocks), ranks) for blocks, ranks in sets]
-    found.reverse()
+    found: MatchSets = []
+    for blocks, ranks in reversed(sets):
+        found.append((Matched(blocks), ranks))
     if extended:
         found = [*extended, *found]
     if partition.predicted is not None:

@@ -416,7 +416,7 @@ class Partition:
         busy = self.busy
         if falling := busy & self.order.falling:
             for bit in bits_of(falling):
-                load = self.order.rank(bit)
+                load = self.order.ranks[bit]
                 if not self.is_rank_busy(load, now):
                     busy ^= load.mask
         return busy

@@ -5,15 +5,13 @@ among them is made by `choice`. Pure: the random source and the time are argumen
 Spec selection.md 3.1, 3.3 and 4.
 """
 
-import random
-
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.rank_load import RankLoad
-from lean_selector.core.selection.choice import Pricing, cells, drawn
+from lean_selector.core.selection.choice import NO_ENDPOINTS
 from lean_selector.core.selection.cost import cached_tokens
-from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit, match_of
-from lean_selector.core.selection.partition import Partition, SchedulableWorker
+from lean_selector.core.selection.overlap import NOTHING, MatchSets, by_bit
+from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import (
     Overlap,
@@ -21,8 +19,6 @@ from lean_selector.core.selection.shapes import (
     SelectionRequest,
     SessionExplanation,
 )
-
-NO_ENDPOINTS = "no endpoints available to route work"
 
 
 def check_pin(request: SelectionRequest) -> None:
@@ -66,29 +62,6 @@ def not_busy(partition: Partition, request: SelectionRequest, ranks: int, now: f
     raise AllWorkersBusy
 
 
-def place(
-    partition: Partition,
-    request: SelectionRequest,
-    ranks: int,
-    matches: MatchSets,
-    now: float,
-    rng: random.Random,
-) -> tuple[RankLoad, Placement]:
-    """Chooses among `ranks`. Raises Unavailable when there is none."""
-    if not ranks:
-        raise Unavailable(NO_ENDPOINTS)
-    order = partition.order
-    if ranks & (ranks - 1):
-        pricing = Pricing(partition, request, ranks, now)
-        found = cells(partition, request, pricing, ranks, matches)
-        bit = drawn(order, pricing, found, request.terms.temperature, now, rng)
-    else:
-        bit = ranks.bit_length() - 1
-    load = order.rank(bit)
-    worker = partition.workers[load.worker_id]
-    return load, placement(partition, worker, load, request, matches)
-
-
 def effective_prefill_tokens(
     terms: CostTerms, isl_tokens: int, match: Matched, block_size: int
 ) -> int:
@@ -108,18 +81,18 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
     return least
 
 
-def placement(
-    partition: Partition,
-    worker: SchedulableWorker,
-    load: RankLoad,
-    request: SelectionRequest,
-    matches: MatchSets,
+def placed(
+    partition: Partition, load: RankLoad, request: SelectionRequest, matches: MatchSets
 ) -> Placement:
     """What the answer says of a chosen rank: the overlap is about its whole worker."""
-    isl_tokens = request.prompt.isl_tokens
+    worker, isl_tokens = partition.workers[load.worker_id], request.prompt.isl_tokens
     block_size, worker_id, endpoint = partition.block_size, worker.worker_id, worker.endpoint
     if len(worker.loads) == 1:
-        own = match_of(matches, load.mask)
+        own = NOTHING
+        for match, ranks in matches:
+            if ranks & load.mask:
+                own = match
+                break
         if own is NOTHING:
             return Placement(
                 worker_id, load.dp_rank, endpoint, block_size, worker.no_overlap, isl_tokens

@@ -29,20 +29,20 @@ from lean_selector.core.replication.events import restore
 from lean_selector.core.replication.ledger import Ledgers, LifecycleEvents
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.bookings import Bookings, SelectionCache
-from lean_selector.core.selection.catalog import Catalog, Refusals, SourceSink, Worker
+from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
+from lean_selector.core.selection.choice import NO_ENDPOINTS, choose
 from lean_selector.core.selection.cost import terms
 from lean_selector.core.selection.explain import with_more
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Line, Parked, Partition, Place
 from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
 from lean_selector.core.selection.scheduler import (
-    NO_ENDPOINTS,
     check_pin,
     check_target,
     eligible,
     least_left_to_prefill,
     not_busy,
-    place,
+    placed,
     steered,
 )
 from lean_selector.core.selection.shapes import (
@@ -309,8 +309,9 @@ class Selector:
         self.bookings = Bookings(self.catalog.partitions, settings.dialect)
         self.selections = SelectionCache(settings.selection_cache)
         self._admission = Admission(self._place, settings.overlap_refresh_after_s, call_soon)
+        # Whether requests may have to wait; else `select_now` does what `select` does.
+        self.parks = settings.queue_threshold is not None
         self._refuses_to_park: SelectorError | None = None
-        self.refusals = Refusals(self.catalog, settings.dialect)
         self.health = WorkerHealth(self.catalog, self.admit_parked)
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
@@ -384,13 +385,6 @@ class Selector:
 
     # -- selection -----------------------------------------------------------------------------
 
-    def ready_partition(self, model_name: str, tenant_id: str) -> Partition:
-        """The partition, if it can schedule; raises Unavailable in the documented words."""
-        partition = self.catalog.partitions.get((model_name, tenant_id))
-        if partition is not None and partition.workers:
-            return partition
-        raise self.refusals.refused((model_name, tenant_id))
-
     def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
         """The partition that load may be booked in, or None."""
         partition = self.catalog.partitions.get((model_name, tenant_id))
@@ -453,11 +447,6 @@ class Selector:
             room.came_free |= parked.line.leads_to
         return parked
 
-    @property
-    def parks(self) -> bool:
-        """Whether requests may have to wait; else `select_now` does what `select` does."""
-        return self.settings.queue_threshold is not None
-
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
         """Chooses a rank, whatever the queue, and books it when the request `books`."""
         ranks = self._free_ranks(partition, request, now)
@@ -489,7 +478,8 @@ class Selector:
         if request.session_id is not None or request.target is not None:
             chosen = steered(partition, request, ranks, now)
             is_steered, ranks = chosen != ranks, chosen
-        load, placement = place(partition, request, ranks, matches, now, self._rng)
+        load = choose(partition, request, ranks, matches, now, self._rng)
+        placement = placed(partition, load, request, matches)
         if request.adds:
             placement = with_more(
                 partition, request, ranks, matches, (load, placement), now, is_steered

@@ -78,7 +78,7 @@ class LoadOrderMachine(RuleBasedStateMachine):
     def everyone_is_who_was_added_and_not_removed(self) -> None:
         assert set(bits_of(self.order.everyone)) == self.held
         for bit in self.held:
-            assert self.order.rank(bit) is self.loads[bit]
+            assert self.order.ranks[bit] is self.loads[bit]
 
     @invariant()
     def the_loads_are_those_of_the_ranks_and_in_order(self) -> None:

@@ -415,7 +415,7 @@ def test_sessions_go_where_frames_of_a_peer_sent_them_at_the_reference() -> None
     driven.register(2, model_name="m")
     driven.register(3, model_name="m", tenant_id="g")
     driven.register(9, model_name="m", endpoint=None)
-    partition = driven.selector.ready_partition("m", "default")
+    partition = driven.selector.catalog.ready_partition("m", "default")
     for dp_rank in (0, 1):
         name = f"load {dp_rank}"
         driven.reserve(name, (1, dp_rank), isl_tokens=90, prefill=90, key=("m", "default"))
@@ -423,7 +423,7 @@ def test_sessions_go_where_frames_of_a_peer_sent_them_at_the_reference() -> None
     played = 0
 
     def goes_to(session_id: str, scope: str, **changes: Any) -> list[int]:
-        partition = driven.selector.ready_partition("m", scope)
+        partition = driven.selector.catalog.ready_partition("m", scope)
         request = driven.request([], 16, session_id=session_id, **changes)
         outcome = driven.selector.select_now(partition, request, driven.now)
         return [outcome.worker_id, outcome.dp_rank]

@@ -254,7 +254,7 @@ def test_the_only_worker_does_not_free_the_size_by_changing_its_own(
     assert is_refused(worker)
     assert keys(deaf) == [("default", "default")]
     with pytest.raises(Unavailable):
-        deaf.selector.ready_partition("default", "default")
+        deaf.selector.catalog.ready_partition("default", "default")
     assert not is_refused(deaf.register(1))
 
 

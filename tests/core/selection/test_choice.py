@@ -80,7 +80,7 @@ class Asked(msgspec.Struct):
     def one_by_one(self, partition: Partition) -> tuple[float, set[int], float]:
         """The same, of each rank alone."""
         costs = {}
-        loads = [partition.order.rank(bit) for bit in bits_of(self.ranks)]
+        loads = [partition.order.ranks[bit] for bit in bits_of(self.ranks)]
         least_tokens = min(load.prefill_tokens_at(NOW) for load in loads)
         terms, block_size = self.terms, partition.block_size
         for load in loads:

@@ -11,12 +11,12 @@ from lean_selector.core.selection.choice import (
     Pricing,
     cells,
     cheapest,
+    choose,
     dearest,
 )
 from lean_selector.core.selection.cost import overridden
 from lean_selector.core.selection.overlap import match_sets
 from lean_selector.core.selection.router_settings import RouterOverride
-from lean_selector.core.selection.scheduler import place
 from lean_selector.core.selection.shapes import SelectionRequest
 from tests.support.bookings import book
 from tests.support.driven_selector import DrivenSelector, pack
@@ -69,7 +69,7 @@ class Fleet:
         """The bit of the rank that a request is given."""
         request, partition = self.request(temperature), self.partition
         matches = match_sets(partition, request.prompt.local_hashes)
-        return place(partition, request, partition.candidates, matches, NOW, rng)[0].bit
+        return choose(partition, request, partition.candidates, matches, NOW, rng).bit
 
     def steps(self, temperature: float, draws: int = 25) -> float:
         """Lines that a selection runs, the mean."""

@@ -12,12 +12,13 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.selection.choice import choose
 from lean_selector.core.selection.explain import explained
 from lean_selector.core.selection.overlap import as_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms
-from lean_selector.core.selection.scheduler import eligible, not_busy, place
+from lean_selector.core.selection.scheduler import eligible, not_busy
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
 from tests.support.bookings import book
 
@@ -95,7 +96,7 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     why = explained(partition, request, ranks, sets, now)
 
     assert [(row.worker_id, row.dp_rank) for row in why.ranks] == sorted(partition.slots.ranks)
-    candidates = {partition.order.rank(bit).key for bit in bits_of(ranks)}
+    candidates = {partition.order.ranks[bit].key for bit in bits_of(ranks)}
     least = min(row.cost for row in why.ranks if row.cost is not None)
     for row in why.ranks:
         key = (row.worker_id, row.dp_rank)
@@ -118,5 +119,5 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     assert sum(row.probability for row in why.ranks) == pytest.approx(1.0)
     assert why.tied_ranks == sum(row.cost == least for row in why.ranks)
 
-    chosen = place(partition, request, ranks, sets, now, draws)[0].key
+    chosen = choose(partition, request, ranks, sets, now, draws).key
     assert next(r for r in why.ranks if (r.worker_id, r.dp_rank) == chosen).probability > 0.0

@@ -310,7 +310,7 @@ def two_models() -> DrivenSelector:
 
 def copy(driven: DrivenSelector, name: str, key: tuple[str, str], rank: tuple[int, int]) -> None:
     """What a peer's AddRequest does."""
-    slots = driven.selector.ready_partition(*key).slots
+    slots = driven.selector.catalog.ready_partition(*key).slots
     book(slots, name, *rank, b"", 5, driven.now, router_id=77)
 
 
