@@ -1,16 +1,11 @@
-"""The scripts of continuous integration: coverage, lowest versions, missing programs."""
+"""The scripts of continuous integration: coverage and lowest versions."""
 
 import importlib.util
-import os
-import shutil
-import subprocess
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.support.programs import NOT_INSTALLED, program, python_program
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,61 +121,3 @@ def test_every_dependency_of_the_project_states_its_lower_bound() -> None:
     assert {"uvloop", "httptools", "pyzmq", "msgspec", "xxhash", "httpx", "pysimdjson"} <= set(
         found
     )
-
-
-# -- programs that cannot be installed ------------------------------------------------------------
-
-TOOLS = ("bash", "dirname", "grep", "id", "ls", "wc")
-
-
-@pytest.mark.parametrize(
-    ("apt_get", "told"),
-    [("exit 0", ""), ("echo 'E: Unable to locate package nginx' >&2; exit 100", "1")],
-)
-def test_a_run_goes_on_without_programs_and_tells_the_tests(
-    apt_get: str, told: str, tmp_path: Path
-) -> None:
-    """`.ci/run` in a checkout whose steps do nothing but the last, which says what it was told."""
-
-    def executable(name: str, text: str) -> None:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/sh\n{text}\n")
-        path.chmod(0o755)
-
-    executable("bin/apt-get", apt_get)
-    executable("bin/sudo", 'exec "$@"')
-    for step in ("bin/python3.11", ".venv/bin/pip", ".ci/check", ".ci/size"):
-        executable(step, "")
-    executable(".ci/side_by_side.py", f'echo "{NOT_INSTALLED}=${NOT_INSTALLED}"')
-    for tool in TOOLS:
-        (tmp_path / "bin" / tool).symlink_to(str(shutil.which(tool)))
-    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci" / "run")
-    environment = {name: value for name, value in os.environ.items() if name != NOT_INSTALLED}
-    done = subprocess.run(
-        [tmp_path / ".ci/run"],
-        env={**environment, "PATH": str(tmp_path / "bin")},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"{NOT_INSTALLED}={told}"
-    assert ("E: Unable to locate" in done.stderr) == bool(told)
-
-
-def test_a_program_that_is_missing_fails_in_ci_unless_it_could_not_be_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fails, skips = pytest.fail.Exception, pytest.skip.Exception
-    for ci, not_installed, of_apt, of_pip in (
-        ("true", "", fails, fails),
-        ("true", "1", skips, fails),  # what the extra [test] brings was installed all the same
-        ("", "", skips, skips),
-    ):
-        monkeypatch.setenv("CI", ci)
-        monkeypatch.setenv(NOT_INSTALLED, not_installed)
-        with pytest.raises(of_apt, match="no-such-program is missing: apt-get install nothing"):
-            program("no-such-program", "nothing")
-        with pytest.raises(of_pip, match="no-such-program is missing: pip install nothing"):
-            python_program("no-such-program", "nothing")

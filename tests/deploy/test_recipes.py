@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import tarfile
 from importlib.metadata import files
 from pathlib import Path
 
@@ -77,36 +76,6 @@ def test_a_name_that_there_is_not_is_told_what_is_near(words: list[str], hint: s
 
 
 # -- what travels ---------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(
-    not (CHECKOUT / "lean_selector").is_dir(), reason="the package is not built from this folder"
-)
-def test_a_source_archive_has_them(tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    quiet = ("--quiet", "--disable-pip-version-check")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", *quiet, "--target", tools, "setuptools>=64"],
-        check=True,
-        timeout=300,
-    )
-    script = (
-        "import sys; sys.path.insert(0, sys.argv[1]);"
-        "import os; os.environ['SETUPTOOLS_USE_DISTUTILS'] = 'local';"
-        "from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[2]))"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", script, tools, tmp_path],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert said.returncode == 0, said.stderr
-    with tarfile.open(tmp_path / said.stdout.split()[-1]) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"deploy/{name}" for name in IN_CHECKOUT} <= names
-    assert {"setup.py", "lean_selector/tools/recipes.py"} <= names
 
 
 def test_an_installation_that_is_no_checkout_has_them_inside_the_package() -> None:

@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -300,31 +299,6 @@ def test_a_client_that_hangs_up_leaves_nothing_behind_and_the_worker_stops(
     )
     for worker in workers:
         worker.wait_until_idle()
-
-
-def test_a_slow_client_slows_its_worker_down(workers: list[OpenAiWorker]) -> None:
-    """What a client does not take waits at the worker, and not in the gateway."""
-    flags = ("--prompts", "off", "--pass-through", "all")
-    with RunningGateway(workers[0].url, *flags, knows=1) as gateway:
-        blob = os.urandom(24 << 20)
-        with closing(socket.socket()) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
-            connection.connect(("127.0.0.1", gateway.port))
-            connection.sendall(request_text("/echo", blob, "connection: close"))
-            wait_until(
-                lambda: gateway.metric("lean_selector_gateway_passed_on_bytes_total") > 0,
-                "it began",
-            )
-            taken = gateway.metric("lean_selector_gateway_passed_on_bytes_total")
-            settled = time.monotonic() + 0.5
-            while time.monotonic() < settled:
-                now = gateway.metric("lean_selector_gateway_passed_on_bytes_total")
-                if now != taken:
-                    taken, settled = now, time.monotonic() + 0.5
-            assert taken < len(blob) / 2, "it stands still"
-            received = read_to_end(connection)
-        assert received.endswith(blob[-1000:])
-        assert received.partition(b"\r\n\r\n")[2] == blob
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -195,17 +195,6 @@ async def test_who_waits_is_let_go_by_a_free(service: SelectionService) -> None:
 
 
 @pytest.mark.usefixtures("_queue")
-@in_process
-async def test_who_is_cancelled_while_it_waits_leaves_the_queue(service: SelectionService) -> None:
-    (waiting,) = await one_waits(service, "second")
-    waiting.cancel()
-    await until(lambda: pending(service) == 0)
-    assert waiting.cancelled()
-    await service.free_reservation("first")
-    assert rows(service) == {FIRST: (0, 0, 0)}
-
-
-@pytest.mark.usefixtures("_queue")
 @pytest.mark.parametrize("is_freed_first", [True, False])
 @in_process
 async def test_who_is_cancelled_as_it_is_let_go_leaves_no_booking(

@@ -1,6 +1,5 @@
 """Three selectors, one of them a 1.6.1, that share sessions and loads."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +12,6 @@ pytestmark = pytest.mark.reference
 
 NAMES = ("ours", "another of ours", "1.6.1")
 HEAVY = list(range(1000, 1400))  # blocks
-BOOKINGS = 400
-LIVE = 20
-SESSIONS = 12
 
 
 @pytest.fixture(scope="module")
@@ -99,45 +95,3 @@ def test_a_session_booked_at_one_is_followed_by_all_whoever_ends_its_request(
     members[speaker].free(load)
     for member in everyone:
         member.shows(IDLE)
-
-
-def test_many_bookings_of_sessions_through_random_members_end_in_one_view(
-    members: dict[str, Member],
-) -> None:
-    """Also where two bound a session at once, before either heard of the other."""
-    rng = random.Random(7)
-    everyone = list(members.values())
-    live: list[tuple[Member, str]] = []
-    begun = 0
-    while begun < BOOKINGS or live:
-        if begun < BOOKINGS and len(live) < LIVE and rng.random() < 0.6:
-            session_id = f"session {rng.randrange(SESSIONS)}"
-            member = rng.choice(everyone)
-            book(member, f"many-{begun}", session_id, rng.randrange(1, 200))
-            live.append((member, f"many-{begun}"))
-            begun += 1
-        elif live:
-            # Where it was booked: the reference forgets an end that it hears before the beginning.
-            member, request_id = live.pop(rng.randrange(len(live)))
-            member.free(request_id)
-    for member in everyone:
-        member.shows(IDLE)
-
-    def views() -> set[tuple[int, ...]]:
-        return {
-            tuple(select(member, f"session {number}") for number in range(SESSIONS))
-            for member in everyone
-        }
-
-    bound = {0: 0, 1: 0}
-    for loaded in (0, 1):  # or an unbound session would go either way
-        everyone[0].add(f"load {loaded}", loaded, HEAVY)
-        for member in everyone:
-            wait_until(lambda: member.loads() != IDLE, "the load shows")  # noqa: B023 - at once
-        wait_until(lambda: len(views()) == 1, "all send each session to the same rank")
-        (view,) = views()
-        bound[loaded] = view.count(loaded)
-        everyone[0].free(f"load {loaded}")
-        for member in everyone:
-            member.shows(IDLE)
-    assert sum(bound.values()) == SESSIONS  # each is bound: to one of the two, loaded or not

@@ -16,10 +16,8 @@ import pytest
 
 from lean_selector.tools.service_process import ServiceError
 from loadtest.child_service import KEPT, PORTS, ROOT, cpu_ns, free_port
-from loadtest.duel.prompts import Prompts
-from loadtest.duel.results import RequestFile, Results, closed_load, open_load
-from loadtest.duel.stages import Case, Plan, Stage, StageRun
-from loadtest.duel.targets import Pair, Service, Target, footprint, ours, references
+from loadtest.duel.results import RequestFile, closed_load, open_load
+from loadtest.duel.targets import Service, Target, ours, references
 from loadtest.http_client import Malformed, answer_at, http
 from tests.support.running_service import RunningService
 
@@ -151,20 +149,6 @@ def test_cpu_time_of_a_process_grows_with_its_work_and_ends_with_it() -> None:
         cpu_ns(pid)
 
 
-def test_threads_and_descriptors_are_counted() -> None:
-    before = footprint(os.getpid())
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    with socket.socket():
-        thread.start()
-        during = footprint(os.getpid())
-    stop.set()
-    thread.join()
-    assert during["threads"] == before["threads"] + 1
-    assert during["descriptors"] == before["descriptors"] + 1
-    assert 0 < during["pss_mb"] <= during["rss_mb"]
-
-
 def test_a_reference_is_a_quiet_and_a_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, default = references("/opt/other/bin/selector --port {port}")
     assert quiet.command == ["/opt/other/bin/selector", "--port", "{port}"]
@@ -182,27 +166,6 @@ def test_a_target_that_ends_at_once_tells_its_last_words() -> None:
         service.wait()
     with pytest.raises(ServiceError, match="cannot start /no/such"):
         Service(Target("t", ["/no/such", "{port}"]))
-
-
-def test_sockets_are_gone_with_the_services_that_made_them() -> None:
-    with Pair(ours(), True, ()) as pair:
-        sockets = [service.uds for service in pair.services]
-        for service in pair.services:
-            service.wait()
-        assert [os.path.exists(path) for path in sockets] == [True, True]
-    assert [os.path.exists(path) for path in sockets] == [False, False]
-
-
-@pytest.mark.parametrize(("rounds", "those"), [(3, [3, 5]), (7, [7, 5])])
-def test_an_open_load_has_its_own_number_of_rounds(
-    rounds: int, those: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[str] = []
-    monkeypatch.setattr(StageRun, "_round", lambda self, case, *rest: ran.append(case.name))
-    cases = [Case("closed", "select", 8, 1), Case("open", "select", 8, 1, rate=1.0)]
-    plan, stage = Plan([], None, rounds, idle_seconds=0.0), Stage(1, cases, listens=False)
-    StageRun(stage, plan, Prompts(None, 16), Results(["ours"], []), print).run(lambda name: True)
-    assert [ran.count("closed"), ran.count("open")] == those
 
 
 # -- ports ----------------------------------------------------------------------------------------
@@ -224,9 +187,3 @@ def test_no_two_runs_get_the_same_port_though_neither_has_bound_it() -> None:
     assert len(theirs) == len(ours) == KEPT
     assert theirs & ours == set()
     assert all(PORTS[0] <= port < PORTS[1] for port in ours)
-
-
-def test_a_run_lets_go_of_its_oldest_ports_so_it_never_runs_out() -> None:
-    count = PORTS[1] - PORTS[0] + KEPT
-    # Runs beside this one hold ports of their own.
-    assert len({free_port() for _ in range(count)}) > 0.5 * (count - KEPT)

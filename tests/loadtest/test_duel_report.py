@@ -1,14 +1,13 @@
 """The figures of the comparison: medians, ratios, the budget, tables and the drawing."""
 
 import json
-import xml.etree.ElementTree as ET
 
 import pytest
 
 from lean_selector.tools.service_process import ServiceError
 from loadtest.duel import index, report
-from loadtest.duel.report import LABEL, ROWS, Row, draw, verdicts
-from loadtest.duel.results import Results, latencies
+from loadtest.duel.report import ROWS, Row, verdicts
+from loadtest.duel.results import Results
 from loadtest.duel.stages import Plan, stages
 
 OURS, OTHER_FORM = "ours compiled", "ours pure"
@@ -88,11 +87,6 @@ def test_what_fails_ends_its_own_cases_alone(results: Results, error: Exception)
         raise KeyError
 
 
-def test_percentiles_of_single_latencies() -> None:
-    found = latencies(range(1_000, 0, -1))
-    assert list(found.values()) == [501, 991, 1_000, 1_000]  # p50, p99, p99.9, max
-
-
 @pytest.mark.parametrize(
     ("at_least", "inside"), [(False, [True, True, False]), (True, [False, True, True])]
 )
@@ -129,15 +123,3 @@ def test_json_has_every_round(results: Results) -> None:
     assert found["ratios"][SELECT]["ref warn"] == {"cpu_us": 0.45}
     assert found["about"] == {"machine": "m"}
     assert len(found["budget"]) == len(ROWS)
-
-
-def test_the_drawing_has_a_bar_for_every_target_in_proportion(results: Results) -> None:
-    root = ET.fromstring(draw(results, "a <machine>"))
-    bars = [
-        (element.get("fill"), int(element.get("width", "")))
-        for element in root.iter("{http://www.w3.org/2000/svg}rect")
-        if element.get("x") == str(LABEL)
-    ]
-    assert [width for _, width in bars] == [135, 180, 300, 420]  # 9, 12, 20, and 40 cut at 1.4
-    assert len({colour for colour, _ in bars}) == 4
-    assert "a <machine>" in [element.text for element in root.iter()]

@@ -142,14 +142,3 @@ def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
         assert process.stderr.read() == ""
         assert process.wait(DEADLINE_S) == 1
     assert not any(is_running(pid) for pid in services)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["--seconds", "0"], ["--seconds", "nan"], ["--workers", "0"], ["--workers", "65"], ["--x"]],
-)
-def test_bad_options_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert "usage: lean-selector demo" in capsys.readouterr().err

@@ -75,14 +75,6 @@ def test_prefill_is_queued_and_takes_time_for_what_is_not_cached() -> None:
     assert hit_rate([model, EngineModel(1, BLOCK, SPEED)]) == 12 / 27
 
 
-def test_active_counts_requests_between_admit_and_finish() -> None:
-    model = EngineModel(100, BLOCK, SPEED)
-    running, _ = model.admit(request([1] * 8), now=0.0)
-    assert model.active == 1
-    model.finish(running)
-    assert (model.active, model.requests) == (0, 1)
-
-
 def test_output_blocks_are_cached_and_hit_by_the_next_turn() -> None:
     model = EngineModel(100, BLOCK, SPEED)
     turn = request([1] * 6, output_tokens=8)  # blocks end at 4 | 8, 12
@@ -155,13 +147,3 @@ def test_waits_are_those_of_the_model() -> None:
     serve(engine, request([1] * 50, output_tokens=6))
     engine.close()
     assert waits == pytest.approx([0.5, 0.5, 0.5])
-
-
-def test_registration_names_the_bound_sockets(engine: SimulatedEngine) -> None:
-    body = engine.registration()
-    assert body["worker_id"] == 3
-    assert body["total_kv_blocks"] == 6
-    endpoints = body["kv_events_endpoints"]
-    assert isinstance(endpoints, dict)
-    assert endpoints["0"].startswith("tcp://127.0.0.1:")
-    assert body["replay_endpoint"] != endpoints["0"]

@@ -149,7 +149,9 @@ async def test_a_request_without_a_good_answer_is_an_error_that_names_it(
         with pytest.raises(ServiceError, match=f"^POST /x: .*{words}"):
             await client.call("POST", "/x", {"k": [1, 2]})
         client.close()
-        assert served.requests[0].endswith(b'\r\n\r\n{"k":[1,2]}')
+        # On a busy machine the time may be over before the request was sent.
+        assert all(each.endswith(b'\r\n\r\n{"k":[1,2]}') for each in served.requests)
+        assert served.requests or words == "no answer"
 
 
 @pytest.mark.parametrize("url", ["https://h:1", "http://h", "http://h:x", "h:1", "http://h:70000"])
