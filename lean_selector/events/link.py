@@ -25,15 +25,17 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from lean_selector.events.curve_keys import CurveClient, give_keys
 from lean_selector.events.links import MAX_BACKLOG_BYTES, Links
 from lean_selector.events.names import Address, numeric
 from lean_selector.tasks import supervise
+
+if TYPE_CHECKING:
+    from lean_selector.events.curve_keys import CurveClient
 
 Message = list[bytes]  # its frames
 Opening = Callable[["zmq.Socket[bytes]"], None]
@@ -163,7 +165,7 @@ class Link:
         max_message_bytes: int,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         once: bool = False,
-        curve: CurveClient | None = None,
+        curve: "CurveClient | None" = None,
     ) -> None:
         """`socket_type` is zmq's. `opening(socket)` is called with each socket that connects: to
         subscribe, or to say what is to be sent. `once`: after one attempt, or one connection, the
@@ -430,6 +432,8 @@ class Link:
             made.setsockopt(zmq.MAXMSGSIZE, _OVERSIZE * self._max_message_bytes)
             made.setsockopt(zmq.IPV6, address[0] == socket.AF_INET6)
             if self._curve is not None and key is not None:
+                from lean_selector.events.curve_keys import give_keys
+
                 give_keys(made, self._curve.pair, key)
             monitored = f"inproc://link-{next(_monitors)}"
             made.monitor(monitored, _EVENTS)

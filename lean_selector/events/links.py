@@ -9,14 +9,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Final, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, cast
 
 import zmq
 import zmq.asyncio
 
-from lean_selector.events.curve_keys import CurveClient
 from lean_selector.events.names import Resolver
-from lean_selector.http.allowed_endpoints import AllowedEndpoints
+
+if TYPE_CHECKING:
+    from lean_selector.events.curve_keys import CurveClient
+    from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
 # What all sources together may have waiting. One that falls behind may have MAX_BACKLOG_BYTES: a
 # second's worth at 64 MB/s, or 300 000 small batches.
@@ -135,8 +137,8 @@ class Links:
         context: zmq.asyncio.Context | None = None,
         resolver: Resolver | None = None,
         waiting: Backlogs | None = None,
-        allowed: AllowedEndpoints | None = None,
-        engine_keys: CurveClient | None = None,
+        allowed: "AllowedEndpoints | None" = None,
+        engine_keys: "CurveClient | None" = None,
     ) -> None:
         """`context` has no socket yet; without one it is pyzmq's own of the process. `allowed`:
         what is connected to; None: everything. With `engine_keys` engines speak CURVE."""

@@ -7,7 +7,6 @@ from hmac import compare_digest
 from typing import Final
 
 from lean_selector.http.head import digest_of
-from lean_selector.http.trust import WatchedFile
 
 
 class Role(IntEnum):
@@ -83,6 +82,8 @@ class AccessTokens:
 
     def __init__(self, path: str) -> None:
         """Raises OSError or ValueError, in one clear line, where there are no tokens at first."""
+        from lean_selector.http.trust import WatchedFile
+
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
         self._complains = False
         self._roles = _roles_of(path, self._file.read()[0])
