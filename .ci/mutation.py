@@ -25,11 +25,7 @@ MUTMUT = "mutmut==3.8.1"
 
 CORE = "lean_selector/core"
 INDEX_MODEL = "tests/properties/test_kv_index_model.py"
-# Left out: seconds each, which every change that nobody notices would take.
-LONG_STORY = (
-    "tests/core/index/test_kv_index.py::"
-    "test_events_about_any_stretches_of_long_prompts_remove_just_those"
-)
+# Left out: seconds, which every change that nobody notices would take.
 REVIEWED_BY_MANY = (
     "tests/core/index/test_holes.py::"
     "test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed[100]"
@@ -90,14 +86,14 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [f"{CORE}/index/device_tier.py"],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("device_tier", "kv_index")),
-            *(INDEX_MODEL, f"--deselect={LONG_STORY}"),
+            INDEX_MODEL,
         ],
     ),
     "index": (
         [f"{CORE}/index/kv_index.py"],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("kv_index", "holes", "lower_tiers")),
-            *(INDEX_MODEL, f"--deselect={LONG_STORY}", f"--deselect={REVIEWED_BY_MANY}"),
+            *(INDEX_MODEL, f"--deselect={REVIEWED_BY_MANY}"),
         ],
     ),
 }

@@ -346,7 +346,7 @@ HEAVY: dict[str, Callable[[], object]] = {
     ],
     "keys": lambda: [
         1.5, [["BlockStored", NAMES, None, [1] * 4096, 1, None, None, None,
-               [[msgspec.Raw(b"\x90") for _ in range(800)] for _ in range(4096)]]]
+               [array_of(800, b"\x90")] * 4096]]
     ],
     "one key": lambda: [
         1.5, [["BlockStored", NAMES, None, [1] * 4096, 1, None, None, None,

@@ -157,7 +157,7 @@ def told_of(event: Event) -> tuple[Any, ...]:
     return ("cleared",)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(PLAIN, st.binary(max_size=3))
 def test_an_ordinary_batch_is_taken_and_read_as_by_the_other_reader(
     batch: list[object], behind: bytes
@@ -171,7 +171,7 @@ def test_an_ordinary_batch_is_taken_and_read_as_by_the_other_reader(
     assert told(packed) == told(other)
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(PLAIN, st.data())
 def test_a_batch_with_other_bytes_in_it_is_read_as_by_the_other_reader_or_not_taken(
     batch: list[object], data: st.DataObject
