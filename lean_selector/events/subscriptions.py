@@ -154,7 +154,9 @@ class KvSubscriptions:
                 continue
             status = msgspec.structs.asdict(self._listeners[rank].status())
             status["model_name"], status["tenant_id"] = partition.model_name, partition.tenant_id
-            found.append(KvSource(**status))
+            load = partition.slots.ranks.get(rank)
+            accuracy = None if load is None else load.counts.index_accuracy
+            found.append(KvSource(**status, index_accuracy=accuracy))
         return found
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:

@@ -128,6 +128,7 @@ class Chooser:
             placement.worker_id,
             placement.dp_rank if has_ranks else None,
             routed.prompt.isl_tokens - placement.effective_prefill_tokens,
+            routed.known_tokens,
         )
 
     async def _parked(self, partition: Partition, request: SelectionRequest) -> Placement:
@@ -186,10 +187,13 @@ class Reservation(WorkerLease):
         worker_id: int,
         dp_rank: int | None,
         overlap_tokens: int,
+        known_tokens: int | None,
     ) -> None:
+        """`known_tokens`: of the prompt, those that went by their own blocks; None: all."""
         super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
         self._selector = selector
         self._id = reservation_id
+        self._known_tokens = known_tokens
 
     def _begun(self, ttft_s: float | None) -> None:
         with contextlib.suppress(NotFound):  # it went with its worker's registration
@@ -202,7 +206,7 @@ class Reservation(WorkerLease):
     def _freed(self, outcome: str | None, cached_tokens: int | None) -> None:
         now = monotonic()
         try:
-            self._selector.end(self._id, outcome, cached_tokens, now)
+            self._selector.end(self._id, outcome, cached_tokens, now, self._known_tokens)
         except NotFound:
             if outcome is not None and self.worker_id in self._selector.catalog.workers:
                 self._selector.health.report(self.worker_id, None, outcome, now)

@@ -45,6 +45,7 @@ class Routed:
     worker_ids: frozenset[int] | None = None  # only these have the adapter; None: any
     answer: AnswerReader | None = None  # reads the answer; None: it passes untouched
     on_lengths: Callable[[int, int], None] | None = None  # is told tokens of prompt and answer
+    known_tokens: int | None = None  # of the prompt, in blocks of its own; None: all
 
 
 OFF: Final = Unknown(Why.OFF, "prompts are off")
@@ -94,7 +95,7 @@ class Prompts:
         chain = None
         if request.why_not is None and request.kind is not Kind.IDS:
             chain = Chain(served, lora_name, request)
-        prompt, why_not = await self._prompt(request, served, lora_name, worker_ids, chain)
+        prompt, why_not, known = await self._prompt(request, served, lora_name, worker_ids, chain)
         if is_unmarked and why_not is None:
             why_not = UNMARKED
         if why_not is not None:
@@ -119,6 +120,7 @@ class Prompts:
             worker_ids=worker_ids,
             answer=additions.reader(),
             on_lengths=lambda prompt, output: averages.had(text_bytes, prompt, output),
+            known_tokens=None if why_not is None else len(known) // 8 * served.block_size,
         )
 
     async def close(self) -> None:
@@ -153,19 +155,19 @@ class Prompts:
         lora_name: str | None,
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
-    ) -> tuple[Prompt, Unknown | None]:
-        """The prompt, as far as it is known, and why no further."""
+    ) -> tuple[Prompt, Unknown | None, bytes]:
+        """The prompt, why it is known no further, and the block hashes of what is known then."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
-            return _guessed(b"", tokens, served.block_size, lora_name), request.why_not
+            return _guessed(b"", tokens, served.block_size, lora_name), request.why_not, b""
         if chain is None:
             seed = hash_seed(lora_name, request.salt)
             hashes = any_local_hashes(request.ids, served.block_size, seed, None, served.is_eagle)
-            return _prompt_of(hashes, len(request.ids) // 4, lora_name), None
+            return _prompt_of(hashes, len(request.ids) // 4, lora_name), None, b""
         known = self.memory.look(chain)
         if known.is_whole:
-            return _prompt_of(known.hashes, known.tokens, lora_name), None
+            return _prompt_of(known.hashes, known.tokens, lora_name), None, b""
         why_not = BEGINNING if known.hashes else NEW
         if known.unknown_bytes >= self._settings.ask_from_bytes:
             workers = served.workers
@@ -179,8 +181,9 @@ class Prompts:
                 why_not = error.unknown
             else:
                 hashes = self.memory.learn(chain, tokens_packed)
-                return _prompt_of(hashes, len(tokens_packed) // 4, lora_name), None
-        return _guessed(known.hashes, known.tokens, served.block_size, lora_name), why_not
+                return _prompt_of(hashes, len(tokens_packed) // 4, lora_name), None, b""
+        prompt = _guessed(known.hashes, known.tokens, served.block_size, lora_name)
+        return prompt, why_not, known.hashes
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
         """What is done with the ids of an answer."""

@@ -327,6 +327,8 @@ def worker_families(
             "worker_compared_overlap_tokens_total": (
                 lambda worker: worker.counts.compared_overlap_tokens,
                 "The predicted overlap of the same requests."),
+            "worker_index_accuracy": (lambda worker: worker.counts.index_accuracy,
+                "Of prompts lately, 1 where the index found what the engine counted as cached."),
             "worker_ttft_seconds_total": (lambda worker: worker.counts.ttft_s,
                 "Time to the first token of a worker, as reported, in sum."),
             "worker_ttft_reports_total": (lambda worker: worker.counts.ttft_count,

@@ -88,6 +88,7 @@ def is_about_keys(why: str) -> bool:
 
 
 NO_REPLAY: Final = "no_replay"
+LEAST_ACCURACY: Final = 0.9
 _NOT_HEARD: Final = (
     "see that the engine runs and publishes KV events, and check the host and port of "
     "kv_events_endpoint"
@@ -155,6 +156,11 @@ def judge_source(source: KvSource) -> Finding:
     if source.skipped:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
         parts.append(f"skipped events: {counts}")
+    accuracy = source.index_accuracy
+    if accuracy is not None and accuracy < LEAST_ACCURACY and level in (Level.OK, Level.NOTE):
+        level = Level.WARNING
+        parts.append(f"its index accuracy is {accuracy:.0%}: prompts were cached otherwise")
+        mend = "run this check with --probe; a replay_endpoint on both sides lets nothing be lost"
     mend = _REPLAY_MENDS.get((source.state, source.replay_endpoint is not None), mend)
     if source.problem and is_about_keys(source.problem):
         mend = f"compare the selector's {SERVERS} and {SECRET} with the engine's keys"

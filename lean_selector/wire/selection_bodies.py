@@ -146,6 +146,7 @@ class KvSource(SourceStatus, frozen=True, kw_only=True):
 
     model_name: str
     tenant_id: str
+    index_accuracy: float | None = None  # of its rank, lately; None: nothing was compared
 
 
 # How a worker did ---------------------------------------------------------------------------------

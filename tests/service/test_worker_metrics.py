@@ -57,6 +57,25 @@ def test_the_predicted_overlap_is_that_of_the_requests_whose_engine_told() -> No
     assert counts.cached_tokens == 16
 
 
+def test_index_accuracy_is_of_prompts_whose_blocks_are_known_and_forgives_the_last_block() -> None:
+    driven = DrivenSelector()
+    driven.register(1)
+    name = f'lean_selector_worker_index_accuracy{{{NAMED}"1"}}'
+
+    def told(prefill: int, isl_tokens: int, cached: int, known: int | None = None) -> float | None:
+        driven.reserve("r", hashes=[1, 2, 3], isl_tokens=isl_tokens, prefill=prefill)
+        driven.selector.end("r", None, cached, driven.now, known)
+        return scraped(driven).get(name)
+
+    assert told(13, 13, 12, known=0) is None  # none of its blocks was asked for
+    assert told(5, 13, 8) == 1.0
+    assert told(0, 12, 8) == 1.0  # all three blocks: the engine computes the last token
+    assert 0.7 < (told(5, 13, 12) or 0.0) < 0.9  # 4 missed of about 20
+    for _ in range(300):
+        told(5, 13, 8)
+    assert (told(5, 13, 8) or 0.0) > 0.99
+
+
 def test_how_long_a_worker_is_ejected() -> None:
     driven = DrivenSelector()
     driven.register(1)

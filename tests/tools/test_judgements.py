@@ -55,6 +55,11 @@ def told(findings: Any) -> list[tuple[Level, str]]:
     return [(each.level, each.subject) for each in findings]
 
 
+def test_a_source_whose_index_is_inaccurate_is_a_warning() -> None:
+    for accuracy, level in ((None, OK), (0.97, OK), (0.8, WARNING)):
+        assert judge_source(source("live", index_accuracy=accuracy)).level is level
+
+
 # -- sources --------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from math import ceil, floor, frexp, inf
+from typing import Final
 
 from lean_selector.core.rank_bits import RankKey
 
@@ -174,8 +175,11 @@ class PrefillDecay:
         return self._anchor_since + wears_off / tokens * duration_s
 
 
+_FADES: Final = 1 - 1 / 64  # of what was compared before, with each that is
+
+
 class RankCounts:
-    """Sums of one rank since it was registered, which only a scrape reads."""
+    """Sums of one rank since it was registered; what was compared lately fades."""
 
     def __init__(self) -> None:
         self.selections = 0  # requests that were given it
@@ -187,6 +191,21 @@ class RankCounts:
         self.cached_tokens = 0  # of prompts, as the engine counted them: whoever told it
         # Of the reservations whose end told it: what the engine counted, what had been found.
         self.compared_tokens = self.compared_overlap_tokens = 0
+        # Of these, lately: the larger of the two, cached and not found, found and not cached.
+        self.recent_tokens = self.recent_missed = self.recent_wrong = 0.0
+
+    def compare(self, found: int, cached: int) -> None:
+        """Tokens of one prompt that the index had, and those that the engine counted."""
+        self.recent_tokens = _FADES * self.recent_tokens + max(found, cached)
+        self.recent_missed = _FADES * self.recent_missed + max(0, cached - found)
+        self.recent_wrong = _FADES * self.recent_wrong + max(0, found - cached)
+
+    @property
+    def index_accuracy(self) -> float | None:
+        """1: the index found what the engine had cached. None: nothing was compared yet."""
+        if not self.recent_tokens:
+            return None
+        return 1 - (self.recent_missed + self.recent_wrong) / self.recent_tokens
 
     def add(self, other: "RankCounts") -> None:
         """Takes in the sums of another."""
@@ -201,6 +220,9 @@ class RankCounts:
         self.cached_tokens += other.cached_tokens
         self.compared_tokens += other.compared_tokens
         self.compared_overlap_tokens += other.compared_overlap_tokens
+        self.recent_tokens += other.recent_tokens
+        self.recent_missed += other.recent_missed
+        self.recent_wrong += other.recent_wrong
 
 
 class RankLoad:

@@ -563,10 +563,16 @@ class Selector:
             partition.ledger.output_block(reservation_id, now, blocks=blocks)
 
     def end(
-        self, reservation_id: str, outcome: str | None, cached_tokens: int | None, now: float
+        self,
+        reservation_id: str,
+        outcome: str | None,
+        cached_tokens: int | None,
+        now: float,
+        known_tokens: int | None = None,
     ) -> None:
         """Frees it, and hears how it went. A connection that was refused tells of the whole worker,
-        any other outcome of the rank. `cached_tokens` are the engine's own count."""
+        any other outcome of the rank. `cached_tokens` are the engine's own count; of the prompt,
+        `known_tokens` went by their own blocks, None: all of it."""
         partition = self.bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking
@@ -576,7 +582,13 @@ class Selector:
                 size = partition.block_size
                 blocks = reservation.block_count - booking.prefill_tokens // size
                 rank.counts.compared_tokens += cached_tokens
-                rank.counts.compared_overlap_tokens += max(0, blocks * size)
+                found = max(0, blocks * size)
+                rank.counts.compared_overlap_tokens += found
+                cached = cached_tokens if known_tokens is None else min(cached_tokens, known_tokens)
+                # An engine computes the last token, and so a block, of what it has whole.
+                is_whole = blocks == reservation.block_count and cached + size == found
+                if known_tokens != 0:
+                    rank.counts.compare(cached if is_whole else found, cached)
         self.free(reservation_id, now)
         if outcome is not None:
             dp_rank = None if outcome == REFUSED else rank.dp_rank

@@ -202,6 +202,8 @@ OWN: Final = {
     "KvSource.messages": "live messages received, ever",
     "KvSource.skipped": "events that do not count, by `TYPE:REASON`; `message:REASON` where it held"
     " no batch",
+    "KvSource.index_accuracy": "of prompts lately, 1 where the index found what the engine counted"
+    " as cached; null before one was compared",
     "KvSource.last_message_age_s": "seconds since the last live message; null before",
     "MmRoutingInfo.routing_token_ids": "the prompt's tokens, as they are hashed",
     "OpenAiError.message": "what was wrong",
