@@ -68,30 +68,6 @@ async def test_a_post_sends_its_body_as_json() -> None:
         assert served.requests[0].endswith(b'\r\n\r\n{"a":1}')
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        (response(b"whole"),),
-        (b"HTTP/1.0 200 OK\r\n\r\nwho", b"le"),
-        (CHUNKED, chunk(b"who"), chunk(b"le") + chunk(b"")),
-        (b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n", response(b"whole")),
-        tuple(bytes([byte]) for byte in response(b"whole")),
-    ],
-    ids=[
-        "with a length",
-        "to the end of the connection",
-        "in chunks",
-        "after hints",
-        "byte by byte",
-    ],
-)
-@on_loop
-async def test_a_body_is_read_in_every_form(parts: tuple[bytes, ...]) -> None:
-    async with serving(says(*parts)) as served:
-        answer = await client().get(served.url)
-        assert (answer.status, answer.body) == (200, b"whole")
-
-
 @on_loop
 async def test_an_answer_is_taken_though_its_sender_keeps_the_connection() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lean_selector.http.connections import Connections, Timeouts
+from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits, Request
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, Response, encode_response
@@ -228,24 +228,23 @@ def test_head_gets_no_body(client: Client) -> None:
     assert answer == ok(b"/a").removesuffix(b'"/a"') + ok(b"/a")
 
 
-def test_connection_close_is_honoured(client: Client) -> None:
-    assert client.send(b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n") == closing(
-        ok(b"/a")
-    )
-    assert client.state == "closed"
-
-
-def test_http10_closes_unless_asked_to_stay(client: Client) -> None:
-    answer = client.send(b"GET /a HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
-    assert answer == closing(ok(b"/a")).replace(b"close", b"keep-alive")
-    assert client.send(b"GET /a HTTP/1.0\r\n\r\n") == closing(ok(b"/a"))
-    assert client.state == "closed"
-
-
-def test_an_upgrade_is_answered_normally_then_closed(client: Client) -> None:
-    upgrade = b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
-    assert client.send(upgrade) == closing(ok(b"/a"))
-    assert client.state == "closed"
+@pytest.mark.parametrize(
+    ("head", "line"),
+    [
+        pytest.param(b"1.1\r\nhost: x\r\nconnection: close", b"close", id="asked to close"),
+        pytest.param(
+            b"1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c", b"close", id="upgrade"
+        ),
+        pytest.param(b"1.0", b"close", id="HTTP/1.0"),
+        pytest.param(b"1.0\r\nconnection: keep-alive", b"keep-alive", id="HTTP/1.0 asks to stay"),
+    ],
+)
+def test_a_connection_closes_with_an_answer_that_says_so(
+    client: Client, head: bytes, line: bytes
+) -> None:
+    answer = client.send(b"GET /a HTTP/%b\r\n\r\n" % head)
+    assert answer == closing(ok(b"/a")).replace(b"close", line)
+    assert client.state == ("closed" if line == b"close" else "open")
 
 
 def test_a_parked_request_may_be_the_last(client: Client) -> None:
@@ -291,21 +290,21 @@ def test_an_error_lingers_so_that_its_answer_can_be_read(client: Client) -> None
     assert not client.protocol.eof_received(), "the transport may close"
 
 
-def test_lingering_is_bounded_in_bytes(client: Client) -> None:
-    client.send(b"nonsense\r\n\r\n")
-    for _ in range(64):
-        client.send(bytes(MIB))
-    assert client.state == "half closed"
-    client.send(b"x")
-    assert client.state == "aborted"
-
-
-def test_lingering_is_bounded_in_time(client: Client) -> None:
-    client.send(b"nonsense\r\n\r\n")
-    client.connections.sweep(5.0)
-    assert client.state == "half closed"
-    client.connections.sweep(5.1)
-    assert client.state == "aborted"
+def test_lingering_is_bounded_in_bytes_and_in_time() -> None:
+    for bound in ("bytes", "time"):
+        client = Client()
+        client.send(b"nonsense\r\n\r\n")
+        if bound == "bytes":
+            for _ in range(64):
+                client.send(bytes(MIB))
+        else:
+            client.connections.sweep(5.0)
+        assert client.state == "half closed"
+        if bound == "bytes":
+            client.send(b"x")
+        else:
+            client.connections.sweep(5.1)
+        assert client.state == "aborted"
 
 
 def test_a_transport_that_cannot_half_close_is_closed(client: Client) -> None:
@@ -366,17 +365,11 @@ def test_a_hang_up_while_parked_is_told_once(client: Client) -> None:
     assert len(client.handled) == 1
 
 
-def test_a_lost_connection_while_parked_is_a_hang_up(client: Client) -> None:
-    client.send(PARK)
-    client.protocol.connection_lost(ConnectionResetError())
-    assert client.hang_ups == 1
-    assert not client.connections.open
-
-
-def test_a_hang_up_may_go_unheard(client: Client) -> None:
+def test_a_hang_up_may_go_unheard_and_its_answer_is_dropped(client: Client) -> None:
     client.send(PARK)
     client.parked[0].on_disconnect = None
-    client.protocol.connection_lost(None)
+    client.protocol.connection_lost(ConnectionResetError())
+    assert not client.connections.open
     client.parked[0].resolve(ok(b"/park"))
     assert client.transport.take() == b""
 
@@ -390,24 +383,20 @@ def heard(reply: PendingReply, name: str) -> list[tuple[str, Response]]:
     return told
 
 
-def test_all_observers_of_a_reply_hear_its_answer_and_no_hang_up_after_it(client: Client) -> None:
+@pytest.mark.parametrize("answered", [True, False], ids=["answered", "hung up"])
+def test_all_observers_of_a_reply_hear_its_first_end_alone(client: Client, answered: bool) -> None:
     client.send(PARK)
     told = [heard(client.parked[0], name) for name in ("meter", "log")]
     assert told == [[], []]
-    client.parked[0].resolve(ok(b"/park"))
+    if answered:
+        client.parked[0].resolve(ok(b"/park"))
+        assert heard(client.parked[0], "late") == [("late", ok(b"/park"))]
     client.protocol.connection_lost(None)
-    assert told == [[("meter", ok(b"/park"))], [("log", ok(b"/park"))]]
-    assert client.hang_ups == 0
-    assert heard(client.parked[0], "late") == [("late", ok(b"/park"))]
-
-
-def test_all_observers_of_a_reply_hear_a_hang_up_and_no_answer_after_it(client: Client) -> None:
-    client.send(PARK)
-    told = [heard(client.parked[0], name) for name in ("meter", "log")]
-    client.protocol.connection_lost(None)
-    client.parked[0].resolve(ok(b"/park"))
-    assert told == [[("meter", b"hung up")], [("log", b"hung up")]]
-    assert client.hang_ups == 1
+    if not answered:
+        client.parked[0].resolve(ok(b"/park"))
+    end = ok(b"/park") if answered else b"hung up"
+    assert told == [[("meter", end)], [("log", end)]]
+    assert client.hang_ups == (not answered)
 
 
 def test_observers_hear_of_a_hang_up_also_where_on_disconnect_fails(
@@ -748,13 +737,6 @@ def test_a_connection_made_while_draining_gets_one_answer(client: Client) -> Non
     assert late.state == "half closed"
 
 
-def test_time_outs_can_be_chosen() -> None:
-    connections = Connections(lambda callback: None, timeouts=Timeouts(idle_s=1.0))
-    client = Client(connections=connections)
-    connections.sweep(1.1)
-    assert client.state == "closed"
-
-
 # How many, and how much they may hold together (D27).
 
 HALF_POST = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
@@ -779,15 +761,6 @@ def test_one_connection_too_many_is_told_so() -> None:
 
     first.protocol.connection_lost(None)
     assert Client(connections=connections).send(GET) == ok(b"/a")
-
-
-def test_whoever_was_refused_is_waited_for_no_longer_than_others() -> None:
-    connections = Connections(lambda callback: None, max_connections=0)
-    refused = Client(connections=connections)
-    connections.sweep(5.0)
-    assert refused.state == "half closed"
-    connections.sweep(5.1)
-    assert refused.state == "aborted"
 
 
 def test_of_very_many_refused_only_some_are_told_why() -> None:

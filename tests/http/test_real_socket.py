@@ -169,19 +169,6 @@ def test_a_connection_has_no_delay_and_its_host_is_noticed_by_the_kernel_when_it
     run(test)
 
 
-def test_a_unix_socket(tmp_path: Path) -> None:
-    async def test(server: Server) -> None:
-        path = str(tmp_path / "s")
-        await server.listen(path)
-        reader, writer = await server.connect(path)
-        writer.write(GET + b"nonsense\r\n\r\n" + bytes(MIB))
-        assert (await answer(reader))[2] == b"/a 0"
-        assert (await answer(reader))[0] == 400
-        assert await reader.read() == b""
-
-    run(test)
-
-
 # How connections come in (D27).
 
 

@@ -29,7 +29,7 @@ from lean_selector.replicas.peer_fetch import PeerFetch
 from lean_selector.replicas.recovery import Recovery, log_discarded
 from tests.support.on_loop import inside, on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
-from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.running_service import DEADLINE_S, RunningService, free_port
 
 KEY = ("m", "t")
 LONG_S = 3600.0  # never over; a test that waits for it has failed long before
@@ -615,16 +615,6 @@ def test_while_it_recovers_the_service_is_up_and_says_so() -> None:
             status, _ = running.stop()
             assert status == 0
             assert time.monotonic() - began < DEADLINE_S
-
-
-def test_once_recovery_is_over_nothing_is_said_of_it() -> None:
-    peer = f"http://127.0.0.1:{free_port()}"
-    with RunningService("--indexer-peers", peer) as running:
-        wait_until(lambda: "recovering" not in running.get("/ready")[1], "recovery is over")
-        assert running.get("/dump") == (200, {})
-        assert running.get("/kv_sources") == (200, [])
-        _, log = running.stop()
-        assert "no reachable indexer peer; starting with an empty index" in log
 
 
 @inside(service)

@@ -1,6 +1,5 @@
 """Keys by flag: what goes together, and files that end the start."""
 
-import argparse
 import asyncio
 from pathlib import Path
 
@@ -9,9 +8,8 @@ import zmq.asyncio
 
 from lean_selector.events.curve_keys import new_pair
 from lean_selector.server.curve_settings import engine_client_keys, replica_gate
-from lean_selector.server.flags import add_flags, load
 from lean_selector.server.host import StartError
-from lean_selector.server.selector_flags import EngineKeysFlags, SelectorConfig
+from lean_selector.server.selector_flags import EngineKeysFlags
 from lean_selector.server.service_flags import ReplicaKeysFlags
 from lean_selector.tools.keys import write_pair
 
@@ -20,22 +18,10 @@ OF_US = "--kv-events-curve-secret-key-file"
 PAIR = new_pair()
 
 
-def configured(*flags: str) -> SelectorConfig:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_flags(parser, SelectorConfig)
-    return load(parser, SelectorConfig, flags, {})
-
-
 @pytest.fixture
 def name(tmp_path: Path) -> str:
     write_pair(str(tmp_path / "a"), PAIR)
     return str(tmp_path / "a")
-
-
-def test_without_flags_nothing_is_encrypted() -> None:
-    config = configured("--replica-sync-port", "9092")
-    assert config.engine_keys == EngineKeysFlags()
-    assert config.replica_keys == ReplicaKeysFlags()
 
 
 def test_without_a_list_all_replicas_have_our_own_pair(name: str) -> None:

@@ -21,8 +21,7 @@ from lean_selector.server.server_tls import HandshakeLog, ServerTls, server_cont
 from lean_selector.server.service_flags import TlsFiles
 from tests.support.certificates import HOST, LOCKED_KEY, Authority, Files
 from tests.support.on_loop import on_loop
-from tests.support.prometheus_tools import scrape
-from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import free_port, wait_until
 from tests.support.tls_service import TlsService, ask, shown_by
 
 OURS, STRANGERS = Authority(), Authority()
@@ -224,8 +223,3 @@ async def test_a_pair_that_fits_again_is_taken_over_and_a_broken_one_is_not(
     assert looked_at() == [1, 1, second.timestamp()]  # and it is not tried again as it is
     files.write(OURS.issue(HOST, not_after=first))
     assert looked_at() == [2, 1, first.timestamp()]
-
-
-def test_nothing_is_told_of_a_certificate_where_there_is_none() -> None:
-    with RunningService() as service:
-        assert "\nlean_selector_tls_certificate" not in scrape(service.port)

@@ -68,15 +68,6 @@ def test_every_form_of_the_lists_means_the_same(
         assert loads[0]["potential_decode_blocks"] == 3, "the booking has the same blocks"
 
 
-def test_answers_are_messagepack_for_those_who_accept_it(service: InProcess) -> None:
-    expected = service.post("/select", PROMPT)
-    assert (
-        send(service, "/select", PROMPT, b"application/json;q=0.5, Application/MsgPack") == expected
-    )
-    status, answer = send(service, "/select", {"token_ids": []}, MSGPACK)
-    assert (status, answer) == (400, {"error": "isl_tokens must be greater than 0"})
-
-
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [

@@ -114,18 +114,6 @@ def test_what_is_no_json_is_400(read: Callable[[Request], object], text: bytes) 
     assert refused.value.status == 400
 
 
-def test_a_prompt_may_come_as_messagepack() -> None:
-    fields = {"isl_tokens": 1, "block_hashes": [1], "sequence_hashes": [2]}
-    packed = request("POST", "/", msgspec.msgpack.encode(fields), content_type=MSGPACK)
-    text = request("POST", "/", msgspec.json.encode(fields))
-    assert read_prompt(packed).isl_tokens == read_prompt(text).isl_tokens == 1
-
-
-def test_what_is_no_messagepack_is_400() -> None:
-    with pytest.raises(BadBody, match="Failed to parse the request body as MessagePack: "):
-        read_prompt(request("POST", "/", b"\xc1", content_type=MSGPACK))
-
-
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
@@ -166,11 +154,6 @@ def test_a_known_field_stands_once_and_others_as_often_as_they_like() -> None:
     assert query_of(request("GET", "/", query=b"x=1&x=2&model_name=m")) == {"model_name": "m"}
     with pytest.raises(BadQuery, match="duplicate field `model_name`"):
         query_of(request("GET", "/", query=b"model_name=m&model_name=m"))
-
-
-def test_a_route_may_know_other_fields() -> None:
-    asked = request("GET", "/", query=b"detail&model_name=m")
-    assert query_of(asked, frozenset({"detail"})) == {"detail": ""}
 
 
 # Ids in a path.

@@ -167,28 +167,6 @@ def test_a_threshold_is_there_again_when_the_only_worker_of_its_model_restarts(
 # -- flags ----------------------------------------------------------------------------------------
 
 
-def test_flags_hold_for_every_model_until_they_are_switched_off() -> None:
-    flags = ("--active-prefill-tokens-threshold", "0", "--active-decode-blocks-threshold", "None")
-    with RunningService(
-        *("--use-kv-events", "false", *flags, "--overload-status", "429"),
-        env={"DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC": "1.5"},
-    ) as service:
-        assert service.post("/workers", worker())[0] == 201
-        (row,) = service.get("/busy_threshold")[1]["thresholds"]
-        assert row == {
-            "model": MODEL,
-            "active_decode_blocks_threshold": None,
-            "active_prefill_tokens_threshold": 0,
-            "active_prefill_tokens_threshold_frac": 1.5,
-        }
-        occupy(service, "a", 1)
-        assert service.post("/select", prompt()) == (429, {**SHED, "code": 429})
-        status, row = service.request("DELETE", f"/busy_threshold?model={MODEL}")
-        assert (status, row["active_prefill_tokens_threshold"]) == (200, None)
-        assert not is_shed(service)
-        assert service.get("/busy_threshold")[1]["thresholds"] == [row]
-
-
 # -- rejection ------------------------------------------------------------------------------------
 
 

@@ -88,17 +88,6 @@ def test_each_rank_is_scored_apart_and_the_worker_by_its_best() -> None:
     assert engine.rows(6) == [(2, 3, 5), (0, 0, 0)]
 
 
-def test_a_booking_counts_what_is_not_cached() -> None:
-    engine = Held(ranks=2)
-    engine.publish(stored("gpu", [1, 2, 3]), dp_rank=1)
-    prompt = {"token_ids": list(range(18)), "reservation_id": "r"}
-    status, selection = engine.http.post("/select_and_reserve", prompt)
-    assert (status, selection["dp_rank"], selection["effective_prefill_tokens"]) == (200, 1, 6)
-    (entry,) = engine.http.get("/loads")[1]
-    assert [row["potential_prefill_tokens"] for row in entry["loads"]] == [0, 6]
-    assert [row["potential_decode_blocks"] for row in entry["loads"]] == [0, 4]
-
-
 # -- over sockets ---------------------------------------------------------------------------------
 
 
