@@ -49,38 +49,9 @@ def test_what_holds_nothing_says_no_more_than_the_reference() -> None:
     assert text(partition("m"), partition("n|t")) == (
         b'{"m:default":{"block_size":4,"events":[]},"n:t":{"block_size":4,"events":[]}}'
     )
-    assert text(partition("m", watermarks={(7, 1): 3})) == (
+    assert text(partition("m", watermarks={(7, 10): 3, (7, 2): 0})) == (
         b'{"m:default":{"block_size":4,"events":[],"model_name":"m","tenant_id":"default",'
-        b'"watermarks":{"7:1":3}}}'
-    )
-
-
-def test_events_have_the_keys_of_the_reference_in_its_order_and_ids_per_tier() -> None:
-    dump = partition(
-        "m",
-        run(Tier.DEVICE, None, 1, U64 - 1000),
-        run(Tier.HOST_PINNED, 1, 5),
-        run(Tier.DEVICE, 1, 7, worker_id=U64, dp_rank=3),
-        run(Tier.DISK, 5, 6),
-        run(Tier.HOST_PINNED, None, 8),
-        watermarks={(2, 0): 0, (1, 10): 9, (1, 2): 8},
-    )
-    stored = (
-        b'{"worker_id":%d,"storage_tier":"%b","event":{"event_id":%d,"data":{"stored":'
-        b'{"parent_hash":%b,"start_position":null,"blocks":[%b]}},"dp_rank":%d}}'
-    )
-    block = b'{"block_hash":%d,"tokens_hash":%d,"mm_extra_info":null}'
-    two = block % (1, 1001) + b"," + block % (U64 - 1000, U64)
-    events = [
-        stored % (1, b"device", 0, b"null", two, 0),
-        stored % (1, b"host_pinned", 0, b"1", block % (5, 1005), 0),
-        stored % (U64, b"device", 1, b"1", block % (7, 1007), 3),
-        stored % (1, b"disk", 0, b"5", block % (6, 1006), 0),
-        stored % (1, b"host_pinned", 1, b"null", block % (8, 1008), 0),
-    ]
-    assert text(dump) == (
-        b'{"m:default":{"block_size":4,"events":[%b],"model_name":"m","tenant_id":"default",'
-        b'"watermarks":{"1:2":8,"1:10":9,"2:0":0}}}' % b",".join(events)
+        b'"watermarks":{"7:2":0,"7:10":3}}}'
     )
 
 

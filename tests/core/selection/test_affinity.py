@@ -141,12 +141,6 @@ def test_time_runs_from_when_a_rank_took_the_last_reservation_along(driven: Driv
     assert sessions_of(driven).held == 0
 
 
-def test_a_moved_endpoint_changes_nothing(driven: DrivenSelector) -> None:
-    book(driven, "a", allowed={1})
-    driven.register(1, data_parallel_size=2, endpoint="http://elsewhere")
-    assert select(driven) == (1, 1)
-
-
 def test_an_ejected_rank_is_left_and_its_session_bound_anew(driven: DrivenSelector) -> None:
     book(driven, "a", allowed={1})
     for _ in range(3):
@@ -217,12 +211,6 @@ def test_a_soft_session_is_never_refused_and_never_goes_to_a_busy_rank() -> None
     assert select(driven) == (2, 0)
     assert book(driven, "b", allowed={2}) == (2, 0)
     assert sessions_of(driven).counts.refused == 0
-
-
-def test_a_bonus_of_nothing_changes_no_choice() -> None:
-    driven = fleet(soft=0.0)
-    assert book(driven, "a", allowed={1}) == (1, 1)
-    assert select(driven) == (2, 0)
 
 
 # -- targets --------------------------------------------------------------------------------------
@@ -370,13 +358,6 @@ def test_no_more_than_so_many_sessions_wait_for_their_workers(driven: DrivenSele
     assert not peers.admit_waiting(driven.now, 2 * MAX_WAITING)
     assert sessions_of(driven).bound("p", driven.now) is not None
     assert sessions_of(driven).bound("late", driven.now) is None
-
-
-def test_what_a_peer_lists_of_a_worker_that_is_here_counts_at_once(driven: DrivenSelector) -> None:
-    peers = PeerSessions(driven.selector.catalog, writer_id=4)
-    assert peers.take(LiveSession(of_peer(1), 0.0), driven.now) is SessionVerdict.BOUND
-    assert peers.counts[SessionVerdict.BOUND] == 1
-    assert select(driven, "p") == (1, 0)
 
 
 def test_a_replica_without_sessions_keeps_none_of_a_peers_and_has_none_to_list() -> None:
