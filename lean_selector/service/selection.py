@@ -53,8 +53,6 @@ from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAn
 from lean_selector.service.shared_handlers import OK, Replication
 from lean_selector.service.worker_handlers import KvSources, ServiceState, WorkerHandlers
 from lean_selector.wire.busy_bodies import ThresholdRequest, ThresholdRow, Thresholds
-from lean_selector.wire.dump import encode_dump
-from lean_selector.wire.dump_shapes import PartitionDump
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite, check_id
 from lean_selector.wire.selection_bodies import (
@@ -106,6 +104,9 @@ class DumpAnswers:
 
     def parts(self, *, as_1_6: bool = False) -> Iterator[bytes]:
         """The body, to be joined; each part is small. `as_1_6`: as 1.6 has it."""
+        from lean_selector.wire.dump import encode_dump
+        from lean_selector.wire.dump_shapes import PartitionDump
+
         return encode_dump(
             [
                 PartitionDump(*key, partition.block_size, partition.index.dump(), watermarks)

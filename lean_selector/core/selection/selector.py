@@ -32,7 +32,6 @@ from lean_selector.core.selection.bookings import Bookings, SelectionCache
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import NO_ENDPOINTS, choose
 from lean_selector.core.selection.cost import terms
-from lean_selector.core.selection.explain import with_more
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Line, Parked, Partition, Place
 from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
@@ -481,6 +480,8 @@ class Selector:
         load = choose(partition, request, ranks, matches, now, self._rng)
         placement = placed(partition, load, request, matches)
         if request.adds:
+            from lean_selector.core.selection.explain import with_more
+
             placement = with_more(
                 partition, request, ranks, matches, (load, placement), now, is_steered
             )
