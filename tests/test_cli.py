@@ -10,7 +10,7 @@ import pytest
 from lean_selector import __version__
 from lean_selector.build_info import form
 from lean_selector.cli import main, slot_tracker_main
-from tests.support.running_service import RunningService, free_port
+from tests.support.running_service import free_port
 
 QUIET = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
 
@@ -104,12 +104,3 @@ def test_a_slip_on_the_command_line_is_answered_with_what_is_meant(
     assert (status, out) == (2, "")
     assert named in err
     assert "_seconds" not in err
-
-
-def test_a_deprecated_setting_is_warned_of_and_works() -> None:
-    env = {"DYN_OVERLAP_SCORE_WEIGHT": "0"}
-    with RunningService(env=env) as service:
-        assert service.get("/health")[0] == 200
-        status, log = service.stop()
-    assert status == 0
-    assert "deprecated" in log

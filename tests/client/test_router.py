@@ -18,7 +18,6 @@ from lean_selector.client import (
     Backoff,
     ClientClosed,
     InvalidRequest,
-    KvPushRouter,
     KvRouter,
     NotFound,
     NoWorkerAvailable,
@@ -27,7 +26,6 @@ from lean_selector.client import (
     SlotTracker,
     SyncKvRouter,
     SyncSlotTracker,
-    SyncTokenStream,
     Timeouts,
     TokenStream,
     WorkerRefused,
@@ -35,11 +33,10 @@ from lean_selector.client import (
     WorkerUnreachable,
 )
 from lean_selector.client.transport import DRAIN_S
-from lean_selector.publisher import KvEventPublisher
 from tests.client.fleet import MODEL, Fleet
 from tests.client.held_answers import HeldAnswers
 from tests.support.on_loop import until
-from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import free_port, wait_until
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
 ONE_REQUEST = (10, 2, 1)
@@ -83,12 +80,6 @@ def test_both_kinds_have_the_same_methods_with_the_same_arguments_and_text(
     assert {name: (f.__doc__, signature(f).parameters) for name, f in ours.items()} == {
         name: (f.__doc__, signature(f).parameters) for name, f in theirs.items()
     }
-
-
-def test_a_method_says_what_it_returns_and_not_how() -> None:
-    assert signature(KvRouter.best_worker).return_annotation == tuple[int, int, int]
-    assert signature(SyncKvRouter.generate).return_annotation is SyncTokenStream
-    assert KvPushRouter is KvRouter
 
 
 # -- generate --------------------------------------------------------------------------------------
@@ -385,18 +376,6 @@ def test_workers_that_do_not_take_a_request_are_avoided(router_of: Kind, fleet: 
     run(main())
 
 
-def test_without_a_service_the_error_says_where_and_why(router_of: Kind) -> None:
-    endpoint = f"http://127.0.0.1:{free_port()}"
-
-    async def main() -> None:
-        async with router_of(endpoint, 4, backoff=Backoff(max_retries=0)) as router:
-            for call in (router.best_worker(TOKENS), router.generate(TOKENS, MODEL)):
-                with pytest.raises(ServiceUnreachable, match=f"{endpoint}: ConnectError"):
-                    await call
-
-    run(main())
-
-
 def test_a_booking_that_times_out_in_the_queue_is_freed(router_of: Kind, queueing: Fleet) -> None:
     async def main() -> None:
         timeouts, backoff = Timeouts(queue_s=0.1), Backoff(max_retries=0)
@@ -537,44 +516,6 @@ def test_a_unix_socket_serves_as_well(router_of: Kind, tmp_path: Path) -> None:
                     stream = await router.generate(TOKENS, MODEL, {"max_tokens": 1})
                     assert len([chunk async for chunk in stream]) == 2
                     assert fleet.total() == NOTHING
-
-        run(main())
-
-
-def test_overlap_blocks_are_those_of_the_chosen_rank() -> None:
-    events = [
-        KvEventPublisher(kv_block_size=4, dp_rank=rank, endpoint="tcp://127.0.0.1:0")
-        for rank in range(2)
-    ]
-    worker = {
-        "worker_id": 1,
-        "model_name": MODEL,
-        "endpoint": "http://nobody",
-        "block_size": 4,
-        "data_parallel_size": 2,
-        "kv_events_endpoints": {str(n): event.endpoint for n, event in enumerate(events)},
-    }
-    with RunningService() as service, events[0], events[1]:
-        assert service.post("/workers", worker)[1]["lifecycle"] == "schedulable"
-
-        def is_cached() -> bool:
-            # Published again until the subscription is there.
-            events[1].publish_stored(token_ids=TOKENS, block_hashes=[7, 8])
-            body = {"model_name": MODEL, "token_ids": TOKENS}
-            rows = service.post("/overlap_scores", body)[1]["workers"]
-            return bool(rows[1]["device_blocks"] == 2)
-
-        async def main() -> None:
-            async with KvRouter(f"http://127.0.0.1:{service.port}", model_name=MODEL) as router:
-                await until(is_cached, "the events have arrived")
-                assert await router.best_worker(TOKENS) == (1, 1, 2)
-                async with router.reserve(TOKENS, worker_id=1, dp_rank=0) as placement:
-                    assert placement.overlap_blocks == 0
-                    assert placement.overlap.dp == {"0": 0, "1": 8}
-                assert '"block_hash":' in await router.dump_events()
-                # An adapter and a salt have blocks of their own.
-                assert (await router.best_worker(TOKENS, lora_name="a"))[2] == 0
-                assert (await router.best_worker(TOKENS, cache_salt="s"))[2] == 0
 
         run(main())
 

@@ -207,7 +207,6 @@ def test_what_is_no_network_is_refused(text: str) -> None:
 # -- whom they free -------------------------------------------------------------------------------
 
 NOW = 1000.0
-QUEUED = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text()) + 1  # for a UNIX socket
 
 
 class Books:
@@ -349,27 +348,6 @@ async def test_lines_are_read_from_udp_and_from_a_unix_socket(tmp_path: Path) ->
         await until(lambda: books.ends.results["malformed"] == 1)
     for reader in readers:
         reader.close()
-    path.let_go()
-
-
-@on_loop
-async def test_over_a_unix_socket_a_burst_loses_what_the_kernel_does_not_queue(
-    tmp_path: Path,
-) -> None:
-    books, path = Books(), UnixPath(str(tmp_path / "s"), socket.SOCK_DGRAM)
-    reader = LineReader(path.take(), books.ends.take, books.ends.refuse, Senders([]))
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.connect(str(tmp_path / "s"))
-        for n in range(QUEUED):
-            books.book(f"r{n}")
-            sender.send(b"lean-end reservation=r%d" % n, socket.MSG_DONTWAIT)
-        books.book("lost")
-        with pytest.raises(BlockingIOError):  # gateways do not try again
-            sender.send(b"lean-end reservation=lost", socket.MSG_DONTWAIT)
-        await until(lambda: books.live == {"lost"})
-        sender.send(b"lean-end reservation=lost", socket.MSG_DONTWAIT)
-        await until(lambda: not books.live)
-    reader.close()
     path.let_go()
 
 

@@ -53,14 +53,6 @@ def test_who_answers_500_to_everything_is_ejected_and_the_other_serves() -> None
         assert set(turns) == {fleet.well.url}
 
 
-def test_who_fails_what_goes_in_turn_is_passed_over() -> None:
-    with ExitStack() as running:
-        fleet = Fleet(running, 500)
-        statuses = [fleet.gateway.ask("POST", "/echo", {}).status for _ in range(12)]
-        assert statuses.count(500) == 3  # in a row: its turns
-        assert fleet.gateway.metric("lean_selector_gateway_worker_well") == 1
-
-
 @pytest.mark.parametrize("status", [503, 429])
 def test_a_worker_that_is_full_is_not_held_against_and_another_serves(status: int) -> None:
     with ExitStack() as running:

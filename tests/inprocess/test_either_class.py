@@ -329,21 +329,3 @@ async def test_other_threads_and_their_loops_are_served(service: Service) -> Non
     assert await asyncio.to_thread(lambda: asyncio.run(elsewhere())) == {FIRST: (0, 3, 1)}
     await service.free_reservation("a")
     await shows(service, {FIRST: (0, 0, 0)})
-
-
-@everywhere
-async def test_many_requests_at_a_time_end_with_no_load(service: Service) -> None:
-    await service.upsert_worker(worker())
-    await service.upsert_worker(worker(SECOND))
-
-    async def live(number: int) -> None:
-        name = f"r{number}"
-        tokens = [number % 7] * (4 + number % 40)
-        await service.select_and_reserve(ask(name, token_ids=tokens))
-        await service.prefill_complete(name)
-        service.add_output_block(name, decay_fraction=0.5)
-        await service.free_reservation(name)
-
-    for first in (0, 50):
-        await asyncio.gather(*(live(number) for number in range(first, first + 50)))
-    await until(lambda: rows(service) == {FIRST: (0, 0, 0), SECOND: (0, 0, 0)})

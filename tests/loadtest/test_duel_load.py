@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import msgspec
 import pytest
 
 from lean_selector.tools.service_process import ServiceError
 from loadtest.child_service import KEPT, PORTS, ROOT, cpu_ns, free_port
 from loadtest.duel.results import RequestFile, closed_load, open_load
-from loadtest.duel.targets import Service, Target, ours, references
+from loadtest.duel.targets import references
 from loadtest.http_client import Malformed, answer_at, http
 from tests.support.running_service import RunningService
 
@@ -57,16 +56,6 @@ def sender(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(shutil, "which", lambda name: None)
     elif shutil.which("wrk") is None:
         pytest.skip("wrk is not installed")
-
-
-@pytest.mark.usefixtures("sender")
-def test_closed_load_sends_every_request_once(service: RunningService) -> None:
-    requests = [HEALTH] * 300 + [http("DELETE", "/workers/77")] * 5
-    with RequestFile(requests) as file:
-        load = closed_load(service.port, file)
-    assert (load.requests, load.bad) == (305, 5)
-    assert 0 < load.p50_us <= load.p99_us
-    assert load.seconds > 0
 
 
 @pytest.mark.usefixtures("sender")
@@ -158,14 +147,6 @@ def test_a_reference_is_a_quiet_and_a_default_target(monkeypatch: pytest.MonkeyP
     assert references("1.2.3")[0].command[0] == "/opt/r/bin/python"
     with pytest.raises(ServiceError, match=r"\{port\}"):
         references("selector --port 1")
-
-
-def test_a_target_that_ends_at_once_tells_its_last_words() -> None:
-    target = msgspec.structs.replace(ours(), command=[*ours().command, "--threads", "none"])
-    with Service(target) as service, pytest.raises(ServiceError, match=r"ended with 2: .*--thr"):
-        service.wait()
-    with pytest.raises(ServiceError, match="cannot start /no/such"):
-        Service(Target("t", ["/no/such", "{port}"]))
 
 
 # -- ports ----------------------------------------------------------------------------------------

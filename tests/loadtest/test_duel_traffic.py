@@ -73,12 +73,6 @@ def test_prompts_of_a_chosen_length_all_differ_behind_beginnings_that_engines_ho
     assert prompts.at(0).local[:8] != prompts.opening.local[:8]  # none of the trace begins so
 
 
-def test_without_a_trace_prompts_are_made_up_and_always_the_same() -> None:
-    one, other = Prompts(None, 64), Prompts(None, 64)
-    assert [one.at(n).sequence for n in range(20)] == [other.at(n).sequence for n in range(20)]
-    assert len({one.at(n).sequence for n in range(20)}) == 20
-
-
 @pytest.mark.parametrize(
     ("count", "id_field"), [(2, "reservation_id"), (FREE_LAG + 5, "selection_id")]
 )
@@ -107,29 +101,6 @@ def test_a_connection_lives_its_reservations_in_order_and_many_at_a_time(
     assert not alive
     assert most == min(count, FREE_LAG + 1)
     assert len(calls) == 3 * count
-
-
-def test_a_fleet_fills_in_turns_with_batches_in_vllm_s_layout(trace: Path) -> None:
-    with Engines(Prompts(trace, 16), 2, 10_000) as engines:
-        messages = list(engines.fill(200))
-        assert engines.holdings == sum(message.stored for message in messages) >= 200
-        assert {message.engine for message in messages} == {0, 1}
-        removed = list(engines.empty([0, 1], 1))
-    first = messages[0]
-    _, events, rank = msgspec.msgpack.decode(first.payload)
-    kind, hashes, parent, tokens, block_size, lora_id, medium = events[0]
-    assert (kind, parent, block_size, lora_id, medium, rank) == (
-        "BlockStored",
-        None,
-        16,
-        None,
-        "GPU",
-        0,
-    )
-    assert len(tokens) == 16 * len(hashes) == 16 * first.stored
-    _, events, _ = msgspec.msgpack.decode(removed[0].payload)
-    assert events[0] == ["BlockRemoved", hashes[-1:], "GPU"]  # a chain goes from its end
-    assert sum(message.removed for message in removed) == sum(each.stored for each in messages)
 
 
 def test_an_opening_that_is_shared_goes_on_on_the_hosts_of_all_engines(trace: Path) -> None:
