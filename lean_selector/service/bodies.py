@@ -26,7 +26,7 @@ from lean_selector.wire.body_text import (
     messagepack_excess,
     messagepack_fault,
 )
-from lean_selector.wire.prompt_forms import binary_form, last_lists_reader, short_form
+from lean_selector.wire.prompt_forms import binary_form, short_form
 from lean_selector.wire.selection_bodies import PromptFields
 
 Query = dict[str, str]
@@ -107,7 +107,6 @@ def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
     binary_type: type[T] = binary_form(body_type)
     decode = msgspec.msgpack.Decoder(binary_type).decode
     read_long = long_binary_reader(binary_type)
-    read_last_lists = last_lists_reader(body_type)
     names = frozenset(binary_type.__struct_fields__)  # type: ignore[attr-defined]
 
     def read(request: Request) -> T:
@@ -122,10 +121,7 @@ def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
         try:
             return decode(request.body)
         except msgspec.ValidationError:
-            fields = read_last_lists(request.body)
-            if fields is None:
-                raise
-            return fields
+            raise
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_parsed("MessagePack", error) from None
 

@@ -5,8 +5,7 @@ ids, then hashes with `isl_tokens`; the first form present decides, the others a
 their shape and otherwise ignored. Knows nothing of workers.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -19,41 +18,18 @@ from lean_selector.core.hashing import (
 )
 from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.wire.scalars import ABSENT, check_ignored, check_u64, is_absent, packed
+from lean_selector.wire.scalars import check_ignored, check_u64, is_absent, packed
 from lean_selector.wire.selection_bodies import PromptFields
-
-T = TypeVar("T")
-
-_BINARY_LIST: Any = bytes | tuple[int, ...] | None
-_decode_binary_list = msgspec.msgpack.Decoder(_BINARY_LIST).decode
 
 
 def binary_form(body_type: type[Any]) -> type[Any]:
     """MessagePack variant of a body: hash lists are arrays of integers of either sign, or `bin`."""
-    return _with_hash_lists(body_type, "Binary", _BINARY_LIST)
+    return _with_hash_lists(body_type, "Binary", bytes | tuple[int, ...] | None)
 
 
 def short_form(body_type: type[Any]) -> type[Any]:
     """Variant of a body for short JSON: its hash lists are decoded with it."""
     return _with_hash_lists(body_type, "Short", list[int] | None)
-
-
-def last_lists_reader(body_type: type[T]) -> Callable[[bytes | bytearray], T | None]:
-    """What reads MessagePack that its form refuses for a hash list which a later key replaces, and
-    which so may be anything (D8); None when it is refused for something else."""
-    decode = msgspec.msgpack.Decoder(body_type).decode
-
-    def read(body: bytes | bytearray) -> T | None:
-        try:
-            fields = decode(body)
-            for name in ("block_hashes", "sequence_hashes"):
-                raw = getattr(fields, name)
-                setattr(fields, name, None if raw is ABSENT else _decode_binary_list(raw))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
-        return fields
-
-    return read
 
 
 def _with_hash_lists(body_type: type[Any], prefix: str, hashes: object) -> type[Any]:

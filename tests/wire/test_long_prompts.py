@@ -145,8 +145,7 @@ read_any_binary = read_by_the_gate(MSGPACK)
 @pytest.mark.parametrize(
     ("first", "last", "says"),
     [
-        pytest.param([1.5], [2**60] * 16, 5, id="of the wrong shape"),
-        pytest.param("x", [2**60] * 16, 5, id="no list"),
+        pytest.param([1.5], [2**60] * 16, 422, id="of the wrong shape"),
         pytest.param([7] * 3, [2**60] * 16, 5, id="of another length"),
         pytest.param([7], b"8 bytes." * 16, 5, id="a list before a bin"),
         pytest.param([2**60] * 16, [1.5], 422, id="the last of the wrong shape"),
