@@ -1,14 +1,15 @@
-"""Engines that only publish: real PUB sockets, caches that fill and evict, vLLM's layout.
+"""Engines that only publish: real PUB sockets, caches that fill and evict.
 
-Owns which blocks each engine holds and the messages that tell it. Prompts go to the engines in
-turn; evictions are the cache's own. Does not decide when messages are sent, but for `paced`.
+Owns which blocks each engine holds and the messages that tell it, in each layout. Prompts go to the
+engines in turn; evictions are the cache's own. Does not decide when messages are sent, but for
+`paced`.
 """
 
 import signal
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -35,25 +36,62 @@ _PACE_S = 0.002
 _BATCHED_TOKENS = 1_000_000
 
 
-# vLLM's own structs (vllm/distributed/kv_events.py): arrays, the tag first, defaults left out.
-class _BlockStored(msgspec.Struct, array_like=True, tag="BlockStored", gc=False):
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None = None
-    medium: str | None = "GPU"
+class Layout(msgspec.Struct, frozen=True):
+    """How engines write their events: as tagged maps or as arrays, and their names of blocks."""
+
+    title: str
+    is_map: bool
+    name: Callable[[int], int | bytes] = int
+    adapter: str | None = None
+    is_read: bool = True  # by the references; they skip such events if not
+    more: dict[str, object] = {}  # behind the other fields of a stored event
+
+    def stored(
+        self,
+        names: Sequence[int],
+        parent: int | None,
+        tokens: Sequence[int],
+        size: int,
+        medium: str = "GPU",
+    ) -> object:
+        fields: dict[str, object] = {
+            "type": "BlockStored",
+            "block_hashes": [self.name(name) for name in names],
+            "parent_block_hash": None if parent is None else self.name(parent),
+            "token_ids": tokens,
+            "block_size": size,
+            "lora_id": None,
+            "medium": medium,
+        }
+        if self.adapter is not None:
+            fields |= {"lora_name": self.adapter, "extra_keys": [[self.adapter]] * len(names)}
+        return self._event(fields | self.more)
+
+    def removed(self, names: Sequence[int]) -> object:
+        written = [self.name(name) for name in names]
+        return self._event({"type": "BlockRemoved", "block_hashes": written, "medium": "GPU"})
+
+    def _event(self, fields: dict[str, object]) -> object:
+        return fields if self.is_map else list(fields.values())
 
 
-class _BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved", gc=False):
-    block_hashes: list[int]
-    medium: str | None = "GPU"
+def _signed(name: int) -> int:
+    return (name ^ 1 << 63) - (1 << 63)
 
 
-class _Batch(msgspec.Struct, array_like=True, gc=False):
-    ts: float
-    events: Sequence[_BlockStored | _BlockRemoved]
-    data_parallel_rank: int = 0
+def _digest(name: int) -> bytes:
+    return bytes(24) + name.to_bytes(8, "big")
+
+
+ARRAYS = Layout("arrays, unsigned hashes", is_map=False)
+LAYOUTS = (
+    Layout("maps (vLLM 0.33)", is_map=True, more={"lora_name": None, "group_idx": 0}),
+    Layout("maps, signed hashes (SGLang 0.5.23)", is_map=True, name=_signed),
+    Layout("maps, digests (vLLM without int hashes)", is_map=True, name=_digest, is_read=False),
+    Layout("maps, an adapter", is_map=True, adapter="adapter"),
+    ARRAYS,
+    Layout("arrays, signed hashes", is_map=False, name=_signed),
+)
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -66,6 +104,10 @@ class Message(msgspec.Struct, frozen=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
+
+
+def _batch(events: Sequence[object]) -> bytes:
+    return _encode([0.0, events, 0])
 
 
 def names_of(engine: int, prompt: Prompt) -> list[int]:
@@ -89,10 +131,13 @@ class Engines:
         *,
         offloads: bool = False,
         listened: bool = True,
+        layout: Layout = ARRAYS,
+        batch_events: int = 1,
     ) -> None:
         """`offloads`: what is stored is told of the host, too, which evicts nothing. `listened`:
-        services are told where to hear them."""
-        self._event_blocks = event_blocks
+        services are told where to hear them. `batch_events`: stored events in a message, at most.
+        """
+        self._event_blocks, self._layout, self._batch_events = event_blocks, layout, batch_events
         self._prompts = prompts
         self._offloads, self._listened = offloads, listened
         self.count = count
@@ -182,14 +227,15 @@ class Engines:
         messages = list(self._removals(engine, placed.evicted, 1))
         end = placed.hit + placed.stored
         step = self._event_blocks or max(1, placed.stored)
-        for at in range(placed.hit, end, step):
-            to = min(at + step, end)
-            parent = names[at - 1] if at else None
-            stored = _BlockStored(names[at:to], parent, tokens[at * size : to * size], size)
-            events = [stored]
-            if self._offloads:
-                events.append(msgspec.structs.replace(stored, medium="CPU"))
-            messages.append(Message(engine, _encode(_Batch(0.0, events)), to - at, 0))
+        media = ("GPU", "CPU") if self._offloads else ("GPU",)
+        for first in range(placed.hit, end, step * self._batch_events):
+            last = min(first + step * self._batch_events, end)
+            events = []
+            for at in range(first, last, step):
+                to = min(at + step, last)
+                told = names[at:to], names[at - 1] if at else None, tokens[at * size : to * size]
+                events += [self._layout.stored(*told, size, medium) for medium in media]
+            messages.append(Message(engine, _batch(events), last - first, 0))
         return messages
 
     def fill(self, holdings: int) -> Iterator[Message]:
@@ -217,11 +263,11 @@ class Engines:
         names = struct.unpack(f"<{opening.blocks}Q", opening.sequence)
         tokens, size, at = prompt_tokens(opening.line), self._prompts.block_size, OPENING_ON_DEVICE
         events = [
-            _BlockStored(list(names[:at]), None, tokens[: at * size], size),
-            _BlockStored(list(names[at:]), names[at - 1], tokens[at * size :], size, medium="CPU"),
+            self._layout.stored(names[:at], None, tokens[: at * size], size),
+            self._layout.stored(names[at:], names[at - 1], tokens[at * size :], size, "CPU"),
         ]
         for engine in range(self.count):
-            yield Message(engine, _encode(_Batch(0.0, events)), len(names), 0)
+            yield Message(engine, _batch(events), len(names), 0)
 
     def empty(self, engines: Iterable[int], blocks_per_event: int) -> Iterator[Message]:
         """These engines remove all that they hold, least recently used first. Call it last."""
@@ -237,10 +283,10 @@ class Engines:
         for at in range(0, len(names), EVENT_BLOCKS):
             part = names[at : at + EVENT_BLOCKS]
             events = [
-                _BlockRemoved(list(part[i : i + blocks_per_event]))
+                self._layout.removed(part[i : i + blocks_per_event])
                 for i in range(0, len(part), blocks_per_event)
             ]
-            yield Message(engine, _encode(_Batch(0.0, events)), 0, len(part))
+            yield Message(engine, _batch(events), 0, len(part))
 
     # -- how it is told ------------------------------------------------------------------------
 
@@ -263,8 +309,8 @@ class Engines:
         size = self._prompts.block_size
         tokens = [_MARKER_TOKENS + self._markers] * size
         for engine in range(self.count):
-            stored = _BlockStored([(1 << 62) + self._markers], None, tokens, size)
-            self._send(engine, _encode(_Batch(0.0, [stored])))
+            stored = ARRAYS.stored([(1 << 62) + self._markers], None, tokens, size)
+            self._send(engine, _batch([stored]))
         return tokens
 
     def _heard(self, service: Service, tokens: list[int]) -> bool:

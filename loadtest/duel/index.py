@@ -1,14 +1,15 @@
 """What the index alone costs: ingest, removal, memory, and the pauses that it makes.
 
 One target at a time, on fresh processes and fresh sockets, all given the same messages. Events come
-over real PUB sockets in vLLM's layout. Does not know how figures are shown.
+over real PUB sockets, as arrays where no layout is named. Does not know how figures are shown.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from loadtest.duel.engines import EVENT_BLOCKS, Engines, Message
+from loadtest.duel.engines import EVENT_BLOCKS, LAYOUTS, Engines, Layout, Message
 from loadtest.duel.prompts import Prompts
 from loadtest.duel.results import RequestFile, Results, latencies, open_load
 from loadtest.duel.stages import Plan
@@ -27,7 +28,28 @@ MEMORY = "index, memory per block-holding"
 PAUSE = "index, worst /health at 1 kHz while 1 000 000 holdings churn"
 _FILLED = [INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY]
 _CHURNED = [FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY]
-NAMES = [*_FILLED, *_CHURNED, PAUSE]
+# Blocks in a stored event, None for all of a prompt's, and how a row of a layout calls it.
+SIZES: dict[int | None, str] = {None: "whole prompts", 8: "8 blocks", 1: "1 block"}
+BATCH_EVENTS = 32  # stored events of a message: what one step of an engine tells
+LAYOUT_SHARE = 0.3  # of the holdings
+
+
+def of_layout(layout: Layout, size: int | None) -> str:
+    """The case of stored events of a layout."""
+    return f"index, {layout.title}, {SIZES[size]} an event"
+
+
+def removal_of(layout: Layout) -> str:
+    """The case in which one event removes one block."""
+    return f"index, {layout.title}, removal"
+
+
+_LAID_OUT = [
+    name
+    for layout in LAYOUTS
+    for name in (*(of_layout(layout, size) for size in SIZES), removal_of(layout))
+]
+NAMES = [*_FILLED, *_CHURNED, *_LAID_OUT, PAUSE]
 
 LAG = "lean_selector_loop_lag_seconds"
 CHURNED = 0.5  # of what is held, stored anew while as much is evicted
@@ -56,6 +78,15 @@ def run(
                     say(f"{words}, of {target.name}: round {number + 1}")
                     with results.keep(names):
                         measure(target, plan, prompts, results)
+    for number in range(plan.index_rounds):
+        for layout in LAYOUTS:
+            for size in SIZES:
+                cases = [of_layout(layout, size), *[removal_of(layout)] * (size is None)]
+                if names := list(filter(wanted, cases)):
+                    say(f"{cases[0]}: round {number + 1}")
+                    for target in targets:
+                        with results.keep(names):
+                            _fill_laid_out(target, plan, prompts, results, layout, size)
     if wanted(PAUSE):
         for target in targets:
             say(f"{PAUSE}: {target.name}")
@@ -68,9 +99,14 @@ Measure = Callable[[Target, Plan, Prompts, Results], None]
 
 @contextmanager
 def _running(
-    target: Target, prompts: Prompts, capacity: int, event_blocks: int | None = EVENT_BLOCKS
+    target: Target,
+    prompts: Prompts,
+    capacity: int,
+    event_blocks: int | None = EVENT_BLOCKS,
+    **how: Any,
 ) -> Iterator[tuple[Service, Engines]]:
-    with Service(target) as service, Engines(prompts, WORKERS, capacity, event_blocks) as engines:
+    engines = Engines(prompts, WORKERS, capacity, event_blocks, **how)
+    with Service(target) as service, engines:
         service.wait()
         engines.register(service)
         yield service, engines
@@ -107,6 +143,30 @@ def _fill_and_churn(target: Target, plan: Plan, prompts: Prompts, results: Resul
             results.add(case, target.name, block_cpu_us=cost)
             taken = (service.rss_bytes() - rss) / engines.holdings
             results.add(memory, target.name, holding_bytes=taken)
+
+
+def _fill_laid_out(
+    target: Target,
+    plan: Plan,
+    prompts: Prompts,
+    results: Results,
+    layout: Layout,
+    size: int | None,
+) -> None:
+    holdings = round(plan.holdings * LAYOUT_SHARE)
+    how: dict[str, Any] = {"layout": layout, "batch_events": BATCH_EVENTS}
+    with _running(target, prompts, holdings, size, **how) as (service, engines):
+        messages = list(engines.fill(holdings))
+        rss = service.rss_bytes()
+        cost = _cost_of(service, engines, messages)
+        taken = (service.rss_bytes() - rss) / engines.holdings
+        case = of_layout(layout, size)
+        results.add(case, target.name, block_cpu_us=cost, holding_bytes=taken)
+        if size is None:
+            gone = list(engines.empty(range(WORKERS), 1))
+            results.add(
+                removal_of(layout), target.name, block_cpu_us=_cost_of(service, engines, gone)
+            )
 
 
 def _cost_of(service: Service, engines: Engines, messages: Sequence[Message]) -> float:

@@ -7,6 +7,7 @@ import msgspec
 
 from lean_selector.build_info import COMPILED, PURE
 from loadtest.duel import index
+from loadtest.duel.engines import LAYOUTS
 from loadtest.duel.results import Results
 from loadtest.duel.stages import with_option
 
@@ -90,6 +91,8 @@ def _block(title: str, case: str, metric: str, bound: float, aim: float) -> Row:
     return Row(title, _ratio(case, metric), bound, aim)
 
 
+_READ = [layout for layout in LAYOUTS if layout.is_read]
+
 ROWS = (
     _select("8 blocks, 16 workers", 0.80, 0.65),
     _select(TRACE, 0.65, 0.50),
@@ -163,6 +166,21 @@ ROWS = (
     _block("memory per holding after churn", index.CHURN_MEMORY, MEMORY, 1.5, 1.0),
     _block("CPU per block, removal", index.REMOVE_ONE, CPU, 1.5, 1.0),
     _block("memory per block-holding at 500000", index.MEMORY, MEMORY, 3.5, 2.0),
+    *(
+        _block(f"{title}, {of}", case, metric, bound, aim)
+        for layout in _READ
+        for size in index.SIZES
+        for case in [index.of_layout(layout, size)]
+        for title, metric, bound, aim in (
+            ("CPU per block", CPU, 0.8, 0.6),
+            ("memory per holding", MEMORY, 1.3, 1.0),
+        )
+        for of in [case.removeprefix("index, ")]
+    ),
+    *(
+        _block(f"CPU per block, {layout.title}, removal", index.removal_of(layout), CPU, 0.8, 0.6)
+        for layout in _READ
+    ),
     Row(
         "worst pause while 1000000 holdings churn at 50000 blocks/s",
         _own(index.PAUSE, "open_max_us", 1e-3),

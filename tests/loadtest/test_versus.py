@@ -34,6 +34,7 @@ KINDS = [
     "select at a fixed rate while ingesting, trace prompts at 16, 16 workers",
     REPLICAS,
     "index, ingest of stored events",
+    "index, maps, an adapter, removal",
 ]
 COMMAND = [sys.executable, "loadtest/versus.py", "--quick"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "LEAN_SELECTOR_TRACE"}
