@@ -1,15 +1,9 @@
-"""No reservation is left behind, whatever happens to calls, workers and the service.
+"""No reservation is left behind, whatever happens to calls, workers and the service."""
 
-The full form is run by hand: `python -m tests.client.test_leaks --leaks 5000`.
-"""
-
-import argparse
 import asyncio
 import collections
 import gc
 import random
-import signal
-import time
 from typing import Any
 
 import pytest
@@ -109,24 +103,3 @@ def test_a_storm_of_calls_around_a_restart_of_the_service_leaves_no_load() -> No
     assert sum(ends.values()) == CALLS
     for end in ("completed", "cancelled", "WorkerStreamBroken", "WorkerRefused"):
         assert ends[end] > 0, ends
-
-
-def main() -> None:
-    """The full form; prints how the calls ended."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--leaks", type=int, default=5000, metavar="N", help="calls to make")
-    parser.add_argument("--restarts", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=1)
-    given = parser.parse_args()
-    with Fleet(4) as fleet:
-        fleet.register(9, f"http://127.0.0.1:{free_port()}")
-        started = time.monotonic()
-        ends = asyncio.run(storm(fleet, given.leaks, given.restarts, given.seed))
-        took = time.monotonic() - started
-        print(f"{given.leaks} calls in {took:.1f} s: {dict(ends)}; /loads: {fleet.total()}")  # noqa: T201
-        assert fleet.total() == (0, 0, 0)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    main()

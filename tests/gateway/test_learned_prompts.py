@@ -327,7 +327,7 @@ def test_a_prompt_that_shares_a_key_with_another_by_chance_is_looked_up_all_the_
 def test_its_memory_is_what_it_says() -> None:
     engine = Engine(1 << 30)
     chains = []
-    for session in range(100):
+    for session in range(30):
         messages: list[Message] = []
         for turn in range(20):
             messages.append(said("user", f" word{session}-{turn}" * 60))

@@ -492,6 +492,7 @@ def test_a_script_that_haproxy_gives_up_as_its_client_left_ends_what_it_named(
     assert len(freed) == 1
 
 
+@pytest.mark.parametrize("fleet", UNIX, ids="-".join, indirect=True)
 def test_a_worker_that_is_gone_costs_no_request_and_is_reported(fleet: Fleet) -> None:
     assert fleet.ask(chat("a conversation " * 20))[0] == 200
     fleet.wait_until_free()
