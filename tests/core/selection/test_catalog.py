@@ -19,7 +19,6 @@ from lean_selector.core.selection.shapes import Source, WorkerSpec
 from tests.support.driven_selector import DrivenSelector, Sources, pack
 
 ENDPOINT = "tcp://w:5557"
-KV_RANK_0 = "kv_events endpoint is required for dp_rank 0"
 
 
 @pytest.fixture
@@ -107,53 +106,39 @@ def test_queueing_needs_a_capacity_and_takes_zero() -> None:
     assert reasons(driven, max_num_batched_tokens=0) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param({"kv_events_endpoint": ENDPOINT}, [], id="single endpoint, single rank"),
-        pytest.param(
-            {"kv_events_endpoint": ENDPOINT, "data_parallel_start_rank": 3},
-            [],
-            id="single endpoint for the start rank",
-        ),
-        pytest.param(
-            {
-                "kv_events_endpoint": ENDPOINT,
-                "kv_events_endpoints": {4: ENDPOINT, 6: ""},
-                "data_parallel_start_rank": 4,
-                "data_parallel_size": 3,
-            },
-            [f"kv_events endpoint is required for dp_rank {rank}" for rank in (5, 6)],
-            id="a map counts alone",
-        ),
-        pytest.param(
-            {"kv_events_endpoint": ENDPOINT, "kv_events_endpoints": {1: ENDPOINT}},
-            [KV_RANK_0],
-            id="a map counts alone, also for one rank",
-        ),
-        pytest.param(
-            {"data_parallel_start_rank": 2**32 - 1, "data_parallel_size": 4096},
-            ["data parallel range overflows u32"],
-            id="no rank of an overflowing range is listed",
-        ),
-        pytest.param(
-            {"kv_events_endpoints": {0: ENDPOINT, 7: "http://a:1", 3: ""}},
-            [
-                "reconciliation failed: invalid kv_events endpoint for worker 1 dp_rank 3: "
-                "invalid ZMQ endpoint ``: missing scheme"
-            ],
-            id="the first bad one, extra ranks too",
-        ),
-        pytest.param(
-            {"kv_events_endpoint": ENDPOINT, "replay_endpoints": {0: "tcp://h"}},
-            [
-                "reconciliation failed: invalid replay endpoint for worker 1 dp_rank 0: "
-                "invalid ZMQ endpoint `tcp://h`: missing TCP port"
-            ],
-            id="bad replay endpoint of a rank",
-        ),
-    ],
-)
+FAILED = "reconciliation failed: invalid"
+LACKS_KV_EVENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "single endpoint, single rank": ({"kv_events_endpoint": ENDPOINT}, []),
+    "single endpoint for the start rank": (
+        {"kv_events_endpoint": ENDPOINT, "data_parallel_start_rank": 3}, [],
+    ),
+    "a map counts alone": (
+        {"kv_events_endpoint": ENDPOINT, "kv_events_endpoints": {4: ENDPOINT, 6: ""},
+         "data_parallel_start_rank": 4, "data_parallel_size": 3},
+        [f"kv_events endpoint is required for dp_rank {rank}" for rank in (5, 6)],
+    ),
+    "a map counts alone, also for one rank": (
+        {"kv_events_endpoint": ENDPOINT, "kv_events_endpoints": {1: ENDPOINT}},
+        ["kv_events endpoint is required for dp_rank 0"],
+    ),
+    "no rank of an overflowing range is listed": (
+        {"data_parallel_start_rank": 2**32 - 1, "data_parallel_size": 4096},
+        ["data parallel range overflows u32"],
+    ),
+    "the first bad one, extra ranks too": (
+        {"kv_events_endpoints": {0: ENDPOINT, 7: "http://a:1", 3: ""}},
+        [f"{FAILED} kv_events endpoint for worker 1 dp_rank 3: "
+         "invalid ZMQ endpoint ``: missing scheme"],
+    ),
+    "bad replay endpoint of a rank": (
+        {"kv_events_endpoint": ENDPOINT, "replay_endpoints": {0: "tcp://h"}},
+        [f"{FAILED} replay endpoint for worker 1 dp_rank 0: "
+         "invalid ZMQ endpoint `tcp://h`: missing TCP port"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), LACKS_KV_EVENTS.values(), ids=LACKS_KV_EVENTS)
 def test_reasons_with_kv_events(
     listening: DrivenSelector, changes: dict[str, Any], expected: list[str]
 ) -> None:
@@ -381,50 +366,33 @@ def test_delete_takes_blocks_and_subscriptions_along(busy: DrivenSelector) -> No
 # -- sources --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        pytest.param(
-            {"kv_events_endpoint": "tcp://w:1", "data_parallel_start_rank": 3},
-            {3: Source("tcp://w:1", None)},
-            id="one rank",
-        ),
-        pytest.param(
-            {"kv_events_endpoints": {0: "tcp://w:1", 7: "tcp://w:2"}},
-            {0: Source("tcp://w:1", None)},
-            id="D28: ranks outside the range are not heard",
-        ),
-        pytest.param(
-            {
-                "data_parallel_start_rank": 4,
-                "data_parallel_size": 2,
-                "kv_events_endpoints": {4: "tcp://w:1", 5: "tcp://w:2"},
-                "replay_endpoint": "tcp://w:9000",
-            },
-            {4: Source("tcp://w:1", "tcp://w:9000"), 5: Source("tcp://w:2", "tcp://w:9001")},
-            id="a replay port per rank",
-        ),
-        pytest.param(
-            {
-                "data_parallel_size": 2,
-                "kv_events_endpoints": {0: "tcp://w:1", 1: "tcp://w:2"},
-                "replay_endpoint": "tcp://w:9000",
-                "replay_endpoints": {1: "tcp://w:7"},
-            },
-            {0: Source("tcp://w:1", "tcp://w:9000"), 1: Source("tcp://w:2", "tcp://w:7")},
-            id="a rank's own replay endpoint",
-        ),
-        pytest.param(
-            {
-                "data_parallel_size": 2,
-                "kv_events_endpoints": {0: "tcp://w:1", 1: "tcp://w:2"},
-                "replay_endpoint": "tcp://w:65535",
-            },
-            {0: Source("tcp://w:1", "tcp://w:65535"), 1: Source("tcp://w:2", None)},
-            id="no replay where the port cannot exist",
-        ),
-    ],
-)
+SOURCES: dict[str, tuple[dict[str, Any], dict[int, Source]]] = {
+    "one rank": (
+        {"kv_events_endpoint": "tcp://w:1", "data_parallel_start_rank": 3},
+        {3: Source("tcp://w:1", None)},
+    ),
+    "D28: ranks outside the range are not heard": (
+        {"kv_events_endpoints": {0: "tcp://w:1", 7: "tcp://w:2"}},
+        {0: Source("tcp://w:1", None)},
+    ),
+    "a replay port per rank": (
+        {"data_parallel_start_rank": 4, "data_parallel_size": 2,
+         "kv_events_endpoints": {4: "tcp://w:1", 5: "tcp://w:2"},
+         "replay_endpoint": "tcp://w:9000"},
+        {4: Source("tcp://w:1", "tcp://w:9000"), 5: Source("tcp://w:2", "tcp://w:9001")},
+    ),
+    "a rank's own replay endpoint": (
+        {**TWO_RANKS, "replay_endpoint": "tcp://w:9000", "replay_endpoints": {1: "tcp://w:7"}},
+        {0: Source("tcp://w:1", "tcp://w:9000"), 1: Source("tcp://w:2", "tcp://w:7")},
+    ),
+    "no replay where the port cannot exist": (
+        {**TWO_RANKS, "replay_endpoint": "tcp://w:65535"},
+        {0: Source("tcp://w:1", "tcp://w:65535"), 1: Source("tcp://w:2", None)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), SOURCES.values(), ids=SOURCES)
 def test_every_rank_is_subscribed_to_its_own_source(
     listening: DrivenSelector, changes: dict[str, Any], expected: dict[int, Source]
 ) -> None:
