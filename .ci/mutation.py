@@ -80,7 +80,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "runs": (
         [f"{CORE}/index/runs.py"],
-        ["tests/core/index/test_runs.py", "tests/core/index/test_device_tier.py", INDEX_MODEL],
+        ["tests/core/index/test_runs.py", "tests/core/index/test_device_tier.py"],
     ),
     "device": (
         [f"{CORE}/index/device_tier.py"],

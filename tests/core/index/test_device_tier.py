@@ -1,27 +1,193 @@
-"""What ranks call the blocks of the device tier, asked once for all that call them alike.
-
-What they hold of which prompt is in tests/properties/test_kv_index_model.py.
-"""
+"""The device tier against a model that keeps, for each rank, the set of paths that it holds."""
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from lean_selector.core.index import device_tier
-from lean_selector.core.index.device_tier import DeviceTier
+from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE
 from lean_selector.core.index.kv_index import engine_hashes
-from lean_selector.core.rank_bits import RankBits
+from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
+from lean_selector.core.index.shapes import Matched
+from lean_selector.core.rank_bits import RankBits, RankKey
 from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
 Path = tuple[int, ...]
+KEYS: list[RankKey] = [(1, 0), (1, 1), (2, 0)]
+DEPTH = 6
+PROMPTS = [tuple(1 + (bits >> at & 1) for at in range(DEPTH)) for bits in range(1 << DEPTH)]
 
 
 def name_of(seed: int, path: Path) -> int:
     """What engines with this seed call the last block of a path."""
     return int("".join(map(str, (seed, 9, *path))))
 
+
+class DeviceTierMachine(RuleBasedStateMachine):
+    """Few short prompts, so that ranks share runs, split them and grow them all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bits = RankBits()
+        self.tier = DeviceTier(self.bits, engine_hashes)
+        self.ranks: dict[RankKey, DeviceRank] = {}
+        self.held: dict[RankKey, dict[Path, int]] = {key: {} for key in KEYS}  # its first name
+        self.sweeps: list[Iterator[None]] = []
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        prompt=st.sampled_from(PROMPTS),
+        start=st.sampled_from([0, 0, 1, 2, 4]),
+        blocks=st.integers(1, DEPTH),
+        seed=st.sampled_from([1, 1, 1, 1, 2]),
+    )
+    def store(self, key: RankKey, prompt: Path, start: int, blocks: int, seed: int) -> None:
+        if start and prompt[:start] not in self.held[key]:
+            return
+        rank = self.ranks.get(key)
+        if rank is None:
+            rank = self.ranks[key] = self.tier.ranks.admit(key)
+        place = rank.names.find(self.held[key][prompt[:start]]) if start else NOWHERE
+        paths = [prompt[: at + 1] for at in range(start, min(DEPTH, start + blocks))]
+        names = [name_of(seed, path) for path in paths]
+        local = pack(prompt[start : start + blocks])
+        self.tier.store(rank, place, pack(names), local)
+        for path, name in zip(paths, names, strict=True):
+            self.held[key].setdefault(path, name)
+
+    @rule(data=st.data(), key=st.sampled_from(KEYS))
+    def remove(self, data: st.DataObject, key: RankKey) -> None:
+        if key in self.ranks:
+            held = sorted(self.held[key])
+            gone = data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True))
+            names = [self.held[key].pop(path) for path in gone]
+            assert self.tier.remove(self.ranks[key], pack([*names, 7])) == len(gone)
+            self.release_if_empty(key)
+
+    @rule(key=st.sampled_from(KEYS), blocks=st.integers(1, 5))
+    def drop_oldest(self, key: RankKey, blocks: int) -> None:
+        if len(self.held[key]) >= blocks:
+            before = len(self.held[key])
+            self.tier.drop_oldest(self.ranks[key], blocks)
+            self.keep_what_is_named(key)
+            assert len(self.held[key]) == before - blocks
+            self.release_if_empty(key)
+
+    @rule(key=st.sampled_from(KEYS), data=st.data())
+    def drop_a_place(self, key: RankKey, data: st.DataObject) -> None:
+        if key in self.ranks:
+            rank, path = self.ranks[key], data.draw(st.sampled_from(sorted(self.held[key])))
+            place = rank.names.find(self.held[key].pop(path))
+            strand, position = place >> POSITION_BITS, place & POSITION_MASK
+            assert self.tier.held_in(rank, strand) >> position & 1
+            self.tier.drop(rank, strand, 1 << position)
+            self.release_if_empty(key)
+
+    @rule()
+    def cut_all_ends(self) -> None:
+        for strand in list(self.tier.trie.strands):
+            for rank in self.ranks.values():
+                if strand in rank.names.rows:
+                    self.tier.cut_row(rank, strand)
+                    held = self.tier.held_in(rank, strand)
+                    assert len(rank.names.rows[strand]) >> 3 == held.bit_length()
+            self.tier.cut_label(strand)
+
+    @rule(key=st.sampled_from(KEYS))
+    def retire(self, key: RankKey) -> None:
+        if key in self.ranks:
+            self.sweeps.append(self.tier.retire(self.ranks.pop(key)))
+            self.held[key] = {}
+
+    @precondition(lambda self: self.sweeps)
+    @rule(steps=st.integers(1, 4))
+    def sweep(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.sweeps and next(self.sweeps[0], NOWHERE) == NOWHERE:
+                self.sweeps.pop(0)
+
+    def keep_what_is_named(self, key: RankKey) -> None:
+        names = self.ranks[key].names
+        self.held[key] = {
+            path: name for path, name in self.held[key].items() if names.find(name) != NOWHERE
+        }
+
+    def release_if_empty(self, key: RankKey) -> None:
+        if not self.held[key]:
+            self.tier.ranks.release(self.ranks.pop(key))
+
+    @invariant()
+    def a_prompt_matches_what_is_held_of_its_start(self) -> None:
+        for prompt in PROMPTS:
+            expected = {}
+            for key, held in self.held.items():
+                ends = (at for at in range(DEPTH) if prompt[: at + 1] not in held)
+                if leading := next(ends, DEPTH):
+                    expected[key] = Matched(leading)
+            sets, path = self.tier.match_sets(pack(prompt))
+            keys_of = self.tier.ranks.keys_of
+            found = {key: Matched(blocks) for blocks, mask in sets for key in keys_of(mask)}
+            assert found == expected
+            masks = [mask for _, mask in sets]
+            assert sum(masks) == sum(1 << self.ranks[key].bit for key in expected)
+            for blocks, ranks in sets:
+                alike: dict[bytes, int] = {}
+                for key in expected:
+                    if mine := ranks & 1 << self.ranks[key].bit:
+                        name = pack([self.held[key][prompt[:blocks]]])
+                        alike[name] = alike.get(name, 0) | mine
+                assert dict(self.tier.last_names(ranks, path, blocks)) == alike
+
+    @invariant()
+    def each_block_is_in_its_place(self) -> None:
+        for key, rank in self.ranks.items():
+            assert rank.blocks == len(self.held[key])
+            rows = sum(self.tier.held_in(rank, strand).bit_count() for strand in rank.names.rows)
+            assert rows == rank.blocks
+            for path, name in self.held[key].items():
+                place = rank.names.find(name)
+                assert rank.names.name_at(place) == pack([name])
+                run, at = self.tier.trie.resolve(place)
+                assert run.held_by(rank.bit) >> at & 1
+                assert run.label[at << 3 : (at + 1) << 3] == pack(path[-1:])
+
+    def teardown(self) -> None:
+        for sweep in self.sweeps:
+            list(sweep)
+        for key, rank in self.ranks.items():
+            rank_blocks = len(self.held[key])
+            self.tier.drop_oldest(rank, rank_blocks)
+            self.tier.ranks.release(rank)
+        assert not self.tier.trie.strands
+        assert not self.tier.trie.root.children
+        assert not self.bits.keys
+        assert not len(self.tier._odd)
+
+
+@pytest.mark.parametrize("strand_blocks", [2, 1024])
+def test_the_tier_does_what_the_model_does(
+    strand_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_tier, "STRAND_BLOCKS", strand_blocks)
+    monkeypatch.setattr(device_tier, "_TRIM_BLOCKS", 1)
+    monkeypatch.setattr(device_tier, "_MAX_OTHERS_TO_GROW", 1)
+    run_state_machine_as_test(
+        DeviceTierMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+    )
+
+
+# What ranks call their blocks
 
 SIX = (1, 2, 3, 4, 5, 6)
 
