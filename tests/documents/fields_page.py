@@ -37,7 +37,8 @@ requests that are shed [OverloadBody](#overloadbody), and those of `POST /route/
 [OpenAiErrorBody](#openaierrorbody). The role is that of the token, [where tokens are
 required](../guide/access.md).
 
-Several bodies and answers have these fields; below they are listed there by name alone:
+A route that is as an earlier service has it stands there alone. Several bodies and answers have
+these fields; below they are listed there by name, with their type where it is another:
 """
 _ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")
 _TABLE: Final = ["| field | type, default | meaning |", "|---|---|---|"]
@@ -85,16 +86,16 @@ def page() -> str:
     }
     schemas = {
         name: (" ".join(schema["description"].split()), _rows(schema))
-        for document in documents.values()
-        for name, schema in reversed(document["components"]["schemas"].items())
+        for document in reversed(documents.values())  # of two the first counts
+        for name, schema in document["components"]["schemas"].items()
     }
     shared = _shared(rows for _, rows in schemas.values())
     parts, written = [_INTRO, *_TABLE, *lines_of(shared), ""], dict[str, list[Row]]()
     for service, document in documents.items():
         title, api = _SECTIONS[service]
         parts += [f"## {title}\n", f"What its routes take and give; more in {api}.\n"]
-        parts += [*_ROUTES_HEAD, *_routes(document), ""]
-        if parameters := list(_parameters(document)):
+        parts += [*_ROUTES_HEAD, *(each for each in _routes(document) if each not in parts), ""]
+        if parameters := [each for each in _parameters(document) if each not in parts]:
             parts += ["| in the query | of | |", "|---|---|---|", *parameters, ""]
         parts += _TABLE
         for name in document["components"]["schemas"]:
@@ -105,11 +106,13 @@ def page() -> str:
 
 
 def _shared(schemas: Iterable[list[Row]]) -> list[Row]:
-    """The fields that several have, each with the meaning that most have, as if not required."""
-    counts = Counter(row._replace(required="") for rows in schemas for row in rows)
+    """The fields that several have, each with the meaning and then the type that most have, as if
+    not required."""
+    rows = [row._replace(required="") for rows in schemas for row in rows]
+    meanings, kinds = Counter((row.name, row.meaning) for row in rows), Counter(rows)
     found = dict[str, Row]()
-    for row, count in counts.most_common():
-        if count > 1:
+    for row in sorted(kinds, key=lambda row: (-meanings[row.name, row.meaning], -kinds[row])):
+        if meanings[row.name, row.meaning] > 1:
             found.setdefault(row.name, row)
     return [found[name] for name in sorted(found)]
 
@@ -164,9 +167,16 @@ def _schema(
             own = [row for row in rows if row not in written[like]]
             words.append(f"The fields of {_link(like)}{f', without {lacking}' if lacking else ''}.")
     written[name] = rows
-    common = [row for row in own if row._replace(required="") in shared]
+    told_before = {(row.name, row.meaning): row.told for row in shared}
+    common = [row for row in own if (row.name, row.meaning) in told_before]
     if common:
-        words.append(f"Has {', '.join(row.shown for row in common)}.")
+        names = [
+            row.shown
+            if row.told == told_before[row.name, row.meaning]
+            else f"{row.shown} ({row.told[0]})"
+            for row in common
+        ]
+        words.append(f"Has {'; '.join(names)}.")
     head = f'| <a id="{name.lower()}"></a>**{name}** | | {" ".join(words)} |'
     return [head, *lines_of([row for row in own if row not in common])]
 
