@@ -6,9 +6,11 @@ the background.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -102,6 +104,9 @@ MOST_AT_ONCE: Final = 32
 _MAKE_FRESH_S: Final = 60.0
 _ASKED_FOR_MAKE: Final = 3  # of a model's workers; one that answers is enough
 _FROM: Final = 4096  # workers whose answers are kept
+# From this vLLM on, a request may ask for events of the blocks that it reuses.
+_REPORTS_IN_FULL: Final = (0, 32)
+_VERSION: Final = re.compile(rb'"version"\s*:\s*"v?(\d{1,4})\.(\d{1,4})')
 
 
 class _Told(NamedTuple):
@@ -122,6 +127,7 @@ class EngineAnswers:
         self._client = client
         self._clock = clock
         self._told: dict[str, _Told] = {}  # by base URL
+        self._versions: dict[str, tuple[float, tuple[int, int]]] = {}  # of vLLM, and when it said
         self._under_way: dict[object, asyncio.Task[None]] = {}
 
     async def make(self, served: Served) -> str | None:
@@ -134,6 +140,14 @@ class EngineAnswers:
         elif self._clock() - told.at > (FRESH_S if told.make is None else _MAKE_FRESH_S):
             self._beside(key, partial(self._ask_some, served))
         return None if told is None else told.make
+
+    def reports_in_full(self, base: str) -> bool:
+        """Whether this worker is a vLLM that takes `kv_cache_report_mode`. One that was not asked
+        lately is asked now, and is not known to until it has answered."""
+        at, version = self._versions.get(base, (-inf, (0, 0)))
+        if self._clock() - at > _MAKE_FRESH_S:
+            self._beside(("version", base), partial(self._ask_version, base))
+        return version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
         """The model that an adapter of this name adapts, and the workers that have it."""
@@ -219,6 +233,20 @@ class EngineAnswers:
         self._told[base] = _Told(self._clock(), make, adapters)
         if len(self._told) > _FROM:
             del self._told[next(iter(self._told))]
+
+    async def _ask_version(self, base: str) -> None:
+        version = (0, 0)
+        try:
+            said = _VERSION.search(await self._client.text(base + "/version", timeout_s=TIMEOUT_S))
+            cards = await self._client.text(base + "/v1/models", timeout_s=TIMEOUT_S)
+            owners = {card.owned_by for card in msgspec.json.decode(cards, type=ModelCards).data}
+            if said is not None and "vllm" in owners:
+                version = (int(said[1]), int(said[2]))
+        except (OutboundFailed, msgspec.DecodeError, ValueError):
+            pass
+        if len(self._versions) >= _FROM:
+            self._versions.clear()
+        self._versions[base] = (self._clock(), version)
 
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]

@@ -32,6 +32,7 @@ class Counts:
         self.troubles: Counter[tuple[str, str]] = Counter()
         self.stale = 0  # kept connections that ended under a request, which was asked anew
         self.unrouted: Counter[str] = Counter()  # sent on in turn, by why no worker was chosen
+        self.full_reports = 0  # requests that asked their engine to announce blocks again
         self.connections_made = 0
         self.pieces = 0  # of answers' bodies
         self.passed_on_bytes = 0
@@ -65,6 +66,9 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
             "Requests sent again to the same worker, which had just closed a kept connection."),
         "gateway_unrouted_total": (lambda: by("reason", dict(sorted(counts.unrouted.items()))),
             "Requests given to workers in turn because nobody chose one, by reason."),
+        "gateway_full_reports_total": (lambda: counts.full_reports,
+            "Requests with which an engine was asked to announce blocks that it reuses, since the "
+            "index missed some."),
         "gateway_pieces_total": (lambda: counts.pieces, "Pieces of answers that were passed on."),
         "gateway_passed_on_bytes_total": (lambda: counts.passed_on_bytes,
             "Bytes of answers' bodies that workers sent."),

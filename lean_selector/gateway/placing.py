@@ -41,6 +41,8 @@ log = logging.getLogger("lean_selector.gateway")
 
 CONNECT_S: Final = 5.0
 MOST_ATTEMPTS: Final = 5
+# Of the tokens that a worker had cached lately; with more it is asked to announce blocks again.
+MOST_MISSED: Final = 0.01
 
 _decode = msgspec.json.Decoder(NamesModel).decode
 
@@ -119,9 +121,10 @@ class Chooser:
             selector.free(reservation_id, monotonic())
             raise NotChosen("no_url") from None
         selector.expect_output(reservation_id, routed.output_tokens, monotonic())
+        rank = partition.slots.ranks.get((placement.worker_id, placement.dp_rank))
         worker = partition.workers.get(placement.worker_id)
         has_ranks = worker is not None and len(worker.loads) > 1
-        return Reservation(
+        lease = Reservation(
             selector,
             reservation_id,
             endpoint,
@@ -130,6 +133,10 @@ class Chooser:
             routed.prompt.isl_tokens - placement.effective_prefill_tokens,
             routed.known_tokens,
         )
+        if rank is not None:
+            counts = rank.counts
+            lease.misses_blocks = counts.recent_missed > MOST_MISSED * counts.recent_tokens
+        return lease
 
     async def _parked(self, partition: Partition, request: SelectionRequest) -> Placement:
         """Waits for room, if need be."""
@@ -294,6 +301,10 @@ class Placing:
                 else:
                     proxied.fail(503, "no worker is available", "no_worker", RETRY_AFTER)
                 return
+            routed = proxied.routed
+            if lease.misses_blocks and routed is not None:
+                lease.body = self._prompts.with_report(routed.body, lease.endpoint.text)
+                self._counts.full_reports += lease.body is not None
             proxied.takes(lease)
             connection = lease.endpoint.kept()
         else:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from lean_selector.core.errors import BadRequest, UnknownModel
 from lean_selector.core.hashing import any_local_hashes, hash_seed, sequence_hashes_bytes
 from lean_selector.core.numbers import MAX_ISL_TOKENS
@@ -54,6 +56,7 @@ UNMARKED: Final = Unknown(
 )
 NEW: Final = Unknown(Why.NEW, "it was not seen before")
 BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
+_REPORT_MODE: Final = "kv_cache_report_mode"
 _MOST_GUESSED_TOKENS: Final = 1 << 21  # longer prompts than any engine takes
 # Engines that take `stream_options`, and say so in no other way.
 _KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
@@ -122,6 +125,22 @@ class Prompts:
             on_lengths=lambda prompt, output: averages.had(text_bytes, prompt, output),
             known_tokens=None if why_not is None else len(known) // 8 * served.block_size,
         )
+
+    def with_report(self, body: bytes, base: str) -> bytes | None:
+        """The body of a request with the wish that its engine, at `base`, announces the blocks
+        again that it reuses. None where that is no engine that does, or the client says how."""
+        if not self._engines.reports_in_full(base):
+            return None
+        try:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            given = fields.get("vllm_xargs", msgspec.Raw(b"null"))
+            arguments = msgspec.json.decode(given, type=dict[str, msgspec.Raw] | None) or {}
+        except msgspec.DecodeError:
+            return None
+        if _REPORT_MODE in arguments:
+            return None
+        arguments[_REPORT_MODE] = msgspec.Raw(b'"full"')
+        return msgspec.json.encode({**fields, "vllm_xargs": arguments})
 
     async def close(self) -> None:
         self._tokenizer.close()

@@ -105,7 +105,7 @@ class ProxiedRequest:
         self.attempts += 1
         self._sent_at = monotonic()
         self._connection = connection
-        body = self.request.body if self.routed is None else self.routed.body
+        body = self.request.body if self.routed is None else lease.body or self.routed.body
         head = self._request_head(lease, len(body))
         connection.send(head, body, self, self.request.method == b"HEAD")
         if self.reply.is_paused:

@@ -35,6 +35,8 @@ class WorkerLease:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.overlap_tokens = overlap_tokens
+        self.misses_blocks = False  # the index lacks blocks that the worker has
+        self.body: bytes | None = None  # for this worker alone, in place of the request's
         self.is_over = False
 
     def prefill_complete(self, ttft_s: float | None = None) -> None:

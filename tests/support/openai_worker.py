@@ -11,6 +11,7 @@ In a request, the field `fake` asks for odd manners:
     status         answer with this status and OpenAI's error
     break_after    cut the connection after so many tokens; 0: before the head
     stall_after    say nothing more after so many tokens
+    loses_events   publish nothing of this request
     close          no length and no chunks: the end of the connection is the end of the answer
 """
 
@@ -28,6 +29,7 @@ from typing import Any, Self
 
 from lean_selector.tools.simulated_engines import (
     EngineSpeed,
+    HeldChain,
     RunningRequest,
     SimulatedEngine,
     make_request,
@@ -81,6 +83,8 @@ class OpenAiWorker:
         certificate: str | None = None,
         tokens_per_s: float = 2_000.0,
         prefill_tokens_per_s: float = 200_000.0,
+        version: str | None = None,
+        replays: bool = True,
     ) -> None:
         """`fails`: the status of all answers but ASKED_FIRST. `certificate`: PEM of a chain and its
         key, for HTTPS."""
@@ -93,6 +97,8 @@ class OpenAiWorker:
             "tells_events": tells_events,
             "fails": fails,
             "certificate": certificate,
+            "version": version,
+            "replays": replays,
             "tokens_per_s": tokens_per_s,
             "prefill_tokens_per_s": prefill_tokens_per_s,
             "port": self.port,
@@ -272,12 +278,15 @@ class _Worker:
                 f'num_gpu_blocks="{options.blocks}"}} 1.0\n'
             )
             return 200, "text/plain", text.encode()
+        if path == "/version" and options.version is not None:
+            return 200, "application/json", _json({"version": options.version})
         if path == "/kv_event_sources" and options.tells_events:
             source = {
                 "data_parallel_rank": 0,
                 "endpoint": f"tcp://*:{options.events_port}",
-                "replay_endpoint": f"tcp://*:{options.replay_port}",
             }
+            if options.replays:
+                source["replay_endpoint"] = f"tcp://*:{options.replay_port}"
             return 200, "application/json", _json([source])
         if path == "/tokenize" and method == "POST":
             body = self._body(raw)
@@ -348,7 +357,7 @@ class _Completion:
         engine, now = self.worker.engine, asyncio.get_running_loop().time()
         running, placed = engine.admit(request, now)
         try:
-            engine._publish(request, 0, placed)
+            self._publish(running, placed)
             await asyncio.sleep(running.prefill_done_at - now)
             self.cached = running.hit_blocks * size
             if self.cached == len(self.prompt):
@@ -360,6 +369,16 @@ class _Completion:
             return await self._whole()
         finally:
             engine.finish(running)
+
+    def _publish(self, running: RunningRequest, placed: HeldChain) -> None:
+        """As vLLM: of what is reused nothing, or events like those of new blocks."""
+        mode = (self.body.get("vllm_xargs") or {}).get("kv_cache_report_mode")
+        if self.fake.get("loses_events"):
+            return
+        if mode == "full":
+            reused = HeldChain(0, placed.hit, [])
+            self.worker.engine._publish(running.request, 0, reused)
+        self.worker.engine._publish(running.request, 0, placed)
 
     async def _tokens(self, running: RunningRequest) -> AsyncIterator[int]:
         engine, size = self.worker.engine, self.worker.options.block_size
@@ -375,7 +394,7 @@ class _Completion:
             if (at + number + 1) % size == 0:
                 index = (at + number + 1) // size - 1 - running.request.prompt_blocks
                 placed = engine.decode_block(running, index)
-                if placed is not None:
+                if placed is not None and not self.fake.get("loses_events"):
                     block = running.request.prompt_blocks + index
                     engine._publish(running.request, block, placed)
 
