@@ -164,9 +164,9 @@ def u64s(values: list[Hash]) -> list[int]:
     try:
         if (min(numbers) if len(numbers) > 1 else numbers[0] if numbers else 0) >= 0:
             return numbers
-    except TypeError:
-        pass  # bytes among them
-    return [_u64(value) for value in values]
+        return [value & U64_MAX for value in numbers]
+    except TypeError:  # bytes among them
+        return [_u64(value) for value in values]
 
 
 def _flattened(pairs: list[Token]) -> list[int]:
