@@ -42,6 +42,8 @@ def condition(
         return UNREACHABLE, f"{been}: {live.error}"
     if ingest.is_mismatched:
         stored, other = ingest.stored, ingest.stored_of_other_size
+        if not other:
+            return MISMATCH, _unlike_prompts(ingest)
         return MISMATCH, (
             f"the engine's blocks are of {ingest.other_size} tokens, the worker's block_size is "
             f"{ingest.block_size}: {other} of {stored + other} stored events were skipped"
@@ -58,6 +60,17 @@ def condition(
     if state is SourceState.CONNECTING and replay_endpoint is None:
         return NO_REPLAY, "connected, nothing heard, and no replay endpoint to ask"
     return state.value, ""
+
+
+def _unlike_prompts(ingest: KvIngest) -> str:
+    """Why no prompt matches blocks of the worker's size."""
+    if not ingest.stored:
+        return f"all {ingest.stored_partial} stored events are of less than a block"
+    told = str(ingest.is_eagle).lower()
+    return (
+        f"{ingest.stored_unlike_prompts} of {ingest.stored} stored events cover the token after a "
+        f"block where prompts do not, or the other way round: the worker's is_eagle is {told}"
+    )
 
 
 class SourceWatch:

@@ -61,7 +61,7 @@ class KvSubscriptions:
         """
         listener = KvListener(
             self._links,
-            KvIngest(partition.index, worker_id, dp_rank, partition.emptied),
+            KvIngest(partition.index, worker_id, dp_rank, partition.emptied, partition.is_eagle),
             source.endpoint,
             source.replay_endpoint,
             self._turns,

@@ -27,7 +27,6 @@ from lean_selector.wire.kv_event_shapes import (
     ArrayEvent,
     ArrayRemoved,
     ArrayStored,
-    ExtraKeys,
     Hash,
     MapCleared,
     MapEvent,
@@ -48,9 +47,13 @@ _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
 # Extra keys of an unknown kind, and what they are called where they are counted.
 _KINDS = {type(None): "nil", float: "float", dict: "map", list: "list"}
 _UNKNOWN_KEY_SEED = 26  # any but that of tokens
+_ANYWHERE = 2**63
 
 # Names and texts that may come as bin.
-TEXT_FIELDS = ("type", "medium", "lora_name", "kv_cache_spec_kind", "locality", "cache_salt")
+TEXT_FIELDS = (
+    *("type", "medium", "lora_name", "kv_cache_spec_kind", "locality"),
+    *("ownership", "cache_salt"),
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -107,7 +110,8 @@ def record_of(event: ArrayEvent | MapEvent) -> Event | None:
         return AllBlocksCleared() if isinstance(event, MapCleared | ArrayCleared) else None
     hashes = u64s(event.block_hashes)
     tier = tier_of(event.medium)
-    return BlockRemoved(hashes, tier, event.group_idx, spec_kind, _is_remote(locality))
+    is_remote = _is_remote(locality, event.ownership)
+    return BlockRemoved(hashes, tier, event.group_idx, spec_kind, is_remote)
 
 
 def stored_record(
@@ -119,12 +123,14 @@ def stored_record(
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
-    mm_hashes, unknown_keys = None, None
+    mm_hashes, unknown_keys, next_token = None, None, None
     if salt is not None:  # its engine keeps it apart, but was given it marked all the same
         salt = salt.removeprefix(ENGINE_SALT_PREFIX)
     if event.extra_keys:
         salt = salt or _salt_of(event.extra_keys[0])
-        mm_hashes, unknown_keys = _mm_hashes_of_keys(event.extra_keys[: _blocks(event)])
+        mm_hashes, unknown_keys = _mm_hashes_of_keys(event)
+    if event.lookahead_token_ids is not None:
+        next_token = _token_behind(event.lookahead_token_ids, _blocks(event))
     if infos is not None:
         mm_hashes = _mm_hashes_of_infos(infos)
     if parent is not None and (isinstance(parent, bytes) or parent < 0):
@@ -142,10 +148,20 @@ def stored_record(
         is_eagle,
         event.group_idx,
         event.kv_cache_spec_kind,
-        event.locality is not None and _is_remote(event.locality),
+        (event.locality is not None or event.ownership is not None)
+        and _is_remote(event.locality, event.ownership),
         EventPart.WHOLE,
         unknown_keys,
+        next_token,
     )
+
+
+def _token_behind(lookahead: object, blocks: int) -> int | None:
+    """The token after the last of so many blocks, if it is told."""
+    following = lookahead[:blocks] if isinstance(lookahead, list) else []
+    behind = following[-1] if len(following) == blocks > 0 else None
+    token = behind[0] if isinstance(behind, list) and behind else None
+    return token if type(token) is int else None
 
 
 def _u64(value: Hash) -> int:
@@ -188,9 +204,12 @@ def tier_of(medium: str | None) -> Tier | None:
     return _TIERS.get(medium.upper()) if tier is None and medium is not None else tier
 
 
-def _is_remote(locality: object) -> bool:
-    """Text other than LOCAL names blocks elsewhere; a value of another type says nothing."""
-    return isinstance(locality, str) and locality.upper() not in ("", "LOCAL")
+def _is_remote(locality: object, ownership: object) -> bool:
+    """Text other than LOCAL names blocks elsewhere; a value of another type says nothing. What a
+    secondary tier owns is the worker's where it is LOCAL (D26)."""
+    if isinstance(locality, str) and locality:
+        return locality.upper() != "LOCAL"
+    return isinstance(ownership, str) and ownership != ""
 
 
 def _salt_of(keys: list[object] | None) -> str | None:
@@ -201,22 +220,31 @@ def _salt_of(keys: list[object] | None) -> str | None:
 
 
 def _mm_hashes_of_keys(
-    extra_keys: ExtraKeys,
+    event: ArrayStored | MapStored,
 ) -> tuple[list[list[int] | None] | None, dict[str, int] | None]:
     """The hashes of each block, and how many keys of an unknown kind there were, by kind.
 
     Those of a block go into its hash as a number made of them, so that it is held under a hash that
     no prompt has, and what hangs below it is out of reach (D26).
     """
+    extra_keys = event.extra_keys[: _blocks(event)] if event.extra_keys else []
     if not any(extra_keys):
         return None, None
     unknown: dict[str, int] = {}
-    mm_hashes = [_mm_hashes_of_block(keys, unknown) if keys else None for keys in extra_keys]
+    # What begins behind the block is in the tokens that its engine's hash looks ahead to.
+    end = event.block_size if event.lookahead_token_ids is not None else _ANYWHERE
+    mm_hashes = [
+        _mm_hashes_of_block(keys, event.lora_name, end, unknown) if keys else None
+        for keys in extra_keys
+    ]
     return mm_hashes, unknown or None
 
 
-def _mm_hashes_of_block(keys: list[object], unknown: dict[str, int]) -> list[int] | None:
-    """Identifiers are 64 hex digits, alone or before an offset; the first 16 are the hash.
+def _mm_hashes_of_block(
+    keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
+) -> list[int] | None:
+    """An identifier is any text before an offset, or 64 hex digits alone, which are no adapter's
+    name. Of 64 hex digits the first 16 are the hash.
 
     Other texts, bytes and integers name what is hashed elsewhere, if anything: an adapter, say.
     """
@@ -227,10 +255,16 @@ def _mm_hashes_of_block(keys: list[object], unknown: dict[str, int]) -> list[int
         if isinstance(key, list):
             if not key:
                 continue
-            name = key[0] if len(key) > 1 and type(key[1]) is int else None
+            offset = key[1] if len(key) > 1 else None
+            name = key[0] if type(offset) is int else None
+            if type(offset) is int and offset >= end:
+                continue
         if isinstance(name, str):
             if _MM_IDENTIFIER.match(name):
-                hashes.append(int(name[:16], 16))
+                if name is not key or name != lora_name:
+                    hashes.append(int(name[:16], 16))
+            elif name is not key and name:
+                hashes.append(xxh3_64_intdigest(name.encode()))
         elif not isinstance(name, int | bytes):
             kind = _KINDS.get(type(key), "other")
             unknown[kind] = unknown.get(kind, 0) + 1
@@ -279,6 +313,7 @@ def _by_position(event: list[object]) -> dict[str, object]:
         word = _word(tail, 1)
         is_locality = word is not None and word.upper() in ("LOCAL", "REMOTE")
         fields["locality" if is_locality else "kv_cache_spec_kind"] = word
+        fields["ownership"] = _word(tail, 2)
     return fields
 
 
@@ -295,7 +330,9 @@ def _stored_by_position(event: list[object]) -> dict[str, object]:
         fields["block_mm_infos"] = tail.pop(0)
     fields["group_idx"] = _group_idx(tail, 0)
     fields["kv_cache_spec_kind"] = _word(tail, 1)
-    fields["locality"] = _word(tail, 3)
+    fields["locality"], fields["ownership"] = _word(tail, 3), _word(tail, 4)
+    if len(tail) > 6 and isinstance(tail[6], list | msgspec.Raw):
+        fields["lookahead_token_ids"] = tail[6]
     return fields
 
 

@@ -7,7 +7,8 @@ Positions of the array form, from vLLM's and SGLang's history (spec: indexer.md 
                   6 medium  7 lora_name, or a map with cache_salt (SGLang)  8 extra_keys
                   9 group_idx, or block_mm_infos and the rest one further  10 kind
                   11 sliding window  12 locality  13 ownership  14 session id
-    BlockRemoved  0 tag  1 block_hashes  2 medium  3 group_idx  4 kind or locality
+                  15 lookahead_token_ids
+    BlockRemoved  0 tag  1 block_hashes  2 medium  3 group_idx  4 kind or locality  5 ownership
 """
 
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ class MultimodalInfo(Struct, gc=False):
 
 
 ExtraKeys = list[list[object] | None]
+Lookahead = list[list[int]]  # per block: the tokens after it that its engine's hash covers
 MultimodalInfos = list[MultimodalInfo | None]
 
 
@@ -48,6 +50,8 @@ class MapStored(Struct, tag_field="type", tag="BlockStored", gc=False):
     group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
     locality: object = None
+    ownership: object = None
+    lookahead_token_ids: object = None
     cache_salt: str | None = None
     block_mm_infos: MultimodalInfos | None = None
 
@@ -58,6 +62,7 @@ class MapRemoved(Struct, tag_field="type", tag="BlockRemoved", gc=False):
     group_idx: GroupIdx | None = None
     kv_cache_spec_kind: str | None = None
     locality: object = None
+    ownership: object = None
 
 
 class MapCleared(Struct, tag_field="type", tag="AllBlocksCleared", gc=False):
@@ -81,6 +86,9 @@ class ArrayStored(Struct, array_like=True, tag="BlockStored", gc=False):
     kv_cache_spec_kind: str | None = None
     sliding_window: object = None
     locality: object = None
+    ownership: object = None
+    session_id: object = None
+    lookahead_token_ids: object = None
 
 
 class ArrayRemoved(Struct, array_like=True, tag="BlockRemoved", gc=False):
@@ -88,6 +96,7 @@ class ArrayRemoved(Struct, array_like=True, tag="BlockRemoved", gc=False):
     medium: str | None = None
     group_idx: GroupIdx | None = None
     kind_or_locality: str | None = None
+    ownership: object = None
 
 
 class ArrayCleared(Struct, array_like=True, tag="AllBlocksCleared", gc=False):

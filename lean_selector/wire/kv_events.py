@@ -38,6 +38,7 @@ from lean_selector.wire.kv_event_shapes import (
     ArrayRemoved,
     ArrayStored,
     Hash,
+    Lookahead,
     MapEvent,
     MapEvents,
     MapRemoved,
@@ -73,8 +74,8 @@ _MAX_FIELD_BYTES = 4096  # of a field of a large event that is no list
 # The names that the rank of a batch has had, as a map.
 _RANK_NAMES = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 _I32 = range(-(2**31), 2**31)
-_POSITIONS = 14  # of an event's array, with the last that is read
-_LISTS = ("block_hashes", "token_ids", "extra_keys", "block_mm_infos")
+_POSITIONS = 17  # of an event's array, with the last that is read
+_LISTS = ("block_hashes", "token_ids", "extra_keys", "block_mm_infos", "lookahead_token_ids")
 _NAMES: set[object] = {*_LISTS, *TEXT_FIELDS, "parent_block_hash", "block_size", "group_idx"}
 _NAMES |= {str(name).encode() for name in _NAMES}
 
@@ -92,6 +93,7 @@ _hashes = Decoder(list[Hash]).decode
 _tokens = Decoder(list[Token]).decode
 _keys = Decoder(list[list[object] | None]).decode
 _infos = Decoder(list[MultimodalInfo | None]).decode
+_lookahead = Decoder(Lookahead).decode
 
 Slices = Iterator[EventBatch | None]  # in order; None: nothing to apply so far
 
@@ -251,10 +253,11 @@ def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | 
     """The event, if it is a removal that says nothing but which blocks, and where they were."""
     if isinstance(event, ArrayRemoved):
         is_plain = event.group_idx is None and event.kind_or_locality is None
-        return event if is_plain else None
+        return event if is_plain and event.ownership is None else None
     if isinstance(event, MapRemoved):
         says_more = event.group_idx is not None or event.kv_cache_spec_kind is not None
-        return None if says_more or event.locality is not None else event
+        says_more |= event.locality is not None or event.ownership is not None
+        return None if says_more else event
     return None
 
 
@@ -374,6 +377,8 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
     tokens = ListReader(lists["token_ids"], _tokens)
     keys = ListReader(lists["extra_keys"], _keys) if "extra_keys" in lists else None
     infos = ListReader(lists["block_mm_infos"], _infos) if "block_mm_infos" in lists else None
+    following = lists.get("lookahead_token_ids")
+    lookahead = ListReader(following, _lookahead) if following is not None else None
     blocks = min(len(hashes), tokens.left // size) if size else 0
     most = PART_BLOCKS_WITH_KEYS if keys or infos else PART_BLOCKS
     step = 2 if is_twice else max(1, min(most, PART_TOKENS // max(1, size)))
@@ -385,6 +390,7 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
         event.parent_block_hash = parent
         event.extra_keys = keys.take(end - at) if keys else None
         event.block_mm_infos = infos.take(end - at) if infos else None
+        event.lookahead_token_ids = lookahead.take(end - at) if lookahead else None
         record = record_of(event)
         assert isinstance(record, BlockStored)
         if at == 0:

@@ -74,6 +74,8 @@ _FIELDS: Final = {
     b"locality": 512,
     b"cache_salt": 1024,
     b"block_mm_infos": 2048,
+    b"ownership": 2048,
+    b"lookahead_token_ids": 2048,
     b"type": 2048,  # a second one
 }
 
@@ -251,7 +253,13 @@ class _Reader:
             self._below(1 << 31)  # a sliding window: unused
         if fields > 12:
             self._here()
-        self._step_over(fields - 13)
+        if fields > 13:
+            self._unused()  # ownership
+        if fields > 14:
+            self._step_over()  # session_id: unused
+        if fields > 15:
+            self._unused()  # lookahead_token_ids
+        self._step_over(fields - 16)
         self._add_stored()
 
     def _add_stored(self) -> None:
@@ -295,7 +303,9 @@ class _Reader:
             self._group = self._below(1 << 31)
         if fields > 4:
             self._here()  # which also stands for a kind
-        self._step_over(fields - 5)
+        if fields > 5:
+            self._unused()  # ownership
+        self._step_over(fields - 6)
         self._add_removed()
 
     def _add_removed(self) -> None:
@@ -507,6 +517,14 @@ class _Reader:
                 raise _Unusual
             if self._at > size:
                 raise _Unusual
+
+    def _unused(self) -> None:
+        """A value that says nothing, which no text and no list does."""
+        tag: i64 = self._data[self._at]
+        is_fixed: bool = tag >= 0x90 and tag < 0xC0
+        if is_fixed or (tag >= 0xC4 and tag <= 0xC6) or (tag >= 0xD9 and tag <= 0xDD):
+            raise _Unusual
+        self._step_over()
 
     def _passes_nil(self) -> bool:
         tag: i64 = self._data[self._at]

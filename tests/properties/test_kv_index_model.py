@@ -31,8 +31,7 @@ class RankModel:
     def __init__(self) -> None:
         self.name_of: dict[Path, int] = {}  # held path -> first name
         self.paths: dict[int, list[Path]] = {}  # name -> held paths, newest last
-        self.alias_of: dict[Path, int] = {}
-        self.alias: dict[int, Path] = {}
+        self.alias: dict[int, Path] = {}  # further names, oldest first
         self.lower: list[dict[tuple[int | None, int], int]] = [{}, {}, {}]
 
     def find(self, name: int) -> Path | None:
@@ -54,25 +53,30 @@ class RankModel:
                 self.drop_alias(name)
                 self.name_of[path] = name
                 self.paths.setdefault(name, []).append(path)
-            elif self.name_of[path] != name:
+            elif self.name_of[path] != name and self.alias.get(name) != path:
                 self.drop_alias(name)
-                if path in self.alias_of:
-                    self.drop_alias(self.alias_of[path])
                 self.alias[name] = path
-                self.alias_of[path] = name
         return StoreResult.STORED
 
     def drop_alias(self, name: int) -> None:
-        if name in self.alias:
-            del self.alias_of[self.alias.pop(name)]
+        self.alias.pop(name, None)
+
+    def others(self, path: Path) -> list[int]:
+        return [name for name, at in self.alias.items() if at == path]
 
     def remove(self, name: int) -> int:
         path = self.find(name)
         if path is None:
             return 0
-        if path in self.alias_of:
-            self.drop_alias(self.alias_of[path])
+        if name in self.alias:
+            del self.alias[name]
+            return 0
         self.paths[self.name_of.pop(path)].remove(path)
+        if others := self.others(path):
+            del self.alias[others[0]]
+            self.name_of[path] = others[0]
+            self.paths.setdefault(others[0], []).append(path)
+            return 0
         return 1
 
     def store_lower(self, tier: int, parent: int | None, names: list[int], local: Path) -> None:
@@ -112,9 +116,15 @@ class RankModel:
     def forget_all_but(self, held: set[Path]) -> None:
         """A bound took the others; which ones it takes first is not the model's concern."""
         for path in [path for path in self.name_of if path not in held]:
-            if path in self.alias_of:
-                self.drop_alias(self.alias_of[path])
+            for name in self.others(path):
+                del self.alias[name]
             self.paths[self.name_of.pop(path)].remove(path)
+
+    def bound_names(self, bound: int) -> None:
+        """An engine has no room for more blocks, whatever they are called."""
+        surplus = max(0, len(self.name_of) + len(self.alias) - bound)
+        for name in list(self.alias)[:surplus]:
+            del self.alias[name]
 
     def bound_lower(self, tier: int, bound: int) -> None:
         edges = self.lower[tier]
@@ -356,6 +366,9 @@ def run_against_model(
                 if before is not None:
                     prompts.add((*before, *local))
                 assert got is models[key].store(parent, names, local)
+                bound = bounds.get(key[0])
+                if got is StoreResult.STORED and bound is not None:
+                    models[key].bound_names(bound)
             else:
                 assert got is StoreResult.STORED
                 models[key].store_lower(tier - 1, parent, names, local)

@@ -210,7 +210,7 @@ def test_the_problem_of_a_source_is_told_in_the_selectors_own_words(
         register(selector, mismatched, block_size=32, endpoint=away, model_name="other")
 
         def is_heard() -> bool:
-            mismatched.cache(list(range(16)))
+            mismatched.cache(list(range(32)))
             return is_in(selector, 1, "mismatch")
 
         wait_until(is_heard, "its blocks are seen")

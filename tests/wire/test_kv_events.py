@@ -208,7 +208,14 @@ def test_ignored_is_neither_read_nor_skipped(event: object) -> None:
     [
         STORED,
         dict(reversed(STORED.items())),
-        {**STORED, "bar": "s", "lora_id": "7", "num_block_tokens": [2, 2], "ownership": "fs"},
+        {
+            **STORED,
+            "bar": "s",
+            "lora_id": "7",
+            "num_block_tokens": [2, 2],
+            "ownership": "fs",
+            "locality": "LOCAL",
+        },
         {**STORED, "kv_cache_spec_sliding_window": None, "lora_name": "", "cache_salt": ""},
         {name.encode(): value for name, value in STORED.items()},
         {**STORED, "type": b"BlockStored"},

@@ -171,6 +171,10 @@ class OddNames:
             found[name] = found.get(name, 0) | 1 << bit
         return list(found.items())
 
+    def add(self, strand: int, bit: int) -> None:
+        """The rank calls a block of the strand otherwise than it did."""
+        self._odd[strand] = self.of(strand) | 1 << bit
+
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
         """Note whether the rank calls the blocks of this span of a run, which it had not all, as
         others do. One that holds all of them speaks for all that are not odd. Where that is not
@@ -313,10 +317,13 @@ class DeviceTier:
             last -= length
         return self._odd.names_at(ranks, run.strand << POSITION_BITS | run.start + last)
 
-    def store(self, rank: DeviceRank, parent: int, names: bytes, local: bytes) -> None:
+    def store(
+        self, rank: DeviceRank, parent: int, names: bytes, local: bytes, counted: bool = False
+    ) -> None:
         """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start).
 
-        Its own names and the local hashes are as many, 8 bytes each.
+        Its own names and the local hashes are as many, 8 bytes each. `counted`: what it holds
+        already it has once more.
         """
         run, position = self.trie.root, 0
         if parent != NOWHERE:
@@ -342,7 +349,7 @@ class DeviceTier:
                 same = common_prefix(label, position << 3, local, done)
                 if same:
                     end = done + same
-                    self._hold(rank, run, position, names[done:end])
+                    self._hold(rank, run, position, names[done:end], counted)
                     position += same >> 3
                     done = end
                 if done < len(local) and position << 3 < len(label):
@@ -390,7 +397,7 @@ class DeviceTier:
             run.set_held(rank.bit, held | ((1 << (end - done >> 3)) - 1) << length)
         return run, length, end
 
-    def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes) -> None:
+    def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes, counted: bool) -> None:
         """Let the rank hold blocks that exist, from `position` of `run` on."""
         held = run.held_by(rank.bit)
         span = (1 << (len(names) >> 3)) - 1 << position
@@ -405,17 +412,45 @@ class DeviceTier:
                 if not both >> (position + at) & 1:
                     rank.names.add(place + at, name)
                     rank.blocks += 1
-                elif rank.names.name_at(place + at) != name:
-                    rank.names.alias(place + at, int.from_bytes(name, "little"))
+                else:
+                    self.announce(rank, place + at, int.from_bytes(name, "little"), counted)
         if both != span:
             self._odd.compare(rank, run, span, place)
             run.set_held(rank.bit, held | span)
 
+    def announce(self, rank: DeviceRank, place: int, name: int, counted: bool) -> None:
+        """A block that the rank holds was stored again, under the same name or another."""
+        names = rank.names
+        is_first = int.from_bytes(names.name_at(place), "little") == name
+        if not is_first and names.aliases.get(name, NOWHERE) != place:
+            names.alias(place, name)
+        elif counted:
+            names.add_copy(name)
+
+    def edge_to(self, rank: DeviceRank, place: int) -> bytes:
+        """The rank's name of the block before the one at a place, nothing for a prompt's first
+        block; then the local hash."""
+        run, position = self.trie.resolve(place)
+        local = bytes(run.label[position << 3 : (position + 1) << 3])
+        if not position:
+            above = run.parent
+            assert above is not None
+            if above.parent is None:
+                return local
+            run, position = above, len(above.label) >> 3
+        before = run.strand << POSITION_BITS | run.start + position - 1
+        row = rank.names.rows.get(run.strand, b"")
+        start = (before & POSITION_MASK) << 3
+        return bytes(row[start : start + 8]) + local
+
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Drop the blocks with these names, 8 bytes each; returns how many there were."""
+        """Drop the blocks with these names, 8 bytes each, that have no other name or copy; returns
+        how many."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)
+        while rank.names.renamed:
+            self._odd.add(rank.names.renamed.pop(), rank.bit)
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:

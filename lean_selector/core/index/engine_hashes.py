@@ -1,14 +1,15 @@
 """Names that an engine gives to the blocks of one rank: engine hash -> place, and back.
 
 A place is a u32, `strand << 10 | position` (see runs.py). Owns, per rank, the hashes in place
-order (one row of bytes per strand, 0 where nothing is held), and what is rare: second names, and
-names of several blocks. How a name leads to its place is known to the two classes that complete
-this one: `HashesInDicts`, which is quick as plain Python, and `HashesPacked`, which
-takes a fifth of the memory and is quick when compiled. Knows nothing of tokens, tiers or other
-ranks. Spec: indexer.md sections 3.2 and 7.4.
+order (one row of bytes per strand, 0 where nothing is held), and what is rare: further names and
+copies of a block, and names of several blocks. How a name leads
+to its place is known to the two classes that complete this one: `HashesInDicts`, which is quick as
+plain Python, and `HashesPacked`, which takes a fifth of the memory and is quick when compiled.
+Knows nothing of tokens, tiers or other ranks. Spec: indexer.md sections 3.2 and 7.4.
 
 A hash that stands for two blocks names the newer one, and the older one again after that is
-removed; such hashes have lists of places.
+removed; such hashes have lists of places. A block that its engine has under several hashes, or as
+several copies under one, is there until all of them are removed.
 """
 
 from collections import OrderedDict
@@ -28,16 +29,19 @@ class EngineHashes:
     """Names and places of one rank's blocks. A name that is not 0 stands in a row where it is held,
     and nowhere else. Lists of names are bytes, 8 each, little-endian; one name is an int."""
 
-    __slots__ = ("alias_at", "aliases", "listed", "rows")
+    __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "rows")
 
     def __init__(self) -> None:
         # strand -> 8 bytes per position, oldest strand first. A plain dict would step over all that
         # left before it, each time the oldest is asked for.
         self.rows: OrderedDict[int, bytearray] = OrderedDict()
         self.listed: dict[int, list[int]] = {}  # names of several blocks, and 0; newest place last
-        # A second name for a block that has one. At most one per block: the newest.
-        self.aliases: dict[int, int] = {}
-        self.alias_at: dict[int, int] = {}
+        # Further names of blocks that have one, oldest first, and the names by place.
+        self.aliases: OrderedDict[int, int] = OrderedDict()
+        self.alias_at: dict[int, list[int]] = {}
+        self.copies: OrderedDict[int, int] = OrderedDict()  # name -> blocks beyond the first
+        self.extra = 0  # all of these and the further names
+        self.renamed: list[int] = []  # strands with a block that has another first name now
 
     def find(self, name: int) -> int:
         """The place that `name` stands for, or NOWHERE."""
@@ -72,8 +76,12 @@ class EngineHashes:
         name = int.from_bytes(row[start : start + 8], "little")
         row[start : start + 8] = NO_NAME
         self.drop_name(name, place)
-        if self.alias_at and (alias := self.alias_at.pop(place, None)) is not None:
-            del self.aliases[alias]
+        if self.extra:
+            self._forget_copies(name)
+            for alias in self.alias_at.pop(place, ()):
+                del self.aliases[alias]
+                self.extra -= 1
+                self._forget_copies(alias)
 
     def name_at(self, place: int) -> bytes:
         """The first name of the block at `place`, which is held."""
@@ -81,18 +89,49 @@ class EngineHashes:
         return bytes(self.rows[place >> POSITION_BITS][start : start + 8])
 
     def alias(self, place: int, name: int) -> None:
-        """Let `name` stand for the block at `place` too, in the stead of an earlier second name."""
+        """Let `name` stand for the block at `place` too."""
         self.forget_alias(name)
-        earlier = self.alias_at.get(place)
-        if earlier is not None:
-            del self.aliases[earlier]
         self.aliases[name] = place
-        self.alias_at[place] = name
+        self.alias_at.setdefault(place, []).append(name)
+        self.extra += 1
 
     def forget_alias(self, name: int) -> None:
         place = self.aliases.pop(name, None)
         if place is not None:
-            del self.alias_at[place]
+            self.extra -= 1
+            self._forget_copies(name)
+            names = self.alias_at[place]
+            names.remove(name)
+            if not names:
+                del self.alias_at[place]
+
+    def add_copy(self, name: int) -> None:
+        """The engine has one block more under this name, which is known."""
+        self.copies[name] = self.copies.get(name, 0) + 1
+        self.extra += 1
+
+    def take_copy(self, name: int) -> bool:
+        """Whether the engine, which let go of a block of this name, has another one."""
+        copies = self.copies.get(name)
+        if copies is None:
+            return False
+        self.extra -= 1
+        if copies == 1:
+            del self.copies[name]
+        else:
+            self.copies[name] = copies - 1
+        return True
+
+    def _forget_copies(self, name: int) -> None:
+        self.extra -= self.copies.pop(name, 0)
+
+    def forget_extra(self, count: int) -> None:
+        """Forget at least so many copies and further names, if there are, the oldest first."""
+        least = self.extra - count
+        while self.extra > least and self.copies:
+            self.extra -= self.copies.popitem(last=False)[1]
+        while self.extra > least and self.aliases:
+            self.forget_alias(next(iter(self.aliases)))
 
     def has_unnamed(self) -> bool:
         """Whether a block is named 0, which a row cannot tell from none."""
@@ -133,16 +172,42 @@ class EngineHashes:
         else:
             row[start : start + len(packed)] = packed
 
+    def is_told_apart(self, names: Sequence[int]) -> bool:
+        """Whether `take` has to look at each of these names."""
+        if self.aliases or self.listed:
+            return True
+        return bool(self.copies) and not self.copies.keys().isdisjoint(names)
+
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """`take` where some names are second ones, or stand for several blocks."""
+        """`take` where blocks have copies or further names, or names stand for several blocks."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
-            place = self.find(int.from_bytes(packed[at : at + 8], "little"))
-            if place != NOWHERE:
+            name = int.from_bytes(packed[at : at + 8], "little")
+            if self.copies and self.take_copy(name):
+                continue
+            if name in self.aliases:
+                self.forget_alias(name)
+                continue
+            place = self.find(name)
+            if place in self.alias_at:
+                self._rename(place, name)
+            elif place != NOWHERE:
                 self.discard(place)
                 strand = place >> POSITION_BITS
                 gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
         return gone
+
+    def _rename(self, place: int, name: int) -> None:
+        """Let the oldest further name of a block be the first, which it loses."""
+        names = self.alias_at[place]
+        alias = names.pop(0)
+        if not names:
+            del self.alias_at[place]
+        del self.aliases[alias]
+        self.extra -= 1
+        self.drop_name(name, place)
+        self.add(place, alias.to_bytes(8, "little"))
+        self.renamed.append(place >> POSITION_BITS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -211,10 +276,10 @@ class HashesInDicts(EngineHashes):
         return strand << POSITION_BITS | at >> 3
 
     def take(self, packed: bytes) -> dict[int, int]:
-        if self.aliases or self.listed:
+        names = u64s(len(packed) >> 3).unpack(packed)
+        if self.is_told_apart(names):
             return self.take_each(packed)
         gone: dict[int, int] = {}
-        names = u64s(len(packed) >> 3).unpack(packed)
         front, shards, mask = self._front, self._shards, _SHARDS - 1
         if len(names) == 1:  # an engine that makes room for the block it decodes
             holder = self._dict_of(names[0])
@@ -321,6 +386,7 @@ class HashesInDicts(EngineHashes):
         self.listed.setdefault(name, []).append(place)
 
     def dismantled(self) -> Iterator[None]:
-        for holder in (self._front, *self._shards, self.aliases, self.alias_at):
+        for holder in (self._front, *self._shards, self.aliases, self.copies):
             yield from emptied(holder)
+        yield from emptied(self.alias_at)
         yield from emptied(self.listed)

@@ -7,6 +7,7 @@ from librt.strings import read_i64_le
 from librt.vecs import vec
 from mypy_extensions import i32, i64
 
+from lean_selector.core.hashing import u64s
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes
 from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.index.sweeping import emptied
@@ -223,7 +224,9 @@ class HashesPacked(EngineHashes):
         return NOWHERE if name == 0 else self._table.get(_signed(name))
 
     def take(self, packed: bytes) -> dict[int, int]:
-        if self.aliases or self.listed:
+        if (self.extra or self.listed) and self.is_told_apart(
+            u64s(len(packed) >> 3).unpack(packed)
+        ):
             return self.take_each(packed)
         gone: dict[int, int] = {}
         table = self._table
@@ -294,6 +297,7 @@ class HashesPacked(EngineHashes):
     def dismantled(self) -> Iterator[None]:
         yield from emptied(self.aliases)
         yield from emptied(self.alias_at)
+        yield from emptied(self.copies)
         yield from emptied(self.listed)
         while self._table.let_go():
             yield

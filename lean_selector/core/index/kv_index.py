@@ -6,8 +6,8 @@ tokens and no registrations: any rank may hold blocks. Spec: indexer.md sections
 D16.
 
 Rules where the spec leaves a choice:
-- A block has the first hash that its rank stored it under, and the newest other one as a second
-  name. Removing it by either removes the block.
+- A block has all hashes that its rank stored it under, and where events are counted as many copies
+  under each as were told. It is removed with the last.
 - A hash stored again with other tokens names the newer block. The older one stays held; the hash
   names it again when the newer is removed. Bounds, clear and drop free it like any other.
 - A removed block leaves those behind it known but out of reach: they count again when it comes
@@ -200,11 +200,13 @@ class KvIndex:
         parent_hash: int | None,
         block_hashes: Sequence[int],
         local_hashes: bytes,
+        counted: bool = False,
     ) -> StoreResult:
         """Apply a `stored` event: a chain of blocks below `parent_hash` (None: a prompt's start).
 
         Hashes are u64. Blocks beyond the shorter of the two lists are left out. Evicts the oldest
-        holdings of the rank beyond its bound.
+        holdings of the rank beyond its bound. `counted`: a block that is stored again is another
+        copy, which is removed by an event of its own.
         """
         if not local_hashes or not block_hashes:
             return StoreResult.EMPTY
@@ -220,17 +222,24 @@ class KvIndex:
         if len(names) != len(local_hashes):
             end = min(len(names), len(local_hashes) & ~7)
             names, local_hashes = names[:end], local_hashes[:end]
-        return self.store_chain((worker_id, dp_rank), tier, parent_hash, names, local_hashes)
+        key = (worker_id, dp_rank)
+        return self.store_chain(key, tier, parent_hash, names, local_hashes, counted)
 
     def store_chain(
-        self, key: RankKey, tier: Tier, parent_hash: int | None, names: bytes, local_hashes: bytes
+        self,
+        key: RankKey,
+        tier: Tier,
+        parent_hash: int | None,
+        names: bytes,
+        local_hashes: bytes,
+        counted: bool = False,
     ) -> StoreResult:
         """`store` for engine hashes as bytes, one or more, that differ from each other and from the
         parent, and as many local hashes."""
         blocks = len(names) >> 3
         if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
-            self._store_lower(key, tier, parent, names, local_hashes)
+            self._store_lower(key, tier, parent, names, local_hashes, counted)
             return StoreResult.STORED
         if len(self._sweeps):
             self.sweep(_STEPS_PER_EVENT + (blocks >> 5))
@@ -243,14 +252,57 @@ class KvIndex:
         if not self._device.has_room(blocks):
             return StoreResult.FULL
         rank = rank or self._admit(key)
-        self._device.store(rank.device, place, names, local_hashes)
+        self._device.store(rank.device, place, names, local_hashes, counted)
         bound = self.bounds.of(key[0])[0]
+        extra = rank.device.names.extra
+        if extra and rank.device.blocks + extra > bound:  # more than the engine has room for
+            rank.device.names.forget_extra(rank.device.blocks + extra - bound)
         if rank.device.blocks > bound:
             self._evict_device(rank, bound, blocks + _EVICTED_PER_STEP)
             self._release_if_empty(key, rank)
             if self._until_review < 0:
                 self._start_review()
         return _STORED
+
+    def store_known(self, key: RankKey, tier: Tier, names: bytes) -> int:
+        """Apply a `stored` event that tells hashes alone: blocks whose tokens are known on any tier
+        of the rank, each one more copy. Returns how many those are."""
+        known = 0
+        for at in range(0, len(names), 8):
+            rank = self._ranks.get(key)
+            if rank is None:
+                break
+            name = names[at : at + 8]
+            place = rank.device.names.find(int.from_bytes(name, "little"))
+            if tier is _DEVICE:
+                if place == NOWHERE:
+                    continue
+                self._device.announce(rank.device, place, int.from_bytes(name, "little"), True)
+            else:
+                edge = None if place == NOWHERE else self._device.edge_to(rank.device, place)
+                for held in rank.lower if edge is None else ():
+                    edge = edge or held.edge_to(name)
+                if edge is None:
+                    continue
+                self._store_lower(key, tier, edge[:-8], name, edge[-8:], True)
+            known += 1
+        return known
+
+    def knows(self, key: RankKey, tier: Tier, name: int) -> bool:
+        """Whether a rank holds a block of this name on a tier."""
+        rank = self._ranks.get(key)
+        if rank is None:
+            return False
+        if tier is _DEVICE:
+            return rank.device.names.find(name) != NOWHERE
+        packed = name.to_bytes(8, "little")
+        return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
+
+    def forget_copies(self, key: RankKey) -> None:
+        """Let each block that a rank holds on the device be there once."""
+        rank = self._ranks.get(key)
+        if rank is not None:
+            rank.device.names.forget_extra(sum(rank.device.names.copies.values()))
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
         """Apply a `removed` event; unknown blocks are skipped. Returns the blocks removed."""
@@ -387,7 +439,7 @@ class KvIndex:
     # Changing
 
     def _store_lower(
-        self, key: RankKey, tier: Tier, parent: bytes, names: bytes, local: bytes
+        self, key: RankKey, tier: Tier, parent: bytes, names: bytes, local: bytes, counted: bool
     ) -> None:
         if len(self._sweeps):
             self.sweep(_STEPS_PER_EVENT + (len(names) >> 8))
@@ -395,7 +447,7 @@ class KvIndex:
         if not rank.lower:
             self._lower_matches.admit(rank)
         held = rank.lower[tier - 1]
-        held.store(parent, names, local)
+        held.store(parent, names, local, counted)
         bound = self.bounds.of(key[0])[1]
         self._evict_lower(held, bound, (len(names) >> 3) + _EVICTED_PER_STEP)
         self._release_if_empty(key, rank)

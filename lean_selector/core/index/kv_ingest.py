@@ -29,11 +29,15 @@ from lean_selector.core.index.shapes import (
     Tier,
 )
 from lean_selector.core.index.sweeping import emptied
+from lean_selector.core.rank_bits import RankKey
 
 # Attention over the whole prompt: what prefix matching is about. Other kinds (sliding window,
 # mamba, ...) keep blocks by rules of their own.
 _PREFIX_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
+_NO_KIND = "unknown"  # vLLM, of a group whose kind it could not tell
+_PARTIAL_IS_DOUBTED = 8  # events of smaller blocks, before any of a whole one
 
+_DEVICE = Tier.DEVICE
 _STORED = StoreResult.STORED
 _WHOLE = EventPart.WHOLE
 
@@ -85,9 +89,12 @@ class KvIngest:
         worker_id: int,
         dp_rank: int,
         on_emptied: Callable[[int, int], None] | None = None,
+        is_eagle: bool = False,
     ) -> None:
-        """`on_emptied` hears of each worker and rank whose engine lost all that it had."""
+        """`on_emptied` hears of each worker and rank whose engine lost all that it had. With
+        `is_eagle` a block of a prompt covers the token after it too."""
         self._on_emptied = on_emptied
+        self.is_eagle = is_eagle
         self.worker_id = worker_id
         self.dp_rank = dp_rank  # of batches that name none
         self.counts = EventCounts()
@@ -95,6 +102,9 @@ class KvIngest:
         self._is_rest_refused = False  # of the event whose parts are coming
         # Since the source began: stored events of another block size, and the last one's.
         self.stored_of_other_size = self.other_size = 0
+        # Since then: stored events of smaller blocks, as an engine tells parts of its own, and
+        # blocks that cover the token after them where prompts do not, or the other way round.
+        self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = 0
         self._ranks: dict[int, Taught] = {}  # at most MAX_RANKS, the ranks heard of
 
@@ -110,8 +120,13 @@ class KvIngest:
 
     @property
     def is_mismatched(self) -> bool:
-        """Most of what the engine stores is in blocks of another size."""
-        return self.stored_of_other_size > self.stored
+        """Most of what the engine stores matches no prompt: its blocks are of another size, or
+        hashed otherwise."""
+        return (
+            self.stored_of_other_size > self.stored
+            or (not self.stored and self.stored_partial >= _PARTIAL_IS_DOUBTED)
+            or self.stored_unlike_prompts << 1 > self.stored
+        )
 
     def apply(self, batch: EventBatch) -> bool:
         """Apply what counts; True when all that this source ever stored was cleared on the way."""
@@ -125,6 +140,7 @@ class KvIngest:
                 counts.skip("unknown", "too_many_ranks", len(batch.events))
                 return False
             rank = self._ranks[dp_rank] = Taught({}, {})
+        rank.announced_end = None
         cleared = False
         for event in batch.events:
             if type(event) is PackedStored:
@@ -146,7 +162,7 @@ class KvIngest:
     def clear(self) -> None:
         """Forget the source: drop its blocks on every rank it named, and what they taught."""
         self._clear(self.dp_ranks)
-        self.stored_of_other_size = 0
+        self.stored_of_other_size = self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = self.counts.stored
         self.close()
 
@@ -176,28 +192,40 @@ class KvIngest:
         tier = event.tier
         if not self._is_wanted(rank, event, event.is_remote) or tier is None:
             return
+        size, hashes = event.block_size, event.block_hashes
+        if size != self.block_size:
+            self._store_known((self.worker_id, dp_rank), tier, size, hashes)
+            return
         salt = event.cache_salt
         if salt is None and rank.salts and event.parent_hash is not None:
             salt = _salt_of(rank, tier, event.parent_hash)
         seed = BASE_SEED
         if salt is not None or event.lora_name is not None:
             seed = hash_seed(event.lora_name, salt)
-        hashes, tokens = event.block_hashes, event.token_ids
-        wanted = len(hashes) * event.block_size + event.is_eagle
+        tokens, is_eagle = event.token_ids, event.is_eagle
+        if self.is_eagle and event.next_token is not None:
+            blocks = min(len(hashes), len(tokens) // size)
+            tokens, is_eagle = [*tokens[: blocks * size], event.next_token], True
+        wanted = len(hashes) * size + is_eagle
         if len(tokens) > wanted:
             tokens = tokens[:wanted]
         try:
-            local = local_hashes(tokens, event.block_size, seed, event.mm_hashes, event.is_eagle)
+            local = local_hashes(tokens, size, seed, event.mm_hashes, is_eagle)
         except ValueError:
             self._refuse("bad_tokens")
             return
-        parent_hash = event.parent_hash
-        result = self._index.store(self.worker_id, dp_rank, tier, parent_hash, hashes, local)
+        key, parent = (self.worker_id, dp_rank), event.parent_hash
+        counted = tier is not _DEVICE or parent is not None or not rank.reports_hits
+        before = self._index.blocks(*key, tier)
+        result = self._index.store(*key, tier, parent, hashes, local, counted)
         if result is not _STORED:
             self._refuse(result.name.lower())
             return
         counts = self.counts
         blocks = len(local) >> 3  # fewer than hashes when the tokens ran out
+        if tier is _DEVICE and blocks:
+            self._note_announced(key, rank, parent, hashes[blocks - 1], before)
+        self.stored_unlike_prompts += is_eagle is not self.is_eagle
         self._count_stored(event.part, blocks)
         if salt is not None:
             _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes[:blocks], salt)
@@ -209,6 +237,12 @@ class KvIngest:
         tier = event.tier
         if not self._is_wanted(rank, event, False) or tier is None:
             return
+        size = event.block_size
+        if size != self.block_size:
+            names = event.names
+            hashes = u64s(len(names) >> 3).unpack(names)
+            self._store_known((self.worker_id, dp_rank), tier, size, hashes)
+            return
         if not event.names:
             self._refuse("empty")
             return
@@ -217,13 +251,19 @@ class KvIngest:
             salt = _salt_of(rank, tier, parent)
         if salt is not None or event.lora_name is not None:
             seed = hash_seed(event.lora_name, salt)
-        local = packed_local_hashes(event.tokens, event.block_size, seed)
+        local = packed_local_hashes(event.tokens, size, seed)
         key = (self.worker_id, dp_rank)
-        result = self._index.store_chain(key, tier, parent, event.names, local)
+        counted = tier is not _DEVICE or parent is not None or not rank.reports_hits
+        before = self._index.blocks(*key, tier)
+        result = self._index.store_chain(key, tier, parent, event.names, local, counted)
         if result is not _STORED:
             self._refuse(result.name.lower())
             return
         blocks = len(local) >> 3
+        if tier is _DEVICE:
+            last = int.from_bytes(event.names[-8:], "little")
+            self._note_announced(key, rank, parent, last, before)
+        self.stored_unlike_prompts += self.is_eagle
         self._count_stored(event.part, blocks)
         if salt is not None:
             hashes = u64s(blocks).unpack(event.names)
@@ -237,10 +277,10 @@ class KvIngest:
             elif self._is_rest_refused:
                 return False
         group_idx, kind = event.group_idx, event.kind
-        if group_idx is not None and kind is not None:
+        if group_idx is not None and kind is not None and kind != _NO_KIND:
             self._learn(rank, group_idx, kind)
         reason = _objection(rank, group_idx, kind, is_remote)
-        if reason is None and event.block_size != self._index.block_size:
+        if reason is None and event.block_size != self.block_size and not self._is_part(event):
             reason = "block_size"
             self.stored_of_other_size += 1
             self.other_size = event.block_size
@@ -249,6 +289,39 @@ class KvIngest:
         if reason is not None:
             self._refuse(reason)
         return reason is None
+
+    def _is_part(self, event: BlockStored | PackedStored) -> bool:
+        """Whether an event of another block size is one that an engine of our size sends too: of
+        hashes alone, or of an end within a block, which on the device come one by one."""
+        size = event.block_size
+        if isinstance(event, PackedStored):
+            blocks, has_tokens = len(event.names) >> 3, True
+        else:
+            blocks, has_tokens = len(event.block_hashes), len(event.token_ids) > 0
+        if not size:
+            return not has_tokens
+        return self.block_size % size == 0 and (blocks == 1 or event.tier is not _DEVICE)
+
+    def _store_known(self, key: RankKey, tier: Tier, size: int, hashes: Sequence[int]) -> None:
+        """An event of which the blocks are known by their hashes, if at all."""
+        blocks = self._index.store_known(key, tier, u64s(len(hashes)).pack(*hashes))
+        if blocks:
+            self._count_stored(_WHOLE, blocks)
+        else:
+            self._refuse("partial" if size else "unknown_block")
+            self.stored_partial += size > 0 and tier is _DEVICE
+
+    def _note_announced(
+        self, key: RankKey, rank: Taught, parent: int | None, last: int, before: int
+    ) -> None:
+        """Learn whether an engine announces what requests find cached: then the next event of the
+        batch stores what the request adds to that. Such blocks are no copies."""
+        is_new = self._index.blocks(*key, _DEVICE) != before
+        is_report = parent is not None and parent == rank.announced_end
+        if is_new and is_report and not rank.reports_hits:
+            rank.reports_hits = True
+            self._index.forget_copies(key)
+        rank.announced_end = last if parent is None and not is_new else None
 
     def _count_stored(self, part: EventPart, blocks: int) -> None:
         if part is _WHOLE or part is EventPart.LAST:
@@ -271,7 +344,7 @@ class KvIngest:
         self.counts.removed += event.events
         self.counts.blocks_removed += removed
         if rank.salts:
-            _forget_salts_of(rank, tier, event.block_hashes)
+            self._forget_salts_of((self.worker_id, dp_rank), rank, tier, event.block_hashes)
 
     def _remove_packed(self, dp_rank: int, rank: Taught, event: PackedRemoved) -> None:
         tier = event.tier
@@ -284,7 +357,17 @@ class KvIngest:
         self.counts.blocks_removed += removed
         if rank.salts:
             names = event.names
-            _forget_salts_of(rank, tier, u64s(len(names) >> 3).unpack(names))
+            hashes = u64s(len(names) >> 3).unpack(names)
+            self._forget_salts_of((self.worker_id, dp_rank), rank, tier, hashes)
+
+    def _forget_salts_of(
+        self, key: RankKey, rank: Taught, tier: Tier, hashes: Sequence[int]
+    ) -> None:
+        salts = rank.salts.get(tier)
+        if salts:
+            for block_hash in hashes:
+                if block_hash in salts and not self._index.knows(key, tier, block_hash):
+                    del salts[block_hash]
 
     def _learn(self, rank: Taught, group_idx: int, kind: str) -> None:
         groups = rank.is_prefix_group
@@ -298,7 +381,7 @@ def _objection(
     """Why an event does not count, or None. Group 0 counts until something else is learned."""
     if is_remote:
         return "remote"
-    if kind is not None:
+    if kind is not None and kind != _NO_KIND:
         return None if kind in _PREFIX_KINDS else "other_kind"
     if group_idx is None or rank.is_prefix_group.get(group_idx, group_idx == 0):
         return None
@@ -312,13 +395,6 @@ def _salt_of(rank: Taught, tier: Tier, parent_hash: int) -> str | None:
         return own
     found = (salts.get(parent_hash) for salts in rank.salts.values())
     return next((salt for salt in found if salt is not None), None)
-
-
-def _forget_salts_of(rank: Taught, tier: Tier, hashes: Sequence[int]) -> None:
-    salts = rank.salts.get(tier)
-    if salts:
-        for block_hash in hashes:
-            salts.pop(block_hash, None)
 
 
 def _remember_salt(salts: OrderedDict[int, str], hashes: Sequence[int], salt: str) -> None:

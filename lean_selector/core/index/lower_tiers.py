@@ -238,7 +238,7 @@ _BLOCKS_PER_STEP = 64  # some 50 us
 class LowerTier:
     """Edges of one tier, all hashes as 8 bytes. Every block has one edge that leads to it."""
 
-    __slots__ = ("_bit", "_edge", "_edges")
+    __slots__ = ("_bit", "_copies", "_edge", "_edges")
 
     def __init__(self, edges: Edges, bit: int) -> None:
         """`edges` are those of all ranks; this is the one with this bit index."""
@@ -246,26 +246,37 @@ class LowerTier:
         self._bit = bit
         # child -> parent + local, oldest first: at its bound a tier asks for the oldest each time.
         self._edge: OrderedDict[bytes, bytes] = OrderedDict()
+        self._copies: dict[bytes, int] = {}  # child -> blocks beyond the first
         edges.admit(bit, self._edge)
 
     def __len__(self) -> int:
         return len(self._edge)
 
-    def store(self, parent: bytes, names: bytes, local: bytes) -> None:
+    def edge_to(self, name: bytes) -> bytes | None:
+        """The edge that leads to a block, if the rank has it here."""
+        return self._edge.get(name)
+
+    def store(self, parent: bytes, names: bytes, local: bytes, counted: bool = False) -> None:
         """Add a chain of blocks, up to the first that contradicts what is held.
 
         That is an edge that leads to another block, or a block that another edge leads to: the
-        first one wins.
+        first one wins. `counted`: what is held already is there once more.
         """
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
             name = names[at : at + 8]
-            if not edges.store(bit, parent + local[at : at + 8], name, mine):
+            if counted and mine.get(name) == parent + local[at : at + 8]:
+                self._copies[name] = self._copies.get(name, 0) + 1
+            elif not edges.store(bit, parent + local[at : at + 8], name, mine):
                 return
             parent = name
 
     def remove(self, name: bytes) -> bool:
         """Drop one block; those behind it stay, and count again when it comes back."""
+        if self._copies and (copies := self._copies.pop(name, 0)):
+            if copies > 1:
+                self._copies[name] = copies - 1
+            return False
         edge = self._edge.pop(name, None)
         if edge is None:
             return False
@@ -276,6 +287,7 @@ class LowerTier:
         """Drop so many blocks; the tier has them."""
         for _ in range(blocks):
             name, edge = self._edge.popitem(last=False)
+            self._copies.pop(name, None)
             self._edges.discard(self._bit, edge, name)
 
     def dismantled(self) -> Iterator[None]:

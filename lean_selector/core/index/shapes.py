@@ -58,6 +58,10 @@ class Taught(msgspec.Struct):
     is_prefix_group: dict[int, bool]  # group_idx -> its blocks count
     # block hash -> salt, oldest first, for salted blocks that are held
     salts: dict[Tier, OrderedDict[int, str]]
+    # Its engine announces what a request found cached (`kv_cache_report_mode: full`).
+    reports_hits: bool = False
+    # In this batch: the last block of a prompt's beginning that was announced though all was held.
+    announced_end: int | None = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,6 +100,8 @@ class BlockStored(msgspec.Struct, gc=False):
     is_remote: bool = False  # locality other than LOCAL: not in this worker's reach
     part: EventPart = EventPart.WHOLE
     unknown_keys: dict[str, int] | None = None  # extra keys that nobody can hash, by kind
+    # The token after the last block, where the engine's hash of a block covers what follows it.
+    next_token: int | None = None
 
 
 class PackedStored(msgspec.Struct, gc=False):

@@ -250,7 +250,9 @@ def test_ranks_that_call_a_block_otherwise_are_odd_until_they_hold_nothing_there
     assert fleet.names(6) == {called(6): 0b101, called(6, 2): 0b10, called(6, 3): 0b1000}
     fleet.remove(1, 3, 2)
     assert fleet.odd == 0b1010
-    fleet.remove(1, 0, 2)
+    fleet.remove(1, 0, 2)  # it has them under the names of the others still
+    assert fleet.names(6) == {called(6): 0b111, called(6, 3): 0b1000}
+    fleet.remove(1, 0, 1)
     assert fleet.odd == 0b1000
     fleet.store(1, 6, 1)
     assert fleet.odd == 0b1000

@@ -1,5 +1,6 @@
 """The engine's names of one rank's blocks, against a model that keeps lists."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FunctionType
 
@@ -36,7 +37,8 @@ class Names(RuleBasedStateMachine):
         self.hashes = self.none_yet()
         self.held: dict[int, int] = {}
         self.places: dict[int, list[int]] = {}
-        self.second: dict[int, int] = {}  # a second name -> its place
+        self.second: dict[int, int] = {}  # a further name -> its place, oldest first
+        self.copies: Counter[int] = Counter()
         self.ends: dict[int, int] = {}  # strand -> positions that were ever named, less what is cut
 
     def teardown(self) -> None:
@@ -51,15 +53,24 @@ class Names(RuleBasedStateMachine):
     def name(self, place: int, given: list[int]) -> None:
         self.hashes.add(place, pack(given))
         for at, name in enumerate(given):
-            self.second.pop(name, None)
+            self.forget_second(name)
             self.held[place + at] = name
             self.places.setdefault(name, []).append(place + at)
+
+    def forget_second(self, name: int) -> None:
+        if self.second.pop(name, None) is not None:
+            del self.copies[name]
+
+    def others(self, place: int) -> list[int]:
+        return [other for other, at in self.second.items() if at == place]
 
     def forget(self, place: int) -> None:
         name = self.held.pop(place)
         self.places[name].remove(place)
-        for second in [other for other, at in self.second.items() if at == place]:
-            del self.second[second]
+        for gone in (name, *self.others(place)):
+            if self.second.get(gone) == place:
+                del self.second[gone]
+            del self.copies[gone]
 
     @rule(strand=strands, given=st.lists(names, min_size=1, max_size=9, unique=True))
     def a_strand_grows(self, strand: int, given: list[int]) -> None:
@@ -90,16 +101,31 @@ class Names(RuleBasedStateMachine):
         if self.held[place] == name:
             return  # it has that one
         self.hashes.alias(place, name)
-        for other in [other for other, at in self.second.items() if at == place]:
-            del self.second[other]
+        self.forget_second(name)
         self.second[name] = place
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def a_block_gets_a_copy(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted({*self.held.values(), *self.second})))
+        self.hashes.add_copy(name)
+        self.copies[name] += 1
 
     @rule(given=st.lists(names, min_size=1, max_size=6))
     def names_are_removed(self, given: list[int]) -> None:
         gone: dict[int, int] = {}
         for name in given:
             place = self.place_of(name)
-            if place != NOWHERE:
+            if self.copies[name]:
+                self.copies[name] -= 1
+            elif name in self.second:
+                del self.second[name]
+            elif place != NOWHERE and (others := self.others(place)):
+                self.places[name].remove(place)
+                del self.second[others[0]]
+                self.held[place] = others[0]
+                self.places.setdefault(others[0], []).append(place)
+            elif place != NOWHERE:
                 self.forget(place)
                 strand = place >> POSITION_BITS
                 gone[strand] = gone.get(strand, 0) | 1 << (place & POSITION_MASK)
@@ -129,6 +155,12 @@ class Names(RuleBasedStateMachine):
         if hasattr(self, "hashes"):
             found = {name: self.hashes.find(name) for name in NAMES}
             assert found == {name: self.place_of(name) for name in NAMES}
+
+    @invariant()
+    def what_is_rare_is_counted(self) -> None:
+        if hasattr(self, "hashes"):
+            assert +self.copies == Counter(self.hashes.copies)
+            assert self.hashes.extra == self.copies.total() + len(self.second)
 
     @invariant()
     def every_block_tells_its_first_name(self) -> None:
