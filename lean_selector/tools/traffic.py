@@ -159,11 +159,6 @@ class Player:
                 why = "; ".join(worker.not_schedulable_reasons)
                 raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
 
-    async def unregister_workers(self) -> None:
-        """Delete our workers again, for a service that lives on."""
-        for worker_id in self._engines:
-            await self._client.call("DELETE", f"/workers/{worker_id}")
-
     async def loads(self) -> list[PartitionLoad]:
         """What GET /loads says of our model."""
         query = f"/loads?model_name={quote(self._model_name, safe='')}"
@@ -350,20 +345,15 @@ def compare(
     return [run_policy(name, policy, in_order, fleet()) for name, policy in policies.items()]
 
 
-def table(outcomes: Sequence[Outcome], requests: int, *, with_times: bool = True) -> list[str]:
-    """The rows as text lines of at most 80 columns, with how they were obtained.
-
-    Leave the times out when the choices were not made at the times that are recorded: they would
-    tell of queues that the chooser never saw.
-    """
-    lines = ["policy          hit rate   imbalance"]
-    lines += [f"{row.policy:<14} {row.hit_rate:>8.1%} {row.imbalance:>11.2f}" for row in outcomes]
-    if with_times:
-        lines[0] += "   time to first token p50 / p99"
-        for number, row in enumerate(outcomes, 1):
-            lines[number] += f" {row.ttft_p50_s * 1e3:>14.0f} ms / {row.ttft_p99_s * 1e3:.0f} ms"
+def table(outcomes: Sequence[Outcome], requests: int) -> list[str]:
+    """The rows as text lines of at most 80 columns, with how they were obtained."""
     return [
-        *lines,
+        "policy          hit rate   imbalance   time to first token p50 / p99",
+        *(
+            f"{row.policy:<14} {row.hit_rate:>8.1%} {row.imbalance:>11.2f}"
+            f" {row.ttft_p50_s * 1e3:>14.0f} ms / {row.ttft_p99_s * 1e3:.0f} ms"
+            for row in outcomes
+        ),
         f"How: the same {requests} requests, at the same times, simulated afterwards through",
         "identical empty engines; the first row takes the choices made live, the others",
         "choose in turn or the engine with the fewest requests under way. Imbalance:",
