@@ -292,9 +292,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             assert (rank.decay is not None) is timed
             heard = self.heard.get(key, (0, 0))
             assert heard == (rank.active_prefill_tokens, rank.active_decode_blocks)
-        assert self.slots.decaying_ranks == sum(
-            r.decay is not None for r in self.slots.ranks.values()
-        )
 
     @invariant()
     def what_happened_is_counted_and_the_revision_grows_with_it(self) -> None:
@@ -382,7 +379,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         assert not root.children
         assert not root.ends
         assert not self.slots.reservations
-        assert not self.slots.decaying_ranks
         for rank in self.slots.ranks.values():
             loads = rank.active_requests, rank.active_prefill_tokens, rank.active_decode_blocks
             assert loads == (0, 0, 0)

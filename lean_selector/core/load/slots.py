@@ -48,7 +48,6 @@ class Slots:
         self.on_ended: Callable[[Reservation], None] | None = None
         self.ranks: dict[RankKey, RankLoad] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
-        self.decaying_ranks = 0
         # Of requests admitted here, ever: booked = live + freed + expired + dropped with a rank.
         self.booked = self.freed = self.expired = self.dropped = 0
         self.copied = 0  # copies of what peers admitted, ever
@@ -90,9 +89,7 @@ class Slots:
             self.dropped += reservation.router_id is None
             self._detach(reservation)
         self.bits.release(rank.key)
-        if rank.decay is not None:
-            rank.decay = None
-            self.decaying_ranks -= 1
+        rank.decay = None
         rank.active_prefill_tokens = rank.active_decode_blocks = rank.distinct_blocks = 0
         return dropped
 
@@ -340,7 +337,6 @@ class Slots:
         newcomers = [reservation]
         if rank.decay is None:
             rank.decay = PrefillDecay()
-            self.decaying_ranks += 1
             booked = (self.reservations[request_id] for request_id in rank.reservations)
             newcomers = [r for r in booked if r.prefill_tokens]
         for r in newcomers:
@@ -352,7 +348,6 @@ class Slots:
         decay.remove(request_id, now)
         if decay.is_over:
             rank.decay = None
-            self.decaying_ranks -= 1
 
     def _set_load(self, rank: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
         """The one place where a rank's load changes."""
