@@ -10,6 +10,7 @@ from lean_selector.core.sessions.shapes import SessionEvent
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import SessionSettings
 from tests.support.gates import InProcess, selection_gate, selection_service
+from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import RunningService, free_port, wait_until
 
 ON = ("--session-affinity-ttl-secs", "60", "--use-kv-events", "false")
@@ -192,6 +193,19 @@ def test_a_replica_that_catches_up_takes_sessions_over_also_of_workers_that_come
             where = {"dp_rank": there[1], "effective_prefill_tokens": 900}
             second.done("POST", "/reservations", {**load, **where, "reservation_id": "busy"})
             wait_until(lambda: second.select("s") == there, "the session is known")
+            names = iter(range(10_000))
+
+            def is_heard() -> bool:
+                assert first.book(f"try {next(names)}", "t", allowed_worker_ids=[1])[0] == 200
+                return second.select("t")[0] == 1
+
+            wait_until(is_heard, "what is bound later is heard of")
+            heard = parsed(scrape(late.port))
+            assert value(heard, "lean_selector_replica_sessions_total", result="bound") > 0
+        scope = 'model="m",tenant_id="default"'
+        assert f'lean_selector_sessions{{{scope},state="held"}} 2' in scrape(running.port)
+        bound = f'lean_selector_session_bookings_total{{{scope},result="bound"}} 2'
+        assert bound in scrape(running.port)
 
 
 def test_a_replica_without_sessions_lists_none() -> None:
