@@ -298,11 +298,12 @@ class KvIndex:
         packed = name.to_bytes(8, "little")
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
-    def forget_copies(self, key: RankKey) -> None:
-        """Let each block that a rank holds on the device be there once."""
+    def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
+        """Let a rank have one copy less of each of these device blocks that it has more of."""
         rank = self._ranks.get(key)
-        if rank is not None:
-            rank.device.names.forget_extra(sum(rank.device.names.copies.values()))
+        for name in names if rank is not None else ():
+            assert rank is not None
+            rank.device.names.take_copy(name)
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
         """Apply a `removed` event; unknown blocks are skipped. Returns the blocks removed."""

@@ -215,7 +215,8 @@ class KvIngest:
             self._refuse("bad_tokens")
             return
         key, parent = (self.worker_id, dp_rank), event.parent_hash
-        counted = tier is not _DEVICE or parent is not None or not rank.reports_hits
+        counted = not rank.reports_hits or parent is not None or tier is not _DEVICE
+        counted = counted or not self._index.knows(key, tier, hashes[0] if hashes else 0)
         before = self._index.blocks(*key, tier)
         result = self._index.store(*key, tier, parent, hashes, local, counted)
         if result is not _STORED:
@@ -223,8 +224,8 @@ class KvIngest:
             return
         counts = self.counts
         blocks = len(local) >> 3  # fewer than hashes when the tokens ran out
-        if tier is _DEVICE and blocks:
-            self._note_announced(key, rank, parent, hashes[blocks - 1], before)
+        if tier is _DEVICE and self._is_announced(key, rank, parent, hashes[blocks - 1], before):
+            rank.announced.append(tuple(hashes[:blocks]))
         self.stored_unlike_prompts += is_eagle is not self.is_eagle
         self._count_stored(event.part, blocks)
         if salt is not None:
@@ -253,7 +254,9 @@ class KvIngest:
             seed = hash_seed(event.lora_name, salt)
         local = packed_local_hashes(event.tokens, size, seed)
         key = (self.worker_id, dp_rank)
-        counted = tier is not _DEVICE or parent is not None or not rank.reports_hits
+        counted = not rank.reports_hits or parent is not None or tier is not _DEVICE
+        first = event.names[:8]
+        counted = counted or not self._index.knows(key, tier, int.from_bytes(first, "little"))
         before = self._index.blocks(*key, tier)
         result = self._index.store_chain(key, tier, parent, event.names, local, counted)
         if result is not _STORED:
@@ -262,7 +265,8 @@ class KvIngest:
         blocks = len(local) >> 3
         if tier is _DEVICE:
             last = int.from_bytes(event.names[-8:], "little")
-            self._note_announced(key, rank, parent, last, before)
+            if self._is_announced(key, rank, parent, last, before):
+                rank.announced.append(u64s(blocks).unpack(event.names))
         self.stored_unlike_prompts += self.is_eagle
         self._count_stored(event.part, blocks)
         if salt is not None:
@@ -311,17 +315,21 @@ class KvIngest:
             self._refuse("partial" if size else "unknown_block")
             self.stored_partial += size > 0 and tier is _DEVICE
 
-    def _note_announced(
+    def _is_announced(
         self, key: RankKey, rank: Taught, parent: int | None, last: int, before: int
-    ) -> None:
-        """Learn whether an engine announces what requests find cached: then the next event of the
-        batch stores what the request adds to that. Such blocks are no copies."""
+    ) -> bool:
+        """Whether an event may be of an engine that announces what requests find cached: then the
+        next one of the batch stores what the request adds to that. Such blocks are no copies, and
+        those that were taken for some are none any more."""
         is_new = self._index.blocks(*key, _DEVICE) != before
-        is_report = parent is not None and parent == rank.announced_end
-        if is_new and is_report and not rank.reports_hits:
+        adds_to_it = parent is not None and parent == rank.announced_end
+        if is_new and adds_to_it and not rank.reports_hits:
             rank.reports_hits = True
-            self._index.forget_copies(key)
+            for hashes in rank.announced:
+                self._index.forget_copies(key, hashes)
+            rank.announced.clear()
         rank.announced_end = last if parent is None and not is_new else None
+        return rank.announced_end is not None and not rank.reports_hits
 
     def _count_stored(self, part: EventPart, blocks: int) -> None:
         if part is _WHOLE or part is EventPart.LAST:

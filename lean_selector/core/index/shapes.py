@@ -1,6 +1,6 @@
 """Records of the index: what engines tell of their KV caches, what is matched and dumped."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from enum import IntEnum
 
 import msgspec
@@ -62,6 +62,8 @@ class Taught(msgspec.Struct):
     reports_hits: bool = False
     # In this batch: the last block of a prompt's beginning that was announced though all was held.
     announced_end: int | None = None
+    # Such beginnings, while that is not known: the hashes of each; the newest.
+    announced: deque[tuple[int, ...]] = msgspec.field(default_factory=lambda: deque(maxlen=64))
 
 
 # --------------------------------------------------------------------------------------------------
