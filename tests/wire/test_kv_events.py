@@ -398,6 +398,11 @@ def test_fields_are_read_by_name_and_position(event: object, read: dict[str, Any
     assert stored(event) == msgspec.structs.replace(PLAIN, **read)
 
 
+def test_the_kind_of_a_removal_may_be_bytes() -> None:
+    event = [b"BlockRemoved", [11], "GPU", 2, b"mamba"]
+    assert removed(event) == BlockRemoved([11], Tier.DEVICE, 2, "mamba")
+
+
 @pytest.mark.parametrize(
     ("locality", "is_remote"),
     [("LOCAL", False), ("local", False), ("", False), (None, False), ("REMOTE", True), ("X", True)],

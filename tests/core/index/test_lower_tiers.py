@@ -91,6 +91,29 @@ def test_ranks_that_call_a_block_alike_share_its_edge_and_the_objects_that_name_
     assert not any((*edges._edges, edges._odd, *continuations._ranks))
 
 
+def test_an_edge_that_leads_elsewhere_for_some_is_told_by_what_they_call_its_end() -> None:
+    _, edges, _ = tier_of(9)
+    tiers = [LowerTier(edges, bit) for bit in range(4)]
+    for tier, name in zip(tiers, (101, 201, 201, 301), strict=True):
+        tier.store(ROOT, pack([name]), pack([1]))
+        tier.store(ROOT, pack([777]), pack([1]))  # the first one wins
+    assert edges.follow(0b1111, pack([1])) == (pack([101]), 0b1)
+    assert edges.others(0b1110, pack([1])) == {pack([201]): 0b110, pack([301]): 0b1000}
+    assert tiers[2].remove(pack([201]))
+    assert edges.others(0b1110, pack([1])) == {pack([201]): 0b10, pack([301]): 0b1000}
+    # Without the one that came first the others are what they were.
+    assert tiers[0].remove(pack([101]))
+    assert edges.follow(0b1111, pack([1])) == (b"", 0)
+    assert edges.others(0b1111, pack([1])) == {pack([201]): 0b10, pack([301]): 0b1000}
+    tiers[0].store(ROOT, pack([301]), pack([1]))
+    tiers[3].store(ROOT, pack([302]), pack([1]))
+    assert edges.follow(0b1111, pack([1])) == (pack([301]), 0b1)
+    assert edges.others(0b1110, pack([1])) == {pack([201]): 0b10, pack([301]): 0b1000}
+    for tier in tiers:
+        tier.drop_oldest(len(tier))
+    assert not any((*edges._edges, edges._odd))
+
+
 # All ranks' tiers
 
 

@@ -111,3 +111,19 @@ def test_falls_that_are_out_of_date_are_not_kept() -> None:
         book(slots, f"r{n}", 0, 0, b"", 32, 0.0, prefill_duration_s=1000.0)
     assert len(room._falling) == 1
     assert len(room._falls) <= 70
+
+
+def test_load_that_never_wears_off_far_enough_is_no_fall() -> None:
+    slots, room = headroom(1.0, 8, RankLimits())
+    book(slots, "timed", 0, 0, b"", 32, 0.0, prefill_duration_s=1.0)
+    book(slots, "untimed", 0, 0, b"", 32, 0.0)
+    assert room._falling == {}
+
+
+def test_a_rank_that_is_gone_is_in_no_set() -> None:
+    slots, room = headroom(1.0, 10, RankLimits())
+    book(slots, "r", 0, 0, b"", 20, 0.0, prefill_duration_s=1.0)
+    room.drop(slots.ranks[0, 0])
+    room.advance(9.0)
+    room.changed(slots.ranks[0, 0], 9.0)
+    assert (room.below, room.idle, room.came_free) == (0, 0, 0)

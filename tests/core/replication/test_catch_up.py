@@ -15,9 +15,7 @@ from lean_selector.core.replication.catch_up import (
     Fate,
     ended_meanwhile,
 )
-from lean_selector.core.replication.events import (
-    Verdict,
-)
+from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
 from tests.support.bookings import book, changed
 from tests.support.one_partition import (
@@ -107,6 +105,27 @@ def test_an_end_called_for_here_counts_too() -> None:
     here.hear(ADD)
     here.free("r")
     assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
+
+
+def test_bookings_wait_for_their_rank_and_hear_what_becomes_of_them() -> None:
+    here, catch_up = starting(ranks=0)
+    for request_id in ("kept", "ended", "completed"):
+        assert catch_up.take(booking(request_id), 0.0) is Fate.WAITING
+    assert catch_up.take(booking("kept"), 0.0) is Fate.HELD
+    catch_up.snapshot_is_in()
+    here.hear(event(EventKind.FREE, "ended"))
+    here.hear(event(EventKind.PREFILL_COMPLETE, "completed"))
+    here.hear(event(EventKind.FREE, "kept", dp_rank=1))  # of another rank
+    assert here.hear(event(EventKind.ADD, "new", sequence_hashes=PROMPT, prefill_tokens=10)) is (
+        Verdict.UNKNOWN_PARTITION
+    )
+    assert dict(catch_up.fates())[Fate.WAITING] == 3
+    assert not catch_up.admit_waiting(1.0, 100)
+    here.register(1)
+    assert not catch_up.admit_waiting(2.0, 100)
+    assert set(here.slots.reservations) == {"kept", "completed", "new"}
+    assert here.load() == (58, 3, 3)
+    assert Fate.WAITING not in dict(catch_up.fates())
 
 
 def test_what_waited_too_long_is_dropped_and_counted() -> None:
