@@ -73,9 +73,14 @@ async def test_a_child_that_ends_is_noticed_with_its_last_words_and_a_silent_one
 async def test_a_broken_call_is_explained_by_the_end_of_the_child_if_it_has_ended(
     program: str, words: str
 ) -> None:
-    with pytest.raises(ServiceError, match=words):
-        async with running_service([sys.executable, "-c", program]):
+    async def use() -> None:
+        async with running_service([sys.executable, "-c", program]) as service:
+            if words.startswith("ended"):  # it is waited for, but not for long
+                await service._process.wait()
             raise ServiceError("GET /loads: 500")
+
+    with pytest.raises(ServiceError, match=words):
+        await use()
 
 
 @on_loop
