@@ -127,3 +127,11 @@ def test_a_rank_that_is_gone_is_in_no_set() -> None:
     room.advance(9.0)
     room.changed(slots.ranks[0, 0], 9.0)
     assert (room.below, room.idle, room.came_free) == (0, 0, 0)
+
+
+def test_load_falls_below_when_it_has_worn_off_and_not_before() -> None:
+    slots, room = headroom(1.0, 8, RankLimits())
+    book(slots, "r", 0, 0, b"", 32, 0.0, prefill_duration_s=1.0)
+    for now, below in ((0.5, 0), (0.75 - 1e-3, 0), (0.75 - 1e-7, 0), (0.75, 1)):
+        room.advance(now)
+        assert room.below == below
