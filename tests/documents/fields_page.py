@@ -177,8 +177,13 @@ def _schema(
             for row in common
         ]
         words.append(f"Has {'; '.join(names)}.")
+    own = [row for row in own if row not in common]
+    if len(own) == 1:  # it needs no row below its schema's
+        [row] = own
+        words.append(f"{'Also' if common else 'Has'} {row.shown} ({row.told[0]}): {row.meaning}.")
+        own = []
     head = f'| <a id="{name.lower()}"></a>**{name}** | | {" ".join(words)} |'
-    return [head, *lines_of([row for row in own if row not in common])]
+    return [head, *lines_of(own)]
 
 
 def _lacking(rows: list[Row], other: list[Row]) -> list[Row]:
