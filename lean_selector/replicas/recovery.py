@@ -5,7 +5,7 @@ which the loop serves. Recovered blocks wait in a partition without workers unti
 worker decides the block size (decision D3). What an engine told us itself is newer than any dump: a
 rank whose source has brought something, or has ended, since the start is left alone. A source that
 can be asked for what it published begins after the recovery, exactly behind the dump (D34).
-Spec: indexer.md 4.2 and 7.5-7.7.
+Spec: indexer.md 4.2 and 7.5.
 """
 
 import asyncio

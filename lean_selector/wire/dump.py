@@ -3,7 +3,7 @@
 Writes it in parts of bounded work, and reads what any selector or standalone indexer writes. Beside
 the format of the reference an entry of ours says its model_name and tenant_id (the key alone is
 ambiguous once a name holds a colon) and the watermarks of its sources; peers skip keys they do not
-know. Knows neither HTTP nor what becomes of an event. Spec: indexer.md 4.1, 4.2 and 7.5-7.7.
+know. Knows neither HTTP nor what becomes of an event. Spec: indexer.md 4.1, 4.2 and 7.5.
 """
 
 import struct
