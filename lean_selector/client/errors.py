@@ -23,7 +23,7 @@ from collections.abc import Iterable
 
 
 class ClientError(Exception):
-    """Base of the tree; never raised itself."""
+    """Base class of the client's errors; never raised itself."""
 
 
 class ServiceUnreachable(ClientError):

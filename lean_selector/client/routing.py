@@ -85,7 +85,7 @@ Flow = Generator[Step, Any, T]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """What is to be placed."""
+    """The prompt to place."""
 
     token_ids: Sequence[int]
     lora_name: str | None = None
@@ -209,7 +209,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     def _look(self, model: str | None) -> Flow[dict[str, Scope]]:
-        """What is served, as far as it is known lately."""
+        """Scopes of the served models, looked up again when stale."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -345,7 +345,7 @@ class Routing:
     ) -> Flow[tuple[Selected, Reservation, Any]]:
         """Place the prompt and open the worker's stream.
 
-        A worker that does not take it is avoided from then on, while there are others to ask.
+        A worker that refuses it is avoided in later tries, while there are others.
         """
         return self._again_if_changed(lambda: self._generate(prompt, terms, wanted))
 
@@ -440,7 +440,7 @@ class Routing:
                 reservation.reported()
 
     def release(self, reservation: Reservation) -> Flow[None]:
-        """Free it, whatever it takes within reason."""
+        """Free it, with retries."""
         reservation.ended = True
         may_appear = reservation.ambiguous
         attempt = 0
@@ -472,7 +472,7 @@ def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """What an error tells of the worker's health; None: nothing."""
+    """The worker's outcome that an error implies; None: none."""
     if isinstance(error, WorkerRefused):
         return outcome_of_status(error.status)
     if isinstance(error, WorkerUnreachable):

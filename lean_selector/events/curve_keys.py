@@ -28,12 +28,12 @@ _SECTIONS: Final = ("curve", "metadata")
 
 
 class BadKeys(ValueError):
-    """A file holds no keys as it should; the message is one clear line, and tells none of them."""
+    """A key file is invalid; the message is one line, and contains no key."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeyPair:
-    """Ours. Both as Z85."""
+    """Our key pair, both keys as Z85."""
 
     public: bytes
     secret: bytes

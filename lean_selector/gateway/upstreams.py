@@ -45,7 +45,7 @@ class WorkerLease:
             self._begun(ttft_s)
 
     def touch(self) -> None:
-        """It still runs: said now and then, or it would be taken for forgotten."""
+        """Report that it still runs; without such reports it would expire."""
         if not self.is_over:
             self._touched()
 
@@ -120,7 +120,7 @@ class Rotation:
             self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """About every second."""
+        """Update health, and close idle connections; runs about every second."""
         self._now = now
         self._health.settle(now)
         for endpoint in list(self.endpoints.values()):
@@ -196,6 +196,6 @@ class Directory:
         return {each for base in bases for each in self._ids.get(base, ())}
 
     def bases_of(self, worker_ids: Iterable[int]) -> list[str]:
-        """Where these workers are."""
+        """The base URLs of these workers."""
         wanted = set(worker_ids)
         return [base for base, ids in self._ids.items() if ids & wanted]

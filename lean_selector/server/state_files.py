@@ -99,15 +99,15 @@ def stamp_now() -> Stamp:
 
 
 def elapsed_s(since: Stamp, now: Stamp) -> float:
-    """Seconds between the two, not below 0. Of one boot by its own clock, whatever was done to the
-    other meanwhile; else by the one on the wall, which is all that there is."""
+    """Seconds between the two, at least 0: by the boot clock if both are of one boot, else by the
+    wall clock."""
     if since.boot_id and since.boot_id == now.boot_id:
         return max(0.0, now.boot_s - since.boot_s)
     return max(0.0, now.wall_s - since.wall_s)
 
 
 class Checksum:
-    """Made while a file is written: `add` each part of its text, then write `end`."""
+    """Checksum of a file being written: `add` each part of its text, then write `end`."""
 
     def __init__(self) -> None:
         self._sum = xxh3_64()
@@ -189,11 +189,11 @@ class StateDirectory:
         self.generation += 1
 
     def wish(self) -> None:
-        """It could not be taken; the next `write` tries again."""
+        """The lock could not be taken; the next `write` tries again."""
         self._is_wanted = True
 
     def let_go(self) -> None:
-        """A successor may take it. What is still being written stops short of its name."""
+        """Unlock it for a successor. A file still being written is not renamed into place."""
         self._is_wanted = False
         # A disk that hangs may have this for good: then the end of the process lets go.
         if self._taking.acquire(timeout=_PATIENCE_S):
@@ -270,7 +270,7 @@ class StateDirectory:
             raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """It is still there, and ours; and whether these files are. Raises OSError."""
+        """Check that it still exists and is ours, and whether these files exist. Raises OSError."""
         with self._ours():
             pass
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):

@@ -182,7 +182,7 @@ def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
 
 
 def prompt_families(unknown: Mapping[str, int]) -> Families:
-    """`unknown` counts prompts of raw requests by a word of a few."""
+    """`unknown` counts prompts of raw requests by reason."""
     return table({
         "unknown_prompts_total": (lambda: by("reason", dict(sorted(unknown.items()))),
             "Prompts of raw requests of which not all blocks are known, by reason."),

@@ -146,7 +146,7 @@ _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
 
 
 def judge_source(source: KvSource) -> Finding:
-    """How well one rank's events are followed, by the selector's own word."""
+    """Judge one rank's event source by the state that the selector reports."""
     level, meaning, mend = _STATES.get(
         source.state, (Level.WARNING, "a state that this check does not know", None)
     )

@@ -14,7 +14,7 @@ from lean_selector.wire.scalars import DEFAULT_GROUP, NonNegative, check_u64, gr
 
 
 class ThresholdRequest(msgspec.Struct, kw_only=True):
-    """POST /busy_threshold: what is absent or null stays as it is."""
+    """POST /busy_threshold: absent or null fields stay unchanged."""
 
     model: str
     tenant_id: str | UnsetType = UNSET
@@ -39,7 +39,7 @@ class ThresholdRequest(msgspec.Struct, kw_only=True):
 
 
 class ThresholdRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in force for a model; null is off."""
+    """The thresholds in force for a model; null is off."""
 
     model: str
     tenant_id: str | UnsetType

@@ -102,7 +102,7 @@ class Roster:
         return len(self._known)
 
     def found(self, discovery: str, found: Found, now: float) -> None:
-        """All that a discovery knows of; what it knew before and does not now may leave."""
+        """Take a discovery's complete list; workers that it no longer lists may leave."""
         entries = {endpoint_key(entry.endpoint or ""): entry for entry in found.entries}
         before = self._found.get(discovery, {})
         self._found[discovery] = entries
@@ -116,19 +116,19 @@ class Roster:
         self.look(now)
 
     def heard(self, known: KnownWorker, engine: Particulars) -> None:
-        """An engine said what it is."""
+        """An engine described itself."""
         known.engine = engine
         known.error = None
         self._settle(known)
 
     def failed(self, known: KnownWorker, reason: str) -> None:
-        """An engine did not say what it is. What it said before holds."""
+        """An engine did not answer. Its last answer stays in force."""
         if known.error is None:
             log.warning("discovered worker %s does not tell what it is: %s", known.key, reason)
         known.error = reason
 
     def look(self, now: float) -> None:
-        """Lets go of workers whose time is over, and sees what HTTP did. About every second."""
+        """Remove workers whose grace is over, and note changes over HTTP; about every second."""
         self._compare()
         for known in list(self._known.values()):
             if known.leaves_at is not None and known.leaves_at <= now:
@@ -148,9 +148,9 @@ class Roster:
         ]
 
     def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None:
-        """As it was before a restart; `spec` is the catalog's, None where it was deleted over HTTP.
+        """Restore a worker after a restart; `spec` is the catalog's, None if deleted over HTTP.
 
-        It counts as named by its discoveries until they tell: one that fails changes nothing.
+        Its discoveries count as listing it until they report; one that fails changes nothing.
         """
         entry = Particulars(endpoint=kept.key, worker_id=kept.worker_id)
         known = KnownWorker(kept.key, entry)
@@ -165,7 +165,7 @@ class Roster:
     # -- what is named -------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
-        """A discovery names it, or does so no more. The first that does has the word."""
+        """A discovery lists it, or no longer does. The first that lists it decides."""
         by = [name for name, entries in self._found.items() if key in entries]
         known = self._known.get(key)
         if not by:
@@ -202,7 +202,7 @@ class Roster:
     # -- what is registered --------------------------------------------------------------------
 
     def _settle(self, known: KnownWorker) -> None:
-        """Registers what is known of a worker by now, if that is enough and differs."""
+        """Register a worker once enough is known of it, or when that has changed."""
         if known.state in (State.BY_HTTP, State.REMOVED):
             return
         if known.engine is None and not self._is_complete(known):
@@ -247,7 +247,7 @@ class Roster:
         return False
 
     def _withdraw(self, known: KnownWorker) -> None:
-        """It is registered no more, if it was so by us."""
+        """Remove its registration, if it is ours."""
         spec, known.spec = known.spec, None
         known.state = State.ASKING
         if spec is None:
@@ -271,7 +271,7 @@ class Roster:
     # -- what was done over HTTP ---------------------------------------------------------------
 
     def _compare(self) -> None:
-        """What is not as we left it was done over HTTP."""
+        """Attribute to HTTP whatever differs from what we registered."""
         if self.catalog.revision == self._revision:
             return
         workers = self.catalog.workers
@@ -306,7 +306,7 @@ def _named(known: KnownWorker) -> dict[str, object]:
 
 
 def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:
-    """How many have come how far."""
+    """Number of workers in each state."""
     counts = dict.fromkeys(State, 0)
     for each in known:
         counts[each.state] += 1

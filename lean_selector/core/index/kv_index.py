@@ -35,7 +35,7 @@ DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
 
 
 class Bounds:
-    """As (blocks on the device, blocks on each lower tier), of each rank of a worker."""
+    """Block limits per rank of a worker, as (on the device, on each lower tier)."""
 
     __slots__ = ("_set", "default")
 
@@ -44,7 +44,7 @@ class Bounds:
         self._set: dict[int, tuple[int, int]] = {}  # by worker id, those that differ
 
     def __len__(self) -> int:
-        """Workers with a bound of their own."""
+        """Number of workers with their own bound."""
         return len(self._set)
 
     def of(self, worker_id: int) -> tuple[int, int]:

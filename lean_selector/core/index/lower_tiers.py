@@ -37,7 +37,7 @@ class Continuations:
         self._again: dict[int, dict[int, int]] = {}
 
     def of(self, hashes: bytes, at: int) -> int:
-        """The ranks that have the block at byte `at` of `hashes`, below whatever other block."""
+        """The ranks that have the block at byte `at` of `hashes`, below any parent."""
         if not self._ranks:
             return 0
         block = int.from_bytes(hashes[at : at + 7], "little")
@@ -151,7 +151,7 @@ class Edges:
         return True
 
     def discard(self, bit: int, key: bytes, child: bytes) -> None:
-        """A rank has an edge no more."""
+        """A rank no longer has an edge."""
         self._continuations.discard(bit, key[-8:])
         self._discard(bit, key, child)
 

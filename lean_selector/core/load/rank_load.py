@@ -43,7 +43,7 @@ class BlockWeights:
             counts[new] = counts.get(new, 0) + blocks
 
     def rounded_total(self, distinct_blocks: int) -> int:
-        """What a rank's blocks weigh, rounded half away from zero.
+        """Total weight of a rank's blocks, rounded half away from zero.
 
         `distinct_blocks` counts every block of the rank once, the fractional ones included. The
         blocks are added in the order of their weights; the reference leaves the order open.

@@ -61,24 +61,24 @@ class SelectionCache:
             self.evicted += 1
 
     def get(self, key: PartitionKey, selection_id: str, now: float) -> CachedSelection | None:
-        """What was chosen under an id; it stays."""
+        """The selection cached under an id; it stays cached."""
         self.expire(now)
         entry = self._entries.get((key, selection_id))
         return None if entry is None else entry.selection
 
     def use_up(self, key: PartitionKey, selection_id: str) -> None:
-        """It was booked."""
+        """Drop a selection that was booked."""
         self.drop(key, selection_id)
         self.used += 1
 
     def drop(self, key: PartitionKey, selection_id: str) -> None:
-        """Forgets what was chosen under an id, if anything was."""
+        """Drop the selection cached under an id, if any."""
         entry = self._entries.pop((key, selection_id), None)
         if entry is not None:
             self.size_bytes -= entry.size
 
     def expire(self, now: float) -> None:
-        """Forgets what is too old."""
+        """Drop selections that are too old."""
         entries = self._entries
         while entries and next(iter(entries.values())).expires_at <= now:
             self._drop_oldest()
@@ -243,7 +243,7 @@ class Bookings:
             raise self._taken(reservation_id)
 
     def not_booked(self, error: Conflict, reservation_id: str) -> Conflict:
-        """What is said of a choice that could not be booked."""
+        """The error for a choice that could not be booked."""
         if self._dialect.claims_ids:
             return self._taken(reservation_id)
         return Conflict(f"failed to book scheduler state: {error.message}")

@@ -499,7 +499,7 @@ _NAMED: Final = 4  # tenants of a model, which may have thousands
 
 
 class Refusals:
-    """Refused requests of one selector. A model is known once it had a worker."""
+    """Counts refused requests. A model is known once a worker for it has registered."""
 
     def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
         self._catalog = catalog
@@ -511,7 +511,7 @@ class Refusals:
         self.unnamed = 0  # and while nobody had one
 
     def refused(self, key: PartitionKey) -> NoWorkers:
-        """Counts one, and says what was wrong in the documented words."""
+        """Count one refusal, and return its documented error."""
         is_known, served = key in self._catalog.known, self._catalog.served_models()
         other_tenants = self._other_tenants(key[0]) if key[0] in served else None
         if is_known:

@@ -101,15 +101,15 @@ def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
 
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
-    """Which of the sets each of these ranks is in, if so many times each set would be looked at
-    otherwise that it pays; the sets are apart."""
+    """The number of the set that each of these ranks is in; None if looking at each set `times`
+    times is cheaper. The sets are disjoint."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)
 
 
 def met(sets: list[tuple[Value, int]], numbers: Numbers, ranks: int) -> list[tuple[Value, int]]:
-    """The sets, in their order, that some of these ranks may be in: no fewer than they are in."""
+    """The sets, in order, that may contain some of these ranks: a superset of those that do."""
     if ranks.bit_count() >= len(sets):
         return sets
     found = {numbers[bit] for bit in bits_of(ranks) if bit in numbers}
