@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def _bare(value: object) -> int:
-    """What is sent of such a number. Raises ValueError for anything else."""
+    """The plain int of an int subclass. Raises ValueError for any other type."""
     if isinstance(value, int):
         return int(value)
     raise ValueError(f"{type(value).__name__} is no type of JSON's")

@@ -74,7 +74,7 @@ class OpenStream(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """The endpoint as registered: with or without scheme, with or without the version."""
+        """The URL for completions; the registered endpoint may lack its scheme or version."""
         scheme, found, rest = self.endpoint.rstrip("/").rpartition("://")
         version = "" if rest.endswith("/v1") else "/v1"
         return f"{scheme if found else 'http'}://{rest}{version}/completions"
@@ -423,7 +423,7 @@ class Routing:
     # -- after the placement -------------------------------------------------------------------
 
     def report(self, reservation: Reservation) -> Flow[None]:
-        """Tell the service what it does not know yet; on trouble, leave it to the next time."""
+        """Send the reports that are due; those that fail are left to the next call."""
         failures = 0
         while (call := reservation.next_report()) is not None:
             try:

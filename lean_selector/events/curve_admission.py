@@ -1,7 +1,7 @@
 """Admits clients to our CURVE sockets by their public keys, and counts those that are refused.
 
 libzmq asks at each handshake (ZAP, rfc.zeromq.org/spec/27); zmq.auth answers. Without an answer
-nobody is admitted.
+no client is admitted.
 """
 
 import logging

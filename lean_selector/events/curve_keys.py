@@ -1,9 +1,8 @@
 """Key pairs of CURVE and lists of public keys, read from files; and sockets that use them.
 
-A pair lies in a certificate as CZMQ and pyzmq's zmq.auth write it (rfc.zeromq.org/spec/4, ZPL). A
-list has one public key a line, 40 characters of Z85, and after it what one likes, as whose it is;
-certificates without their secret keys are lists too, also several one after another. Files are read
-once, at the start.
+A pair is a certificate in the format of CZMQ and pyzmq's zmq.auth (rfc.zeromq.org/spec/4, ZPL). A
+list has one public key per line, 40 characters of Z85, then an optional comment such as the owner;
+one or more concatenated public certificates are a list too. Files are read once, at the start.
 """
 
 import re

@@ -85,7 +85,7 @@ class KvReplay:
         return ReplayEnd.OVERFLOWED if link.has_overflowed else ReplayEnd.STOPPED
 
     def why_not(self) -> str:
-        """Why it did not end, in a few words."""
+        """Why the replay did not end, in a few words."""
         if self.link.was_connected:
             return "no end of it" if self.has_answered else "no answer"
         return "no answer" if self.link.error is None else f"no connection: {self.link.error}"

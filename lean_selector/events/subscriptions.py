@@ -35,7 +35,7 @@ class KvSubscriptions:
     """The catalog's SourceSink. Used from the loop's thread only."""
 
     def __init__(self, links: Links, grace_s: float = GRACE_S) -> None:
-        """`grace_s`: before a source that is not heard of is a warning (D35)."""
+        """`grace_s`: how long a source may stay silent before a warning (D35)."""
         self._links = links
         self._grace_s = grace_s
         self._turns = IngestTurns()

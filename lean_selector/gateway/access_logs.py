@@ -366,7 +366,7 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
 
 
 def warn_of_a_short_queue(place: str) -> None:
-    """For a UNIX socket: it keeps what the sysctl says when the socket is made."""
+    """Warn if a UNIX socket made now has a short queue: it keeps the sysctl's current value."""
     try:
         length = int(_QUEUE_LENGTH.read_text())
     except (OSError, ValueError):

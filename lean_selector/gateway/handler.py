@@ -73,7 +73,7 @@ class ModelList:
         self._asking: asyncio.Task[dict[str, msgspec.Raw]] | None = None
 
     def answer(self, line: bytes, model: str | None = None) -> bytes | PendingReply:
-        """All of them, or this one, with this header line, which is the request's own."""
+        """The list of models, or one model. `line` is added to the headers of the answer."""
         if self._known is not None and monotonic() < self._until:
             return _told_models(self._known, line, model)
         if self._asking is None:

@@ -185,7 +185,7 @@ class PromptMemory:
         return -1, None
 
     def _part(self, entry: _Entry, common: int, averages: Averages) -> None:
-        """Another prompt goes on from here, with so many blocks in common."""
+        """Record that another prompt shares the first `common` blocks of this entry."""
         if entry.is_guess and entry.asked >= 0:
             longest = len(entry.run.hashes) // 8
             own = longest - entry.asked  # blocks that the answer ended

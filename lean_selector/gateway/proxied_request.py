@@ -313,8 +313,8 @@ class ProxiedRequest:
         self._finish(None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
-        """The worker failed, or shed, before anything was said to the client. `how` is a word for
-        the metrics, `outcome` what that says of the worker."""
+        """Try another worker: this one failed or shed the request before the client got any answer.
+        `how` labels the metric; `outcome` is the worker's, for outlier detection."""
         lease = self.lease
         assert lease is not None
         self._counts.retries[how] += 1

@@ -267,7 +267,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """No answer is awaited on it."""
+        """Whether the connection is idle."""
         return self._receiver is None
 
     @property

@@ -1,4 +1,4 @@
-"""The head of a request: sizes it may have, its header section, its credential, and the request."""
+"""The head of a request: size limits, the header section, the credential, and the request."""
 
 import os
 import re
@@ -267,7 +267,7 @@ UNUSABLE: Final = b""  # there is a credential, and it is no single bearer token
 
 
 def digest_of(text: bytes) -> bytes:
-    """What may be kept in place of a secret. Other processes have other digests of the same."""
+    """A digest to keep instead of a secret, keyed per process."""
     made = _KEYED.copy()  # a third cheaper than with the key again
     made.update(text)
     return made.digest()

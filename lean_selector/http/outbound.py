@@ -262,7 +262,7 @@ class OutboundClient:
     async def get(
         self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
     ) -> OutboundAnswer:
-        """`request` of a GET."""
+        """Send a GET request."""
         return await self.request("GET", url, timeout_s=timeout_s, most_bytes=most_bytes)
 
     async def request(

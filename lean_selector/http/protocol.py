@@ -299,7 +299,7 @@ class HttpProtocol(asyncio.Protocol):
         return reply
 
     def _framed(self, request: Request, reply: Response) -> Response:
-        """The reply as this client needs it: without the body, or with a word on the connection."""
+        """The reply, without its body for HEAD, and with a `connection` header if it needs one."""
         if request.method == b"HEAD":
             reply = without_body(reply)
         if self._is_last(request):

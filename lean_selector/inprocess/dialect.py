@@ -50,7 +50,7 @@ NOT_FOUND = 404
 
 
 def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
-    """What an answer of this status is raised as."""
+    """The exception to raise for an error answer."""
     if status in (400, 413, 415, 422):
         return ValueError(message)
     kind = _KINDS.get(status, "internal")

@@ -313,7 +313,7 @@ class RemoteSelectionService:
         return not known
 
     async def deregister_replica_peer(self, endpoint: str) -> bool:
-        """Let it listen to it no more; whether it was listened to."""
+        """Remove a peer of the remote selector; False if it was not a peer."""
         try:
             await self._peer("/replica_sync/deregister_peer", endpoint)
         except SelectionServiceError as error:
@@ -377,7 +377,7 @@ def _record(answer: Fields) -> Fields:
 
 
 def _filtered(path: str, model_name: str | None, routing_group: str | None) -> str:
-    """Both names of a routing group: each dialect ignores the other's."""
+    """The path with its filters. The routing group is sent under the names of both dialects."""
     given = {"model_name": model_name, "tenant_id": routing_group, "routing_group": routing_group}
     query = urlencode({name: value for name, value in given.items() if value is not None})
     return f"{path}?{query}" if query else path

@@ -269,7 +269,7 @@ class SelectionService:
         return self._start().at_once(lambda: replication.deregister_peer(endpoint))
 
     def list_replica_peers(self) -> list[str]:
-        """The endpoints of the replicas that are listened to."""
+        """The endpoints of the replicas that this service subscribes to."""
         if self._running is None or (replication := self._running.parts.replication) is None:
             return []
         return self._running.at_once(replication.peers)

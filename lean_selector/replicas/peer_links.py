@@ -107,7 +107,7 @@ class ReplicaLinks:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
 
     def remove(self, endpoint: str) -> None:
-        """Nothing of this peer is heard any more."""
+        """Close the connection to this peer."""
         link = self._peers.pop(endpoint)
         del self._states[endpoint]
         self._under_way.pop(link, None)

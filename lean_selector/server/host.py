@@ -204,7 +204,7 @@ class HttpServer:
         self._stop_now = asyncio.Event()
 
     async def start(self) -> None:
-        """Binds. Raises StartError."""
+        """Bind the listeners. Raises StartError."""
         date_header.set(time.time())
         self.connections.sweep(time.monotonic())
         listen = self._listen

@@ -144,7 +144,7 @@ class Replication:
             self._begin_catch_up()
 
     def catch_up_from(self, urls: list[str]) -> None:
-        """The HTTP URLs of the peers that are found now. The first that are begin a catch-up."""
+        """Set the HTTP URLs of the discovered peers. The first URLs start a catch-up."""
         self._catch_up_urls[:] = dict.fromkeys((*self._given_urls, *urls))
         if self._catch_up_urls and self._catching_up is None:
             self._begin_catch_up()

@@ -261,7 +261,7 @@ class FinderFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AccessFlags:
-    """Files that our requests bring along."""
+    """Credentials and certificates of our outbound requests."""
 
     whose: ClassVar[str]  # how the flags begin: --WHOSE-token-file
     token_file: str | None

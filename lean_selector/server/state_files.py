@@ -126,7 +126,7 @@ class Checksum:
 
 
 def opened(sealed: bytes) -> tuple[bytes, Stamp]:
-    """The text and when it was written. Raises Damaged."""
+    """Verify the checksum; return the text and when it was written. Raises Damaged."""
     at = len(sealed) - len(_END) - _SUM_BYTES
     if at <= 0 or not sealed.endswith(_END):
         raise Damaged("its end is missing")

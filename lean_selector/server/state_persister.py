@@ -77,7 +77,7 @@ LAST_S: Final = 2.0
 
 
 class Contents(Protocol):
-    """The catalog of a service, as a file."""
+    """The catalog of a service, serialized for a state file."""
 
     @property
     def revision(self) -> int: ...

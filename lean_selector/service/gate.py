@@ -327,7 +327,7 @@ def with_param_and_body(
 
 
 class Saving(Protocol):
-    """What puts changes on disk."""
+    """Persists changes to disk."""
 
     def note(self) -> None: ...
 

@@ -1,1 +1,1 @@
-"""Commands beside the services: the demo, the check, and the files to deploy with."""
+"""Commands other than the services: demo, check, deploy and keys."""

@@ -1,10 +1,10 @@
 """Event batches of vLLM, SGLang and TRT-LLM: bytes to records, every layout they have had.
 
-An event that cannot be read is skipped with its reason, the others of its batch stand. msgspec
-refuses a union of maps and arrays, so two typed decoders stand behind one function, chosen by
-looking at the first event. A batch of at most a window's bytes is read at once if they take it; any
-other is read in slices of bounded work: an event that the typed decoders refuse is read untyped and
-put in order first, one that is larger than a window comes as several records. Knows nothing of the
+An event that cannot be decoded is skipped and counted by reason; the rest of its batch is kept.
+msgspec has no union of maps and arrays, so the first event selects one of two typed decoders. A
+batch that fits a window and that the decoder accepts is decoded at once; any other is decoded in
+slices of bounded work: an event that the typed decoders refuse is decoded untyped and normalized,
+and one larger than a window becomes several records. Knows nothing of the
 index. Spec: indexer.md 1.3 and 1.4; D25.
 """
 

@@ -23,7 +23,7 @@ def is_array(tag: int) -> bool:
 
 
 def array_header(count: int) -> bytes:
-    """What comes before so many values to make an array of them."""
+    """The header of an array of `count` values."""
     return b"\xdd" + count.to_bytes(4, "big")
 
 

@@ -444,7 +444,7 @@ class _Reader:
         return out.getvalue()
 
     def _text(self) -> str | None:
-        """A short text, or nil."""
+        """Read a short string or nil."""
         if self._passes_nil():
             return None
         tag: i64 = self._byte()

@@ -308,8 +308,8 @@ def check_count(name: str, count: int, most: int) -> None:
 
 
 def allowed_workers(ids: list[int]) -> frozenset[int]:
-    """The set of these ids. Raises msgspec.ValidationError for one beyond 2**64 - 1, BadRequest for
-    too many."""
+    """The ids as a set. Raises msgspec.ValidationError for an id above 2**64 - 1, BadRequest for
+    too many ids."""
     check_count("allowed_worker_ids", len(ids), _MOST_WORKERS)
     if _FEW_WORKERS < len(ids) <= MAX_RANKS:
         return _kept(tuple(ids))

@@ -1,1 +1,1 @@
-"""Which workers and peers there are, by discovery, and whether workers answer their polls."""
+"""Discovery of workers and peers, and health polls of workers."""

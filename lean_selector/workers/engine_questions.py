@@ -53,7 +53,7 @@ class RankPublisher(msgspec.Struct):
 
 
 class KvEvents(msgspec.Struct):
-    """SGLang's `kv_events`: the ports of each rank are those of the bases + the rank."""
+    """SGLang's `kv_events`: the port of a rank is the base port plus the rank."""
 
     publisher: str = "zmq"
     endpoint_host: str = "*"

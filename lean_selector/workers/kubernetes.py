@@ -34,7 +34,7 @@ class ListMetadata(msgspec.Struct, rename="camel"):
 
 
 class Conditions(msgspec.Struct):
-    """None is what an older server does not tell: then an endpoint is ready."""
+    """None: an older server does not report it; the endpoint then counts as ready."""
 
     ready: bool | None = None
     terminating: bool | None = None

@@ -1,4 +1,4 @@
-"""What is to be found, what is known of a worker before it is registered, and its registration."""
+"""Discovery targets, what discovery reports of a worker, and the registration made from it."""
 
 import re
 from collections.abc import Mapping

@@ -1,14 +1,13 @@
-"""Outlier detection: ranks that fail are ejected for a while, and tried again.
+"""Outlier detection: failing ranks are temporarily ejected.
 
-After so many failures in a row a rank is out, for a time that grows with each ejection. Then it
-is on probation: one failure ejects it again, a success heals it, and so does a time without
-failures as long as it was out. Polls of its worker eject it too, until one of them succeeds. Of
-the ranks no more than a share is out, but those of one worker may always be. Where all are out it
-is the caller's to try them all the same; a success of one of them then puts it back at once,
-because otherwise successes of who is out are those of requests that were given to it before.
+A number of consecutive failures ejects a rank, for a time that grows with each ejection. Then it is
+on probation: one failure ejects it again; a success, or a failure-free time as long as the
+ejection, restores it. Failed polls eject all ranks of a worker until a poll succeeds. At most a
+share of the ranks is ejected, but those of one worker always may be. If all are ejected, the caller
+may try them anyway, and a success restores its rank at once. Otherwise a success during an ejection
+does not count, because the request was sent before.
 
-Pure: the time is an argument, monotonic seconds, and does not go backwards. Knows ranks by their
-keys and nothing of what they do.
+Time is an argument, in monotonic seconds, and does not go backwards. Ranks are opaque keys.
 """
 
 import math
@@ -66,8 +65,8 @@ class Ejections:
     # -- what is heard -------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
-        """A request to one of these ranks, or to their whole worker, went so. `total`: how many
-        ranks there are."""
+        """Record the outcome of a request to one of these ranks, or to their whole worker. `total`:
+        the number of ranks."""
         if not self.ranks and outcome == OK:
             return False
         changed = self.settle(now)
@@ -99,9 +98,9 @@ class Ejections:
         return True
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, total: int, now: float) -> bool:
-        """The worker of these ranks was asked how it is; None: well.
+        """Record a health poll of the worker of these ranks; `fault` is None if it succeeded.
 
-        Who is well comes back at once, if it was ejected by polls or because nobody listened.
+        A success restores ranks that were ejected by polls or by refused connections.
         """
         if not self.ranks and fault is None:
             return False
@@ -136,7 +135,7 @@ class Ejections:
         return True
 
     def settle(self, now: float) -> bool:
-        """Lets come back whose time is over. To be called about every second."""
+        """Restore the ranks whose ejection is over. Call it about every second."""
         if now < self._looks_at:
             return False
         self._looks_at = math.inf
@@ -155,7 +154,7 @@ class Ejections:
         return changed
 
     def forget(self, keys: Sequence[RankKey]) -> bool:
-        """They are gone, or others than they were."""
+        """Forget ranks that were removed or replaced."""
         changed = False
         for key in keys:
             self.ranks.pop(key, None)
@@ -173,7 +172,7 @@ class Ejections:
         return health
 
     def _may_go(self, due: list[RankKey], total: int) -> bool:
-        """Whether these may be out on top of those who are."""
+        """Whether these may be ejected in addition to those that already are."""
         count = len(self.out) + len(due)
         worker_id = due[0][0]
         alone = all(key[0] == worker_id for key in self.out)

@@ -106,7 +106,7 @@ class EngineHashes:
                 del self.alias_at[place]
 
     def add_copy(self, name: int) -> None:
-        """The engine has one block more under this name, which is known."""
+        """Count one more block that the engine holds under a known name."""
         self.copies[name] = self.copies.get(name, 0) + 1
         self.extra += 1
 

@@ -96,7 +96,7 @@ class HashTable:
         self._segments: list[_Segment] = [_Segment(first, 0)]
 
     def get(self, name: i64) -> i64:
-        """What a hash leads to, or ABSENT."""
+        """The value of a hash, or ABSENT."""
         hashed: i64 = mixed(name)
         segment = self._segments[hashed & ((1 << self._bits) - 1)]
         at: i64 = segment.slot_of(name, hashed)

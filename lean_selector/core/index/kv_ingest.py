@@ -318,9 +318,9 @@ class KvIngest:
     def _is_announced(
         self, key: RankKey, rank: Taught, parent: int | None, last: int, before: int
     ) -> bool:
-        """Whether an event may be of an engine that announces what requests find cached: then the
-        next one of the batch stores what the request adds to that. Such blocks are no copies, and
-        those that were taken for some are none any more."""
+        """Whether this event may announce the blocks that a request found cached. If the next event
+        of the batch continues it, the engine does announce them: such blocks are not copies, and
+        those that were counted as copies are taken back."""
         is_new = self._index.blocks(*key, _DEVICE) != before
         adds_to_it = parent is not None and parent == rank.announced_end
         if is_new and adds_to_it and not rank.reports_hits:

@@ -1,4 +1,4 @@
-"""The lower tiers: which rank has which block there, and how a match goes on from the device."""
+"""The lower tiers: which blocks each rank has there, and how a match continues from the device."""
 
 from collections import OrderedDict
 from collections.abc import Iterator

@@ -39,7 +39,7 @@ class RankPrompts:
 
 
 class RoutedPrompts:
-    """Routed prompts of one partition. `index` is what they tell; only this changes it."""
+    """Routed prompts of one partition. Only this class changes their `index`."""
 
     def __init__(self, index: KvIndex, ttl_s: float) -> None:
         self.index = index

@@ -148,7 +148,7 @@ class PrefillDecay:
         self._untimed -= self._prefills.pop(request_id)[1] is None
 
     def tokens_at(self, total_tokens: int, now: float) -> int:
-        """What is left of `total_tokens`, the sum of all outstanding prefills."""
+        """The prefill tokens still outstanding, out of `total_tokens` that were admitted."""
         tokens, duration_s = next(iter(self._prefills.values()))
         if duration_s is None:
             return total_tokens

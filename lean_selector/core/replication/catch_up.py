@@ -1,7 +1,7 @@
 """What a replica takes over from its peers, at start or after a gap: live bookings, each id once.
 
-Owns the bookings that wait for their rank to be registered here, and what was heard meanwhile of
-bookings that have not arrived yet. Beyond the reference (decision D22); slot_tracker.md 3.1.
+Owns the bookings that wait for their rank to be registered here, and the events received meanwhile
+for bookings that have not arrived yet. Beyond the reference (decision D22); slot_tracker.md 3.1.
 Knows nothing of HTTP or sockets; time is an argument, in monotonic seconds.
 """
 

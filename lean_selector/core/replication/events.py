@@ -308,10 +308,10 @@ class ReplicaSequences:
 
 
 def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> bool:
-    """Books it as of `live.touched_at`. Call it oldest first, for expiry goes by that order.
+    """Book a copied reservation as of `live.touched_at`, oldest first, the order of expiry.
 
-    `router_id`: the peer that admitted it, None if this replica did. False, with nothing booked:
-    its rank is not registered, its id is live already, or the block size is another.
+    `router_id` is the peer that admitted it, None for this replica. Returns False, and books
+    nothing, if its rank is not registered, its id is already live, or the block size differs.
     """
     slots, booking = target.slots, live.booking
     request_id = booking.request_id

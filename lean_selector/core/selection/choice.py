@@ -565,7 +565,7 @@ def cheapest(
 
 
 def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float) -> float:
-    """The greatest cost in these cells, exact as the least is."""
+    """The highest cost in these cells, as exact as the lowest."""
     most = -math.inf
     reach = pricing.reach
     for cell in cells:

@@ -170,7 +170,7 @@ class ParkedQueue:
         return self._lines.values()
 
     def in_order(self) -> list[Parked]:
-        """A copy, so that items may leave while the caller walks."""
+        """The parked requests in order; a copy, so that items may be removed during iteration."""
         return sorted((item for line in self._lines.values() for item in line.items), key=_place)
 
     def park(
@@ -374,7 +374,7 @@ class Partition:
     # -- health --------------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
-        """What became of a request to one of these ranks; True when there are other candidates."""
+        """Record the outcome of a request to these ranks; True when the candidates have changed."""
         return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
@@ -382,7 +382,7 @@ class Partition:
         return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
 
     def settle_health(self, now: float) -> bool:
-        """Apply what time does to ejections; returns as `report`."""
+        """Let ejections expire; True when the candidates have changed."""
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:

@@ -162,8 +162,8 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Check a request with a target and a pin. Raises BadRequest or Unavailable when the request
-    might go to its target, but for its pin, and that is elsewhere."""
+    """Check a request with a target and a pin. Raises BadRequest or Unavailable if the target is
+    eligible but the pin is on another rank."""
     target, pinned = request.target, request.pinned
     assert target is not None, "it has one"
     assert pinned is not None, "it has one"

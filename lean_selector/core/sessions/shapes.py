@@ -26,7 +26,7 @@ class Binding(msgspec.Struct, eq=False, gc=False):
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """What one reservation holds of its session."""
+    """The hold of one reservation on the binding of its session."""
 
     session_id: str
     binding: Binding

@@ -96,8 +96,8 @@ def _without_raw_default(kind: Any) -> Any:
 
 
 def _structs_of(kind: Any, seen: dict[int, Any]) -> Iterator[type[msgspec.Struct]]:
-    """Those that a type is made of. What is `seen`, which has types by id, is not looked into
-    again: most routes share most of theirs."""
+    """The structs that a type is made of. Types in `seen`, by id, are skipped, because most
+    routes share most of theirs."""
     if id(kind) in seen:
         return
     seen[id(kind)] = kind
