@@ -40,6 +40,10 @@ required](../guide/access.md).
 A route that is as an earlier service has it stands there alone. Several bodies and answers have
 these fields; below they are listed there by name, with their type where it is another:
 """
+_SAME_ROUTES: Final = """\
+Its routes are the selector's; a body or answer that has a namesake with `16` here is that one, but
+for `POST /route/{path}`, which answers the same in both.
+"""
 _ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")
 _TABLE: Final = ["| field | type, default | meaning |", "|---|---|---|"]
 _ENOUGH: Final = 4  # as alike are two schemas of which the later refers to the earlier
@@ -94,7 +98,11 @@ def page() -> str:
     for service, document in documents.items():
         title, api = _SECTIONS[service]
         parts += [f"## {title}\n", f"What its routes take and give; more in {api}.\n"]
-        parts += [*_ROUTES_HEAD, *(each for each in _routes(document) if each not in parts), ""]
+        if service == "selector_16":
+            parts.append(_SAME_ROUTES)
+        else:
+            rows = (each for each in _routes(document) if each not in parts)
+            parts += [*_ROUTES_HEAD, *rows, ""]
         if parameters := [each for each in _parameters(document) if each not in parts]:
             parts += ["| in the query | of | |", "|---|---|---|", *parameters, ""]
         parts += _TABLE
