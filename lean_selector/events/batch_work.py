@@ -51,6 +51,7 @@ class BatchWork:
         self._reader = reader
         self._rest: Iterator[EventBatch | None] | None = None
         self._is_lost = False  # the batch under way has been counted as lost
+        self._is_again = False  # it may have been applied before
 
     @property
     def is_under_way(self) -> bool:
@@ -61,6 +62,7 @@ class BatchWork:
         """Begin a batch; `go_on` ends it if `is_under_way` afterwards."""
         assert self._rest is None, "batches are applied in order"
         self._is_lost = False
+        self._is_again = self._cursor.is_again
         if len(payload) > MAX_BATCH_BYTES:
             self._lose_all("oversize", f"it has more than {MAX_BATCH_BYTES} bytes")
             return
@@ -104,7 +106,7 @@ class BatchWork:
         self._rest = None
 
     def _apply(self, batch: EventBatch) -> None:
-        if self._ingest.apply(batch):
+        if self._ingest.apply(batch, self._is_again):
             self._cursor.cleared()
         for event in batch.skipped:
             text = f"{event.event_type} event skipped, {event.reason}: {event.detail}"

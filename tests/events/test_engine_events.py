@@ -57,8 +57,8 @@ VLLM: dict[str, tuple[Held, Counts]] = {
     "removed block by block": (set(), ONCE | {("removed", "applied"): 2}),
     "removed elsewhere": (BOTH, ONCE | {("removed", "remote"): 1}),
     "cleared": (FIRST, TWICE | CLEARED),
-    "a part of a block": (set(), {("stored", "block_size"): 1}),
-    "names alone": (BOTH, ONCE | {("stored", "block_size"): 1}),
+    "a part of a block": (set(), {("stored", "partial"): 1}),
+    "names alone": (BOTH | ON_HOST, TWICE),
 }
 SGLANG: dict[str, tuple[Held, Counts]] = {
     "stored": (BOTH, ONCE),
@@ -76,7 +76,7 @@ EFFECTS = {
     "sglang 0.5.23, load": (set(), {("message", "not_a_batch"): 1}),
 }
 # Where the packed reader leaves a batch to the other one.
-LEFT = ("image", "storage elsewhere", "removed elsewhere", "names alone", "load")
+LEFT = ("image", "lookahead", "storage elsewhere", "removed elsewhere", "names alone", "load")
 
 
 def learnt(payload: bytes, *, packed: bool) -> tuple[Held, Counts]:

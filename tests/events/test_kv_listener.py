@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Engine:
-    """A publisher with a replay buffer. `blocks` is what it holds; a batch is one event."""
+    """A publisher with a replay buffer. `copies` is what it holds; a batch is one event."""
 
     engines = itertools.count()  # what each begins with, as with the time
 
@@ -52,7 +52,7 @@ class Engine:
         self.port = port
         self.replay_port = replay_port
         self.seq = 0
-        self.blocks: set[int] = set()
+        self.copies: Counter[int] = Counter()
         self.buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
         self.requests: list[int] = []
         self.with_topic = True  # newer vLLM and TRT-LLM; False: SGLang and older vLLM
@@ -80,6 +80,10 @@ class Engine:
             await asyncio.gather(self.serving, return_exceptions=True)
             self.serving = None
         self.context.destroy(linger=0)
+
+    @property
+    def blocks(self) -> set[int]:
+        return {block for block, copies in self.copies.items() if copies > 0}
 
     @property
     def asked(self) -> list[int]:
@@ -123,23 +127,23 @@ class Engine:
 
     async def store_at_once(self, *blocks: int) -> None:
         """One batch of so many events."""
-        self.blocks.update(blocks)
+        self.copies.update(blocks)
         await self.pub.send_multipart(
             self._batch(*(["BlockStored", [block], None, [block, block], 2] for block in blocks))
         )
 
     async def store(self, *blocks: int, lost: bool = False) -> None:
         for block in blocks:
-            self.blocks.add(block)
+            self.copies[block] += 1
             event = ["BlockStored", [block], None, [block, block], 2, None, "GPU", None, None]
             await self.publish(event, lost)
 
     async def remove(self, block: int, lost: bool = False) -> None:
-        self.blocks.discard(block)
+        self.copies[block] -= 1
         await self.publish(["BlockRemoved", [block], "GPU"], lost)
 
     async def clear(self) -> None:
-        self.blocks.clear()
+        self.copies.clear()
         await self.publish(["AllBlocksCleared"])
 
 
@@ -383,7 +387,7 @@ async def test_a_clear_late_in_a_large_batch_ends_the_wait_for_a_replay() -> Non
         await engine.store(2, lost=True)
         stores = (["BlockStored", [block], None, [block, block], 2] for block in LARGE)
         frames = engine._batch(*stores, ["AllBlocksCleared"])
-        engine.blocks.clear()
+        engine.copies.clear()
         await engine.pub.send_multipart(frames)
         await engine.store(5)
         await turns.step_until(lambda: service.blocks == {5} and service.state == "live")
@@ -665,7 +669,7 @@ async def test_the_same_trouble_is_logged_once(caplog: pytest.LogCaptureFixture)
         assert (status.state, status.lost_batches) == ("degraded", 10)
         assert status.last_error == "gap: 18 then 20, batches lost"
         await engine.clear()
-        engine.blocks.clear()
+        engine.copies.clear()
         await engine.store(3)
         await service.follows(engine)
     (record,) = caplog.records

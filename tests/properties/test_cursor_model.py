@@ -1,11 +1,13 @@
 """Random engines, losses, restarts and replays against the cursor, used as a listener uses it.
 
-An engine holds a set of blocks, and keeps its last batches for replays. The walk ends with a sound
-connection and whole replays: a source that says `live` then holds what its engine holds, one that
-says `partial` a part of it, one that says `silent` nothing.
+An engine holds blocks, one of each or several copies, and keeps its last batches for replays. The
+walk ends with a sound connection and whole replays: a source that says `live` then holds what its
+engine holds, or where that has copies no more than it, one that says `partial` a part of it, one
+that says `silent` nothing.
 """
 
 import random
+from collections import Counter
 from typing import NamedTuple
 
 from hypothesis import given, settings
@@ -31,8 +33,9 @@ class Batch(NamedTuple):
 class Engine:
     """One after the other at the same endpoints; each counts from 0."""
 
-    def __init__(self, dice: random.Random, keeps: int) -> None:
+    def __init__(self, dice: random.Random, keeps: int, *, has_copies: bool) -> None:
         self._dice = dice
+        self.has_copies = has_copies
         self._keeps = keeps
         self._born = 0
         self.restart()
@@ -40,7 +43,7 @@ class Engine:
     def restart(self) -> None:
         self._born += 1
         self._seq = 0
-        self.blocks: set[int] = set()
+        self.copies: Counter[int] = Counter()
         self.kept: list[Batch] = []
 
     def publish(self) -> Batch:
@@ -49,13 +52,16 @@ class Engine:
         if self._seq:
             if draw < 0.06:
                 kind = "clear"
-                self.blocks.clear()
-            elif draw < 0.4 and self.blocks:
-                kind, block = "del", dice.choice(sorted(self.blocks))
-                self.blocks.discard(block)
+                self.copies.clear()
+            elif draw < 0.4 and self.copies:
+                kind, block = "del", dice.choice(sorted(self.copies))
+                self.copies -= Counter([block])
             else:
                 kind, block = "add", dice.randrange(BLOCKS)
-                self.blocks.add(block)
+                if block in self.copies and not self.has_copies:
+                    kind = "nothing"
+                else:
+                    self.copies[block] += 1
         batch = Batch(self._born, self._seq, kind, block)
         self._seq += 1
         self.kept.append(batch)
@@ -64,11 +70,11 @@ class Engine:
 
 
 class Listener:
-    """Applies what the cursor says to a set of blocks, and asks for replays."""
+    """Applies what the cursor says to counted blocks, and asks for replays."""
 
     def __init__(self) -> None:
         self.cursor = KvCursor(can_replay=True)
-        self.blocks: set[int] = set()
+        self.copies: Counter[int] = Counter()
         self.wants = False  # to ask
         # What is still to come of a replay; at a None it is cut off.
         self.replay: list[Batch | None] | None = None
@@ -87,7 +93,7 @@ class Listener:
         verdict = self.cursor.live(batch.seq, self._payload(batch))
         if verdict is BatchVerdict.RESTART:
             self._stop()
-            self.blocks.clear()
+            self.copies.clear()
         if verdict in (BatchVerdict.APPLY, BatchVerdict.RESTART):
             self._apply(batch)
         self._look()
@@ -136,17 +142,18 @@ class Listener:
 
     def _apply(self, batch: Batch) -> None:
         if batch.kind == "add":
-            self.blocks.add(batch.block)
+            if not (self.cursor.is_again and batch.block in self.copies):
+                self.copies[batch.block] += 1
         elif batch.kind == "del":
-            self.blocks.discard(batch.block)
+            self.copies -= Counter([batch.block])
         elif batch.kind == "clear":
-            self.blocks.clear()
+            self.copies.clear()
             self.cursor.cleared()
             if self.cursor.is_settled:
                 self._stop()
 
     def _start_over(self) -> None:
-        self.blocks.clear()
+        self.copies.clear()
         self.replay, self.wants = None, True
 
     def _stop(self) -> None:
@@ -162,9 +169,9 @@ class Listener:
 class Walk:
     """What happens, as a seed says."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, has_copies: bool) -> None:
         self._dice = random.Random(seed)
-        self.engine = Engine(self._dice, self._dice.choice([2, 5, 50]))
+        self.engine = Engine(self._dice, self._dice.choice([2, 5, 50]), has_copies=has_copies)
         self.listener = Listener()
         self._is_up = False
         for _ in range(self._dice.randrange(5, 80)):
@@ -213,14 +220,16 @@ class Walk:
         raise AssertionError("it never settles")
 
 
-@given(seed=st.integers(0, 2**32))
+@given(seed=st.integers(0, 2**32), has_copies=st.booleans())
 @settings(max_examples=1_000)
-def test_a_source_holds_what_its_state_says_of_what_its_engine_holds(seed: int) -> None:
-    walk = Walk(seed)
-    cursor, engine, blocks = walk.listener.cursor, walk.engine, walk.listener.blocks
+def test_a_source_holds_what_its_state_says_of_what_its_engine_holds(
+    seed: int, has_copies: bool
+) -> None:
+    walk = Walk(seed, has_copies=has_copies)
+    cursor, held, copies = walk.listener.cursor, walk.engine.copies, walk.listener.copies
     if cursor.state is SourceState.LIVE:
-        assert blocks == engine.blocks
+        assert copies <= held if has_copies else copies == held
     elif cursor.state is SourceState.SILENT:
-        assert not blocks
+        assert not copies
     elif cursor.state is SourceState.PARTIAL:
-        assert blocks <= engine.blocks
+        assert copies <= held

@@ -140,7 +140,7 @@ def test_tokens_and_kv_events_of_a_working_engine() -> None:
             return bool(scores["workers"][0]["device_blocks"])
 
         wait_until(is_indexed, "the engine is heard")
-        engine.publish_removed(block_hashes=[2])
+        engine.publish_removed(block_hashes=[2] * published)  # each copy
         engine.publish_all_cleared()
         engine.publish_stored(token_ids=tokens[:16], block_hashes=[1])
 

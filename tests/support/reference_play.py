@@ -7,6 +7,7 @@ be among them, and what is booked is pinned to one.
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,7 @@ class Play:
         self._chains = [trunk, *(self._branch(trunk) for _ in range(3)), self._tokens(200)]
         self._names: dict[tuple[int, ...], int] = {}  # of each beginning, as engines name its end
         self._stored: dict[int, dict[int, int]] = {each: {} for each in ENGINES}
+        self._copies: dict[int, Counter[int]] = {each: Counter() for each in ENGINES}
 
     def run(self, operations: int) -> None:
         for worker_id in WORKERS:
@@ -329,11 +331,13 @@ class Play:
         held = self._stored[worker_id]
         held[number] = max(held.get(number, 0), blocks)
         hashes = self._engine_hashes(number, blocks)
+        self._copies[worker_id].update(hashes)
         self._tell(worker_id, "stored", number, hashes, blocks, blocks)
 
     def _evict(self, worker_id: int) -> None:
         """It drops the end of one, and whatever hangs below that, as engines do: of what loses only
-        its beginning theirs forgets the rest (D16)."""
+        its beginning theirs forgets the rest (D16). With each block go its copies, which theirs
+        does not count."""
         held = self._stored[worker_id]
         number = self._rng.choice(list(held))
         left = self._rng.randrange(held[number])
@@ -346,10 +350,13 @@ class Play:
                 held[other] = left
                 if not left:
                     del held[other]
-        self._tell(worker_id, "removed", number, list(lost), left + 1, left)
+        copies = self._copies[worker_id]
+        further = [name for name in lost for _ in range(copies.pop(name) - 1)]
+        self._tell(worker_id, "removed", number, [*lost, *further], left + 1, left)
 
     def _clear(self, worker_id: int) -> None:
         self._stored[worker_id] = {}
+        self._copies[worker_id].clear()
         self._tell(worker_id, "cleared", 0, [], 1, 0)
 
     def _tell(

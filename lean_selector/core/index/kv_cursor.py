@@ -4,8 +4,9 @@ A PUB socket neither repeats nor reorders, so a live number that does not grow b
 publisher. A replay carries everything from its start to the engine's newest batch. Live batches
 that arrive before its first answer are applied at once, so that a dead replay endpoint holds nobody
 up, and kept; those that arrive after it are only kept. Once the replay ends, what it did not carry
-is applied from there: every batch has then been applied in order after the gap, which makes the
-outcome that of the stream, whatever was applied early.
+is applied from there: every batch has then been applied in order after the gap. What is applied a
+second time adds no copy of a block that is held (`is_again`), and so ends with no block that the
+engine has dropped, whatever was applied early.
 
 An engine that starts again may pass our number before we hear of it. So a replay is asked for from
 the batch before the gap, which we have: if the engine's is another one, so is the engine. The
@@ -75,10 +76,14 @@ class KvCursor:
         self.lost = 0
         self.unknown = 0  # batches before the first one known that no replay can bring
         self.last_live: int | None = None  # sequence number; grows until a restart
+        self.is_again = False  # the batch to apply now may have been applied before
         self._next = 0  # the number that continues what is applied; 0 before the first batch
         self._digest: int | None = None  # of the batch before it; None: unknown, or of no use
         self._missing_from: int | None = None  # the first batch that a replay should bring
         self._missing = 0  # batches in gaps from there on; > 0 only with _missing_from
+        # Of what follows _missing_from, the batches that may be applied: from, and up to before.
+        self._early_from: int | None = None
+        self._early_end = 0  # set when a replay answers
         self._missing_before = 0  # of these, batches before the first one known
         self._proof: int | None = None  # digest of the batch before _missing_from, until compared
         # The newest batch applied and its digest, which a replay of the same publisher has, too;
@@ -184,9 +189,11 @@ class KvCursor:
             self._missing_from, self._proof = self._next, self._digest
             if self._holds_top and self._top is not None and self._top[0] < self._next:
                 self._missing_from, self._proof = self._top[0] + 1, self._top[1]
+            self._early_from = self._missing_from if self._missing_from < self._next else None
 
     def live(self, seq: int, payload: bytes) -> BatchVerdict:
         """Judge a live batch, 0 <= seq < 2**64; the payload is kept if it may be needed again."""
+        self.is_again = False
         if seq == UNSET_SEQ:
             self._start_over()
             return BatchVerdict.APPLY
@@ -223,6 +230,7 @@ class KvCursor:
             self._phase = _Phase.ANSWERING
             self._is_blind = self._next == self._missing_from
             self._is_shown = False
+            self._early_end = self._next
             self._next, self._digest = self._missing_from, self._proof
         if self._phase is not _Phase.ANSWERING or not self._next - 1 <= seq < UNSET_SEQ:
             return BatchVerdict.IGNORE
@@ -251,6 +259,8 @@ class KvCursor:
             before = gone if top < 0 else min(gone, self._missing_before)
             self.lost += max(gone - before, is_in_doubt)
             self.unknown = before if seq != _LATE_FIRST_SEQ else 0
+        early_from = self._early_end if self._early_from is None else self._early_from
+        self.is_again = early_from <= seq < self._early_end
         self._applied(seq, digest)
         self.replayed_batches += 1
         return BatchVerdict.APPLY
@@ -281,6 +291,7 @@ class KvCursor:
         self._end_replay(complete=True)
         if since:
             self._missing_from, self._proof = self._asked_next, self._asked_digest
+            self._early_from = self._asked_next
             self._missing = since
             self._missing_before = 0 if self._asked_next else before
         return BatchVerdict.IGNORE
@@ -289,7 +300,8 @@ class KvCursor:
         """No answer, or one that stopped. Drain next_held(), then ask again later."""
         answered = self._phase is _Phase.ANSWERING
         if answered and (self._is_blind or self._next < self._asked_next):
-            self._missing_from, self._proof = self._next, self._digest
+            self._early_from = self._missing_from = self._next
+            self._proof = self._digest
             self._missing = min(self._missing, max(0, self._asked_next - self._next))
             self._missing_before = 0
             self._holds_top = self._top is not None  # what was heard is to be applied after it
@@ -319,8 +331,10 @@ class KvCursor:
             seq, payload = self._held.popleft()
             self._held_bytes -= len(payload)
             if seq >= self._next:
+                self.is_again = seq < self._early_end
                 self._advance(seq, payload)
                 return payload
+        self._early_end = 0
         self._phase = _Phase.IDLE
         if self._asks_again:
             self._asks_again = False
@@ -354,9 +368,12 @@ class KvCursor:
                 self.gaps += 1
                 if self._missing_from is None:
                     self._missing_from, self._proof = self._next, self._digest
+                    self._early_from = seq
                 if not self._next:
                     self._missing_before = size
                 self._missing += size
+            if self._early_from is None:
+                self._early_from = seq
             self._applied(seq, xxh3_64_intdigest(payload))
             return
         if size and (self._next or seq != _LATE_FIRST_SEQ):
@@ -424,8 +441,8 @@ class KvCursor:
         self._next = 0
         self._digest = None
         self._missing_from = None
-        self._missing = self._missing_before = 0
-        self._proof = self._top = None
+        self._missing = self._missing_before = self._early_end = 0
+        self._proof = self._top = self._early_from = None
         self._holds_top = False
         self._has_failed = False
         self._phase = _Phase.IDLE

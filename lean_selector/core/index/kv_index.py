@@ -264,9 +264,9 @@ class KvIndex:
                 self._start_review()
         return _STORED
 
-    def store_known(self, key: RankKey, tier: Tier, names: bytes) -> int:
+    def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
         """Apply a `stored` event that tells hashes alone: blocks whose tokens are known on any tier
-        of the rank, each one more copy. Returns how many those are."""
+        of the rank. Returns how many those are. `counted`: as of `store`."""
         known = 0
         for at in range(0, len(names), 8):
             rank = self._ranks.get(key)
@@ -277,14 +277,14 @@ class KvIndex:
             if tier is _DEVICE:
                 if place == NOWHERE:
                     continue
-                self._device.announce(rank.device, place, int.from_bytes(name, "little"), True)
+                self._device.announce(rank.device, place, int.from_bytes(name, "little"), counted)
             else:
                 edge = None if place == NOWHERE else self._device.edge_to(rank.device, place)
                 for held in rank.lower if edge is None else ():
                     edge = edge or held.edge_to(name)
                 if edge is None:
                     continue
-                self._store_lower(key, tier, edge[:-8], name, edge[-8:], True)
+                self._store_lower(key, tier, edge[:-8], name, edge[-8:], counted)
             known += 1
         return known
 

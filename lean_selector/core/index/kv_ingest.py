@@ -99,6 +99,7 @@ class KvIngest:
         self.dp_rank = dp_rank  # of batches that name none
         self.counts = EventCounts()
         self._index = index
+        self._is_again = False  # of the batch under way
         self._is_rest_refused = False  # of the event whose parts are coming
         # Since the source began: stored events of another block size, and the last one's.
         self.stored_of_other_size = self.other_size = 0
@@ -128,8 +129,13 @@ class KvIngest:
             or self.stored_unlike_prompts << 1 > self.stored
         )
 
-    def apply(self, batch: EventBatch) -> bool:
-        """Apply what counts; True when all that this source ever stored was cleared on the way."""
+    def apply(self, batch: EventBatch, is_again: bool = False) -> bool:
+        """Apply what counts; True when all that this source ever stored was cleared on the way.
+
+        `is_again`: the batch may have been applied before, and adds no copy of a block that is
+        held.
+        """
+        self._is_again = is_again
         counts = self.counts
         for skipped in batch.skipped:
             counts.skip(skipped.event_type, skipped.reason, skipped.count)
@@ -215,8 +221,7 @@ class KvIngest:
             self._refuse("bad_tokens")
             return
         key, parent = (self.worker_id, dp_rank), event.parent_hash
-        counted = not rank.reports_hits or parent is not None or tier is not _DEVICE
-        counted = counted or not self._index.knows(key, tier, hashes[0] if hashes else 0)
+        counted = self._is_copy(key, rank, tier, parent, hashes[0] if hashes else 0)
         before = self._index.blocks(*key, tier)
         result = self._index.store(*key, tier, parent, hashes, local, counted)
         if result is not _STORED:
@@ -254,9 +259,8 @@ class KvIngest:
             seed = hash_seed(event.lora_name, salt)
         local = packed_local_hashes(event.tokens, size, seed)
         key = (self.worker_id, dp_rank)
-        counted = not rank.reports_hits or parent is not None or tier is not _DEVICE
-        first = event.names[:8]
-        counted = counted or not self._index.knows(key, tier, int.from_bytes(first, "little"))
+        first = int.from_bytes(event.names[:8], "little")
+        counted = self._is_copy(key, rank, tier, parent, first)
         before = self._index.blocks(*key, tier)
         result = self._index.store_chain(key, tier, parent, event.names, local, counted)
         if result is not _STORED:
@@ -308,12 +312,23 @@ class KvIngest:
 
     def _store_known(self, key: RankKey, tier: Tier, size: int, hashes: Sequence[int]) -> None:
         """An event of which the blocks are known by their hashes, if at all."""
-        blocks = self._index.store_known(key, tier, u64s(len(hashes)).pack(*hashes))
+        names = u64s(len(hashes)).pack(*hashes)
+        blocks = self._index.store_known(key, tier, names, not self._is_again)
         if blocks:
             self._count_stored(_WHOLE, blocks)
         else:
             self._refuse("partial" if size else "unknown_block")
             self.stored_partial += size > 0 and tier is _DEVICE
+
+    def _is_copy(
+        self, key: RankKey, rank: Taught, tier: Tier, parent: int | None, first: int
+    ) -> bool:
+        """Whether of the blocks of an event those that are held are copies, not told again."""
+        if self._is_again:
+            return False
+        if not rank.reports_hits or parent is not None or tier is not _DEVICE:
+            return True
+        return not self._index.knows(key, tier, first)
 
     def _is_announced(
         self, key: RankKey, rank: Taught, parent: int | None, last: int, before: int
@@ -321,6 +336,8 @@ class KvIngest:
         """Whether this event may announce the blocks that a request found cached. If the next event
         of the batch continues it, the engine does announce them: such blocks are not copies, and
         those that were counted as copies are taken back."""
+        if self._is_again:
+            return False  # of course it is held
         is_new = self._index.blocks(*key, _DEVICE) != before
         adds_to_it = parent is not None and parent == rank.announced_end
         if is_new and adds_to_it and not rank.reports_hits:
