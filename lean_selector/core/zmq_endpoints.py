@@ -5,8 +5,11 @@ The words are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracke
 is resolved or dialled here: `tcp://*:5` and unknown hosts pass, and libzmq may still refuse them.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+from lean_selector.core.numbers import MAX_RANKS
 
 _PORT_MAX = 0xFFFF
 
@@ -35,6 +38,21 @@ def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
             " does not exist"
         )
     return f"{address}:{shifted}"
+
+
+def rank_endpoints(endpoint: str, ranks: int) -> Iterator[str]:
+    """The endpoints of so many ranks where that of the first is `endpoint`; fewer where there are
+    no more ports, or none at all. Raises ValueError when it is invalid."""
+    check_endpoint(endpoint)
+    yield endpoint
+    for offset in range(1, min(ranks, MAX_RANKS)):
+        try:
+            shifted = replay_endpoint_for(endpoint, offset)
+        except ValueError:
+            return
+        if shifted == endpoint:
+            return
+        yield shifted
 
 
 def zmq_key(endpoint: str) -> str:

@@ -1,16 +1,20 @@
-"""The two links of a source: SUB for live batches, DEALER for one replay, and their frames.
+"""The links to an engine: SUB for live batches, DEALER for one replay, SUB for its load; and their
+frames.
 
 Knows socket types and frame layouts, nothing that lasts. Spec: indexer.md 1.1, 1.2 and 1.5.
 """
 
 import struct
 from collections.abc import Callable
+from typing import Final
 
 import zmq
 
 from lean_selector.events.link import Link
 from lean_selector.events.links import Links
 from lean_selector.wire.kv_events import MAX_BATCH_BYTES
+
+MAX_LOAD_BYTES: Final = 4096  # of a report of load, which has some forty
 
 _SEQ = struct.Struct(">Q")
 
@@ -27,6 +31,20 @@ def open_live(
         on_message,
         on_state,
         max_message_bytes=MAX_BATCH_BYTES,
+        curve=links.engine_keys,
+    )
+
+
+def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Link:
+    """What follows an engine's load, from start() on. Only the newest report counts."""
+    return Link(
+        links,
+        endpoint,
+        zmq.SUB,
+        lambda socket: socket.setsockopt(zmq.SUBSCRIBE, b""),
+        on_message,
+        max_message_bytes=MAX_LOAD_BYTES,
+        max_backlog_bytes=MAX_LOAD_BYTES,
         curve=links.engine_keys,
     )
 

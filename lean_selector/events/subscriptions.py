@@ -7,13 +7,14 @@ the counts of listeners that ended, so that totals only grow. Knows nothing of w
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from lean_selector.core.index.kv_ingest import EventCounts, KvIngest
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.shapes import Source
@@ -23,6 +24,9 @@ from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.links import Links, Rounds
 from lean_selector.events.source_watch import GRACE_S
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition, SourceStatus
+
+if TYPE_CHECKING:
+    from lean_selector.events.load_streams import LoadStreams
 
 # Replays that run at once. An idle fleet is asked when its selector starts: so many at a time, of
 # which each may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.
@@ -52,6 +56,7 @@ class KvSubscriptions:
         self.on_lost: Callable[[int], None] | None = None
         self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
+        self._loads: LoadStreams | None = None  # while no worker ever had one
         self._is_closed = False
 
     def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
@@ -142,6 +147,21 @@ class KvSubscriptions:
         ending.add_done_callback(self._ending.discard)
         return spoken_for
 
+    def follow_load(
+        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
+    ) -> None:
+        if self._loads is None:
+            if not endpoints:
+                return
+            from lean_selector.events.load_streams import LoadStreams
+
+            self._loads = LoadStreams(self._links)
+        self._loads.follow(worker_id, endpoints, slots)
+
+    def load_reports(self) -> Mapping[str, int]:
+        """Messages of the engines' load streams by what became of them; empty without a stream."""
+        return {} if self._loads is None else self._loads.counts
+
     def statuses(
         self, model_name: str | None = None, tenant_id: str | None = None
     ) -> list[KvSource]:
@@ -225,6 +245,8 @@ class KvSubscriptions:
         self._looks.stop()
         for key in list(self._listeners):
             self.unsubscribe(*key)
+        if self._loads is not None:
+            self._loads.close()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
 

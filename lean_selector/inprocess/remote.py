@@ -372,7 +372,8 @@ def _booked(call: Call[Fields], selection_id: str) -> Flow[Fields]:
 
 
 def _record(answer: Fields) -> Fields:
-    answer.pop("replay_endpoints", None)  # which 1.6 has not
+    for name in ("replay_endpoints", "load_endpoint"):  # which 1.6 has not
+        answer.pop(name, None)
     return record(renamed(answer))
 
 

@@ -1,11 +1,10 @@
 """What our requests bring along, of engines and of other services of ours, as the flags say."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.core.zmq_endpoints import replay_endpoint_for
+from lean_selector.core.zmq_endpoints import rank_endpoints
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
@@ -55,14 +54,17 @@ def _endpoints(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
     for rank, endpoint in sorted(spec.kv_events_endpoints.items()):
         yield f"kv_events_endpoints[{rank}]", endpoint
     if spec.replay_endpoint:
-        yield "replay_endpoint", spec.replay_endpoint
-        for offset in range(1, min(len(spec.ranks), MAX_RANKS)):
-            try:  # each rank has a port of its own
-                endpoint = replay_endpoint_for(spec.replay_endpoint, offset)
-            except ValueError:
-                break
-            if endpoint == spec.replay_endpoint:
-                break
+        for endpoint in _of_each_rank(spec.replay_endpoint, spec):
             yield "replay_endpoint", endpoint
     for rank, endpoint in sorted(spec.replay_endpoints.items()):
         yield f"replay_endpoints[{rank}]", endpoint
+    if spec.load_endpoint:
+        for endpoint in _of_each_rank(spec.load_endpoint, spec):
+            yield "load_endpoint", endpoint
+
+
+def _of_each_rank(endpoint: str, spec: WorkerSpec) -> Iterable[str]:
+    try:
+        return list(rank_endpoints(endpoint, len(spec.ranks)))
+    except ValueError:
+        return [endpoint]

@@ -206,6 +206,10 @@ class _Judgement:
             fault = _fault(endpoint) or self._of_replay(zmq_key(endpoint))
             if fault is not None:
                 yield f"{field} {endpoint} {fault}"
+        for endpoint in self._worker.load_endpoints.values():
+            fault = _fault(endpoint) or self._of_load(zmq_key(endpoint))
+            if fault is not None:
+                yield f"load_endpoint {endpoint} {fault}"
 
     def _of_events(self, key: str, dp_rank: int) -> str | None:
         own = self._spec.worker_id, dp_rank
@@ -222,6 +226,11 @@ class _Judgement:
         if others:
             return f"is also that of {_ranks(others)}"
         return self._heard_there(key) or self._served_there(key)
+
+    def _of_load(self, key: str) -> str | None:
+        if key in self._events:
+            return "is where the worker's events are expected"
+        return self._heard_there(key) or self._asked_there(key) or self._served_there(key)
 
     def _heard_there(self, key: str) -> str | None:
         others = self._of_others(self._sources.listeners(key))

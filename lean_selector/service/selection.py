@@ -37,7 +37,13 @@ from lean_selector.core.selection.shapes import (
 )
 from lean_selector.core.sessions.table import check_session_id
 from lean_selector.service.access import ADMIN, READ, WRITE
-from lean_selector.service.bodies import BadQuery, Query, reservation_id_param, worker_id_param
+from lean_selector.service.bodies import (
+    BadQuery,
+    Query,
+    reservation_id_param,
+    wants_detail,
+    worker_id_param,
+)
 from lean_selector.service.gate import (
     Endpoint,
     Route,
@@ -51,7 +57,12 @@ from lean_selector.service.gate import (
 from lean_selector.service.header_warnings import with_warnings
 from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers, Standing
 from lean_selector.service.shared_handlers import OK, Replication
-from lean_selector.service.worker_handlers import KvSources, ServiceState, WorkerHandlers
+from lean_selector.service.worker_handlers import (
+    DETAILED_FIELDS,
+    KvSources,
+    ServiceState,
+    WorkerHandlers,
+)
 from lean_selector.wire.busy_bodies import ThresholdRequest, ThresholdRow, Thresholds
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite, check_id
@@ -190,7 +201,7 @@ class SelectionService(WorkerHandlers):
             ("POST", "/select_and_reserve", WRITE,
                 with_body(bodies["/select_and_reserve"], self.select_and_reserve)),
             ("POST", "/reservations", WRITE, with_body(bodies["/reservations"], self.reserve, 201)),
-            ("GET", "/loads", READ, with_query(self.loads)),
+            ("GET", "/loads", READ, with_query(self.loads, DETAILED_FIELDS)),
             ("POST", "/potential_loads", READ,
                 with_body(bodies["/potential_loads"], self.potential_loads)),
             ("POST", "/overlap_scores", READ,
@@ -509,7 +520,8 @@ class SelectionService(WorkerHandlers):
 
     def loads(self, query: Query) -> Any:
         model_name, tenant_id = query.get("model_name"), query.get("tenant_id")
-        return inspection.loads(self.selector.catalog, model_name, tenant_id, self._clock())
+        catalog, now = self.selector.catalog, self._clock()
+        return inspection.loads(catalog, model_name, tenant_id, now, detail=wants_detail(query))
 
     def potential_loads(self, body: Any) -> list[RankLoadRow]:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())

@@ -5,11 +5,12 @@ Labels of single workers and models are bounded by MOST_WORKERS and MOST_MODELS.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Protocol
 
 from lean_selector.core.index.kv_ingest import EventCounts
 from lean_selector.core.load.rank_load import RankCounts
+from lean_selector.core.load.shapes import EngineLoad
 from lean_selector.core.selection.bookings import SelectionCache
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition, SchedulableWorker
@@ -55,6 +56,8 @@ class KvSourceStates(Protocol):
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]: ...
 
     def counts(self) -> EventCounts: ...
+
+    def load_reports(self) -> Mapping[str, int]: ...
 
 
 def selection_families(
@@ -196,6 +199,8 @@ def _kv_families(sources: KvSourceStates) -> Families:
             "kv_events_total": (results,
                 "KV events of the workers by type and result: applied, or why not."),
             "kv_event_blocks_total": (blocks, "Blocks in the KV events that were applied."),
+            "engine_load_reports_total": (lambda: by("result", sources.load_reports()),
+                "Reports of load by engines that publish it: applied, or malformed."),
         }),
         table_of(labelled, {
             "kv_source_state": (lambda status: [(f'state="{status.state}"', 1)],
@@ -222,13 +227,32 @@ def _kv_families(sources: KvSourceStates) -> Families:
 class WorkerFigures:
     """The figures of one worker, or of all that have no labels of their own."""
 
-    __slots__ = ("counts", "ejected_ranks", "ejected_s", "label")
+    __slots__ = (
+        "counts",
+        "ejected_ranks",
+        "ejected_s",
+        "kv_tokens",
+        "label",
+        "reports",
+        "running",
+        "waiting",
+        "waiting_uncached",
+    )
 
     def __init__(self, label: str) -> None:
         self.label = label
         self.counts = RankCounts()
         self.ejected_ranks = 0
         self.ejected_s = 0.0  # of the rank that is out for the longest time
+        # What the engines reported lately, and of how many ranks.
+        self.reports = self.running = self.waiting = self.kv_tokens = self.waiting_uncached = 0
+
+    def add(self, report: EngineLoad) -> None:
+        self.reports += 1
+        self.running += report.running_requests
+        self.waiting += report.waiting_requests
+        self.kv_tokens += report.kv_tokens
+        self.waiting_uncached += report.waiting_uncached_tokens or 0
 
 
 class WorkerScrape:
@@ -278,6 +302,9 @@ class WorkerScrape:
     def _add(self, to: WorkerFigures, partition: Partition, worker_id: int) -> None:
         for load in partition.workers[worker_id].loads:
             to.counts.add(load.counts)
+            report = partition.slots.reported_load(load.key, self._now())
+            if report is not None:
+                to.add(report)
             if load.key in partition.health.out:
                 to.ejected_ranks += 1
                 since = partition.health.ranks[load.key].since
@@ -295,6 +322,9 @@ def worker_families(
         counts = worker.counts
         outcomes = (("ok", counts.ok), ("failed", counts.failed), ("refused", counts.refused))
         return [(f'outcome="{outcome}"', count) for outcome, count in outcomes]
+
+    def reported(worker: WorkerFigures, figure: int) -> int | None:
+        return figure if worker.reports else None
 
     def ejections() -> Iterator[Sample]:
         for partition in partitions():
@@ -337,6 +367,15 @@ def worker_families(
                 "Ranks of a worker that are given no requests because they failed."),
             "worker_ejected_seconds": (lambda worker: worker.ejected_s,
                 "For how long; 0 for a worker with none."),
+            "worker_engine_running_requests": (lambda worker: reported(worker, worker.running),
+                "Requests that run, as the engine reports; absent where it reports no load."),
+            "worker_engine_waiting_requests": (lambda worker: reported(worker, worker.waiting),
+                "Requests that wait in the engine, as it reports."),
+            "worker_engine_kv_tokens": (lambda worker: reported(worker, worker.kv_tokens),
+                "KV tokens in use, as the engine reports."),
+            "worker_engine_waiting_uncached_tokens": (
+                lambda worker: reported(worker, worker.waiting_uncached),
+                "Tokens that the waiting requests have to prefill, as the engine reports."),
         }),
     ]  # fmt: skip
 

@@ -118,7 +118,7 @@ class WorkerRecords:
 
 # -- health ---------------------------------------------------------------------------------------
 
-WORKERS_FIELDS: Final = SCOPE_FIELDS | DETAIL
+DETAILED_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
 
 def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetail:
@@ -198,7 +198,7 @@ class WorkerHandlers(ReplicaHandlers):
         return (
             ("GET", "/health", OPEN, plain(lambda: OK)),
             ("GET", "/ready", OPEN, plain(self.ready, brief=self.ready_in_brief)),
-            ("GET", "/workers", READ, with_query(self.workers, WORKERS_FIELDS)),
+            ("GET", "/workers", READ, with_query(self.workers, DETAILED_FIELDS)),
             ("DELETE", "/workers/{worker_id}", ADMIN, with_param(worker_id_param, self.remove)),
             ("POST", "/workers/{worker_id}/report", WRITE, report),
         )  # fmt: skip

@@ -250,6 +250,7 @@ class WorkerRecord16(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_endpoint: str | None
     kv_events_endpoints: dict[str, str] | UnsetType
     replay_endpoint: str | None
+    load_endpoint: str | UnsetType
     block_size: int | None
     data_parallel_start_rank: int | None
     data_parallel_size: int | None

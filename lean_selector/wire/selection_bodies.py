@@ -219,6 +219,7 @@ class WorkerFields(msgspec.Struct, kw_only=True):
     endpoint: str | None = None
     kv_events_endpoint: str | None = None
     replay_endpoint: str | None = None
+    load_endpoint: str | None = None
     block_size: U32 | None = None
     data_parallel_start_rank: U32 | None = None
     data_parallel_size: U32 | None = None

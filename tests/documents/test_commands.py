@@ -42,7 +42,7 @@ OTHER_FLAGS |= {"--router-tracking-key-file", "--router-tracking-key-id"}  # of 
 OTHER_FLAGS |= {"--file-flush-interval-msec"}  # of envoy
 OTHER_FLAGS |= {"--enable-cache-report", "--enable-prompt-tokens-details"}  # of engines
 OTHER_FLAGS |= {"--kv-events-config", "--block-size", "--page-size", "--enable-prefix-caching"}
-OTHER_FLAGS |= {"--model-path", "--connector", "--publish-kv-events"}
+OTHER_FLAGS |= {"--model-path", "--connector", "--publish-kv-events", "--load-publish-endpoint"}
 OTHER_FLAGS |= {"--default-chat-template-kwargs", "--prefix-match-unit"}
 
 

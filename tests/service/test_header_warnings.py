@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.rank_bits import RankKey
-from lean_selector.core.selection.catalog import HttpPlaces, Worker
+from lean_selector.core.selection.catalog import HttpPlaces, Worker, load_endpoints_of
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.service.header_warnings import (
     NO_EVENTS,
@@ -42,7 +42,9 @@ def warnings(**fields: object) -> list[str]:
     told: dict[str, object] = {"worker_id": 1, "endpoint": "http://Host:8000"}
     told |= {"kv_events_endpoint": events, **fields}
     spec = WorkerSpec(**told)  # type: ignore[arg-type]
-    return registration_warnings(Worker(spec, [], {}), HttpPlaces(), Nobody())
+    return registration_warnings(
+        Worker(spec, [], {}, load_endpoints_of(spec)), HttpPlaces(), Nobody()
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,8 @@ def test_nothing_is_said_of_what_may_be_right(endpoint: str) -> None:
 def test_what_cannot_be_meant_is_named(endpoint: str, fault: str) -> None:
     assert warnings(kv_events_endpoint=endpoint) == [f"kv_events_endpoint {endpoint} {fault}"]
     assert warnings(replay_endpoint=endpoint) == [f"replay_endpoint {endpoint} {fault}"]
+    if "://" in endpoint and not endpoint.startswith("http"):  # else it is no longer schedulable
+        assert warnings(load_endpoint=endpoint) == [f"load_endpoint {endpoint} {fault}"]
     by_rank = warnings(kv_events_endpoints={3: endpoint}, replay_endpoints={4: endpoint})
     assert by_rank == [
         f"kv_events_endpoints[3] {endpoint} {fault}",

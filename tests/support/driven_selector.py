@@ -1,13 +1,14 @@
 """A Selector without sockets, under a clock that only the test moves."""
 
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from lean_selector.core.load.shapes import Reservation
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.selection import inspection
-from lean_selector.core.selection.catalog import Worker
+from lean_selector.core.selection.catalog import SourceSink, Worker
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import RouterSettings
@@ -42,6 +43,7 @@ class Sources:
         self.subscribed: dict[tuple[int, int], Source] = {}
         self.changes: list[tuple[str, int, int]] = []
         self.spoken_for: set[int] = set()  # other ranks, by any source
+        self.loads: dict[int, dict[int, str]] = {}  # load endpoints by worker and rank
 
     def subscribe(self, _: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
         assert (worker_id, dp_rank) not in self.subscribed
@@ -53,12 +55,17 @@ class Sources:
         self.changes.append(("unsubscribe", worker_id, dp_rank))
         return self.spoken_for
 
+    def follow_load(
+        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
+    ) -> None:
+        self.loads[worker_id] = dict(endpoints)
+
 
 class DrivenSelector:
     """A Selector, its clock, what it told its peers, and the answers of requests that waited.
 
-    `sessions` among the settings may be the tables themselves. With `turns` there is a loop, whose
-    turns are driven by `turn`.
+    `sessions` among the settings may be the tables themselves, and `sources` real ones. With
+    `turns` there is a loop, whose turns are driven by `turn`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -67,13 +74,14 @@ class DrivenSelector:
         self.told: list[tuple[str, str]] = []
         self.answers: dict[str, Placement | Exception] = {}
         self.sources = Sources()
+        sources: SourceSink = settings.pop("sources", self.sources)
         self.turns: list[Callable[[], None]] | None = [] if settings.pop("turns", False) else None
         tables = None
         if isinstance(settings.get("sessions"), SessionTables):
             tables = settings.pop("sessions")
         self.selector = Selector(
             RouterSettings(**settings),
-            self.sources,
+            sources,
             random.Random(7),
             events=self,
             sessions=tables,

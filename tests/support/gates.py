@@ -2,9 +2,10 @@
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaEvents
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.partition import Partition
@@ -37,6 +38,11 @@ class NoEngines:
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
         return ()
+
+    def follow_load(
+        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
+    ) -> None:
+        pass
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]:
         return []

@@ -149,6 +149,25 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
         return range(self.dp_start, self.dp_start + self.dp_size)
 
 
+class EngineLoad(msgspec.Struct, frozen=True, gc=False):
+    """The load of one rank as its engine reported it, also what reached it past this service.
+
+    None where the engine has no such figure, or an older version that does not report it.
+    """
+
+    running_requests: int
+    waiting_requests: int
+    kv_tokens: int  # in use
+    kv_token_capacity: int | None
+    waiting_uncached_tokens: int | None  # of the waiting requests, to be prefilled
+    total_tokens: int | None  # in use, and of the waiting requests
+    max_running_requests: int | None
+    # Since the engine started: prompt tokens that were not cached, and the time spent on them.
+    prefilled_tokens: int | None
+    prefill_busy_s: float | None
+    age_s: float = 0.0  # since it was received
+
+
 class LoadRow(msgspec.Struct, frozen=True, gc=False):
     """Load of one rank."""
 

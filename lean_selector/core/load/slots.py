@@ -10,13 +10,20 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from operator import attrgetter, itemgetter
+from typing import Final
+
+import msgspec
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
 from lean_selector.core.load.rank_load import PrefillDecay, RankLoad
-from lean_selector.core.load.shapes import Booking, Reservation
+from lean_selector.core.load.shapes import Booking, EngineLoad, Reservation
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
+
+# What an engine reported of its load counts for so long. SGLang repeats an unchanged report each
+# second.
+ENGINE_LOAD_HOLDS_S: Final = 5.0
 
 _touched_at = attrgetter("touched_at")
 _late_s = itemgetter(0)
@@ -47,6 +54,8 @@ class Slots:
         # Hears of each reservation that has ended, by whatever, when `heard_at` says.
         self.on_ended: Callable[[Reservation], None] | None = None
         self.ranks: dict[RankKey, RankLoad] = {}
+        # The newest report of each rank's engine, and when it was received.
+        self._engine_loads: dict[RankKey, tuple[EngineLoad, float]] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
         # Of requests admitted here, ever: booked = live + freed + expired + dropped with a rank.
         self.booked = self.freed = self.expired = self.dropped = 0
@@ -89,9 +98,26 @@ class Slots:
             self.dropped += reservation.router_id is None
             self._detach(reservation)
         self.bits.release(rank.key)
+        self._engine_loads.pop(rank.key, None)
         rank.decay = None
         rank.active_prefill_tokens = rank.active_decode_blocks = rank.distinct_blocks = 0
         return dropped
+
+    def report_load(self, rank: RankKey, report: EngineLoad, now: float) -> None:
+        """Keep what the engine of a rank reports of its load; of an unknown rank nothing is."""
+        if rank in self.ranks:
+            self._engine_loads[rank] = report, now
+
+    def forget_report(self, rank: RankKey) -> None:
+        self._engine_loads.pop(rank, None)
+
+    def reported_load(self, rank: RankKey, now: float) -> EngineLoad | None:
+        """What the engine of a rank reported; None where it reported nothing lately."""
+        report, received_at = self._engine_loads.get(rank, (None, 0.0))
+        age_s = now - received_at
+        if report is None or age_s > ENGINE_LOAD_HOLDS_S:
+            return None
+        return msgspec.structs.replace(report, age_s=age_s)
 
     def book(
         self,

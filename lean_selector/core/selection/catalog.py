@@ -8,7 +8,7 @@ events come from are handed to an injected `SourceSink`.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -16,6 +16,7 @@ from msgspec import UNSET
 
 from lean_selector.core.errors import BadRequest, NotFound, NoWorkers
 from lean_selector.core.load.shapes import Reservation
+from lean_selector.core.load.slots import Slots
 from lean_selector.core.numbers import MAX_RANKS, RANK_LIMIT
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
@@ -31,6 +32,7 @@ from lean_selector.core.zmq_endpoints import (
     HttpPlace,
     check_endpoint,
     http_place,
+    rank_endpoints,
     replay_endpoint_for,
 )
 
@@ -102,19 +104,19 @@ def check_limits(spec: WorkerSpec) -> None:
 
 def judged(
     spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
-) -> tuple[list[str], dict[int, Source]]:
+) -> tuple[list[str], dict[int, Source], dict[int, str]]:
     """Why the worker cannot be scheduled in its partition (None: there is none yet), and by rank
-    the sources to subscribe to; one of them is empty."""
+    the sources and load endpoints to subscribe to; both are empty where there is a reason."""
     reasons = _missing(spec, settings)
     if reasons:
-        return reasons, {}
+        return reasons, {}, {}
     refusal = _mismatch(spec, partition, settings)
     if refusal is None:
         try:
-            return [], _sources_of(spec, settings)
+            return [], _sources_of(spec, settings), load_endpoints_of(spec)
         except ValueError as error:
             refusal = str(error)
-    return [f"reconciliation failed: {refusal}"], {}
+    return [f"reconciliation failed: {refusal}"], {}, {}
 
 
 def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
@@ -219,10 +221,22 @@ def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
         return None
 
 
+def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
+    """Where each rank's engine publishes its load; none for ranks whose port cannot exist. Raises
+    ValueError for an endpoint that is none."""
+    if spec.load_endpoint is None:
+        return {}
+    try:
+        found = list(rank_endpoints(spec.load_endpoint, len(spec.ranks)))
+    except ValueError as error:
+        raise ValueError(f"invalid load endpoint for worker {spec.worker_id}: {error}") from None
+    return dict(zip(spec.ranks, found, strict=False))
+
+
 MAX_REMEMBERED = 1024  # models and tenants, beside those that have workers
 
 # Of a record, beside the maps from ranks: what is left out where it is absent.
-_LEFT_OUT = ("router_hint_worker_type", "kv_event_source_mode")
+_LEFT_OUT = ("load_endpoint", "router_hint_worker_type", "kv_event_source_mode")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
 
@@ -237,14 +251,27 @@ class SourceSink(Protocol):
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]: ...
 
+    def follow_load(
+        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
+    ) -> None:
+        """Receive the load that these engines publish, by rank, and of no other rank of the worker.
+        The reports go into `slots`, which is None where there are no endpoints."""
+
 
 class Worker:
     """A registered worker. `reasons` is empty exactly when it is schedulable."""
 
-    def __init__(self, spec: WorkerSpec, reasons: list[str], sources: dict[int, Source]) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        reasons: list[str],
+        sources: dict[int, Source],
+        load_endpoints: dict[int, str],
+    ) -> None:
         self.spec = spec
         self.reasons = reasons
         self.sources = sources
+        self.load_endpoints = load_endpoints
         self.lifecycle = INCOMPLETE if reasons else SCHEDULABLE
 
     def record(self) -> WorkerRecord:
@@ -394,8 +421,8 @@ class Catalog:
 
     def _install(self, spec: WorkerSpec) -> Worker:
         worker_id = spec.worker_id
-        reasons, sources = judged(spec, self.partitions.get(spec.key), self._settings)
-        new = Worker(spec, reasons, sources)
+        reasons, sources, loads = judged(spec, self.partitions.get(spec.key), self._settings)
+        new = Worker(spec, reasons, sources, loads)
         old = self.workers.get(worker_id)
         if old is not None and (reasons or old.reasons or old.spec.key != spec.key):
             self._withdraw(old)
@@ -461,6 +488,7 @@ class Catalog:
         for dp_rank, source in sorted(worker.sources.items()):
             if subscribed.get(dp_rank) != source:
                 self._sources.subscribe(partition, worker_id, dp_rank, source)
+        self._sources.follow_load(worker_id, worker.load_endpoints, partition.slots)
         if dropped:
             self._on_dropped(partition, dropped)
 
@@ -469,7 +497,8 @@ class Catalog:
         worker_id = worker.spec.worker_id
         for dp_rank in worker.sources:
             self._sources.unsubscribe(worker_id, dp_rank)
-        worker.sources = {}
+        self._sources.follow_load(worker_id, {}, None)
+        worker.sources, worker.load_endpoints = {}, {}
         partition = self.partitions.get(worker.spec.key)
         if partition is not None and worker_id in partition.workers:
             dropped = partition.remove_worker(worker_id)

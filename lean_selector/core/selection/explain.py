@@ -106,6 +106,7 @@ def explained(
                     None if chance is None else chance[0],
                     0.0 if chance is None else chance[1],
                     bonus if load.mask & favoured else unfavoured,
+                    partition.slots.reported_load(load.key, now) or UNSET,
                 )
             )
     return Explanation(

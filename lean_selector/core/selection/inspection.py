@@ -6,6 +6,8 @@ and sums that outgrow a u64 print as its largest value (D6).
 
 from collections.abc import Iterable
 
+from msgspec import UNSET
+
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cost import cached_tokens, credit_blocks
@@ -22,9 +24,15 @@ from lean_selector.core.selection.shapes import (
 
 
 def loads(
-    catalog: Catalog, model_name: str | None, tenant_id: str | None, now: float
+    catalog: Catalog,
+    model_name: str | None,
+    tenant_id: str | None,
+    now: float,
+    *,
+    detail: bool = False,
 ) -> list[PartitionLoads]:
-    """Active load of every rank, sorted by partition and rank; filters are exact."""
+    """Active load of every rank, sorted by partition and rank; filters are exact. `detail`: with
+    what the engines report."""
     return [
         PartitionLoads(
             partition.model_name,
@@ -35,6 +43,7 @@ def loads(
                     min(load.prefill_tokens_at(now), U64_MAX),
                     load.active_decode_blocks,
                     load.active_requests,
+                    partition.slots.reported_load(rank, now) if detail else UNSET,
                 )
                 for rank, load in sorted(partition.slots.ranks.items(), key=_by_rank)
             ],

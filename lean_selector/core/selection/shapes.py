@@ -4,6 +4,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lean_selector.core.index.shapes import Matched
+from lean_selector.core.load.shapes import EngineLoad
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms
 
@@ -28,6 +29,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_endpoints: dict[int, str] = {}
     replay_endpoint: str | None = None
     replay_endpoints: dict[int, str] = {}
+    load_endpoint: str | None = None  # of the first rank; each further rank has the next port
     block_size: int | None = None
     data_parallel_start_rank: int | None = None
     data_parallel_size: int | None = None
@@ -74,6 +76,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_endpoints: dict[str, str] | UnsetType
     replay_endpoint: str | None
     replay_endpoints: dict[str, str] | UnsetType
+    load_endpoint: str | UnsetType
     block_size: int | None
     data_parallel_start_rank: int | None
     data_parallel_size: int | None
@@ -167,6 +170,7 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     cost: float | None  # None when filtered
     probability: float  # of being drawn, among the candidates
     session_bonus_blocks: float | UnsetType = UNSET  # only where the session is a soft one, bound
+    engine_load: EngineLoad | UnsetType = UNSET  # as reported lately; it is no part of the cost
 
 
 class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
@@ -242,6 +246,8 @@ class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
     potential_prefill_tokens: int
     potential_decode_blocks: int
     active_requests: int
+    # Only in /loads?detail=true; None: nothing was received lately.
+    engine_load: EngineLoad | UnsetType | None = UNSET
 
 
 class PartitionLoads(msgspec.Struct, frozen=True, gc=False):

@@ -68,6 +68,8 @@ GLOSSARY: Final = {
     " was just removed",
     "longest_matched": "the most of `gpu`, `cpu` and `disk`",
     "lora_name": "the adapter; gives the prompt hashes of its own",
+    "load_endpoint": "ZMQ endpoint where the engine publishes its own load (SGLang); of several"
+    " ranks, that of the first",
     "max_num_batched_tokens": "tokens that the engine batches; required with `--queue-threshold`",
     "mm_hash": "the hash of the object, by its engine",
     "mm_objects": "the objects in the block",
@@ -246,6 +248,8 @@ OWN: Final = {
     "PublisherState.heard_s": "seconds since it was heard",
     "PublisherState.missed": "events of it that never arrived",
     "PublisherState.is_behind": "something was missed, and not mended since",
+    "RankExplanation.engine_load": "what the engine of the rank reported of its load in the last"
+    " 5 s; absent where it did not; it is no part of the cost",
     "RankExplanation.filtered": "why it was no candidate: `busy`, `queue`, `ejected`, `taint`,"
     " `not_allowed`, `not_pinned` or `affinity`; null of a candidate",
     "RankExplanation.host_pinned_blocks": "blocks that follow them in host memory",
@@ -338,6 +342,21 @@ OWN: Final = {
     " `unreachable`, `mismatch`, `degraded`, `no_replay`, `partial`, `silent`",
     "SourceCondition.state_age_s": "seconds that it has been so",
     "SourceCondition.problem": "what is wrong, in words; null: nothing",
+    "EngineLoad.running_requests": "that run, as the engine counts",
+    "EngineLoad.waiting_requests": "that wait in the engine",
+    "EngineLoad.kv_tokens": "tokens of KV cache in use",
+    "EngineLoad.kv_token_capacity": "tokens that its KV cache holds; null where it is unknown",
+    "EngineLoad.waiting_uncached_tokens": "tokens that the waiting requests have to prefill; null"
+    " of an engine that does not report it",
+    "EngineLoad.total_tokens": "tokens in use, and of the waiting requests; null likewise",
+    "EngineLoad.max_running_requests": "that can run at once; null likewise",
+    "EngineLoad.prefilled_tokens": "uncached prompt tokens since the engine started; null likewise",
+    "EngineLoad.prefill_busy_s": "seconds spent on those; null likewise",
+    "EngineLoad.age_s": "seconds since it was received",
+    "RankLoadRow.engine_load": "what the engine of the rank reported of its load in the last 5 s;"
+    " null where it did not; only in `/loads?detail=true`",
+    "WorkerRecord.load_endpoint": "ZMQ endpoint where the engine publishes its own load; absent"
+    " where none is given",
     "Stored.parent_hash": "the engine's hash of the block before; null: they begin a prompt",
     "Stored.start_position": "always null",
     "Stored.blocks": "consecutive blocks",

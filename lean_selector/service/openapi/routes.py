@@ -209,7 +209,11 @@ def _selector(
             example={"outcome": "ok", "cached_tokens": 16},
             errors={404: _NEVER},
         ),
-        ("GET", "/loads"): _described("The load of each rank", "loads", _many(loads)),
+        ("GET", "/loads"): _described(
+            "The load of each rank; with `detail` what its engine reports too",
+            "loads",
+            _many(loads),
+        ),
         ("POST", "/potential_loads"): _described(
             "The load of each rank if this prompt ran there",
             "loads",
