@@ -66,6 +66,9 @@ def test_workers_come_and_go_while_requests_are_placed(tmp_path: Path) -> None:
             assert {status for status, _ in chosen} == {200}
             known = {worker_id_of(each.url) for each in found}
             assert {answer["worker_id"] for _, answer in chosen} == known
+            for _, answer in chosen:  # the next ones begin with equal loads
+                freed = service.request("DELETE", f"/reservations/{answer['reservation_id']}")
+                assert freed[0] == 200
         assert service.request("DELETE", "/reservations/held")[0] == 200
         report = service.get("/discovery")[1]
         (row,) = report["discoveries"]
