@@ -10,7 +10,7 @@ from lean_selector.build_info import form
 from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
-COMMANDS: Final = ("gateway", "demo", "check", "keys", "deploy")
+COMMANDS: Final = ("gateway", "demo", "simulate", "check", "keys", "deploy")
 
 
 def hold_standard_streams() -> None:
@@ -30,14 +30,18 @@ def hold_standard_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selection service, or with `gateway`, `demo`, `check`, `keys` or `deploy` those;
-    returns the exit status."""
+    """Runs the selection service, or with `gateway`, `demo`, `simulate`, `check`, `keys` or
+    `deploy` those; returns the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["demo"]:
         from lean_selector.tools.demo import main as demo
 
         return demo(arguments[1:])
+    if arguments[:1] == ["simulate"]:
+        from lean_selector.tools.simulate import main as simulate
+
+        return simulate(arguments[1:])
     if arguments[:1] == ["check"]:
         from lean_selector.tools.check import main as check
 
@@ -65,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "lean-selector",
         "Answers which worker should serve a prompt, and tracks in-flight load per worker. Other "
         "commands: `lean-selector gateway` forwards requests to workers, too; `demo` shows it at "
-        "work, `check` finds what is wrong, `keys` makes keys to encrypt with, `deploy` prints "
-        "files to run it with.",
+        "work, `simulate` compares policies on a trace, `check` finds what is wrong, `keys` makes "
+        "keys to encrypt with, `deploy` prints files to run it with.",
         SelectorConfig,
         run,
         arguments,

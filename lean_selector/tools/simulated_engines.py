@@ -88,6 +88,11 @@ class BlockCache:
     def __contains__(self, block: int) -> bool:
         return block in self._users or block in self._idle
 
+    def has_room_for(self, chain: Sequence[int]) -> bool:
+        """Whether `hold` can store all of it."""
+        users = self._users
+        return sum(block not in users for block in chain) <= self.capacity - len(users)
+
     def hold(self, chain: Sequence[int]) -> HeldChain:
         """Pin the resident prefix of a chain and store the rest, as far as there is room.
 

@@ -15,8 +15,8 @@ import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.tools.simulated_engines import make_request
+from lean_selector.tools.trace import TraceLine, prompt_tokens, trace_lines
 from loadtest.http_client import http
-from loadtest.trace import TraceLine, prompt_tokens, trace_lines
 
 MODEL_NAME = "versus"
 OPENING_BLOCKS = 6

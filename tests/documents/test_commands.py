@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from lean_selector.server.flags import FILE, fields_of
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
+from lean_selector.tools.simulate import add_arguments as add_simulate_arguments
 from loadtest.child_service import JSON, ChildService, plain_environment
 from tests.documents.pages import OURS, blocks, commands
 from tests.support.openai_worker import MODEL, OpenAiWorker
@@ -26,7 +28,7 @@ PRINTED = sorted(
         for language, content in blocks(text)
         if language == "sh"
         for command in commands(content)
-        if command[0] in MODULES and command[1:2] != ["check"]
+        if command[0] in MODULES and command[1:2] not in (["check"], ["simulate"])
     }
 )
 GATEWAYS = [line for line in PRINTED if line.startswith("lean-selector gateway ")]
@@ -91,18 +93,21 @@ def test_every_printed_gateway_answers_a_chat_on_its_own_ports(line: str) -> Non
         wait_until(is_served, "a request is answered")
 
 
-def check_flags() -> set[str]:
+def tool_flags(add_arguments: Callable[[argparse.ArgumentParser], None]) -> set[str]:
     parser = argparse.ArgumentParser(add_help=False)
-    add_check_arguments(parser)
+    add_arguments(parser)
     return {name for action in parser._actions for name in action.option_strings}
 
 
 def test_flags_named_in_the_documents_exist() -> None:
-    ours = {FILE, *(each.flag.name for each in fields_of(GatewayConfig))} | check_flags()
+    ours = {FILE, *(each.flag.name for each in fields_of(GatewayConfig))}
+    ours |= tool_flags(add_check_arguments) | tool_flags(add_simulate_arguments)
     named = {flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}
     assert named - ours - OTHER_FLAGS == set()
 
 
 def test_the_page_of_the_check_lists_its_options() -> None:
     page = OURS["docs/guide/check.md"]
-    assert set(re.findall(r"^\| `(--[a-z-]+)` \|", page, re.MULTILINE)) == check_flags()
+    assert set(re.findall(r"^\| `(--[a-z-]+)` \|", page, re.MULTILINE)) == tool_flags(
+        add_check_arguments
+    )

@@ -1,0 +1,188 @@
+"""An engine in virtual time: continuous batching, chunked prefill, a bounded cache.
+
+As vLLM schedules: in each iteration every running request decodes one token, and beside them up to
+so many prompt tokens are computed, in order of arrival. A prompt starts when the cache has room for
+it beside those that run. Output is not cached: a trace has no tokens of it.
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from lean_selector.tools.simulated_engines import BlockCache
+
+
+class IterationTimes(msgspec.Struct, frozen=True):
+    """What an iteration takes; the defaults are those of an 8B model on one large GPU."""
+
+    base_s: float = 0.008
+    prompt_token_s: float = 1 / 14_000
+    running_request_s: float = 0.000_08
+    context_token_s: float = 4e-9  # for each token in the context of a running request
+    most_prompt_tokens: int = 4_096
+    most_running: int = 256
+
+
+class SimulatedRequest:
+    """A request of a trace, and what becomes of it. Times are seconds since the trace began."""
+
+    __slots__ = (
+        "arrived_at",
+        "chain",
+        "ended_at",
+        "first_token_at",
+        "held",
+        "hit",
+        "hit_tokens",
+        "isl_tokens",
+        "local_hashes",
+        "output_tokens",
+        "request_id",
+        "to_compute",
+        "worker_id",
+    )
+
+    def __init__(
+        self,
+        arrived_at: float,
+        isl_tokens: int,
+        output_tokens: int,
+        local_hashes: bytes,
+        chain: Sequence[int],
+    ) -> None:
+        self.arrived_at = arrived_at
+        self.isl_tokens = isl_tokens
+        self.output_tokens = max(1, output_tokens)
+        self.local_hashes = local_hashes  # of full blocks
+        self.chain = chain  # their sequence hashes
+        self.request_id = ""
+        self.worker_id = -1
+        self.held = 0  # leading blocks in the cache while it runs
+        self.hit = 0  # of those, already there when it started
+        self.hit_tokens = 0  # of the prompt, not computed
+        self.to_compute = -1  # prompt tokens; -1 until it starts
+        self.first_token_at = self.ended_at = math.nan
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_token_at - self.arrived_at
+
+    @property
+    def token_gap_s(self) -> float:
+        """Mean time between its output tokens."""
+        return (self.ended_at - self.first_token_at) / max(1, self.output_tokens - 1)
+
+
+class Iteration(msgspec.Struct):
+    """What came of an iteration, or of several in a row in which nothing but decoding was done."""
+
+    evicted: list[int] = []
+    first_tokens: list[SimulatedRequest] = []
+    ended: list[SimulatedRequest] = []
+
+
+class BatchingEngine:
+    """One engine. `due` is when its iteration ends, None while it is idle."""
+
+    def __init__(
+        self,
+        worker_id: int,
+        capacity_blocks: int,
+        block_size: int,
+        times: IterationTimes,
+        slowness: float = 1.0,
+    ) -> None:
+        """`slowness`: how many times as long everything takes here."""
+        self.worker_id = worker_id
+        self.cache = BlockCache(capacity_blocks)
+        self.due: float | None = None
+        self.computed_tokens = 0
+        self._block_size = block_size
+        self._times = times
+        self._slowness = slowness
+        self._waiting: deque[SimulatedRequest] = deque()
+        # (iteration in which it ends, serial, request)
+        self._running: list[tuple[int, int, SimulatedRequest]] = []
+        self._context_tokens = 0  # of those that run
+        self._iterations = 0
+        self._serial = 0
+        self._now: Iteration = Iteration()
+        self._began_at = self._each_s = 0.0
+        self._count = 1  # iterations until `due`
+        self._is_decoding_only = False
+
+    def submit(self, request: SimulatedRequest, now: float) -> None:
+        """Queue a request. If the engine only decodes, its prefill joins at the next token."""
+        self._waiting.append(request)
+        if self.due is not None and self._is_decoding_only:
+            self._count = min(self._count, max(1, math.ceil((now - self._began_at) / self._each_s)))
+            self.due = self._began_at + self._count * self._each_s
+
+    def start(self, now: float) -> None:
+        """Begin an iteration, if there is anything to do."""
+        times, made = self._times, Iteration()
+        left = times.most_prompt_tokens
+        while self._waiting and left:
+            request = self._waiting[0]
+            if request.to_compute < 0 and not self._admit(request, made):
+                break
+            taken = min(left, request.to_compute)
+            request.to_compute -= taken
+            left -= taken
+            if not request.to_compute:
+                made.first_tokens.append(self._waiting.popleft())
+        prompt_tokens = times.most_prompt_tokens - left
+        if not prompt_tokens and not self._running:
+            self.due = None
+            return
+        self.computed_tokens += prompt_tokens
+        self._each_s = self._slowness * (
+            times.base_s
+            + times.prompt_token_s * prompt_tokens
+            + times.running_request_s * len(self._running)
+            + times.context_token_s * self._context_tokens
+        )
+        self._is_decoding_only = not prompt_tokens
+        self._count = 1 if prompt_tokens else self._running[0][0] - self._iterations
+        self._now, self._began_at = made, now
+        self.due = now + self._count * self._each_s
+
+    def _admit(self, request: SimulatedRequest, made: Iteration) -> bool:
+        """Place a prompt in the cache; False while there is no room for it."""
+        busy = len(self._running) + len(made.first_tokens)
+        if busy and (
+            busy >= self._times.most_running or not self.cache.has_room_for(request.chain)
+        ):
+            return False
+        placed = self.cache.hold(request.chain)
+        made.evicted += placed.evicted
+        request.hit, request.held = placed.hit, placed.hit + placed.stored
+        # The last token is always computed: its output is the first token of the answer.
+        request.hit_tokens = min(placed.hit * self._block_size, request.isl_tokens - 1)
+        request.to_compute = request.isl_tokens - request.hit_tokens
+        return True
+
+    def finish(self, now: float) -> Iteration:
+        """What the iteration that is due brought; `start` follows."""
+        made = self._now
+        self._iterations += self._count
+        self._context_tokens += self._count * len(self._running)
+        while self._running and self._running[0][0] <= self._iterations:
+            made.ended.append(heapq.heappop(self._running)[2])
+        for request in made.first_tokens:
+            request.first_token_at = now
+            self._context_tokens += request.isl_tokens + 1
+            if request.output_tokens == 1:
+                made.ended.append(request)
+                continue
+            self._serial += 1
+            ends = self._iterations + request.output_tokens - 1
+            heapq.heappush(self._running, (ends, self._serial, request))
+        for request in made.ended:
+            request.ended_at = now
+            self._context_tokens -= request.isl_tokens + request.output_tokens
+            self.cache.release(request.chain[: request.held])
+        return made

@@ -1,0 +1,208 @@
+"""`lean-selector simulate TRACE`: which way of choosing serves a trace best, in virtual time."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from lean_selector.core.selection.router_settings import RouterSettings
+from lean_selector.tools.service_process import ServiceError
+from lean_selector.tools.simulation import (
+    RULES,
+    Fleet,
+    Outcome,
+    Policy,
+    Simulation,
+    outcome,
+    requests_of,
+)
+from lean_selector.tools.simulation_figure import Curves, curves_of, draw
+from lean_selector.tools.trace import trace_lines
+
+Number = TypeVar("Number", int, float)
+
+# What a name stands for, of the settings of the router.
+_SETTINGS: dict[str, dict[str, str]] = {"dynamo": {}}
+_DEFAULT = ("round-robin", "least-loaded", "lmetric", "dynamo", "dynamo:prefill_load_scale=10")
+_PROGRESS_S = (0.5, 10.0)  # between two lines of it, on a terminal and elsewhere
+
+
+def policy_of(text: str) -> Policy:
+    """`NAME` or `NAME:setting=value,...`. Raises ArgumentTypeError."""
+    name, _, given = text.partition(":")
+    if name in RULES:
+        if given:
+            raise argparse.ArgumentTypeError(f"{name} has no settings")
+        return Policy(text, rule=RULES[name])
+    if name not in _SETTINGS:
+        known = ", ".join([*RULES, *_SETTINGS])
+        raise argparse.ArgumentTypeError(f"there is no policy `{name}`; there are {known}")
+    fields: dict[str, object] = {**_SETTINGS[name]}
+    for setting in given.split(",") if given else ():
+        field, _, value = setting.partition("=")
+        if field not in RouterSettings.__struct_fields__:
+            known = ", ".join(RouterSettings.__struct_fields__)
+            raise argparse.ArgumentTypeError(f"there is no setting `{field}`; there are {known}")
+        fields[field] = value
+    try:
+        return Policy(text, msgspec.convert(fields, RouterSettings, strict=False))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def _at_least(kind: Callable[[str], Number], least: Number) -> Callable[[str], Number]:
+    def read(text: str) -> Number:
+        value = kind(text)
+        if not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be {least} or more, got {text}")
+        return value
+
+    return read
+
+
+_factor = _at_least(float, 0.001)
+
+
+def _factors(text: str) -> list[float]:
+    return [_factor(each) for each in text.split(",")]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        type=Path,
+        nargs="?",
+        help="in the Mooncake format, gzip or not; default: conversations that are made up",
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="NAME[:SETTING=VALUE,...]",
+        type=policy_of,
+        action="append",
+        help=f"a row; give it again for more. {', '.join([*_SETTINGS, *RULES])}; settings are "
+        f"those of the router, as queue_threshold=2. Default: {' '.join(_DEFAULT)}",
+    )
+    parser.add_argument("--requests", type=_at_least(int, 1), help="the first N of the trace")
+    parser.add_argument(
+        "--load", type=_factor, default=1.0, help="how many times as fast they come; default: 1"
+    )
+    parser.add_argument("--engines", type=_at_least(int, 1), default=8, help="default: 8")
+    parser.add_argument(
+        "--capacity",
+        type=_at_least(int, 1),
+        default=3_000,
+        help="of each engine's cache, in blocks of 512 tokens; default: 3000",
+    )
+    parser.add_argument(
+        "--slowness",
+        type=_factors,
+        default=[1.0],
+        help="how slow engines are, dealt out in turn: 1,2.5 slows down half of them",
+    )
+    parser.add_argument(
+        "--within", type=_factor, default=2.0, help="seconds to a first token; default: 2"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of ties; default: 0")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument(
+        "--svg", type=Path, help="draw first tokens, hits and load over time into this file"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a table; 0, 1 for a trace that cannot be read, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="lean-selector simulate",
+        description="Serve a trace in virtual time with each policy in turn: the selector's own "
+        "core, or a simple rule, in front of engines with chunked prefill and a cache.",
+    )
+    add_arguments(parser)
+    options = parser.parse_args(argv)
+    try:
+        compare(options)
+    except (ServiceError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+class Progress:
+    """How far a run is, on stderr: in one line on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._is_terminal = sys.stderr.isatty()
+        self._every_s = _PROGRESS_S[not self._is_terminal]
+        self._next = time.monotonic() + self._every_s
+
+    def show(self, policy: str, done: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._every_s
+            start, end = ("\r", "\x1b[K") if self._is_terminal else ("", "\n")
+            text = f"{start}{policy}: {done} of {self._total} requests{end}"
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """All rows, each printed when it is known. Raises ServiceError and OSError."""
+    lines = list(trace_lines(options.trace, options.requests))
+    if not lines:
+        raise ServiceError("the trace has no request")
+    fleet = Fleet(options.engines, options.capacity, options.slowness)
+    policies = options.policy or [policy_of(text) for text in _DEFAULT]
+    progress, outcomes, curves = Progress(len(lines)), list[Outcome](), list[Curves]()
+    width = max(len(policy.name) for policy in policies)
+    print("\n".join(header(options, width, len(lines))), flush=True)
+    for policy in policies:
+        requests = requests_of(lines, options.load)
+        simulation = Simulation(policy, fleet, options.seed)
+        simulation.run(requests, partial(progress.show, policy.name))
+        progress.clear()
+        row = outcome(policy.name, requests, simulation.engines.values(), options.within)
+        outcomes.append(row)
+        print(line_of(row, width), flush=True)
+        if options.svg is not None:
+            curves.append(curves_of(policy.name, requests))
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(outcomes)) + b"\n")
+    if options.svg is not None:
+        options.svg.write_text(draw(curves), encoding="utf-8")
+
+
+def header(options: argparse.Namespace, width: int, requests: int) -> list[str]:
+    """What was simulated, and the head of a table in Markdown."""
+    name = "made up" if options.trace is None else os.path.basename(options.trace)
+    slow = "" if options.slowness == [1.0] else f", slowness {options.slowness}"
+    within = f"within {options.within:g} s"
+    return [
+        f"{name}: {requests} requests at load {options.load:g}; {options.engines} engines of "
+        f"{options.capacity} blocks{slow}",
+        "",
+        f"| {'policy':<{width}} | mean TTFT |     p50 |     p99 |  hits | {within:>12} | ITL p99"
+        " | imbalance |",
+        f"|{'-' * (width + 2)}|----------:|--------:|--------:|------:|-------------:|--------:"
+        "|----------:|",
+    ]
+
+
+def line_of(row: Outcome, width: int) -> str:
+    return (
+        f"| {row.policy:<{width}} | {row.ttft_mean_s:7.2f} s | {row.ttft_p50_s:5.2f} s"
+        f" | {row.ttft_p99_s:5.2f} s | {row.hit_rate:5.1%} | {row.within_share:12.1%}"
+        f" | {row.token_gap_p99_s * 1e3:4.0f} ms | {row.imbalance:9.2f} |"
+    )

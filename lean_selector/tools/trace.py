@@ -1,0 +1,77 @@
+"""Traces in the Mooncake format.
+
+A line is a JSON object: timestamp in ms, input_length, output_length, hash_ids of 512-token blocks.
+"""
+
+import gzip
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from lean_selector.tools.service_process import ServiceError
+
+TRACE_BLOCK_TOKENS = 512
+MADE_UP_REQUESTS = 12_000  # about as many as the published conversation trace has
+
+
+class TraceLine(msgspec.Struct):
+    """One line of the trace file."""
+
+    timestamp: float  # ms since the trace began
+    input_length: int  # tokens
+    output_length: int  # tokens
+    hash_ids: list[int]  # of all blocks of 512 tokens, the last one possibly partial
+
+    def __post_init__(self) -> None:
+        if not 0 < self.input_length <= len(self.hash_ids) * TRACE_BLOCK_TOKENS:
+            raise ValueError(f"input_length {self.input_length} for {len(self.hash_ids)} hash_ids")
+
+
+def prompt_tokens(line: TraceLine) -> list[int]:
+    """Tokens of the prompt: equal hash ids have equal tokens."""
+    tokens: list[int] = []
+    for hash_id in line.hash_ids:
+        first = hash_id * TRACE_BLOCK_TOKENS % 2**32
+        tokens += range(first, first + TRACE_BLOCK_TOKENS)
+    return tokens[: line.input_length]
+
+
+def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[TraceLine]:
+    """The first `limit` lines of a trace, gzip or not; made up without a path.
+
+    Raises ServiceError, which names a line that cannot be read.
+    """
+    if path is None:
+        yield from islice(made_up_lines(), limit)
+        return
+    decode = msgspec.json.Decoder(TraceLine).decode
+    try:
+        with path.open("rb") as probe:
+            opened = gzip.open if probe.read(2) == b"\x1f\x8b" else open
+        with opened(path, "rb") as lines:
+            for number, text in enumerate(islice(lines, limit), 1):
+                try:
+                    yield decode(text)
+                except ValueError as error:
+                    raise ServiceError(f"{path}:{number}: {error}") from error
+    except OSError as error:
+        raise ServiceError(f"cannot read the trace: {error}") from error
+
+
+def made_up_lines() -> Iterator[TraceLine]:
+    """Conversations over one system prompt, long as those of the published trace, seeded."""
+    rng = random.Random("versus")
+    fresh = 1
+    talks: list[list[int]] = []
+    for number in range(MADE_UP_REQUESTS):
+        goes_on = talks and rng.random() < 0.5
+        talk = talks.pop(rng.randrange(len(talks))) if goes_on else [0]  # 0: the system prompt
+        grown = rng.randint(1, 24)
+        talk = talk + list(range(fresh, fresh + grown))
+        fresh += grown
+        if len(talk) < 120:
+            talks.append(talk)
+        yield TraceLine(number * 300.0, len(talk) * TRACE_BLOCK_TOKENS - 200, 300, talk)

@@ -1,0 +1,119 @@
+"""Traces in virtual time: engines worked out by hand, the core before them, and the command."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lean_selector.core.selection.router_settings import RouterSettings
+from lean_selector.tools.batching_engine import BatchingEngine, IterationTimes, SimulatedRequest
+from lean_selector.tools.simulate import main
+from lean_selector.tools.simulation import Fleet, Policy, Simulation, requests_of, round_robin
+from lean_selector.tools.trace import TraceLine
+
+# An iteration takes a second, and a second more for each of the ten prompt tokens at most.
+TIMES = IterationTimes(1.0, 1.0, 0.0, 0.0, most_prompt_tokens=10)
+
+
+def request(arrived_at: float, tokens: int, output: int, chain: list[int]) -> SimulatedRequest:
+    return SimulatedRequest(arrived_at, tokens, output, b"", chain)
+
+
+def play(engine: BatchingEngine, until: float) -> None:
+    while engine.due is not None and engine.due <= until:
+        now = engine.due
+        engine.finish(now)
+        engine.start(now)
+
+
+def test_prompts_are_computed_in_chunks_beside_what_decodes() -> None:
+    engine = BatchingEngine(1, 100, 4, TIMES)
+    long, short = request(0.0, 15, 3, [1, 2, 3]), request(11.5, 9, 1, [1, 4])
+    engine.submit(long, 0.0)
+    engine.start(0.0)
+    play(engine, 11.5)  # ten tokens of it
+    engine.submit(short, 11.5)
+    play(engine, 100.0)
+    # The five that are left; then what is new of `short` beside the second token of `long`.
+    assert (long.first_token_at, long.ended_at) == (17.0, 24.0)
+    assert (short.first_token_at, short.ended_at) == (23.0, 23.0)
+    assert (short.hit, short.hit_tokens, engine.computed_tokens) == (1, 4, 20)
+
+
+def test_a_prompt_joins_at_the_next_token() -> None:
+    engine = BatchingEngine(1, 100, 4, TIMES)
+    engine.submit(request(0.0, 1, 100, []), 0.0)
+    engine.start(0.0)
+    play(engine, 2.0)
+    late = request(4.5, 3, 1, [])
+    engine.submit(late, 4.5)
+    play(engine, 100.0)
+    assert (
+        late.first_token_at == 9.0
+    )  # the token of 5.0, then an iteration with three prompt tokens
+
+
+def test_a_prompt_waits_until_the_cache_has_room() -> None:
+    engine = BatchingEngine(1, 2, 4, TIMES)
+    first, second = request(0.0, 8, 2, [1, 2]), request(0.0, 8, 1, [3, 4])
+    engine.submit(first, 0.0)
+    engine.submit(second, 0.0)
+    engine.start(0.0)
+    play(engine, 100.0)
+    assert second.first_token_at == first.ended_at + 9.0
+
+
+LINES = [
+    TraceLine(1_000.0 * turn, 512 * (turn + 1) + 100, 5, [100 * user, *range(1, turn + 2)])
+    for turn in range(4)
+    for user in range(6)
+]
+
+
+def played(policy: Policy) -> list[SimulatedRequest]:
+    requests = requests_of(LINES, 1.0)
+    simulation = Simulation(policy, Fleet(3, 50, (1.0, 2.0)), 7)
+    simulation.run(requests)
+    assert all(each.ended_at >= each.first_token_at > each.arrived_at for each in requests)
+    return requests
+
+
+def test_the_core_follows_what_is_cached_and_a_rule_does_not() -> None:
+    core = played(Policy("dynamo", RouterSettings()))
+    placed = [each.worker_id for each in core]
+    assert placed == [each.worker_id for each in played(Policy("dynamo", RouterSettings()))]
+    assert all(each.hit == len(each.chain) - 1 for each in core[6:])
+    turns = played(Policy("in turn", rule=round_robin))
+    assert [each.worker_id for each in turns] == [1, 2, 3] * 8
+
+
+def test_requests_that_wait_in_the_queue_are_served() -> None:
+    waited = played(Policy("queue", RouterSettings(queue_threshold=0.0)))
+    at_once = played(Policy("none", RouterSettings()))
+    assert max(each.ttft_s for each in waited) >= max(each.ttft_s for each in at_once)
+
+
+def test_the_command_writes_figures_and_a_drawing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, figures, drawing = tmp_path / "t.jsonl", tmp_path / "f.json", tmp_path / "d.svg"
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    lines = [{key: getattr(line, key) for key in keys} for line in LINES]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = ["round-robin", "dynamo", "dynamo:prefill_load_scale=10,queue_threshold=2"]
+    chosen = [word for row in rows for word in ("--policy", row)]
+    assert main([str(trace), *chosen, "--json", str(figures), "--svg", str(drawing)]) == 0
+    assert [row["policy"] for row in json.loads(figures.read_bytes())] == rows
+    assert len(ElementTree.parse(drawing).findall(".//{*}polyline")) == 3 * len(rows)
+    assert sum(line.startswith("| ") for line in capsys.readouterr().out.splitlines()) == 4
+    assert main([str(tmp_path / "none")]) == 1
+
+
+@pytest.mark.parametrize(
+    "policy", ["fastest", "lmetric:x=1", "dynamo:speed=1", "dynamo:temperature=hot"]
+)
+def test_a_policy_that_there_is_not_is_refused(policy: str) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--policy", policy])
+    assert exited.value.code == 2
