@@ -27,9 +27,14 @@ _MOST_EVENT_BYTES: Final = 1 << 20  # a longer one is not waited for
 _USAGE_EVENT: Final = re.compile(
     rb'^data:[^\r\n]*"choices"\s*:\s*\[\s*\][^\r\n]*"usage"[^\r\n]*\r?\n\r?\n', re.MULTILINE
 )
-_CACHED: Final = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,15})')
-_PROMPT: Final = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,15})')
-_OUTPUT: Final = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,15})')
+# Anthropic's API counts what was read from the cache, or written to it, beside `input_tokens`.
+_CACHED: Final = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})')
+_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})')
+_BESIDE: Final = tuple(
+    re.compile(rb'"cache_%b_input_tokens"\s*:\s*(\d{1,15})' % name)
+    for name in (b"read", b"creation")
+)
+_OUTPUT: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
 
 
 class UsageReader:
@@ -54,7 +59,9 @@ class UsageReader:
     def lengths(self) -> tuple[int, int] | None:
         """Tokens of the prompt and of the answer."""
         prompt, output = self._said(_PROMPT), self._said(_OUTPUT)
-        return None if prompt is None or output is None else (prompt, output)
+        if prompt is None or output is None:
+            return None
+        return prompt + sum(self._said(field) or 0 for field in _BESIDE), output
 
     def _said(self, field: re.Pattern[bytes]) -> int | None:
         found = field.findall(self._last)

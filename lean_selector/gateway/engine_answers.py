@@ -282,6 +282,14 @@ _CHAT: Final = (
     *("add_special_tokens", "chat_template"),
 )
 _TEXT: Final = ("prompt", "add_special_tokens")
+# These take the request itself, and answer with its tokens. vLLM has them from 0.29 and 0.30 on,
+# with --enable-scale-out.
+RENDER_PATHS: Final = {
+    Kind.MESSAGES: "/v1/messages/render",
+    Kind.RESPONSES: "/v1/responses/render",
+}
+_LACKS_FOR_S: Final = 60.0  # a worker that lacks a path is not asked for it again
+_NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')  # a model that is not there is a 404, too
 
 
 class EngineTokenizer:
@@ -291,54 +299,67 @@ class EngineTokenizer:
         self._client = client
         self._timeout_s = timeout_s
         self._turn = 0
+        self._lacking: dict[tuple[str, str], float] = {}  # base URLs and paths, and until when
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """The tokens of a prompt, 4 bytes each. Raises NotTokenized."""
         bases = list(workers.values())
         if not bases:
             raise NotTokenized(Why.FAILED, "no worker has a URL to ask for tokens")
+        path, now = RENDER_PATHS.get(request.kind, "/tokenize"), time.monotonic()
+        bases = [base for base in bases if self._lacking.get((base, path), 0.0) <= now]
         self._turn += 1
         body = tokenize_body(request, model)
-        failures: list[OutboundFailed] = []
+        why, text = Why.REFUSED, f"the workers lack POST {path}"
         for attempt in range(min(2, len(bases))):
             base = bases[(self._turn + attempt) % len(bases)]
             try:
                 answer = await self._client.request(
                     "POST",
-                    base + "/tokenize",
+                    base + path,
                     body,
                     timeout_s=self._timeout_s,
                     most_bytes=MOST_ID_BYTES,
                 )
             except OutboundFailed as error:
-                failures.append(error)
+                why = Why.TIMEOUT if isinstance(error, OutboundTimedOut) else Why.FAILED
+                text = error.message
                 continue
-            if answer.status != 200:
-                # What one worker refuses, another does too.
-                raise NotTokenized(Why.REFUSED, f"POST {base}/tokenize: status {answer.status}")
-            return _read(base, answer.body)
-        last = failures[-1]
-        why = Why.TIMEOUT if isinstance(last, OutboundTimedOut) else Why.FAILED
-        raise NotTokenized(why, last.message)
+            if answer.status == 200:
+                return _read(base + path, answer.body)
+            why, text = Why.REFUSED, f"POST {base}{path}: status {answer.status}"
+            if answer.status not in (405, 501) and not _NO_ROUTE.match(answer.body):
+                break  # what one worker refuses, another does too
+            if len(self._lacking) >= _FROM:
+                self._lacking.clear()
+            self._lacking[base, path] = now + _LACKS_FOR_S
+        raise NotTokenized(why, text)
 
     def close(self) -> None:
         """Nothing is kept between two questions."""
 
 
-def _read(base: str, body: bytes) -> bytes:
+def _read(url: str, body: bytes) -> bytes:
     try:
-        tokens = packed_u32(bytes(msgspec.json.decode(body, type=TokenizeAnswer).tokens))
+        answer = msgspec.json.decode(body, type=TokenizeAnswer)
+        tokens = packed_u32(bytes(answer.token_ids)) or packed_u32(bytes(answer.tokens))
     except msgspec.DecodeError:
         tokens = None
     if not tokens:
-        raise NotTokenized(Why.FAILED, f"POST {base}/tokenize: an answer without tokens")
+        raise NotTokenized(Why.FAILED, f"POST {url}: an answer without tokens")
     return tokens
 
 
 def tokenize_body(request: ModelRequest, model: str) -> bytes:
-    """What vLLM's /tokenize is asked, so that it does with it what it does with the request."""
+    """What vLLM's /tokenize is asked, so that it does with it what it does with the request; for
+    RENDER_PATHS, the request."""
+    fields: dict[str, object]
+    if request.kind in RENDER_PATHS:
+        fields = {**request.fields, "model": model}
+        fields.pop("stream", None)
+        return msgspec.json.encode(fields)
     names = _CHAT if request.kind is Kind.CHAT else _TEXT
-    fields: dict[str, object] = {name: request.fields[name] for name in names if request.has(name)}
+    fields = {name: request.fields[name] for name in names if request.has(name)}
     if request.kind is Kind.TEXT:
         fields["prompt"] = request.text
     else:

@@ -1,7 +1,7 @@
 """The app behind the gateway's port: which requests are proxied, and what is answered at once.
 
-Completions are proxied to the worker that `placing` says, and what else may pass to any. Lists of
-models, /health and /ready are answered here; the rest is 404.
+Completions and what is like them (ROUTED) are proxied to the worker that `placing` says, and what
+else may pass to any. Lists of models, /health and /ready are answered here; the rest is 404.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from lean_selector.gateway.headers import (
     wants_websocket,
     without_authorization,
 )
+from lean_selector.gateway.model_request import ROUTED_PATHS
 from lean_selector.gateway.placing import Placing
 from lean_selector.gateway.prompt_shapes import ModelCard
 from lean_selector.gateway.proxied_request import ProxiedRequest
@@ -44,12 +45,12 @@ gateway_log = logging.getLogger("lean_selector.gateway")
 HOLDS_S: Final = 2.0  # a list of models
 TIMEOUT_S: Final = 2.0  # of asking a worker for its models
 MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
-COMPLETIONS: Final = frozenset({b"/v1/completions", b"/v1/chat/completions"})
+ROUTED: Final = frozenset(path.encode() for path in ROUTED_PATHS)
 MODELS: Final = b"/v1/models"
 OWN: Final = frozenset({b"/health", b"/ready"})
-# What OpenAI's API has beside completions and models. An engine's own routes stand elsewhere.
+# What these APIs have beside ROUTED and models. An engine's own routes stand elsewhere.
 _OPENAI: Final = re.compile(
-    rb"/v1/(?:audio|batches|conversations|embeddings|files|images|moderations|responses|uploads"
+    rb"/v1/(?:audio|batches|conversations|files|images|messages|moderations|responses|uploads"
     rb"|vector_stores|videos)(?:/(?!\.{1,2}(?:/|\Z))[^/]++)*+"
 )
 
@@ -185,7 +186,7 @@ class GatewayHandler:
             text = f"the request body has more than {self._most_body_bytes} bytes"
             return self._refused(request_id, 413, text, "request_too_large")
         path, is_get = resource_of(request.path), request.method in (b"GET", b"HEAD")
-        is_completion = path in COMPLETIONS and request.method == b"POST"
+        is_completion = path in ROUTED and request.method == b"POST"
         if is_completion or path in OWN:
             request.path = path
         if is_get and path in OWN:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Raw
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.gateway.prompt_shapes import ContentPart, Message, Texts, Unknown, Why
+from lean_selector.gateway.prompt_shapes import ContentPart, Item, Message, Texts, Unknown, Why
 from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
@@ -41,16 +41,34 @@ TOO_MANY_MESSAGES: Final = Unknown(Why.FORM, f"more than {MOST_MESSAGES} message
 TOO_MANY_IDS: Final = Unknown(Why.FORM, f"more than {MOST_IDS} token ids")
 NO_PROMPT: Final = Unknown(Why.PATH, "no prompt that is known on this path")
 
+# What a worker is chosen for; the prompts of the last three are in no index.
+ROUTED_PATHS: Final = frozenset({
+    *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
+    *("/v1/embeddings", "/v1/rerank", "/v1/score"),
+})  # fmt: skip
+_WITHOUT_OUTPUT: Final = ("/embeddings", "/rerank", "/score")
+
 # With these the engine's prompt is not what the messages or the text make.
 _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
+_KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")  # of /v1/responses
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
+# In /v1/messages and /v1/responses, at any depth. A quote inside a text is escaped.
+_MEDIA_PART: Final = re.compile(
+    rb'"type"\s*+:\s*+"(?:image|document|input_image|input_file|input_audio|computer_screenshot)"'
+)
+# Clients put it on another part in every turn, and engines ignore it.
+_CACHE_CONTROL: Final = re.compile(rb',\s*+"cache_control"\s*+:\s*+\{[^{}]*+\}')
+_MOST_CACHE_CONTROLS: Final = 64  # the API allows 4
+_EMPTY: Final = re.compile(rb"\{[ \t\r\n]*+\}")
 TOKENS_OF_MEDIA: Final = 1024  # of one image or recording; engines have some 250 to 2 000
 _NULL: Final = b"null"
 _RAW_NULL: Final = Raw(_NULL)
 _read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
 _read_messages: Final = msgspec.json.Decoder(list[Message]).decode
+_read_items: Final = msgspec.json.Decoder(list[Item]).decode
+_read_message: Final = msgspec.json.Decoder(Message).decode
 _read_raw_messages: Final = msgspec.json.Decoder(list[Raw]).decode
 _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 _read_texts: Final = msgspec.json.Decoder(Texts).decode
@@ -60,7 +78,13 @@ class Kind(Enum):
     CHAT = "messages"
     TEXT = "text"
     IDS = "token ids"
+    MESSAGES = "messages of Anthropic's API"
+    RESPONSES = "items of /v1/responses"
     NONE = "none"
+
+
+COMPLETIONS: Final = frozenset({Kind.CHAT, Kind.TEXT, Kind.IDS})
+CHATS: Final = frozenset({Kind.CHAT, Kind.MESSAGES, Kind.RESPONSES})
 
 
 class ModelRequest:
@@ -82,13 +106,20 @@ class ModelRequest:
         self._media = 0  # parts of messages that are not text
         self._part_text_bytes = 0  # of those that are
         path = unquote(path.partition("?")[0]).rstrip("/")  # as engines take it
+        self._has_output = not path.endswith(_WITHOUT_OUTPUT)
+        changing: tuple[str, ...] = _CHANGING
         if path.endswith("/chat/completions"):
-            self._read_chat()
+            self._read_chat(Kind.CHAT, "messages")
         elif path.endswith("/completions"):
             self._read_prompt()
+        elif path.endswith("/messages"):
+            self._read_chat(Kind.MESSAGES, "messages", "system")
+        elif path.endswith("/responses"):
+            self._read_chat(Kind.RESPONSES, "input", "instructions")
+            changing += _KEPT_BY_ENGINE
         else:
             self.why_not = NO_PROMPT
-        for name in _CHANGING:
+        for name in changing:
             if self.has(name):
                 self.why_not = Unknown(Why.CHANGED, f"`{name}` changes the prompt")
 
@@ -119,7 +150,7 @@ class ModelRequest:
         """Of the prompt, as it was written; 0 where that says nothing of its tokens."""
         if self._media or self.ids:
             return 0
-        if self.kind is Kind.CHAT:
+        if self.kind in CHATS:
             return size_of(self.fields.get("tools", b"")) + sum(map(size_of, self.messages))
         return size_of(self.fields.get("prompt", self.body))
 
@@ -133,7 +164,9 @@ class ModelRequest:
     @property
     def most_output_tokens(self) -> int | None:
         """What the client allows the answer to have."""
-        for name in ("max_completion_tokens", "max_tokens"):
+        if not self._has_output:
+            return 0
+        for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
             given = bytes(self.fields.get(name, b""))
             if given.isdigit() and len(given) < 10:
                 return int(given)
@@ -144,30 +177,42 @@ class ModelRequest:
         fields: dict[str, object] = {**self.fields, **changed}
         return msgspec.json.encode(fields)
 
-    def _read_chat(self) -> None:
-        text = self.fields.get("messages", b"")
+    def _read_chat(self, kind: Kind, name: str, system: str | None = None) -> None:
+        """The messages are in the field `name`; one more is before them in the field `system`."""
+        text = self.fields.get(name, Raw(b""))
         try:
-            messages = _read_messages(text)
+            if kind is not Kind.CHAT:
+                text = _without_odd_forms(text, kind)
+            messages: list[Message] = (
+                [*_read_items(text)] if kind is Kind.RESPONSES else _read_messages(text)
+            )
             if len(messages) > MOST_MESSAGES:
                 self.why_not = TOO_MANY_MESSAGES
                 return
             self.messages, self.read_messages = _read_raw_messages(text), messages
+            if system is not None and self.has(system):
+                content = _CACHE_CONTROL.sub(b"", self.fields[system], _MOST_CACHE_CONTROLS)
+                first = Raw(b'{"role":"system","content":%b}' % content)
+                self.messages.insert(0, first)
+                self.read_messages.insert(0, _read_message(first))
             for message in messages:
-                self._read_content(message.content)
+                self._read_content(message.content, kind)
+            if kind is not Kind.CHAT:
+                self._media = sum(1 for _ in _MEDIA_PART.finditer(text))
         except msgspec.DecodeError:
             self.why_not = UNKNOWN_FORM
             return
-        self.kind = Kind.CHAT
+        self.kind = kind
         if self._media:
             self.why_not = MEDIA
 
-    def _read_content(self, content: Raw) -> None:
+    def _read_content(self, content: Raw, kind: Kind) -> None:
         if bytes(memoryview(content)[:1]) != b"[" or _TYPE.search(content) is None:
             return
         for part in _read_parts(content):
             if bytes(part.type) in _TEXT_PARTS:
                 self._part_text_bytes += size_of(part.text)
-            else:
+            elif kind is Kind.CHAT:
                 self._media += 1
 
     def _read_prompt(self) -> None:
@@ -202,6 +247,19 @@ class ModelRequest:
             return msgspec.json.decode(raw, type=kind)
         except msgspec.DecodeError:
             raise BadRequest(f"{name}: expected {expected}") from None
+
+
+def _without_odd_forms(text: Raw, kind: Kind) -> Raw:
+    """The messages as a list, in which each is written alike in every turn."""
+    if kind is Kind.RESPONSES:
+        if bytes(memoryview(text)[:1]) == b'"':
+            return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
+        empty = islice(_EMPTY.finditer(text), MOST_MESSAGES + 1)
+        if sum(1 for _ in empty) > MOST_MESSAGES:  # each would take twenty times its text
+            raise msgspec.DecodeError("too many empty items")
+    elif _CACHE_CONTROL.search(text) is not None:
+        return Raw(_CACHE_CONTROL.sub(b"", text, _MOST_CACHE_CONTROLS))
+    return text
 
 
 def size_of(text: Raw | bytes) -> int:

@@ -302,7 +302,7 @@ class Placing:
                     proxied.fail(503, "no worker is available", "no_worker", RETRY_AFTER)
                 return
             routed = proxied.routed
-            if lease.misses_blocks and routed is not None:
+            if lease.misses_blocks and routed is not None and routed.takes_reports:
                 lease.body = self._prompts.with_report(routed.body, lease.endpoint.text)
                 self._counts.full_reports += lease.body is not None
             proxied.takes(lease)

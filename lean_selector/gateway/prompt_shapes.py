@@ -21,6 +21,7 @@ class PromptSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int = 128 << 20
     # Tokens are asked for when so many bytes of a prompt, or more, were not seen before.
     ask_from_bytes: int = 0
+    render_from_bytes: int = 0  # on paths whose answers have no tokens to learn
     ask_timeout_s: float = 2.0
 
 
@@ -66,6 +67,12 @@ class Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b"")
 
 
+class Item(Message):
+    """A message of /v1/responses, or something else that has no role, such as a call of a tool."""
+
+    role: msgspec.Raw = msgspec.Raw(b"")
+
+
 class ContentPart(msgspec.Struct):
     """A part of a message's content."""
 
@@ -93,9 +100,10 @@ class ModelCards(msgspec.Struct):
 
 
 class TokenizeAnswer(msgspec.Struct):
-    """What an engine answers to POST /tokenize."""
+    """What an engine answers to POST /tokenize, or to a request to render a prompt."""
 
-    tokens: msgspec.Raw
+    tokens: msgspec.Raw = msgspec.Raw(b"[]")
+    token_ids: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class NamesModel(msgspec.Struct):

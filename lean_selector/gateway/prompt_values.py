@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Raw
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from lean_selector.gateway.model_request import Kind, ModelRequest, size_of
+from lean_selector.gateway.model_request import CHATS, Kind, ModelRequest, size_of
 from lean_selector.gateway.prompt_shapes import ContentPart, Message
 
 # Whatever else has a hand in what the engine makes of the messages or of the text.
@@ -23,6 +23,12 @@ CHAT_FIELDS: Final = (
     *("add_special_tokens", "response_format"),
 )
 TEXT_FIELDS: Final = ("add_special_tokens",)
+_FIELDS: Final = {
+    Kind.CHAT: CHAT_FIELDS,
+    Kind.TEXT: TEXT_FIELDS,
+    Kind.MESSAGES: ("tools", "tool_choice", "thinking", "output_config", "chat_template_kwargs"),
+    Kind.RESPONSES: ("tools", "tool_choice", "reasoning", "text", "chat_template_kwargs"),
+}
 
 # A value is decoded to be written anew, which takes up to 5 times the memory of a text, and 25
 # times that of anything else. A longer one counts as it was written.
@@ -69,7 +75,7 @@ def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -
 
     The order of fields counts below the top: templates write tools and arguments in that order.
     """
-    names = CHAT_FIELDS if request.kind is Kind.CHAT else TEXT_FIELDS
+    names = _FIELDS[request.kind]
     fields = request.fields
     given = [(name, _key(fields[name])) for name in names if name in fields and request.has(name)]
     return xxh3_64_intdigest(msgspec.json.encode((shape, given)), seed)
@@ -86,7 +92,7 @@ def _key(value: Raw) -> int:
 
 def links_of(request: ModelRequest) -> Iterator[Links]:
     """A prompt's messages, or its text, one after the other."""
-    if request.kind is not Kind.CHAT:
+    if request.kind not in CHATS:
         yield _cut(_compact(request.text))
         return
     for raw, message in zip(request.messages, request.read_messages, strict=True):
@@ -105,14 +111,15 @@ def _cut(text: Raw | bytes) -> Links:
     return Links(b"".join([xxh3_64_digest(each) for each in pieces]), len(view))
 
 
-def _message(raw: Raw, message: Message) -> bytes:
+def _message(raw: Raw, message: Message) -> Raw | bytes:
     """`{"role":...,"content":...}`, and what else it has by name."""
-    is_bare = size_of(raw) == _BARE + size_of(message.role) + size_of(message.content)
+    role, content = size_of(message.role), size_of(message.content)
+    is_bare = bool(role and content) and size_of(raw) == _BARE + role + content
     if is_bare:
-        text = bytes(raw)
-        is_plain = text.startswith(_ROLE) and text.endswith(b'"}')
-        if is_plain and _NEEDLESS.search(text) is None:
-            return text
+        view = memoryview(raw)
+        is_plain = bytes(view[: len(_ROLE)]) == _ROLE and bytes(view[-2:]) == b'"}'
+        if is_plain and _NEEDLESS.search(raw) is None:
+            return raw
     pieces = [_ROLE, message.role, b',"content":', _content(message.content)]
     if not is_bare:
         rest = _read_fields(raw)

@@ -14,6 +14,7 @@ from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.gateway.answers import Additions, AnswerReader
 from lean_selector.gateway.engine_answers import (
+    RENDER_PATHS,
     EngineAnswers,
     EngineTokenizer,
     Fleet,
@@ -22,7 +23,7 @@ from lean_selector.gateway.engine_answers import (
     well,
 )
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
-from lean_selector.gateway.model_request import Kind, ModelRequest
+from lean_selector.gateway.model_request import CHATS, COMPLETIONS, Kind, ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.wire.scalars import packed_u32
@@ -47,6 +48,8 @@ class Routed:
     worker_ids: frozenset[int] | None = None  # only these have the adapter; None: any
     answer: AnswerReader | None = None  # reads the answer; None: it passes untouched
     on_lengths: Callable[[int, int], None] | None = None  # is told tokens of prompt and answer
+    takes_reports: bool = True  # `vllm_xargs` have an effect on its path
+    opens_early: bool = False  # the first bytes of a stream come before the first token
     known_tokens: int | None = None  # of the prompt, in blocks of its own; None: all
 
 
@@ -103,7 +106,7 @@ class Prompts:
             why_not = UNMARKED
         if why_not is not None:
             self.unknown[why_not.why] += 1
-        if forwards and request.kind is not Kind.NONE:
+        if forwards and request.kind in COMPLETIONS:
             make = await self._engines.make(served)
             if chain is not None and self._settings.mode is Mode.LEARN and make == "vllm":
                 additions.ask_for_ids(request, self._learning(chain))
@@ -111,7 +114,7 @@ class Prompts:
                 additions.ask_for_usage(request)
         averages = self.memory.averages(model_key(served, lora_name))
         output, most = round(averages.output_tokens), request.most_output_tokens
-        text_bytes = request.text_bytes if request.kind in (Kind.CHAT, Kind.TEXT) else 0
+        text_bytes = request.text_bytes if request.kind is Kind.TEXT or request.kind in CHATS else 0
         return Routed(
             served.model_name,
             served.tenant_id,
@@ -123,6 +126,8 @@ class Prompts:
             worker_ids=worker_ids,
             answer=additions.reader(),
             on_lengths=lambda prompt, output: averages.had(text_bytes, prompt, output),
+            takes_reports=request.kind in COMPLETIONS,
+            opens_early=request.kind is Kind.RESPONSES,
             known_tokens=None if why_not is None else len(known) // 8 * served.block_size,
         )
 
@@ -188,7 +193,10 @@ class Prompts:
         if known.is_whole:
             return _prompt_of(known.hashes, known.tokens, lora_name), None, b""
         why_not = BEGINNING if known.hashes else NEW
-        if known.unknown_bytes >= self._settings.ask_from_bytes:
+        ask_from = self._settings.ask_from_bytes
+        if request.kind in RENDER_PATHS and self._settings.mode is Mode.LEARN:
+            ask_from = self._settings.render_from_bytes
+        if known.unknown_bytes >= ask_from:
             workers = served.workers
             if worker_ids is not None:
                 workers = {each: workers[each] for each in worker_ids & workers.keys()}

@@ -73,6 +73,7 @@ class ProxiedRequest:
         self._connection: ClientConnection | None = None
         self._head: AnswerHead | None = None
         self._is_chunking = False
+        self._waits_for_token = False  # what came of the stream so far is no part of the answer
         # The body of an answer by which a worker sheds, while it comes; and the last one, complete.
         self._shedding: bytearray | None = None
         self._shed: tuple[WorkerLease, AnswerHead, bytes] | None = None
@@ -170,6 +171,8 @@ class ProxiedRequest:
             self._begin(data)
             return
         counts.passed_on_bytes += len(data)
+        if self._waits_for_token and b".delta" in data:
+            self._prefilled()
         reader = self._reader
         if reader is None:
             self._last_pieces.append(data)
@@ -251,8 +254,13 @@ class ProxiedRequest:
         counts.answers[head.status] += 1
         counts.first_byte.add(monotonic() - self._began)
         counts.passed_on_bytes += len(data)
-        streams = self.routed is not None and self.routed.streams and head.status == 200
-        lease.prefill_complete(monotonic() - self._sent_at if streams else None)
+        routed = self.routed
+        if routed is not None and routed.streams and head.status == 200:
+            self._waits_for_token = routed.opens_early and b".delta" not in data
+            if not self._waits_for_token:
+                self._prefilled()
+        else:
+            lease.prefill_complete(None)
         reader = self._reader
         reads = reader is not None
         is_http10 = self.request.headers.is_http10
@@ -278,6 +286,12 @@ class ProxiedRequest:
         elif data and (read := reader.feed(data)):
             parts.append(self._piece(read))
         self.reply.write(b"".join(parts))
+
+    def _prefilled(self) -> None:
+        """The first token of a stream is here."""
+        assert self.lease is not None
+        self._waits_for_token = False
+        self.lease.prefill_complete(monotonic() - self._sent_at)
 
     @property
     def _reader(self) -> AnswerReader | None:

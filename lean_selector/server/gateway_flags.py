@@ -64,7 +64,8 @@ class GatewayFlags:
     workers: workers: http://HOST:PORT or .../v1
     selector_port: HTTP port of the selector's own API, and of the metrics; 0 takes a free one
     silence_s: a worker that says nothing for so long has failed its request
-    pass_through: requests besides completions, lists of models, /health and /ready that are passed
+    pass_through: requests besides those that a worker is chosen for, lists of models, /health and
+      /ready that are passed
       to workers; openai: those of OpenAI's API; all: engines' own routes, administrative ones too
     max_body_mb: largest body of a request, in MiB
     """

@@ -391,7 +391,7 @@ class PromptsFlags:
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
     memory_mb: most memory for prompts that were seen before, in MiB
     ask_from_bytes: tokenize only if at least this many bytes of a prompt are unknown; `none`:
-      never; unset: 0, or 16384 with --prompts learn
+      never; unset: 0, or 16384 with --prompts learn where the answer teaches the tokens
     ask_timeout_s: longest that an engine may take to answer; then what is known decides
     """
 
@@ -429,6 +429,7 @@ class PromptsFlags:
             mode=Mode(self.mode),
             memory_bytes=self.memory_mb * _MEGABYTE,
             ask_from_bytes=from_bytes,
+            render_from_bytes=self.ask_from_bytes or 0,
         )
 
 

@@ -45,7 +45,7 @@ OTHER_FLAGS |= {"--file-flush-interval-msec"}  # of envoy
 OTHER_FLAGS |= {"--enable-cache-report", "--enable-prompt-tokens-details"}  # of engines
 OTHER_FLAGS |= {"--kv-events-config", "--block-size", "--page-size", "--enable-prefix-caching"}
 OTHER_FLAGS |= {"--model-path", "--connector", "--publish-kv-events", "--load-publish-endpoint"}
-OTHER_FLAGS |= {"--default-chat-template-kwargs", "--prefix-match-unit"}
+OTHER_FLAGS |= {"--default-chat-template-kwargs", "--prefix-match-unit", "--enable-scale-out"}
 
 
 def test_there_are_commands_to_start() -> None:

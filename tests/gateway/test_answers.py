@@ -108,6 +108,12 @@ def test_usage_is_read_without_ids() -> None:
     assert UsageReader().lengths is None
     usage.feed(b'{"usage":{"prompt_tokens":7,"total_tokens": 9,"completion_tokens": 2}}')
     assert usage.lengths == (7, 2)
+    usage.feed(b'{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":4},')
+    usage.feed(b'"output_tokens":3,"output_tokens_details":{"reasoning_tokens":1}}}')
+    assert (usage.lengths, usage.cached_tokens) == ((9, 3), 4)
+    usage.feed(b'{"usage":{"input_tokens":5,"output_tokens":6,"cache_read_input_tokens":32,')
+    usage.feed(b'"cache_creation_input_tokens":1}}')  # Anthropic's
+    assert (usage.lengths, usage.cached_tokens) == ((38, 6), 32)
 
 
 def test_of_a_long_answer_the_usage_at_its_end_is_found() -> None:

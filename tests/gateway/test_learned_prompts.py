@@ -376,6 +376,18 @@ def test_a_turn_with_calls_is_known_however_it_is_written() -> None:
     assert keys[0] == keys[1]
 
 
+def test_a_mark_of_caching_that_moves_on_leaves_the_turns_before_as_they_were() -> None:
+    def keys(*texts: str) -> list[int]:
+        turns: list[Any] = [
+            {"role": "user", "content": [{"type": "text", "text": each}] * 2} for each in texts
+        ]
+        turns[-1]["content"][-1] |= {"cache_control": {"type": "ephemeral"}}
+        body = json.dumps({"system": "Be brief.", "messages": turns}).encode()
+        return Chain(SERVED, None, ModelRequest("/v1/messages", body)).keys
+
+    assert keys("one", "two")[:3] == keys("one")
+
+
 @given(one=st.text(max_size=20), other=st.text(max_size=20))
 def test_texts_have_one_key_exactly_where_they_are_equal(one: str, other: str) -> None:
     bodies = [

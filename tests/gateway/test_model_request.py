@@ -29,6 +29,7 @@ from lean_selector.gateway.prompt_shapes import Served
 from lean_selector.gateway.prompt_values import LINK_BYTES
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
 SERVED = Served("m", "default", 4, False, {})
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none()
@@ -51,13 +52,19 @@ BODY = st.fixed_dictionaries(
     {},
     optional={
         "messages": JSON | st.lists(MESSAGE | JSON, max_size=4),
+        "input": JSON | st.lists(MESSAGE | JSON, max_size=4),
+        "system": JSON | st.lists(PART | JSON),
+        "instructions": JSON,
         "prompt": JSON | st.lists(st.integers(0, 2**32 - 1), max_size=9),
         **dict.fromkeys(NAMES, JSON),
     },
 )
 
 
-@given(body=BODY, path=st.sampled_from([CHAT, TEXT, "/v1/embeddings", "/"]), forwards=st.booleans())
+PATHS = (CHAT, TEXT, ANTHROPIC, RESPONSES, "/v1/embeddings", "/")
+
+
+@given(body=BODY, path=st.sampled_from(PATHS), forwards=st.booleans())
 def test_any_json_is_read_or_refused_by_the_field(
     body: dict[str, Any], path: str, forwards: bool
 ) -> None:
@@ -68,7 +75,7 @@ def test_any_json_is_read_or_refused_by_the_field(
         return
     request = ModelRequest(path, text)
     assert request.estimated_tokens(0.25) >= 0
-    assert request.most_output_tokens is None
+    assert request.most_output_tokens == (0 if path == "/v1/embeddings" else None)
     additions = Additions()
     additions.mark_salt(request, forwards)
     if request.why_not is None and request.kind is not Kind.IDS:
@@ -193,6 +200,11 @@ LONG_BODIES = {
     "slow numbers": (CHAT, many("1e308", PARTS[:-1] + '],"x":[', "]}]}")),
     "empty messages": (CHAT, many("{}", '{"messages":[', "]}")),
     "messages of one field": (CHAT, many('{"role":1}', '{"messages":[', "]}", LONG * 4)),
+    "empty items": (RESPONSES, many("{}", '{"input":[', "]}")),
+    "items of one field": (RESPONSES, many('{"role":1}', '{"input":[', "]}", LONG * 4)),
+    "an item": (RESPONSES, b'{"input":"%b"}' % (b"x" * LONG)),
+    "images": (ANTHROPIC, many('{"type":"image"}', PARTS, "]}]}", LONG * 4)),
+    "marks": (ANTHROPIC, many('{"type":1,"cache_control":{}}', PARTS, "]}]}", LONG * 4)),
     "no messages": (CHAT, many("1", '{"messages":[', "]}")),
     "empty parts": (CHAT, many("{}", PARTS, "]}]}")),
     "parts of one field": (CHAT, many('{"type":1}', PARTS, "]}]}", LONG * 4)),

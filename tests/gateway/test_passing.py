@@ -8,6 +8,7 @@ import pytest
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.handler import GatewayHandler, ModelList
+from lean_selector.gateway.model_request import ROUTED_PATHS
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.head import Request
@@ -17,7 +18,7 @@ from tests.support.on_loop import on_loop
 from tests.support.outbound_server import client, response, serving
 
 OPENAI = (
-    *("/v1/embeddings", "/v1/responses", "/v1/responses/r-1/cancel", "/v1/audio/transcriptions"),
+    *("/v1/messages/count_tokens", "/v1/responses/r-1/cancel", "/v1/audio/transcriptions"),
     *("/v1/files/f%2F1", "/v1/batches/"),
 )
 OWN_OF_ENGINES = (
@@ -71,6 +72,13 @@ def test_a_completion_is_one_however_its_path_is_spelled(path: str, pass_through
     placing = Placing()
     assert isinstance(handler(placing, pass_through)(asked(path, b"{}", {})), PendingReply)
     assert placing.begun == [(b"/v1/chat/completions", True)]
+
+
+@pytest.mark.parametrize("path", sorted(ROUTED_PATHS))
+def test_a_worker_is_chosen_for_each_of_these_whatever_else_passes(path: str) -> None:
+    placing = Placing()
+    handler(placing, "none")(asked(path, b"{}", {}))
+    assert placing.begun == [(path.encode(), True)]
 
 
 @pytest.mark.parametrize(

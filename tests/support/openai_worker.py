@@ -1,6 +1,7 @@
 """An OpenAI-compatible worker that publishes real KV events, in a process of its own.
 
 Speaks as vLLM does: /v1/models, /v1/completions and /v1/chat/completions, streamed and not,
+/v1/messages and /v1/responses with their /render (unless it `renders` nothing), /v1/embeddings,
 /tokenize, /metrics and /kv_event_sources to be found by, `return_token_ids`, and a usage that says
 how many tokens of the prompt were cached. The cache is that of the demo's engines. A token is a
 byte of the rendered prompt, so whoever has the text can tell the tokens.
@@ -24,6 +25,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -40,7 +42,9 @@ from tests.support.running_service import wait_until
 MODEL = "m"
 BLOCK_SIZE = 16
 DEFAULT_MAX_TOKENS = 16
-COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions", MESSAGES, RESPONSES)
+POOLED = ("/v1/embeddings", "/v1/rerank", "/v1/score")
 ASKED_FIRST = ("/v1/models", "/metrics", "/kv_event_sources", "/health", "/fake/seen")
 
 
@@ -48,6 +52,15 @@ def rendered(messages: list[dict[str, Any]]) -> str:
     """The chat template."""
     turns = "".join(f"<|{each['role']}|>{_text_of(each['content'])}\n" for each in messages)
     return turns + "<|assistant|>"
+
+
+def prompt_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a chat, of Anthropic's API or of /v1/responses."""
+    system = body.get("system") or body.get("instructions")
+    items = body.get("messages") or body["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return [*([{"role": "system", "content": system}] if system else []), *items]
 
 
 def tokens_of(text: str) -> list[int]:
@@ -85,6 +98,7 @@ class OpenAiWorker:
         prefill_tokens_per_s: float = 200_000.0,
         version: str | None = None,
         replays: bool = True,
+        renders: bool = True,
     ) -> None:
         """`fails`: the status of all answers but ASKED_FIRST. `certificate`: PEM of a chain and its
         key, for HTTPS."""
@@ -99,6 +113,7 @@ class OpenAiWorker:
             "certificate": certificate,
             "version": version,
             "replays": replays,
+            "renders": renders,
             "tokens_per_s": tokens_per_s,
             "prefill_tokens_per_s": prefill_tokens_per_s,
             "port": self.port,
@@ -236,7 +251,7 @@ class _Worker:
                 raise _Refused(self.options.fails, "the fake always refuses")
             if method == "POST" and path in COMPLETIONS:
                 body = self._body(raw)
-                return await _Completion(self, "chat" in path, body, headers, writer).run()
+                return await _KINDS.get(path, _Completion)(self, path, body, headers, writer).run()
             status, content_type, text = self._plain(method, path, raw)
         except _Refused as error:
             told = {"message": str(error), "type": "BadRequestError", "code": error.status}
@@ -294,6 +309,15 @@ class _Worker:
             tokens = tokens_of(text)
             answer = {"count": len(tokens), "max_model_len": 100_000, "tokens": tokens}
             return 200, "application/json", _json(answer)
+        if path in (f"{MESSAGES}/render", f"{RESPONSES}/render") and options.renders:
+            tokens = tokens_of(rendered(prompt_of(self._body(raw))))
+            return 200, "application/json", _json({"request_id": "r", "token_ids": tokens})
+        if path in POOLED:
+            self._body(raw)
+            data = [{"object": "embedding", "index": 0, "embedding": [0.5, 0.25]}]
+            used = {"prompt_tokens": len(raw) // 4, "completion_tokens": 0, "total_tokens": 9}
+            answer = {"object": "list", "model": options.model, "data": data, "usage": used}
+            return 200, "application/json", _json(answer)
         if path == "/health":
             return 200, "text/plain", b""
         if path == "/echo":
@@ -319,15 +343,16 @@ class _Completion:
     def __init__(
         self,
         worker: _Worker,
-        is_chat: bool,
+        path: str,
         body: dict[str, Any],
         headers: dict[str, str],
         writer: asyncio.StreamWriter,
     ) -> None:
-        self.worker, self.is_chat, self.body, self.writer = worker, is_chat, body, writer
+        self.worker, self.body, self.writer = worker, body, writer
+        self.is_chat = path != "/v1/completions"
         self.fake: dict[str, Any] = body.get("fake", {})
-        if is_chat:
-            self.prompt = tokens_of(rendered(body["messages"]))
+        if self.is_chat:
+            self.prompt = tokens_of(rendered(prompt_of(body)))
         else:
             prompt = body["prompt"]
             self.prompt = tokens_of(prompt) if isinstance(prompt, str) else list(prompt)
@@ -335,7 +360,8 @@ class _Completion:
             raise _Refused(400, "the prompt is empty")
         self.wants_ids = bool(body.get("return_token_ids"))
         self.request_id = headers.get("x-request-id", "none")
-        count = body.get("max_completion_tokens") or body.get("max_tokens") or DEFAULT_MAX_TOKENS
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        count = next((body[name] for name in names if body.get(name)), DEFAULT_MAX_TOKENS)
         self.output = tokens_of(said(len(self.prompt), count))
         self.cached = 0
 
@@ -418,8 +444,11 @@ class _Completion:
             {**head, "system_fingerprint": f"port-{options.port}", "choices": choices, **more}
         )
 
-    async def _whole(self) -> bool:
-        text = bytes(token - 1 for token in self.output).decode()
+    def _text(self) -> str:
+        return bytes(token - 1 for token in self.output).decode()
+
+    def _whole_frame(self) -> bytes:
+        text = self._text()
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         more: dict[str, Any] = {"usage": self._usage()}
         if self.is_chat:
@@ -432,7 +461,10 @@ class _Completion:
                 more["prompt_token_ids"] = self.prompt
             else:
                 choice["prompt_token_ids"] = self.prompt
-        answer = self._frame([choice], **more)
+        return self._frame([choice], **more)
+
+    async def _whole(self) -> bool:
+        answer = self._whole_frame()
         if self.fake.get("close"):
             await _write(self.writer, _head(200, "application/json", None) + answer)
             return False
@@ -448,8 +480,9 @@ class _Completion:
         )
         await _write(self.writer, head.encode())
 
-        async def event(text: bytes) -> None:
-            data = b"data: %b\n\n" % text
+        async def event(text: bytes, name: str | None = None) -> None:
+            named = b"" if name is None else b"event: %b\n" % name.encode()
+            data = b"%bdata: %b\n\n" % (named, text)
             await _write(self.writer, b"%x\r\n%b\r\n" % (len(data), data) if is_framed else data)
 
         try:
@@ -481,6 +514,95 @@ class _Completion:
         if (self.body.get("stream_options") or {}).get("include_usage"):
             await event(self._frame([], usage=self._usage()))
         await event(b"[DONE]")
+
+
+class _Message(_Completion):
+    """One answer of Anthropic's API."""
+
+    def _used(self) -> dict[str, Any]:
+        return {
+            "input_tokens": len(self.prompt) - self.cached,
+            "output_tokens": len(self.output),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.cached,
+        }
+
+    def _message(self, **more: Any) -> dict[str, Any]:
+        said = {"id": f"msg_{self.request_id}", "type": "message", "role": "assistant"}
+        return {**said, "model": self.worker.options.model, "stop_sequence": None, **more}
+
+    def _whole_frame(self) -> bytes:
+        content = [{"type": "text", "text": self._text()}]
+        return _json(self._message(content=content, stop_reason="max_tokens", usage=self._used()))
+
+    async def _events(self, running: RunningRequest, event: Any) -> None:
+        async def send(name: str, **fields: Any) -> None:
+            await event(_json({"type": name, **fields}), name)
+
+        begun = self._message(
+            content=[], stop_reason=None, usage={**self._used(), "output_tokens": 0}
+        )
+        await send("message_start", message=begun)
+        await send("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        async for token in self._tokens(running):
+            delta = {"type": "text_delta", "text": bytes([token - 1]).decode()}
+            await send("content_block_delta", index=0, delta=delta)
+        await send("content_block_stop", index=0)
+        stop = {"stop_reason": "max_tokens", "stop_sequence": None}
+        await send("message_delta", delta=stop, usage=self._used())
+        await send("message_stop")
+
+
+class _Response(_Completion):
+    """One answer of /v1/responses."""
+
+    def _response(self, status: str) -> dict[str, Any]:
+        done = status == "completed"
+        part = {"type": "output_text", "text": self._text(), "annotations": []}
+        item = {"type": "message", "id": "msg_1", "role": "assistant", "status": status}
+        used = {
+            "input_tokens": len(self.prompt),
+            "input_tokens_details": {"cached_tokens": self.cached},
+            "output_tokens": len(self.output),
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": len(self.prompt) + len(self.output),
+        }
+        return {
+            "id": f"resp_{self.request_id}",
+            "object": "response",
+            "created_at": 1,
+            "model": self.worker.options.model,
+            "status": status,
+            "output": [{**item, "content": [part]}] if done else [],
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": used if done else None,
+        }
+
+    def _whole_frame(self) -> bytes:
+        return _json(self._response("completed"))
+
+    async def _events(self, running: RunningRequest, event: Any) -> None:
+        number = count()
+
+        async def send(name: str, **fields: Any) -> None:
+            name = f"response.{name}"
+            await event(_json({"type": name, "sequence_number": next(number), **fields}), name)
+
+        await send("created", response=self._response("in_progress"))
+        item = {"type": "message", "id": "msg_1", "role": "assistant", "content": []}
+        place = {"output_index": 0, "item_id": "msg_1", "content_index": 0}
+        part = {"type": "output_text", "text": "", "annotations": []}
+        await send("output_item.added", item={**item, "status": "in_progress"}, **place)
+        await send("content_part.added", part=part, **place)
+        async for token in self._tokens(running):
+            await send("output_text.delta", delta=bytes([token - 1]).decode(), logprobs=[], **place)
+        await send("output_text.done", text=self._text(), logprobs=[], **place)
+        await send("completed", response=self._response("completed"))
+
+
+_KINDS = {MESSAGES: _Message, RESPONSES: _Response}
 
 
 def _json(value: object) -> bytes:
