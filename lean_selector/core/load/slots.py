@@ -113,9 +113,12 @@ class Slots:
 
     def reported_load(self, rank: RankKey, now: float) -> EngineLoad | None:
         """What the engine of a rank reported; None where it reported nothing lately."""
-        report, received_at = self._engine_loads.get(rank, (None, 0.0))
+        kept = self._engine_loads.get(rank)
+        if kept is None:
+            return None
+        report, received_at = kept
         age_s = now - received_at
-        if report is None or age_s > ENGINE_LOAD_HOLDS_S:
+        if age_s > ENGINE_LOAD_HOLDS_S:
             return None
         return msgspec.structs.replace(report, age_s=age_s)
 
