@@ -13,6 +13,7 @@ In a request, the field `fake` asks for odd manners:
     break_after    cut the connection after so many tokens; 0: before the head
     stall_after    say nothing more after so many tokens
     loses_events   publish nothing of this request
+    drops          of its batches this share is numbered and not sent, at random
     close          no length and no chunks: the end of the connection is the end of the answer
 """
 
@@ -20,6 +21,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import random
 import signal
 import ssl
 import subprocess
@@ -200,6 +202,7 @@ class _Worker:
         self.connections = 0
         self.hung_up = 0
         self.count = 0
+        self.dice = random.Random(5)
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -399,12 +402,16 @@ class _Completion:
     def _publish(self, running: RunningRequest, placed: HeldChain) -> None:
         """As vLLM: of what is reused nothing, or events like those of new blocks."""
         mode = (self.body.get("vllm_xargs") or {}).get("kv_cache_report_mode")
-        if self.fake.get("loses_events"):
-            return
         if mode == "full":
-            reused = HeldChain(0, placed.hit, [])
-            self.worker.engine._publish(running.request, 0, reused)
-        self.worker.engine._publish(running.request, 0, placed)
+            self._batch(running, 0, HeldChain(0, placed.hit, []))
+        self._batch(running, 0, placed)
+
+    def _batch(self, running: RunningRequest, first: int, placed: HeldChain) -> None:
+        engine = self.worker.engine
+        if self.worker.dice.random() < self.fake.get("drops", 0.0):
+            engine._publisher.sequence += 1  # numbered, and received by nobody
+        elif not self.fake.get("loses_events"):
+            engine._publish(running.request, first, placed)
 
     async def _tokens(self, running: RunningRequest) -> AsyncIterator[int]:
         engine, size = self.worker.engine, self.worker.options.block_size
@@ -420,9 +427,8 @@ class _Completion:
             if (at + number + 1) % size == 0:
                 index = (at + number + 1) // size - 1 - running.request.prompt_blocks
                 placed = engine.decode_block(running, index)
-                if placed is not None and not self.fake.get("loses_events"):
-                    block = running.request.prompt_blocks + index
-                    engine._publish(running.request, block, placed)
+                if placed is not None:
+                    self._batch(running, running.request.prompt_blocks + index, placed)
 
     # -- the words -----------------------------------------------------------------------------
 
