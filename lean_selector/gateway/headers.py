@@ -30,6 +30,7 @@ _CODINGS: Final = re.compile(rb"\r\naccept-encoding[ \t]*:[^\r]*+(?=\r\n|\Z)", r
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
 _CONNECTION: Final = re.compile(rb"\r\nconnection[ \t]*:([^\r]*+)", re.IGNORECASE)
 _REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[ \t]*+\r\n", re.I)
+_SESSION: Final = re.compile(rb"\r\nx-session-id[ \t]*:[ \t]*+([!-~]++)[ \t]*+\r\n", re.I)
 _WEBSOCKET: Final = re.compile(rb"\r\nupgrade[ \t]*:[^\r]*websocket", re.IGNORECASE)
 RETRY_AFTER: Final = b"retry-after: 1\r\n"
 _NONE: Final = frozenset[bytes]()
@@ -69,6 +70,12 @@ def request_id_of(section: bytes) -> bytes | None:
     """The client's own, if it is one word that a header can carry."""
     found = _REQUEST_ID.search(section)
     return None if found is None else found[1]
+
+
+def session_of(section: bytes) -> str | None:
+    """The session that the client names, if it is one word."""
+    found = _SESSION.search(section)
+    return None if found is None else found[1].decode("ascii")
 
 
 def wants_websocket(section: bytes) -> bool:

@@ -4,6 +4,7 @@ What an engine would refuse is passed on, so that it says so in its own words; o
 model that could be chosen is refused here.
 """
 
+import contextlib
 import re
 from codecs import getincrementaldecoder
 from enum import Enum
@@ -13,9 +14,19 @@ from urllib.parse import unquote
 
 import msgspec
 from msgspec import Raw
+from xxhash import xxh3_128_hexdigest
 
 from lean_selector.core.errors import BadRequest
-from lean_selector.gateway.prompt_shapes import ContentPart, Item, Message, Texts, Unknown, Why
+from lean_selector.core.sessions.table import MAX_ID_BYTES
+from lean_selector.gateway.prompt_shapes import (
+    ContentPart,
+    Item,
+    Message,
+    Metadata,
+    Texts,
+    Unknown,
+    Why,
+)
 from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
@@ -71,6 +82,7 @@ _read_items: Final = msgspec.json.Decoder(list[Item]).decode
 _read_message: Final = msgspec.json.Decoder(Message).decode
 _read_raw_messages: Final = msgspec.json.Decoder(list[Raw]).decode
 _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
+_read_metadata: Final = msgspec.json.Decoder(Metadata).decode
 _read_texts: Final = msgspec.json.Decoder(Texts).decode
 
 
@@ -139,6 +151,27 @@ class ModelRequest:
     @property
     def has_one_answer(self) -> bool:
         return bytes(self.fields.get("n", b"1")) in (b"1", _NULL)
+
+    @property
+    def answers(self) -> int:
+        """How many the client wants."""
+        given = bytes(self.fields.get("n", b"1"))
+        return max(1, int(given)) if given.isdigit() and len(given) < 4 else 1
+
+    @property
+    def session_id(self) -> str | None:
+        """The conversation, as clients of engines, Anthropic's and OpenAI's name it."""
+        for name in ("session_id", "metadata", "prompt_cache_key"):
+            raw = self.fields.get(name)
+            if raw is None:
+                continue
+            with contextlib.suppress(msgspec.DecodeError):
+                if name == "metadata":
+                    raw = _read_metadata(raw).user_id
+                session_id = msgspec.json.decode(raw, type=str)
+                if session_id:
+                    return session_id_of(session_id)
+        return None
 
     @property
     def echoes(self) -> bool:
@@ -260,6 +293,11 @@ def _without_odd_forms(text: Raw, kind: Kind) -> Raw:
     elif _CACHE_CONTROL.search(text) is not None:
         return Raw(_CACHE_CONTROL.sub(b"", text, _MOST_CACHE_CONTROLS))
     return text
+
+
+def session_id_of(name: str) -> str:
+    """The name of a session, or its hash where it is too long to be kept."""
+    return name if len(name.encode()) <= MAX_ID_BYTES else xxh3_128_hexdigest(name.encode())
 
 
 def size_of(text: Raw | bytes) -> int:

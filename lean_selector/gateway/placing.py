@@ -27,7 +27,8 @@ from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
 from lean_selector.gateway.gateway_metrics import Counts
-from lean_selector.gateway.headers import RETRY_AFTER
+from lean_selector.gateway.headers import RETRY_AFTER, session_of
+from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import Prompts, Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
@@ -111,6 +112,9 @@ class Chooser:
         request.asked_at = GATEWAY
         request.reservation_id = reservation_id
         request.allowed_worker_ids = _allowed(partition, routed.worker_ids, avoided)
+        sessions = partition.sessions
+        if sessions is not None and (sessions.is_soft or not avoided):
+            request.session_id = routed.session_id
         if selector.parks:
             placement = await self._parked(partition, request)
         else:
@@ -275,6 +279,9 @@ class Placing:
             try:
                 proxied.routed = await self._prompts.of(request.path.decode(), body)
                 request.body = b""  # what is sent is `routed.body`
+                session = session_of(request.section)
+                if session is not None and proxied.routed.session_id is None:
+                    proxied.routed.session_id = session_id_of(session)
             except BadRequest as error:
                 proxied.fail(400, error.message, "invalid_request")
                 return

@@ -87,6 +87,12 @@ class Texts(msgspec.Struct, array_like=True):
     second: msgspec.Raw = msgspec.Raw(b"")
 
 
+class Metadata(msgspec.Struct):
+    """Of a request; Anthropic's clients name the user there, and some the session."""
+
+    user_id: msgspec.Raw = msgspec.Raw(b"null")
+
+
 class ModelCard(msgspec.Struct):
     """An adapter (LoRA) has the model that it adapts as its parent."""
 

@@ -45,6 +45,7 @@ class Routed:
     why_not: Unknown | None
     streams: bool
     output_tokens: int = 0  # that the answer is expected to have
+    session_id: str | None = None
     worker_ids: frozenset[int] | None = None  # only these have the adapter; None: any
     answer: AnswerReader | None = None  # reads the answer; None: it passes untouched
     on_lengths: Callable[[int, int], None] | None = None  # is told tokens of prompt and answer
@@ -114,6 +115,7 @@ class Prompts:
                 additions.ask_for_usage(request)
         averages = self.memory.averages(model_key(served, lora_name))
         output, most = round(averages.output_tokens), request.most_output_tokens
+        answers = request.answers
         text_bytes = request.text_bytes if request.kind is Kind.TEXT or request.kind in CHATS else 0
         return Routed(
             served.model_name,
@@ -122,10 +124,11 @@ class Prompts:
             additions.body(request),
             why_not=why_not,
             streams=request.streams,
-            output_tokens=output if most is None else min(output, most),
+            output_tokens=(output if most is None else min(output, most)) * answers,
+            session_id=request.session_id,
             worker_ids=worker_ids,
             answer=additions.reader(),
-            on_lengths=lambda prompt, output: averages.had(text_bytes, prompt, output),
+            on_lengths=lambda prompt, output: averages.had(text_bytes, prompt, output // answers),
             takes_reports=request.kind in COMPLETIONS,
             opens_early=request.kind is Kind.RESPONSES,
             known_tokens=None if why_not is None else len(known) // 8 * served.block_size,

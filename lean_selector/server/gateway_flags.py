@@ -2,12 +2,17 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lean_selector.gateway.prompt_shapes import PromptSettings
 from lean_selector.http.allowed_endpoints import Url
 from lean_selector.server.flags import flag
-from lean_selector.server.selector_flags import HealthFlags, PromptsFlags, SelectorConfig
+from lean_selector.server.selector_flags import (
+    HealthFlags,
+    PromptsFlags,
+    SelectorConfig,
+    SessionsFlags,
+)
 from lean_selector.server.service_flags import ListenFlags
 
 # For workers that say nothing of blocks, as those that publish no events.
@@ -58,6 +63,18 @@ class GatewayPromptsFlags(PromptsFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatewaySessionsFlags(SessionsFlags):
+    """Sessions
+
+    mode: soft: the rank of a session is only favoured, and where it goes is its rank from then on;
+      hard: a session goes to its rank, however busy (default soft)
+    """
+
+    default_mode: ClassVar = "soft"
+    mode: Literal["soft", "hard"] | None = flag(None, "--session-affinity")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatewayFlags:
     """The gateway
 
@@ -85,14 +102,13 @@ class GatewayConfig(SelectorConfig):
     listen: GatewayListenFlags
     health: GatewayHealthFlags
     prompts: GatewayPromptsFlags
+    sessions: GatewaySessionsFlags
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.endpoints.check("", self.gateway.workers)
         if not self.gateway.workers and not self.discover.targets:
             raise ValueError("name the workers: lean-selector gateway http://HOST:PORT ...")
-        if self.sessions.ttl_s is not None:
-            raise ValueError("--session-affinity-ttl-secs: requests to the gateway name no session")
 
     @property
     def prompt_settings(self) -> PromptSettings:

@@ -3,7 +3,7 @@ selection_16.md 10."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
 
 from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.load.shapes import BusyThreshold
@@ -257,6 +257,7 @@ class SessionsFlags:
       may be (default 64)
     """
 
+    default_mode: ClassVar = "hard"
     ttl_s: float | None = flag(
         None, "--session-affinity-ttl-secs", ge=1, le=31_536_000, common=True
     )
@@ -266,8 +267,12 @@ class SessionsFlags:
     def __post_init__(self) -> None:
         if self.ttl_s is None and self.mode is not None:
             raise ValueError("--session-affinity requires --session-affinity-ttl-secs")
-        if self.bonus_blocks is not None and self.mode != "soft":
+        if self.bonus_blocks is not None and not self.is_soft:
             raise ValueError("--session-affinity-bonus-blocks requires --session-affinity soft")
+
+    @property
+    def is_soft(self) -> bool:
+        return (self.mode or self.default_mode) == "soft"
 
     @property
     def settings(self) -> SessionSettings | None:
@@ -275,7 +280,7 @@ class SessionsFlags:
         if self.ttl_s is None:
             return None
         bonus = DEFAULT_BONUS_BLOCKS if self.bonus_blocks is None else self.bonus_blocks
-        return SessionSettings(ttl_s=self.ttl_s, is_soft=self.mode == "soft", bonus_blocks=bonus)
+        return SessionSettings(ttl_s=self.ttl_s, is_soft=self.is_soft, bonus_blocks=bonus)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -402,6 +402,30 @@ def test_an_adapter_is_served_by_its_worker_and_when_that_fails_not_asked_of_oth
         assert gateway.chat(TEXT).headers["x-lean-worker"] == plain.url
 
 
+def test_a_session_stays_where_it_is_and_moves_when_that_worker_is_gone() -> None:
+    flags = ("--prompts", "off", "--session-affinity-ttl-secs", "60")
+    names: dict[str, object] = {"session_id": "s", "metadata": {"user_id": "u"}}
+    headers = {"x-session-id": "h"}
+    with (
+        OpenAiWorker() as one,
+        OpenAiWorker() as other,
+        RunningGateway(one.url, other.url, *flags, knows=2) as gateway,
+    ):
+
+        def served(count: int, **named: object) -> set[str]:
+            answers = [gateway.chat(TEXT, headers, **named) for _ in range(count)]
+            return {each.headers["x-lean-worker"] for each in answers}
+
+        for name, value in names.items():
+            assert len(served(8, **{name: value})) == 1
+        where = served(8)
+        assert len(where) == 1
+        (one if where == {one.url} else other).kill()
+        assert served(4) == {one.url, other.url} - where
+        assert gateway.metric("lean_selector_session_bookings_total") > 0
+        gateway.wait_until_free()
+
+
 def test_workers_that_lack_what_queueing_needs_are_served_in_turn(
     workers: list[OpenAiWorker],
 ) -> None:

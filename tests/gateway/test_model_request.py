@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from xxhash import xxh3_128_hexdigest
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.gateway.answers import Additions
@@ -47,6 +48,7 @@ MESSAGE = st.fixed_dictionaries(
 NAMES = (
     *("model", "stream", "cache_salt", "tools", "chat_template_kwargs", "reasoning_effort", "n"),
     *("return_token_ids", "stream_options", "echo", "suffix", "add_generation_prompt"),
+    *("session_id", "metadata", "prompt_cache_key"),
 )
 BODY = st.fixed_dictionaries(
     {},
@@ -74,6 +76,7 @@ def test_any_json_is_read_or_refused_by_the_field(
             ModelRequest(path, text)
         return
     request = ModelRequest(path, text)
+    assert request.session_id != ""
     assert request.estimated_tokens(0.25) >= 0
     assert request.most_output_tokens == (0 if path == "/v1/embeddings" else None)
     additions = Additions()
@@ -99,6 +102,21 @@ def _has_read_fields(body: dict[str, Any]) -> bool:
     """Whether the three that decide here are what they should be."""
     kinds = {"model": str, "stream": bool, "cache_salt": str}
     return all(body.get(name) is None or isinstance(body[name], kinds[name]) for name in kinds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "session_id"),
+    [
+        ({"session_id": "s", "metadata": {"user_id": "u"}, "prompt_cache_key": "k"}, "s"),
+        ({"session_id": "", "metadata": {"user_id": "u"}, "prompt_cache_key": "k"}, "u"),
+        ({"session_id": 7, "metadata": {"user_id": None}, "prompt_cache_key": "k"}, "k"),
+        ({"metadata": ["u"], "prompt_cache_key": None}, None),
+        ({"session_id": "é" * 128}, "é" * 128),
+        ({"session_id": "é" * 129}, xxh3_128_hexdigest("é".encode() * 129)),
+    ],
+)
+def test_a_session_has_one_of_three_names(fields: dict[str, Any], session_id: str | None) -> None:
+    assert ModelRequest(CHAT, json.dumps(fields).encode()).session_id == session_id
 
 
 @given(st.binary(max_size=40))

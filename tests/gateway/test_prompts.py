@@ -124,6 +124,11 @@ async def test_lengths_that_are_not_known_are_estimated_by_those_of_the_answers_
         assert routed.prompt.isl_tokens == pytest.approx(4_001, abs=1)
         assert routed.output_tokens == 300
         assert (await prompts.of(TEXT, text("z", max_tokens=5))).output_tokens == 5
+        several = await prompts.of(TEXT, text("z", max_tokens=5, n=3))
+        assert several.output_tokens == 15
+        assert several.on_lengths is not None
+        several.on_lengths(1, 900)  # 300 each
+        assert (await prompts.of(TEXT, text("z"))).output_tokens == 300
         assert (await prompts.of(CHAT, chat(max_completion_tokens=6))).output_tokens == 6
 
 

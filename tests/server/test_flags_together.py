@@ -153,7 +153,6 @@ def test_a_path_that_would_be_left_out_ends_the_start(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        ("--session-affinity-ttl-secs 60", "--session-affinity-ttl-secs"),
         ("--prompts-tokenizer /x", "--prompts local"),
         ("--allow-endpoint tcp://*:*", "`http://a:80` is not allowed by --allow-endpoint"),
         ("--worker-health-interval-secs none --worker-health-path /x", "-interval-secs"),
