@@ -30,8 +30,8 @@ from locust.env import Environment
 from locust.runners import WorkerRunner
 
 from lean_selector.tools.simulated_engines import EngineRequest, EngineSpeed, SimulatedEngine
+from lean_selector.tools.trace import read_trace
 from lean_selector.tools.traffic import BLOCK_SIZE, conversations
-from loadtest.trace import read_trace
 
 TENANT = "default"
 SELECTOR, SLOT_TRACKER = "selection service", "slot tracker"

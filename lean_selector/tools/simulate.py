@@ -73,6 +73,10 @@ def _factors(text: str) -> list[float]:
     return [_factor(each) for each in text.split(",")]
 
 
+def _sync_ms(text: str) -> float | None:
+    return None if text == "none" else _at_least(float, 0.0)(text)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument(
@@ -106,6 +110,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_factors,
         default=[1.0],
         help="how slow engines are, dealt out in turn: 1,2.5 slows down half of them",
+    )
+    parser.add_argument(
+        "--selectors",
+        type=_at_least(int, 1),
+        default=1,
+        help="how many have all engines and take requests in turn; default: 1",
+    )
+    parser.add_argument(
+        "--sync-ms",
+        type=_sync_ms,
+        default=1.0,
+        help="until selectors hear of each other's bookings; none: never; default: 1",
+    )
+    parser.add_argument(
+        "--spread",
+        action="store_true",
+        help="let requests of one moment come one after another until the next",
     )
     parser.add_argument(
         "--within", type=_factor, default=2.0, help="seconds to a first token; default: 2"
@@ -163,13 +184,14 @@ def compare(options: argparse.Namespace) -> None:
     lines = list(trace_lines(options.trace, options.requests))
     if not lines:
         raise ServiceError("the trace has no request")
-    fleet = Fleet(options.engines, options.capacity, options.slowness)
+    sync_s = None if options.sync_ms is None else options.sync_ms / 1e3
+    fleet = Fleet(options.engines, options.capacity, options.slowness, options.selectors, sync_s)
     policies = options.policy or [policy_of(text) for text in _DEFAULT]
     progress, outcomes, curves = Progress(len(lines)), list[Outcome](), list[Curves]()
     width = max(len(policy.name) for policy in policies)
     print("\n".join(header(options, width, len(lines))), flush=True)
     for policy in policies:
-        requests = requests_of(lines, options.load)
+        requests = requests_of(lines, options.load, options.spread)
         simulation = Simulation(policy, fleet, options.seed)
         simulation.run(requests, partial(progress.show, policy.name))
         progress.clear()
@@ -187,11 +209,14 @@ def compare(options: argparse.Namespace) -> None:
 def header(options: argparse.Namespace, width: int, requests: int) -> list[str]:
     """What was simulated, and the head of a table in Markdown."""
     name = "made up" if options.trace is None else os.path.basename(options.trace)
-    slow = "" if options.slowness == [1.0] else f", slowness {options.slowness}"
+    more = "" if options.slowness == [1.0] else f", slowness {options.slowness}"
+    if options.selectors > 1:
+        sync = "no sync" if options.sync_ms is None else f"synced within {options.sync_ms:g} ms"
+        more += f"; {options.selectors} selectors, {sync}"
     within = f"within {options.within:g} s"
     return [
         f"{name}: {requests} requests at load {options.load:g}; {options.engines} engines of "
-        f"{options.capacity} blocks{slow}",
+        f"{options.capacity} blocks{more}",
         "",
         f"| {'policy':<{width}} | mean TTFT |     p50 |     p99 |  hits | {within:>12} | ITL p99"
         " | imbalance |",

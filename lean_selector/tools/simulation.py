@@ -7,8 +7,11 @@ last. Rules choose from the same load and index, and book the rank that they cho
 
 import heapq
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import count
+from functools import partial
+from itertools import count, pairwise
+from operator import attrgetter
 from statistics import fmean
 
 import msgspec
@@ -16,6 +19,8 @@ import msgspec
 from lean_selector.core.hashing import sequence_hashes_bytes, u64s
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.slots import Slots
+from lean_selector.core.replication.events import ReplicaApplier, ReplicaEvents
+from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.overlap import NOTHING, match_by_rank
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
@@ -39,19 +44,38 @@ _SPREAD = 0x9E37_79B9_7F4A_7C15  # odd: distinct ids stay distinct modulo 2^64
 # -- requests --------------------------------------------------------------------------------------
 
 
-def requests_of(lines: Iterable[TraceLine], load: float) -> list[SimulatedRequest]:
-    """Requests, `load` times as fast as in the trace. Partial blocks are never cached."""
+def requests_of(
+    lines: Sequence[TraceLine], load: float, spread: bool = False
+) -> list[SimulatedRequest]:
+    """Requests, `load` times as fast as in the trace. Partial blocks are never cached.
+
+    `spread`: those of one moment come one after another, until the next moment that has some.
+    """
     made = []
-    for line in lines:
+    times = sorted(line.timestamp for line in lines)
+    if spread:
+        times = _spread(times)
+    for arrival_ms, line in zip(times, sorted(lines, key=_timestamp), strict=True):
         blocks = line.input_length // BLOCK_SIZE
         layout = u64s(blocks)
         names = ((each + 1) * _SPREAD % 2**64 for each in line.hash_ids[:blocks])
         local = layout.pack(*names)
         chain = layout.unpack(sequence_hashes_bytes(local))
-        at = line.timestamp / 1e3 / load
+        at = arrival_ms / 1e3 / load
         made.append(SimulatedRequest(at, line.input_length, line.output_length, local, chain))
-    made.sort(key=lambda request: request.arrived_at)
     return made
+
+
+_timestamp = attrgetter("timestamp")
+
+
+def _spread(times: Sequence[float]) -> list[float]:
+    """Sorted times, equal ones apart; those of the last moment stay together."""
+    spread: list[float] = []
+    for at, later in pairwise(dict.fromkeys(times)):
+        equal = bisect_right(times, at) - bisect_left(times, at)
+        spread += [at + turn * (later - at) / equal for turn in range(equal)]
+    return spread + [at for at in times if at == times[-1]]
 
 
 # -- who chooses -----------------------------------------------------------------------------------
@@ -115,6 +139,8 @@ class Fleet(msgspec.Struct, frozen=True):
     engines: int = 8
     capacity_blocks: int = 3_000
     slowness: Sequence[float] = (1.0,)
+    selectors: int = 1  # requests go to them in turn; each has all engines
+    sync_s: float | None = 0.001  # until they hear of each other's bookings; None: never
     times: IterationTimes = IterationTimes()
 
 
@@ -147,40 +173,69 @@ class _NoSources:
     ) -> None: ...
 
 
+class _Router:
+    """One selector. `publish` sends what it did to the others."""
+
+    def __init__(
+        self,
+        number: int,
+        settings: RouterSettings,
+        specs: Iterable[WorkerSpec],
+        seed: int,
+        publish: Callable[[int, ReplicaEvent], None] | None,
+    ) -> None:
+        events = None if publish is None else ReplicaEvents(number, partial(publish, number))
+        rng = random.Random(seed + number)
+        self.selector = Selector(settings, _NoSources(), rng, events=events)
+        for spec in specs:
+            self.selector.upsert_worker(spec, 0.0)
+        self.partition = self.selector.catalog.ready_partition(MODEL, "default")
+        self._applier = ReplicaApplier(number, self.selector.scheduling_partition)
+
+    def hear(self, event: ReplicaEvent, now: float) -> None:
+        self._applier.apply(event, now)
+        request_id = event.booking.request_id
+        self.selector.load_changed(event.model_name, event.tenant_id, request_id, now)
+
+
 class Simulation:
     """One policy, one fleet, one trace. Same input, same outcome."""
 
     def __init__(self, policy: Policy, fleet: Fleet, seed: int = 0) -> None:
-        self._policy = policy
-        self._selector = Selector(policy.settings, _NoSources(), random.Random(seed))
-        self.engines: dict[int, BatchingEngine] = {}
-        for at in range(fleet.engines):
-            worker_id = at + 1
-            self._selector.upsert_worker(
-                WorkerSpec(
-                    worker_id=worker_id,
-                    model_name=MODEL,
-                    endpoint=f"http://engine-{worker_id}",  # named, never contacted
-                    kv_events_endpoints={0: f"tcp://engine-{worker_id}:5557"},
-                    block_size=BLOCK_SIZE,
-                    max_num_batched_tokens=fleet.times.most_prompt_tokens,
-                    total_kv_blocks=fleet.capacity_blocks,
-                ),
-                0.0,
-            )
-            self.engines[worker_id] = BatchingEngine(
-                worker_id,
+        self._rule = policy.rule
+        self._sync_s = fleet.sync_s
+        slowness = fleet.slowness
+        self.engines = {
+            at + 1: BatchingEngine(
+                at + 1,
                 fleet.capacity_blocks,
                 BLOCK_SIZE,
                 fleet.times,
-                fleet.slowness[at % len(fleet.slowness)],
+                slowness[at % len(slowness)],
             )
-        self._partition = self._selector.catalog.ready_partition(MODEL, "default")
+            for at in range(fleet.engines)
+        }
+        specs = [
+            WorkerSpec(
+                worker_id=worker_id,
+                model_name=MODEL,
+                endpoint=f"http://engine-{worker_id}",  # named, never contacted
+                kv_events_endpoints={0: f"tcp://engine-{worker_id}:5557"},
+                block_size=BLOCK_SIZE,
+                max_num_batched_tokens=fleet.times.most_prompt_tokens,
+                total_kv_blocks=fleet.capacity_blocks,
+            )
+            for worker_id in self.engines
+        ]
+        publish = None if fleet.selectors == 1 or fleet.sync_s is None else self._publish
+        self._routers = [
+            _Router(number, policy.settings, specs, seed, publish)
+            for number in range(fleet.selectors)
+        ]
         self._now = 0.0
         self._turn = 0
         self._order = count()  # makes equal times fall in the order in which they were planned
-        # (time, order, engine); an entry whose time is not its engine's `due` is void
-        self._plan: list[tuple[float, int, BatchingEngine]] = []
+        self._plan: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(
         self, requests: Sequence[SimulatedRequest], on_request: Callable[[int], None] | None = None
@@ -188,77 +243,90 @@ class Simulation:
         """Serve them all, in order of arrival. `on_request` hears how many have arrived."""
         for number, request in enumerate(requests, 1):
             self._advance(request.arrived_at)
-            self._arrive(f"{number}", request)
+            request.request_id = f"{number}"
+            self._arrive(request, self._router_of(request))
             if on_request is not None:
                 on_request(number)
         self._advance(float("inf"))
-        assert not len(self._partition.parked), "an idle fleet has room for every request"
+        parked = sum(len(router.partition.parked) for router in self._routers)
+        assert not parked, "an idle fleet has room for every request"
+
+    def _router_of(self, request: SimulatedRequest) -> _Router:
+        return self._routers[int(request.request_id) % len(self._routers)]
+
+    def _do_at(self, time: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._plan, (time, next(self._order), action))
 
     def _advance(self, until: float) -> None:
         while self._plan and self._plan[0][0] <= until:
-            at, _, engine = heapq.heappop(self._plan)
-            if engine.due == at:
-                self._now = at
-                self._iteration(engine)
+            self._now, _, action = heapq.heappop(self._plan)
+            action()
         if until < float("inf"):
             self._now = until
 
-    def _iteration(self, engine: BatchingEngine) -> None:
-        made, selector, now = engine.finish(self._now), self._selector, self._now
-        index, key = self._partition.index, (engine.worker_id, 0)
-        if made.evicted:
-            index.remove(*key, Tier.DEVICE, made.evicted)
-        for request in made.first_tokens:
-            at, end = request.hit, request.held
-            parent = request.chain[at - 1] if at else None
-            local = request.local_hashes[8 * at : 8 * end]
-            index.store(*key, Tier.DEVICE, parent, request.chain[at:end], local)
-            selector.prefill_complete(request.request_id, now, request.ttft_s)
-        for request in made.ended:
-            selector.free(request.request_id, now)
-        self._start(engine)
+    def _publish(self, sender: int, event: ReplicaEvent) -> None:
+        assert self._sync_s is not None, "else it is given to no selector"
+        for number, router in enumerate(self._routers):
+            if number != sender:
+                at = self._now + self._sync_s
+                self._do_at(at, partial(router.hear, event, at))
 
-    def _start(self, engine: BatchingEngine) -> None:
-        engine.start(self._now)
-        self._plan_end(engine)
-
-    def _plan_end(self, engine: BatchingEngine) -> None:
-        if engine.due is not None:
-            heapq.heappush(self._plan, (engine.due, next(self._order), engine))
-
-    def _arrive(self, request_id: str, request: SimulatedRequest) -> None:
-        request.request_id = request_id
-        local, selector = request.local_hashes, self._selector
+    def _arrive(self, request: SimulatedRequest, router: _Router) -> None:
+        local, selector = request.local_hashes, router.selector
         sequence = u64s(len(request.chain)).pack(*request.chain)
         asked = SelectionRequest(
             Prompt(request.isl_tokens, local, len(request.chain), sequence[:8], sequence),
             selector.terms,
             books=True,
-            reservation_id=request_id,
+            reservation_id=request.request_id,
         )
-        if self._policy.rule is not None:
-            worker_id = self._policy.rule(self._partition, request, self._turn, self._now)
+        if self._rule is not None:
+            worker_id = self._rule(router.partition, request, self._turn, self._now)
             asked.pinned = PinnedWorker(worker_id, 0)
             self._turn += 1
 
         def answered(_: Parked | None, answer: Placement | Exception) -> None:
             if isinstance(answer, Exception):
                 raise answer
-            self._dispatch(request, answer.worker_id)
+            self._submit(request, self.engines[answer.worker_id])
 
-        answer = selector.select(self._partition, asked, self._now, answered)
+        answer = selector.select(router.partition, asked, self._now, answered)
         if isinstance(answer, Placement):
             answered(None, answer)
 
-    def _dispatch(self, request: SimulatedRequest, worker_id: int) -> None:
-        request.worker_id = worker_id
-        engine = self.engines[worker_id]
+    def _submit(self, request: SimulatedRequest, engine: BatchingEngine) -> None:
+        request.worker_id = engine.worker_id
         planned = engine.due
         engine.submit(request, self._now)
         if planned is None:
-            self._start(engine)
-        elif engine.due != planned:
+            engine.start(self._now)
+        if engine.due != planned:
             self._plan_end(engine)
+
+    def _plan_end(self, engine: BatchingEngine) -> None:
+        if engine.due is not None:
+            self._do_at(engine.due, partial(self._iteration_ends, engine, engine.due))
+
+    def _iteration_ends(self, engine: BatchingEngine, due: float) -> None:
+        if engine.due != due:
+            return  # a request that came meanwhile has ended it sooner
+        made, now, key = engine.finish(due), due, (engine.worker_id, 0)
+        for router in self._routers:
+            index = router.partition.index
+            if made.evicted:
+                index.remove(*key, Tier.DEVICE, made.evicted)
+            for request in made.first_tokens:
+                at, end = request.hit, request.held
+                parent = request.chain[at - 1] if at else None
+                local = request.local_hashes[8 * at : 8 * end]
+                index.store(*key, Tier.DEVICE, parent, request.chain[at:end], local)
+        for request in made.first_tokens:
+            selector = self._router_of(request).selector
+            selector.prefill_complete(request.request_id, now, request.ttft_s)
+        for request in made.ended:
+            self._router_of(request).selector.free(request.request_id, now)
+        engine.start(now)
+        self._plan_end(engine)
 
 
 def outcome(

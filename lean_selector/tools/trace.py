@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from lean_selector.tools.service_process import ServiceError
+from lean_selector.tools.simulated_engines import EngineRequest, make_request
 
 TRACE_BLOCK_TOKENS = 512
 MADE_UP_REQUESTS = 12_000  # about as many as the published conversation trace has
@@ -75,3 +76,17 @@ def made_up_lines() -> Iterator[TraceLine]:
         if len(talk) < 120:
             talks.append(talk)
         yield TraceLine(number * 300.0, len(talk) * TRACE_BLOCK_TOKENS - 200, 300, talk)
+
+
+def read_trace(
+    path: Path, block_size: int, limit: int | None = None
+) -> Iterator[tuple[float, EngineRequest]]:
+    """Arrival in seconds and request of the first `limit` lines, one at a time.
+
+    The tokens of the output are not in the trace, so no engine caches them. Raises ServiceError.
+    """
+    for number, line in enumerate(trace_lines(path, limit), 1):
+        tokens = prompt_tokens(line)
+        name, output_blocks = f"trace-{number}", line.output_length // block_size
+        request = make_request(name, tokens, len(tokens), output_blocks, block_size)
+        yield line.timestamp / 1e3, request

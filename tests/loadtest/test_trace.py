@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from lean_selector.tools.service_process import ServiceError
-from lean_selector.tools.trace import TraceLine, prompt_tokens
-from loadtest.trace import read_trace
+from lean_selector.tools.trace import TraceLine, prompt_tokens, read_trace
 from tests.loadtest.conftest import WriteTrace
 
 

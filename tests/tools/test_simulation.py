@@ -71,9 +71,12 @@ LINES = [
 ]
 
 
-def played(policy: Policy) -> list[SimulatedRequest]:
+FLEET = Fleet(3, 50, (1.0, 2.0))
+
+
+def played(policy: Policy, fleet: Fleet = FLEET) -> list[SimulatedRequest]:
     requests = requests_of(LINES, 1.0)
-    simulation = Simulation(policy, Fleet(3, 50, (1.0, 2.0)), 7)
+    simulation = Simulation(policy, fleet, 7)
     simulation.run(requests)
     assert all(each.ended_at >= each.first_token_at > each.arrived_at for each in requests)
     return requests
@@ -92,6 +95,22 @@ def test_requests_that_wait_in_the_queue_are_served() -> None:
     waited = played(Policy("queue", RouterSettings(queue_threshold=0.0)))
     at_once = played(Policy("none", RouterSettings()))
     assert max(each.ttft_s for each in waited) >= max(each.ttft_s for each in at_once)
+
+
+def test_selectors_know_of_each_other_as_soon_as_they_are_synced() -> None:
+    """Each of three in turn sees idle engines, unless it hears of the others at once."""
+    seen = {}
+    for sync_s in (0.0, None):
+        fleet = Fleet(6, 50, selectors=3, sync_s=sync_s)
+        first = played(Policy("dynamo"), fleet)[:6]
+        seen[sync_s] = len({each.worker_id for each in first})
+    assert seen[0.0] == 6 > seen[None]
+
+
+def test_requests_of_one_moment_can_be_spread_until_the_next() -> None:
+    lines = [TraceLine(1e3 * at, 1, 1, [1]) for at in (3, 3, 0, 0, 3, 6, 6)]
+    spread = [each.arrived_at for each in requests_of(lines, 1.0, spread=True)]
+    assert spread == [0.0, 1.5, 3.0, 4.0, 5.0, 6.0, 6.0]
 
 
 def test_the_command_writes_figures_and_a_drawing(
