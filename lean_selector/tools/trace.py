@@ -26,10 +26,6 @@ class TraceLine(msgspec.Struct):
     output_length: int  # tokens
     hash_ids: list[int]  # of all blocks of 512 tokens, the last one possibly partial
 
-    def __post_init__(self) -> None:
-        if not 0 < self.input_length <= len(self.hash_ids) * TRACE_BLOCK_TOKENS:
-            raise ValueError(f"input_length {self.input_length} for {len(self.hash_ids)} hash_ids")
-
 
 def prompt_tokens(line: TraceLine) -> list[int]:
     """Tokens of the prompt: equal hash ids have equal tokens."""
@@ -55,9 +51,15 @@ def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[TraceLi
         with opened(path, "rb") as lines:
             for number, text in enumerate(islice(lines, limit), 1):
                 try:
-                    yield decode(text)
+                    line = decode(text)
                 except ValueError as error:
                     raise ServiceError(f"{path}:{number}: {error}") from error
+                tokens, blocks = line.input_length, len(line.hash_ids)
+                if not 0 < tokens <= blocks * TRACE_BLOCK_TOKENS:
+                    raise ServiceError(
+                        f"{path}:{number}: input_length {tokens} for {blocks} hash_ids"
+                    )
+                yield line
     except OSError as error:
         raise ServiceError(f"cannot read the trace: {error}") from error
 
