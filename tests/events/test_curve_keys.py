@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.auth
+from zmq.utils import z85
 
 from lean_selector.events.curve_keys import BadKeys, new_pair, public_keys, read_pair
 from lean_selector.tools.keys import main
 
 PAIR = new_pair()
-KEYS = [new_pair().public for _ in range(3)]
+# Those of known secrets: a key that begins with `#` would be a comment as soon as it is cut.
+KEYS = [zmq.curve_public(z85.encode(bytes([number]) * 32)) for number in range(1, 4)]
 
 
 def keys_command(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -93,7 +93,7 @@ class Client:
         self, limits: Limits | None = None, connections: Connections | None = None
     ) -> None:
         self.soon: list[Callable[[], None]] = []
-        self.connections = connections or Connections(self.soon.append, limits)
+        self.connections = connections or Connections(self.soon.append, limits, clock=lambda: 0.0)
         self.handled: list[Request] = []
         self.parked: list[PendingReply] = []
         self.hang_ups = 0

@@ -150,7 +150,7 @@ async def test_with_wrong_keys_nothing_is_heard_and_the_peer_tells_why(
         again = state.retries
         publisher.sync.publish(EVENT)
         await until(lambda: hearer.sync.peer_states()[0].retries > again + 2)
-        assert hearer.error() == words
+        await until(lambda: hearer.error() == words)  # a probe may be late, and tells less
         assert hearer.heard == []
 
 
