@@ -56,6 +56,7 @@ class WaitedTooLong(Unavailable):
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"no worker became free within {limit_s:g} seconds")
+        self.limit_s = limit_s
 
 
 class NoWorkers(Unavailable):

@@ -19,6 +19,31 @@ from lean_selector.service.exposition import (
 FIRST_BYTE_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
+class RetryBudget:
+    """Bounds how many requests are sent to a further worker: a fifth of all, and some to begin
+    with, so that a fleet in trouble does not get several times its load."""
+
+    SHARE: Final = 0.2
+    FIRST: Final = 20.0
+    MOST: Final = 1000.0  # that are saved up
+
+    def __init__(self) -> None:
+        self._left = self.FIRST
+        self.denied = 0
+
+    def add(self) -> None:
+        """For a request."""
+        self._left = min(self._left + self.SHARE, self.MOST)
+
+    def take(self) -> bool:
+        """For a retry: whether it may be."""
+        if self._left < 1.0:
+            self.denied += 1
+            return False
+        self._left -= 1.0
+        return True
+
+
 class Counts:
     """Ever, since the process began; `active` is now."""
 
@@ -28,6 +53,7 @@ class Counts:
         self.hung_up = 0  # clients
         self.broken = 0  # answers that were cut short after their first byte
         self.retries: Counter[str] = Counter()  # tried elsewhere, by how the worker failed
+        self.retry_budget = RetryBudget()
         # Since the last line of the log: workers' base URLs and what happened to how many requests.
         self.troubles: Counter[tuple[str, str]] = Counter()
         self.stale = 0  # kept connections that ended under a request, which was asked anew
@@ -62,6 +88,8 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
             "Answers cut short by their worker after the first byte."),
         "gateway_retries_total": (lambda: by("outcome", dict(sorted(counts.retries.items()))),
             "Requests given to another worker before the first byte, by why not the former."),
+        "gateway_retries_denied_total": (lambda: counts.retry_budget.denied,
+            "Requests not given to another worker, since a fifth of all requests had been."),
         "gateway_stale_connections_total": (lambda: counts.stale,
             "Requests sent again to the same worker, which had just closed a kept connection."),
         "gateway_unrouted_total": (lambda: by("reason", dict(sorted(counts.unrouted.items()))),

@@ -153,6 +153,7 @@ class GatewayHandler:
         *,
         silence_s: float,
         touch_after_s: float,
+        request_timeout_s: float | None = None,
         token: Callable[[], bytes] | None,
         access_log: bool,
         most_body_bytes: int,
@@ -160,7 +161,8 @@ class GatewayHandler:
         own: App,
     ) -> None:
         """`silence_s`: for so long a worker may say nothing; `touch_after_s`: so often a
-        reservation is touched, which the selector would forget. `pass_through`: which requests
+        reservation is touched, which the selector would forget. `request_timeout_s`: an answer
+        begins by then, or is 504. `pass_through`: which requests
         besides completions reach workers: all, openai or none; `own` answers /health and
         /ready."""
         self._pass_through = pass_through
@@ -171,6 +173,7 @@ class GatewayHandler:
         self._counts = counts
         self._silence_s = silence_s
         self._touch_after_s = touch_after_s
+        self._request_timeout_s = request_timeout_s
         self._token = token
         self._access_log = access_log
         self._most_body_bytes = most_body_bytes
@@ -260,8 +263,11 @@ class GatewayHandler:
         """About every second."""
         self._rotation.sweep(now, self._silence_s)
         self._log_troubles()
+        limit_s = self._request_timeout_s
         for proxied in list(self._under_way):
-            if proxied.lease is not None and now - proxied.lease_since > self._touch_after_s:
+            if limit_s is not None and not proxied.reply.begun and proxied.age_s > limit_s:
+                proxied.time_out(limit_s)
+            elif proxied.lease is not None and now - proxied.lease_since > self._touch_after_s:
                 proxied.lease_since = now
                 proxied.lease.touch()
 

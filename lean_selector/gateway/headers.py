@@ -8,6 +8,7 @@ folded.
 import os
 import re
 from itertools import count
+from math import ceil
 from typing import Final
 
 from lean_selector.http.response import encode_response
@@ -33,6 +34,7 @@ _REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[
 _SESSION: Final = re.compile(rb"\r\nx-session-id[ \t]*:[ \t]*+([!-~]++)[ \t]*+\r\n", re.I)
 _WEBSOCKET: Final = re.compile(rb"\r\nupgrade[ \t]*:[^\r]*websocket", re.IGNORECASE)
 RETRY_AFTER: Final = b"retry-after: 1\r\n"
+_MOST_RETRY_AFTER_S: Final = 60
 _NONE: Final = frozenset[bytes]()
 _USUAL: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b""})
 
@@ -106,6 +108,11 @@ _numbers: Final = count(1)
 def new_id() -> str:
     """An id of ours: it is given once, and no other process gives it."""
     return f"{_PROCESS}-{next(_numbers):x}"
+
+
+def retry_after(wait_s: float) -> bytes:
+    """The header line for a client that had better wait so long."""
+    return b"retry-after: %d\r\n" % min(max(1, ceil(wait_s)), _MOST_RETRY_AFTER_S)
 
 
 def id_line(request_id: bytes) -> bytes:

@@ -27,7 +27,7 @@ from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import GATEWAY, Placement, SelectionRequest
 from lean_selector.gateway.gateway_metrics import Counts
-from lean_selector.gateway.headers import RETRY_AFTER, session_of
+from lean_selector.gateway.headers import RETRY_AFTER, retry_after, session_of
 from lean_selector.gateway.model_request import session_id_of
 from lean_selector.gateway.prompt_shapes import NamesModel
 from lean_selector.gateway.prompts import Prompts, Routed
@@ -59,7 +59,11 @@ class NotChosen(Exception):
 
 
 class Shed(Exception):
-    """All workers are busy: the client is to come again."""
+    """All workers are busy: the client is to come again, when `line` says."""
+
+    def __init__(self, message: str, line: bytes) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 class Chooser:
@@ -89,13 +93,21 @@ class Chooser:
         except (AllWorkersBusy, WaitedTooLong) as error:
             status = self._overload_status
             self.meter.refused(error)
-            raise Shed(error.message) from None
+            waited_s = error.limit_s if isinstance(error, WaitedTooLong) else 0.0
+            raise Shed(error.message, retry_after(self._wait_s(routed, waited_s))) from None
         except SelectorError as error:
             status = error.status
             self.meter.refused(error)
             raise NotChosen("no_worker" if status == 503 else "refused") from None
         finally:
             self.meter.add(perf_counter() - started, b"%d" % status)
+
+    def _wait_s(self, routed: Routed, waited_s: float) -> float:
+        """How long this one or those first in line have waited, at most: a guess for the next."""
+        partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
+        lines = () if partition is None else partition.parked.lines()
+        now = monotonic()
+        return max(waited_s, *(now - each.items[0].arrived_at for each in lines if each.items), 0.0)
 
     def knows_no(self, error: UnknownModel) -> None:
         """A request was given no worker because none serves its model."""
@@ -300,7 +312,7 @@ class Placing:
             try:
                 lease = await self._lease(proxied, is_completion)
             except Shed as shed:
-                proxied.fail(self._overload_status, str(shed), "overloaded", RETRY_AFTER)
+                proxied.fail(self._overload_status, str(shed), "overloaded", shed.line)
                 return
             if lease is None:
                 if proxied.why:

@@ -27,6 +27,9 @@ from lean_selector.http.streaming import StreamedReply
 
 log = logging.getLogger("lean_selector.gateway")
 
+# Tried once elsewhere: an engine whose core has died answers so to all that wait. A second worker's
+# is passed on, for then it may be the request.
+_ERRORS: Final = frozenset({500, 502})
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _MOST_SHED_BYTES: Final = 64 * 1024  # kept of an answer that may not be passed on
 _LAST_PIECES: Final = 4  # of an answer, in which its usage is looked for
@@ -72,6 +75,7 @@ class ProxiedRequest:
         self._began = monotonic()
         self._connection: ClientConnection | None = None
         self._head: AnswerHead | None = None
+        self._was_error = False  # a worker answered with one of _ERRORS
         self._is_chunking = False
         self._waits_for_token = False  # what came of the stream so far is no part of the answer
         # The body of an answer by which a worker sheds, while it comes; and the last one, complete.
@@ -79,6 +83,7 @@ class ProxiedRequest:
         self._shed: tuple[WorkerLease, AnswerHead, bytes] | None = None
         self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # by reference
         counts.active += 1
+        counts.retry_budget.add()
         self.placing: asyncio.Task[None] | None = place(self)
 
     @property
@@ -128,6 +133,23 @@ class ProxiedRequest:
         self._finish(None)
         self.reply.resolve(refusal(status, message, code, self._own_lines() + extra))
 
+    def time_out(self, limit_s: float) -> None:
+        """No answer began in time."""
+        lease = self.lease
+        where = "none was free" if lease is None else f"{lease.endpoint.text} did not answer"
+        self._let_go()
+        self._shed = None
+        self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
+
+    def _let_go(self) -> None:
+        """Stops looking for a worker, or asking it: it sees that, and stops computing."""
+        placing, self.placing = self.placing, None
+        if placing is not None:
+            placing.cancel()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.drop()
+
     def _request_head(self, lease: WorkerLease, length: int) -> bytes:
         request, routed = self.request, self.routed
         query = b"" if request.query is None else b"?" + request.query
@@ -153,10 +175,12 @@ class ProxiedRequest:
 
     def on_head(self, head: AnswerHead) -> bool:
         self._head = head
-        if head.status in NOT_FREE:
+        routed = self.routed
+        failed = head.status in _ERRORS and routed is not None and not self._was_error
+        if head.status in NOT_FREE or failed:
+            self._was_error |= failed
             self._shedding = bytearray()
             return True
-        routed = self.routed
         if routed is not None and routed.answer is not None and head.status == 200:
             return True
         return self.request.headers.is_http10 and head.is_chunked
@@ -217,13 +241,15 @@ class ProxiedRequest:
             self._retry(FAILED, FAILED, reason)
 
     def _was_shed(self, body: bytes) -> None:
-        """The worker is not free: another may be. Its answer is kept in case that none is."""
+        """The worker is not free, or fails: another is tried. Its answer is kept in case that none
+        can be."""
         lease, head = self.lease, self._head
         assert lease is not None
         assert head is not None
         self._shedding = None
         self._shed = (lease, head, body)
-        self._retry("not_free", outcome_of_status(head.status), f"it answered {head.status}")
+        outcome = outcome_of_status(head.status)
+        self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
 
     def _pass_shed(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
         """All workers that could be tried shed it, or failed."""
@@ -316,14 +342,9 @@ class ProxiedRequest:
     # -- the end -------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """The client is gone. The worker sees that, too, and stops computing."""
+        """The client is gone."""
         self._counts.hung_up += 1
-        placing, self.placing = self.placing, None
-        if placing is not None:
-            placing.cancel()
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.drop()
+        self._let_go()
         self._finish(None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
@@ -331,14 +352,19 @@ class ProxiedRequest:
         `how` labels the metric; `outcome` is the worker's, for outlier detection."""
         lease = self.lease
         assert lease is not None
-        self._counts.retries[how] += 1
-        self._note(reason, "another is tried")
+        counts = self._counts
+        may_retry = how == REFUSED or counts.retry_budget.take()  # a refused one was not sent
+        self._note(reason, "another is tried" if may_retry else "the budget of retries is used up")
         self.tried.add(lease.endpoint.text)
         self.lease = None
         self._head = None
         lease.end(outcome)
         if outcome is not None:
             self._on_failed(lease, outcome)
+        if not may_retry:
+            self.fail(502, f"{self.why}; too many requests were retried", "bad_gateway")
+            return
+        counts.retries[how] += 1
         self.placing = self._place(self)
 
     def _finish(self, outcome: str | None) -> None:

@@ -84,6 +84,8 @@ class GatewayFlags:
     pass_through: requests besides those that a worker is chosen for, lists of models, /health and
       /ready that are passed
       to workers; openai: those of OpenAI's API; all: engines' own routes, administrative ones too
+    request_timeout_s: longest from a request to the first byte of its answer, which is 504 then;
+      unset: no limit
     max_body_mb: largest body of a request, in MiB
     """
 
@@ -91,6 +93,7 @@ class GatewayFlags:
     selector_port: int = flag(8092, "--selector-port", ge=0, le=65535, common=True)
     pass_through: Literal["openai", "all", "none"] = flag("openai", "--pass-through")
     silence_s: float = flag(600.0, "--worker-silence-secs", ge=0.001)
+    request_timeout_s: float | None = flag(None, "--request-timeout-secs", ge=0.001)
     max_body_mb: int = flag(64, "--max-body-mb", ge=1, le=4096)
 
 

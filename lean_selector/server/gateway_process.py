@@ -75,6 +75,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         counts,
         silence_s=config.gateway.silence_s,
         touch_after_s=config.touch_after_s,
+        request_timeout_s=config.gateway.request_timeout_s,
         token=None if credentials.token is None else credentials.token.token,
         access_log=config.listen.access_log,
         most_body_bytes=config.most_body_bytes,

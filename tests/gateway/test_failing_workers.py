@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from lean_selector.gateway.gateway_metrics import RetryBudget
 from tests.gateway.running_gateway import RunningGateway
 from tests.support.openai_worker import OpenAiWorker
 from tests.support.prometheus_tools import parsed, scrape, value
@@ -38,19 +39,73 @@ class Fleet:
         return value(samples, name, outcome=outcome) if samples.get(name) else 0.0
 
 
-def test_who_answers_500_to_everything_is_ejected_and_the_other_serves() -> None:
+@pytest.mark.parametrize("status", [500, 502])
+def test_a_worker_that_fails_everything_is_ejected_and_the_other_serves(status: int) -> None:
     with ExitStack() as running:
-        fleet = Fleet(running, 500)
+        fleet = Fleet(running, status)
         gateway = fleet.gateway
-        wait_until(lambda: fleet.chat() == (500, fleet.failing.url), "it is asked, and fails")
-        wait_until(
-            lambda: fleet.chat()[0] == 200 and fleet.reported("failed") >= 3, "it is reported"
-        )
-        answers = {fleet.chat() for _ in range(10)}
-        assert answers == {(200, fleet.well.url)}
+
+        def is_reported() -> bool:
+            assert fleet.chat() == (200, fleet.well.url)
+            return fleet.reported("failed") >= 3
+
+        wait_until(is_reported, "it is asked, and fails")
+        retries = gateway.metric("lean_selector_gateway_retries_total")
+        assert retries >= 3
+        assert {fleet.chat() for _ in range(10)} == {(200, fleet.well.url)}
+        assert gateway.metric("lean_selector_gateway_retries_total") == retries
         # What nobody chose a worker for passes it over, too.
         turns = [gateway.ask("POST", "/echo", {}).headers["x-lean-worker"] for _ in range(4)]
         assert set(turns) == {fleet.well.url}
+
+
+def test_a_request_that_two_workers_fail_is_not_given_to_a_third() -> None:
+    with ExitStack() as running:
+        workers = [running.enter_context(OpenAiWorker()) for _ in range(3)]
+        gateway = running.enter_context(RunningGateway(*(each.url for each in workers), knows=3))
+        answer = gateway.chat(TEXT, fake={"status": 500})
+        assert (answer.status, answer.json()["error"]["code"]) == (500, 500)
+        asked = sum("POST /v1/chat" in x["line"] for w in workers for x in w.seen()["requests"])
+        assert asked == 2
+        gateway.wait_until_free()
+
+
+def test_an_answer_that_does_not_begin_in_time_is_a_504_and_its_worker_is_let_go() -> None:
+    with ExitStack() as running:
+        worker = running.enter_context(OpenAiWorker())
+        flags = ("--request-timeout-secs", "0.2")
+        gateway = running.enter_context(RunningGateway(worker.url, *flags, knows=1))
+        answer = gateway.chat(TEXT, fake={"stall_after": 0})
+        assert (answer.status, answer.json()["error"]["code"]) == (504, "timeout")
+        assert worker.url in answer.json()["error"]["message"]
+        gateway.wait_until_free()
+        wait_until(lambda: worker.seen()["hung_up"] == 1, "it need not compute any more")
+        assert gateway.metric("lean_selector_worker_reports_total") == 0
+
+
+def test_what_waited_too_long_is_to_come_again_after_as_long_a_time() -> None:
+    told = json.dumps({"block_size": 16, "max_num_batched_tokens": 16})
+    flags = ("--queue-threshold", "1", "--discover-defaults", told, "--prompts", "off")
+    with ExitStack() as running:
+        worker = running.enter_context(OpenAiWorker())
+        urls = (worker.url, *flags, "--queue-max-wait-secs", "1.2")
+        gateway = running.enter_context(RunningGateway(*urls, knows=1))
+        client = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
+        running.callback(client.close)
+        body = json.dumps({"model": "m", "prompt": TEXT, "fake": {"stall_after": 0}})
+        client.request("POST", "/v1/completions", body)
+        wait_until(lambda: gateway.load() > 0, "the worker has all that it can take")
+        answer = gateway.chat(TEXT)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "2")
+
+
+def test_a_fifth_of_the_requests_may_be_retried_and_some_to_begin_with() -> None:
+    budget = RetryBudget()
+    assert sum(budget.take() for _ in range(1_000)) == RetryBudget.FIRST
+    for _ in range(100):
+        budget.add()
+    assert sum(budget.take() for _ in range(1_000)) in (19, 20)
+    assert budget.denied >= 1_900
 
 
 @pytest.mark.parametrize("status", [503, 429])

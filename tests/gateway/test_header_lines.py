@@ -6,8 +6,14 @@ from lean_selector.gateway.headers import (
     answer_lines,
     request_id_of,
     request_lines,
+    retry_after,
     wants_websocket,
 )
+
+
+def test_a_client_is_told_to_come_again_within_a_minute() -> None:
+    lines = [b"retry-after: %d\r\n" % seconds for seconds in (1, 1, 2, 60)]
+    assert list(map(retry_after, (0.0, 1.0, 1.1, 1e6))) == lines
 
 
 def section(*lines: str) -> bytes:

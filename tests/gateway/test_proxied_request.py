@@ -238,6 +238,17 @@ class OneRequest(RuleBasedStateMachine):
             self.client_is_there = False
             self.client.connection_lost(None)
 
+    @precondition(lambda self: self.client_is_there and not self.over)
+    @rule()
+    def takes_too_long(self) -> None:
+        if not self.errand.reply.begun:
+            self.errand.time_out(5.0)
+
+    @rule()
+    def others_were_retried(self) -> None:
+        while self.counts.retry_budget.take():
+            pass
+
     @rule()
     def time_passes(self) -> None:
         if self.errand.lease is not None:
