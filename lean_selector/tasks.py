@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 log = logging.getLogger("lean_selector.tasks")
@@ -91,6 +91,63 @@ def watched(name: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
 def _look_at(task: "asyncio.Task[Any]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         failed(task.get_name(), "it has ended", error)
+
+
+# -- work that seldom waits -----------------------------------------------------------------------
+#
+# A generator that yields what it has to wait for, and is sent what that gave. Where nothing has to
+# be waited for it runs to its end in its caller's turn of the loop, without a task; and it can be
+# compiled, which a coroutine cannot.
+
+Steps = Generator[Awaitable[Any], Any, T]
+
+
+def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
+    """Run `steps` as far as they go now. The task that waits for the rest of them; None where they
+    have ended. If the task is cancelled before it ran, they are closed."""
+    try:
+        awaited = steps.send(None)
+    except StopIteration:
+        return None
+    task = asyncio.get_running_loop().create_task(_step(steps, awaited))
+
+    def close(_: object) -> None:
+        if isinstance(awaited, Coroutine):
+            awaited.close()
+        steps.close()
+
+    task.add_done_callback(close)
+    return task
+
+
+async def finished(steps: Steps[T]) -> T:
+    """The result of all of them."""
+    try:
+        awaited = steps.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    return await _step(steps, awaited)
+
+
+async def _step(steps: Steps[T], awaited: Awaitable[Any]) -> T:
+    try:
+        while True:
+            try:
+                given = await awaited
+            except BaseException as error:
+                awaited = steps.throw(error)
+            else:
+                awaited = steps.send(given)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+
+
+async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
+    """What `future` gives. Raises TimeoutError after `limit_s`."""
+    async with asyncio.timeout(limit_s):
+        return await future
 
 
 # -- what has no task of its own, or none that anybody watches ------------------------------------

@@ -30,8 +30,8 @@ ALLOWED = {
     ("server/host.py", "HttpServer.serve", "create_task"): (
         "the tick: serve waits for its end, which stops the service, and raises what it raised"
     ),
-    ("gateway/placing.py", "Placing.begin", "create_task"): (
-        "whatever it raises is logged in _place, and answered with 500; the request cancels it"
+    ("tasks.py", "stepped", "create_task"): (
+        "the gateway's: what it raises is logged in _place, and answered with 500"
     ),
     ("http/listener.py", "Listener._accept", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"

@@ -108,10 +108,15 @@ class AnswerReader:
             text = data
         return self._without_usage(text) if self._drops_usage else text
 
-    def end(self) -> bytes:
-        """The answer is whole. What is still to be sent; nothing, if it was well-formed."""
+    def rest(self) -> bytes:
+        """What is still to be sent when all is read; nothing, if the answer was well-formed."""
         rest = self._event + (self._held if self._strips else b"")
         self._event = self._held = b""
+        return rest
+
+    def end(self) -> bytes:
+        """The answer is whole. Its `rest`."""
+        rest = self.rest()
         if self._on_ids is not None and self._array is None and not self._is_too_long:
             self._on_ids(self._prompt, b",".join(self._output))
         return rest

@@ -25,7 +25,7 @@ from lean_selector.gateway.model_request import (
 from lean_selector.gateway.prompt_shapes import ModelCards, Served, TokenizeAnswer, Unknown, Why
 from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, OutboundTimedOut
-from lean_selector.tasks import supervise
+from lean_selector.tasks import Steps, supervise
 from lean_selector.wire.scalars import packed_u32
 
 
@@ -130,12 +130,12 @@ class EngineAnswers:
         self._versions: dict[str, tuple[float, tuple[int, int]]] = {}  # of vLLM, and when it said
         self._under_way: dict[object, asyncio.Task[None]] = {}
 
-    async def make(self, served: Served) -> str | None:
+    def make(self, served: Served) -> Steps[str | None]:
         """`vllm`, `sglang`, ...; None where no engine says."""
         told = self._any_told(served)
         key = ("make", served.model_name, served.tenant_id)
         if told is None:
-            await asyncio.shield(self._beside(key, partial(self._ask_some, served)))
+            yield asyncio.shield(self._beside(key, partial(self._ask_some, served)))
             told = self._any_told(served)
         elif self._clock() - told.at > (FRESH_S if told.make is None else _MAKE_FRESH_S):
             self._beside(key, partial(self._ask_some, served))

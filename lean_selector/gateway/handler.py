@@ -214,7 +214,8 @@ class GatewayHandler:
             self._over,
             self._token,
         )
-        self._under_way.add(proxied)
+        if not proxied.is_over:
+            self._under_way.add(proxied)
         return proxied.reply
 
     def _passes(self, path: bytes) -> bool:

@@ -1,8 +1,9 @@
 """From a request to a worker that is asked: its prompt, the choice, the connection.
 
-The one part of a request's way that waits. One task for each request, and one more for each worker
-that fails it; a client that hangs up cancels it, and what was leased by then is ended with the
-request.
+The one part of a request's way that may wait: for an engine that is asked of the prompt, for room,
+for a connection. A request that waits for none of these has no task, and is sent in the turn of the
+loop that read it. Otherwise a client that hangs up cancels the task, and what was leased by then is
+ended with the request.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ from lean_selector.http.allowed_endpoints import AllowedEndpoints
 from lean_selector.http.client import ClientConnection, Upstream
 from lean_selector.http.outbound import Resolve, connect, reason
 from lean_selector.service.exposition import RouteMeter
+from lean_selector.tasks import Steps, stepped, within
 
 log = logging.getLogger("lean_selector.gateway")
 
@@ -75,16 +77,16 @@ class Chooser:
         self._overload_status = overload_status
         self.meter = RouteMeter("POST", GATEWAY)
 
-    async def choose(
+    def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
-    ) -> WorkerLease:
+    ) -> Steps[WorkerLease]:
         """Chooses a worker that is not in `avoided`, and books it. Raises NotChosen and Shed.
 
         A caller that cancels it holds nothing.
         """
         started, status = perf_counter(), 499
         try:
-            lease = await self._choose(routed, reservation_id, avoided)
+            lease = yield from self._choose(routed, reservation_id, avoided)
             status = 200
             return lease
         except NotChosen:
@@ -114,9 +116,9 @@ class Chooser:
         self.meter.refused(error)
         self.meter.add(0.0, b"503")
 
-    async def _choose(
+    def _choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
-    ) -> WorkerLease:
+    ) -> Steps[WorkerLease]:
         selector = self._selector
         partition = selector.catalog.ready_partition(routed.model_name, routed.tenant_id)
         request = SelectionRequest(routed.prompt, selector.terms)
@@ -128,7 +130,7 @@ class Chooser:
         if sessions is not None and (sessions.is_soft or not avoided):
             request.session_id = routed.session_id
         if selector.parks:
-            placement = await self._parked(partition, request)
+            placement = yield from self._parked(partition, request)
         else:
             placement = selector.select_now(partition, request, monotonic())
         try:
@@ -154,11 +156,12 @@ class Chooser:
             lease.misses_blocks = counts.recent_missed > MOST_MISSED * counts.recent_tokens
         return lease
 
-    async def _parked(self, partition: Partition, request: SelectionRequest) -> Placement:
+    def _parked(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
         """Waits for room, if need be."""
-        answer: asyncio.Future[Placement | Exception] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Placement | Exception] | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
+            assert answer is not None
             if not answer.done():
                 answer.set_result(outcome)
             elif isinstance(outcome, Placement):  # cancelled a moment ago
@@ -168,11 +171,11 @@ class Chooser:
         outcome = selector.select(partition, request, monotonic(), on_answer)
         if not isinstance(outcome, Parked):
             return outcome
+        answer = asyncio.get_running_loop().create_future()
         limit_s = selector.settings.queue_max_wait_s
         try:
-            async with asyncio.timeout(limit_s):
-                given = await answer
-        except (TimeoutError, asyncio.CancelledError) as error:
+            given: Placement | Exception = yield within(limit_s, answer)
+        except (TimeoutError, asyncio.CancelledError, GeneratorExit) as error:
             # Leaves the queue; what was booked in the same moment is freed.
             now = monotonic()
             if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
@@ -272,24 +275,25 @@ class Placing:
         self._tls = tls
         self._overload_status = overload_status
 
-    def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None]":
-        return asyncio.get_running_loop().create_task(self._place(proxied, is_completion))
+    def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
+        """Sends it now; or the task in which it waits."""
+        return stepped(self._place(proxied, is_completion))
 
-    async def _place(self, proxied: ProxiedRequest, is_completion: bool) -> None:
+    def _place(self, proxied: ProxiedRequest, is_completion: bool) -> Steps[None]:
         try:
-            await self._try(proxied, is_completion)
+            yield from self._try(proxied, is_completion)
         except Exception:
             log.exception("a request could not be placed")
             if not proxied.is_over:
                 proxied.fail(500, "internal error")
 
-    async def _try(self, proxied: ProxiedRequest, is_completion: bool) -> None:
+    def _try(self, proxied: ProxiedRequest, is_completion: bool) -> Steps[None]:
         self._directory.look()
         if is_completion and proxied.routed is None and not proxied.tried:
             request = proxied.request
             body = request.body = bytes(request.body)  # one copy of it
             try:
-                proxied.routed = await self._prompts.of(request.path.decode(), body)
+                proxied.routed = yield from self._prompts.read(request.path.decode(), body)
                 request.body = b""  # what is sent is `routed.body`
                 session = session_of(request.section)
                 if session is not None and proxied.routed.session_id is None:
@@ -310,7 +314,7 @@ class Placing:
         lease = proxied.lease  # of a connection that had gone stale: it is the worker's turn again
         if lease is None:
             try:
-                lease = await self._lease(proxied, is_completion)
+                lease = yield from self._lease(proxied)
             except Shed as shed:
                 proxied.fail(self._overload_status, str(shed), "overloaded", shed.line)
                 return
@@ -330,21 +334,20 @@ class Placing:
             connection = None
         if connection is None:
             try:
-                connection = await self._connected(lease.endpoint)
+                connection = yield from self._connected(lease.endpoint)
             except (OSError, ValueError) as error:
                 proxied.refused(reason(error))
                 return
         proxied.sent(connection)
 
-    async def _lease(self, proxied: ProxiedRequest, is_completion: bool) -> WorkerLease | None:
+    def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
         """A worker that did not fail this request yet; None: there is none."""
         routed, directory = proxied.routed, self._directory
         if routed is not None:
             avoided = frozenset(directory.ids_of(proxied.tried))
             try:
-                return await self._chooser.choose(
-                    routed, f"{proxied.lease_id}.{proxied.attempts}", avoided
-                )
+                reservation_id = f"{proxied.lease_id}.{proxied.attempts}"
+                return (yield from self._chooser.choose(routed, reservation_id, avoided))
             except NotChosen as error:
                 self._counts.unrouted[error.why] += 1
             among = (
@@ -358,9 +361,9 @@ class Placing:
         endpoint = self._rotation.next(proxied.tried, among)
         return None if endpoint is None else WorkerLease(endpoint)
 
-    async def _connected(self, endpoint: Upstream) -> ClientConnection:
+    def _connected(self, endpoint: Upstream) -> Steps[ClientConnection]:
         self._counts.connections_made += 1
         connection = ClientConnection(endpoint)
         context = self._tls() if endpoint.url.is_secure else None
-        await connect(connection, self._resolve, context, CONNECT_S, self._allowed)
+        yield connect(connection, self._resolve, context, CONNECT_S, self._allowed)
         return connection

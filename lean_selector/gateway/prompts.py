@@ -2,9 +2,9 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -26,6 +26,7 @@ from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
 from lean_selector.gateway.model_request import CHATS, COMPLETIONS, Kind, ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.tasks import Steps, finished
 from lean_selector.wire.scalars import packed_u32
 
 
@@ -84,16 +85,22 @@ class Prompts:
         self._engines = EngineAnswers(fleet, client)
         self._tokenizer: Tokenizer = local or EngineTokenizer(client, settings.ask_timeout_s)
 
-    async def of(
+    def of(
         self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
-    ) -> Routed:
+    ) -> Coroutine[Any, Any, Routed]:
+        """As `read`, for a caller that awaits it."""
+        return finished(self.read(path, body, tenant_id, forwards))
+
+    def read(
+        self, path: str, body: bytes, tenant_id: str = "default", forwards: bool = True
+    ) -> Steps[Routed]:
         """What is known of the prompt of a request to `path`.
 
         `forwards`: what is sent to the engine, and comes from it, passes through the caller, so
         that something can be added to it. Raises BadRequest and UnknownModel.
         """
         request = ModelRequest(path, body)
-        served, lora_name, worker_ids = await self._served(request.model, tenant_id)
+        served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         if self._settings.mode is Mode.OFF:
             request.why_not = OFF
             forwards = False
@@ -102,13 +109,15 @@ class Prompts:
         chain = None
         if request.why_not is None and request.kind is not Kind.IDS:
             chain = Chain(served, lora_name, request)
-        prompt, why_not, known = await self._prompt(request, served, lora_name, worker_ids, chain)
+        prompt, why_not, known = yield from self._prompt(
+            request, served, lora_name, worker_ids, chain
+        )
         if is_unmarked and why_not is None:
             why_not = UNMARKED
         if why_not is not None:
             self.unknown[why_not.why] += 1
         if forwards and request.kind in COMPLETIONS:
-            make = await self._engines.make(served)
+            make = yield from self._engines.make(served)
             if chain is not None and self._settings.mode is Mode.LEARN and make == "vllm":
                 additions.ask_for_ids(request, self._learning(chain))
             if make in _KNOW_USAGE:
@@ -156,9 +165,9 @@ class Prompts:
 
     # -- the model -----------------------------------------------------------------------------
 
-    async def _served(
+    def _served(
         self, model: str | None, tenant_id: str
-    ) -> tuple[Served, str | None, frozenset[int] | None]:
+    ) -> Steps[tuple[Served, str | None, frozenset[int] | None]]:
         """The model that a request names, or adapts; the adapter; the workers that have it."""
         if model is None:
             models = self._fleet.models(tenant_id)
@@ -168,21 +177,21 @@ class Prompts:
         served = self._fleet.model(model, tenant_id)
         if served is not None:
             return served, None, None
-        adapted = await self._engines.adapted(model, tenant_id)
+        adapted = yield self._engines.adapted(model, tenant_id)
         if adapted is None:
             raise UnknownModel(model)
         return adapted[0], model, adapted[1]
 
     # -- its prompt ----------------------------------------------------------------------------
 
-    async def _prompt(
+    def _prompt(
         self,
         request: ModelRequest,
         served: Served,
         lora_name: str | None,
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
-    ) -> tuple[Prompt, Unknown | None, bytes]:
+    ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
         """The prompt, why it is known no further, and the block hashes of what is known then."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
@@ -204,7 +213,7 @@ class Prompts:
             if worker_ids is not None:
                 workers = {each: workers[each] for each in worker_ids & workers.keys()}
             try:
-                tokens_packed = await self._tokenizer.tokens(
+                tokens_packed = yield self._tokenizer.tokens(
                     request, lora_name or served.model_name, well(workers, self._fleet)
                 )
             except NotTokenized as error:

@@ -45,12 +45,13 @@ class ProxiedRequest:
         request_id: bytes,
         lease_id: str,
         counts: Counts,
-        place: "Callable[[ProxiedRequest], asyncio.Task[None]]",
+        place: "Callable[[ProxiedRequest], asyncio.Task[None] | None]",
         on_failed: Callable[[WorkerLease, str], None],
         on_over: "Callable[[ProxiedRequest], None]",
         token: Callable[[], bytes] | None = None,
     ) -> None:
-        """`place` begins to look for a worker, and calls `refused`, `fail` or `sent`;
+        """`place` looks for a worker, and calls `refused`, `fail` or `sent`, at once or in the task
+        that it returns;
         `on_failed` hears of workers that failed before another was tried. `token` replaces the
         client's authorization."""
         self.request = request
@@ -78,13 +79,15 @@ class ProxiedRequest:
         self._was_error = False  # a worker answered with one of _ERRORS
         self._is_chunking = False
         self._waits_for_token = False  # what came of the stream so far is no part of the answer
+        self._is_written = False  # to its end, where it is read on the way
         # The body of an answer by which a worker sheds, while it comes; and the last one, complete.
         self._shedding: bytearray | None = None
         self._shed: tuple[WorkerLease, AnswerHead, bytes] | None = None
         self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # by reference
         counts.active += 1
         counts.retry_budget.add()
-        self.placing: asyncio.Task[None] | None = place(self)
+        self.placing: asyncio.Task[None] | None = None  # while a worker is looked for
+        self._look()
 
     @property
     def age_s(self) -> float:
@@ -96,6 +99,11 @@ class ProxiedRequest:
         return None if self.routed is None else self.routed.why_not
 
     # -- on the way there ----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        placing = self._place(self)
+        if placing is not None:
+            self.placing = placing
 
     def takes(self, lease: WorkerLease) -> None:
         """A worker was chosen; the lease is ours to end."""
@@ -185,14 +193,14 @@ class ProxiedRequest:
             return True
         return self.request.headers.is_http10 and head.is_chunked
 
-    def on_body(self, data: bytes) -> None:
+    def on_body(self, data: bytes, is_last: bool) -> None:
         counts = self._counts
         counts.pieces += 1
         if self._shedding is not None:
             self._shedding += data[: _MOST_SHED_BYTES - len(self._shedding)]
             return
         if not self.reply.begun:
-            self._begin(data)
+            self._begin(data, is_last)
             return
         counts.passed_on_bytes += len(data)
         if self._waits_for_token and b".delta" in data:
@@ -201,8 +209,8 @@ class ProxiedRequest:
         if reader is None:
             self._last_pieces.append(data)
             self.reply.write(data)
-        elif read := reader.feed(data):
-            self.reply.write(self._piece(read))
+        elif text := self._text(reader, data, is_last):
+            self.reply.write(text)
 
     def on_end(self) -> None:
         self._connection = None
@@ -210,15 +218,12 @@ class ProxiedRequest:
             self._was_shed(bytes(self._shedding))
             return
         if not self.reply.begun:
-            self._begin(b"")
+            self._begin(b"", True)
         reply, reader = self.reply, self._reader
         if reader is not None:
-            rest = reader.end()
-            last = (self._piece(rest) if rest else b"") + (
-                _LAST_CHUNK if self._is_chunking else b""
-            )
-            if last:
-                reply.write(last)
+            if not self._is_written and (text := self._text(reader, b"", True)):
+                reply.write(text)
+            reader.end()
         self._finish(outcome_of_status(self.status))
         reply.finish()
 
@@ -236,7 +241,7 @@ class ProxiedRequest:
             self._counts.stale += 1
             self.attempts -= 1
             self._head = None
-            self.placing = self._place(self)
+            self._look()
         else:
             self._retry(FAILED, FAILED, reason)
 
@@ -270,7 +275,7 @@ class ProxiedRequest:
         self._finish(None)
         self.reply.finish()
 
-    def _begin(self, data: bytes) -> None:
+    def _begin(self, data: bytes, is_last: bool) -> None:
         """The first byte, or the end of an answer without a body."""
         head, lease = self._head, self.lease
         assert head is not None
@@ -309,8 +314,8 @@ class ProxiedRequest:
             if data:
                 parts.append(data)
                 self._last_pieces.append(data)
-        elif data and (read := reader.feed(data)):
-            parts.append(self._piece(read))
+        else:
+            parts.append(self._text(reader, data, is_last))
         self.reply.write(b"".join(parts))
 
     def _prefilled(self) -> None:
@@ -324,8 +329,16 @@ class ProxiedRequest:
         """What takes out of the answer what was added to the request."""
         return None if self.routed is None or self.status != 200 else self.routed.answer
 
-    def _piece(self, data: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunking else data
+    def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
+        """What the client is sent for a piece of an answer that is read on the way."""
+        text = reader.feed(data) if data else b""
+        if is_last:
+            text += reader.rest()
+            self._is_written = True
+        if not self._is_chunking:
+            return text
+        last = _LAST_CHUNK if is_last else b""
+        return b"%x\r\n%b\r\n%b" % (len(text), text, last) if text else last
 
     def _own_lines(self) -> bytes:
         lease = self.lease
@@ -365,7 +378,7 @@ class ProxiedRequest:
             self.fail(502, f"{self.why}; too many requests were retried", "bad_gateway")
             return
         counts.retries[how] += 1
-        self.placing = self._place(self)
+        self._look()
 
     def _finish(self, outcome: str | None) -> None:
         """Nothing more will happen to it."""

@@ -206,8 +206,9 @@ class Receiver(Protocol):
         """The answer begins. Whether pieces of its body are wanted without their framing."""
         ...
 
-    def on_body(self, data: bytes) -> None:
-        """A piece of the body, never empty."""
+    def on_body(self, data: bytes, is_last: bool) -> None:
+        """A piece of the body, never empty. `is_last`: the answer is complete with it, so `on_end`
+        follows at once."""
         ...
 
     def on_end(self) -> None:
@@ -347,11 +348,12 @@ class ClientConnection(asyncio.Protocol):
             payload: list[bytes] = []
             stop = relay.relay(data, payload)
             if payload:
-                receiver.on_body(payload[0] if len(payload) == 1 else b"".join(payload))
+                piece = payload[0] if len(payload) == 1 else b"".join(payload)
+                receiver.on_body(piece, relay.is_done)
         else:
             stop = relay.relay(data, None)
             if stop:
-                receiver.on_body(data if stop == len(data) else data[:stop])
+                receiver.on_body(data if stop == len(data) else data[:stop], relay.is_done)
         if self._receiver is not receiver:
             return
         if relay.error is not None:

@@ -184,7 +184,7 @@ class Exchange:
         self._tell()
         return True
 
-    def on_body(self, data: bytes) -> None:
+    def on_body(self, data: bytes, is_last: bool) -> None:
         self._pieces.append(data)
         self._waiting_bytes += len(data)
         if self._waiting_bytes > MOST_WAITING_BYTES:

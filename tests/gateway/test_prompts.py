@@ -17,6 +17,7 @@ from lean_selector.gateway.model_request import MEDIA, NO_PROMPT, SEVERAL, UNKNO
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.gateway.prompts import BEGINNING, NEW, OFF, UNMARKED, Prompts, Routed
 from lean_selector.http.outbound import OutboundClient
+from lean_selector.tasks import finished
 from tests.gateway.talking_engine import (
     ADAPTER,
     MODEL,
@@ -356,17 +357,17 @@ async def test_an_engine_that_says_its_make_late_is_asked_again_and_not_waited_f
         fleet = Workers({1: engine.url})
         engines = EngineAnswers(fleet, OutboundClient(Resolver().resolve), lambda: now)
         engine.models_status = 503
-        assert await engines.make(fleet.served) is None
+        assert await finished(engines.make(fleet.served)) is None
         engine.models_status = 200
-        assert await engines.make(fleet.served) is None
+        assert await finished(engines.make(fleet.served)) is None
         assert len(engine.asked("/v1/models")) == 1
         now = FRESH_S + 1
-        assert await engines.make(fleet.served) is None  # what was known
+        assert await finished(engines.make(fleet.served)) is None  # what was known
         await asyncio.gather(*engines._under_way.values())
-        assert await engines.make(fleet.served) == "vllm"
+        assert await finished(engines.make(fleet.served)) == "vllm"
         assert len(engine.asked("/v1/models")) == 2
         now = 100 * FRESH_S
-        assert await engines.make(fleet.served) == "vllm"
+        assert await finished(engines.make(fleet.served)) == "vllm"
         await engines.close()  # before what is asked beside has begun
         assert len(engine.asked("/v1/models")) == 2
 

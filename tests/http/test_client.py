@@ -30,7 +30,7 @@ class Heard:
         self.statuses.append(head.status)
         return True
 
-    def on_body(self, data: bytes) -> None:
+    def on_body(self, data: bytes, is_last: bool) -> None:
         pass
 
     def on_end(self) -> None:

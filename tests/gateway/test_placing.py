@@ -1,0 +1,140 @@
+"""What a request costs the loop on its way through the gateway: tasks, turns and writes."""
+
+import asyncio
+import gc
+import json
+import random
+from typing import Any, cast
+
+import pytest
+
+from lean_selector.core.selection.shapes import GATEWAY, WorkerSpec
+from lean_selector.core.settings import EjectionSettings
+from lean_selector.gateway.engine_answers import CatalogFleet, _Told
+from lean_selector.gateway.gateway_metrics import Counts
+from lean_selector.gateway.handler import GatewayHandler
+from lean_selector.gateway.placing import Chooser, Placing
+from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
+from lean_selector.gateway.prompts import Prompts
+from lean_selector.gateway.upstreams import Directory, Rotation
+from lean_selector.http.client import ClientConnection
+from lean_selector.http.connections import Connections
+from lean_selector.http.streaming import StreamingProtocol
+from tests.gateway.test_proxied_request import Transport
+from tests.support.gates import NOW, selection_service
+from tests.support.on_loop import on_loop
+
+WORKER = "http://w:1"
+EVENT = b'data: {"choices":[{"delta":{"content":"a"},"token_ids":[7]}]}\n\n'
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+class Gateway:
+    """A gateway in process, its worker's kept connection and a client's; no socket."""
+
+    def __init__(self, mode: Mode = Mode.OFF, **settings: Any) -> None:
+        self.selector = selection_service(books_at=GATEWAY, **settings).selector
+        spec = WorkerSpec(
+            worker_id=1,
+            model_name="m",
+            tenant_id="default",
+            endpoint=WORKER,
+            block_size=16,
+            max_num_batched_tokens=16,
+        )
+        self.selector.upsert_worker(spec, NOW)
+        rotation, counts, nothing = Rotation(EjectionSettings(), NOW), Counts(), cast(Any, None)
+        catalog = self.selector.catalog
+        prompts = Prompts(
+            PromptSettings(mode=mode, ask_from_bytes=1 << 20), CatalogFleet(catalog), nothing
+        )
+        prompts._engines._told[WORKER] = _Told(prompts._engines._clock(), "vllm", {})
+        placing = Placing(
+            prompts,
+            Chooser(self.selector, rotation),
+            rotation,
+            Directory([], rotation, catalog),
+            counts,
+            nothing,
+            nothing,
+            None,
+            503,
+        )
+        self.handler = GatewayHandler(
+            placing,
+            rotation,
+            nothing,
+            counts,
+            silence_s=600.0,
+            touch_after_s=100.0,
+            token=None,
+            access_log=False,
+            most_body_bytes=1 << 20,
+            pass_through="none",
+            own=nothing,
+        )
+        self.worker, self.worker_transport = (
+            ClientConnection(rotation.endpoint(WORKER)),
+            Transport(),
+        )
+        self.worker.connection_made(self.worker_transport)
+        self.worker.upstream.put_aside(self.worker)
+
+    def client(self) -> tuple[StreamingProtocol, Transport]:
+        transport = Transport()
+        client = StreamingProtocol(self.handler, Connections(lambda call: None))
+        client.connection_made(transport)
+        return client, transport
+
+    @property
+    def live(self) -> int:
+        partitions = self.selector.catalog.partitions.values()
+        return sum(len(each.slots.reservations) for each in partitions)
+
+
+def request(size: int = 2_000) -> bytes:
+    text = random.Random(size).randbytes(size // 2).hex()
+    messages = [{"role": "user", "content": text}]
+    body = json.dumps({"model": "m", "messages": messages, "stream": True}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.LEARN])
+@pytest.mark.parametrize("queue", [{}, {"queue_threshold": 1.0}])
+def test_a_request_goes_to_its_worker_in_the_turn_that_read_it_and_each_read_is_one_write(
+    mode: Mode, queue: dict[str, float]
+) -> None:
+    """There is no loop here: nothing could be put off, and no task be made."""
+    gateway = Gateway(mode, **queue)
+    for _ in range(2):
+        client, transport = gateway.client()
+        client.data_received(request())
+        assert (len(gateway.worker_transport.writes), gateway.live) == (1, 1)
+        gateway.worker_transport.take()
+        chunk = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+        for read in (ANSWER + chunk, chunk + chunk, b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"):
+            transport.take()
+            gateway.worker.data_received(read)
+            assert len(transport.writes) == 1
+        assert transport.take().endswith(b"\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        assert (gateway.live, len(gateway.handler._under_way)) == (0, 0)
+        assert gateway.worker.is_free
+
+
+@on_loop
+async def test_a_client_that_hangs_up_before_its_task_ran_leaves_the_queue() -> None:
+    gateway = Gateway(queue_threshold=0.1)
+    first, _ = gateway.client()
+    first.data_received(request())
+    second, _ = gateway.client()
+    second.data_received(request())
+    (parked,) = (each.parked for each in gateway.selector.catalog.partitions.values())
+    assert (len(parked), gateway.live) == (1, 1)
+    second.connection_lost(None)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (len(parked), gateway.live, len(gateway.handler._under_way)) == (0, 1, 1)
+    first.connection_lost(None)
+    gc.collect()
+    assert gateway.live == 0
