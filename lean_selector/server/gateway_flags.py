@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from lean_selector.gateway.prompt_shapes import PromptSettings
 from lean_selector.http.allowed_endpoints import Url
@@ -17,6 +17,8 @@ from lean_selector.server.service_flags import ListenFlags
 
 # For workers that say nothing of blocks, as those that publish no events.
 _DEFAULTS = '{"block_size": 16}'
+# Longer than a prompt waits and is computed, mostly; then the engine's events say that it is there.
+_PREDICTED_TTL_S: Final = 10.0
 _TOUCHES = 3.0  # in the life of a reservation
 
 
@@ -136,10 +138,14 @@ class GatewayConfig(SelectorConfig):
             defaults = discover.defaults if "--discover-defaults" in self.given else _DEFAULTS
             targets = [*discover.targets, *(f"url:{url}" for url in gateway.workers)]
             discover = replace(discover, targets=list(dict.fromkeys(targets)), defaults=defaults)
+        router = self.router
+        if router.use_kv_events and router.predicted_ttl_s is None:
+            router = replace(router, predicted_ttl_s=_PREDICTED_TTL_S)
         groups = {each.name: getattr(self, each.name) for each in fields(SelectorConfig)}
         changed = {
             "listen": replace(self.listen, port=gateway.selector_port, uds=None),
             "discover": discover,
+            "router": router,
             "prompts": PromptsFlags(),
             "needs_kv_events": False,
         }

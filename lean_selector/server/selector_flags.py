@@ -153,7 +153,8 @@ class RouterFlags:
       0, or what --router-ttl-secs assumes
     ttl_s: with KV events off, assume that a routed prompt stays cached this long; 0: assume
       nothing; unset: 120 with --api 1.6, else nothing
-    predicted_ttl_s: with KV events on, assume so beside them, until they arrive
+    predicted_ttl_s: with KV events on, assume so beside them, until they arrive; the gateway: 10
+      unless it is told
     approximate_cache_policy: accepted for compatibility; lru is taken as ttl, and refused while KV
       events are on
     overlap_score_credit: blocks of prefill that a cached device block saves in the cost; above 1

@@ -273,6 +273,8 @@ class Simulation:
 
     def _arrive(self, request: SimulatedRequest, router: _Router) -> None:
         local, selector = request.local_hashes, router.selector
+        if router.partition.routed is not None:
+            router.partition.routed.expire(self._now)
         sequence = u64s(len(request.chain)).pack(*request.chain)
         asked = SelectionRequest(
             Prompt(request.isl_tokens, local, len(request.chain), sequence[:8], sequence),

@@ -18,6 +18,7 @@ from tests.support.running_service import free_port, wait_until
 
 TEXT = "Of ships and the sea. " * 40
 STARVED = ("--queue-threshold", "4")  # no worker tells what that needs
+EVENTS_ALONE = ("--router-predicted-ttl-secs", "0")  # the same prompt is asked again at once
 ALERTS = {
     "LeanSelectorGatewayErrors": "failing",
     "LeanSelectorGatewayWorkerPassedOver": "failing",
@@ -39,7 +40,7 @@ class Fleet:
         self.gateways = {
             "failing": running.enter_context(RunningGateway(failing.url, knows=1)),
             "starved": running.enter_context(RunningGateway(well.url, nobody, *STARVED)),
-            "breaking": running.enter_context(RunningGateway(silent.url, knows=1)),
+            "breaking": running.enter_context(RunningGateway(silent.url, *EVENTS_ALONE, knows=1)),
         }
         rules = home / "rules.yml"
         rules.write_text(re.sub(r"\bfor: \d+m", "for: 0s", RULES.read_text()))

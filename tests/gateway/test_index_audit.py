@@ -9,6 +9,8 @@ from tests.gateway.running_gateway import RunningGateway
 from tests.support.openai_worker import OpenAiWorker
 from tests.support.running_service import wait_until
 
+# What is predicted would hide for some seconds what the index lacks.
+FLAGS = ("--prompts", "tokenize", "--router-predicted-ttl-secs", "0")
 SESSIONS, LOST = 20, {3, 11}  # the events of two first turns are lost
 
 
@@ -38,7 +40,7 @@ def bodies(worker: OpenAiWorker) -> list[dict[str, Any]]:
 def test_a_damaged_index_is_mended_by_engines_that_announce_blocks_again(version: str) -> None:
     with (
         OpenAiWorker(version=version, replays=False, blocks=20_000) as worker,
-        RunningGateway(worker.url, "--prompts", "tokenize") as gateway,
+        RunningGateway(worker.url, *FLAGS) as gateway,
     ):
         wait_until(lambda: is_followed(gateway), "its events are followed")
         for session in range(SESSIONS):
@@ -66,7 +68,7 @@ def test_a_damaged_index_is_mended_by_engines_that_announce_blocks_again(version
 def test_batches_lost_at_random_are_mended_within_200_requests() -> None:
     with (
         OpenAiWorker(version="0.33.0", replays=False, blocks=20_000) as worker,
-        RunningGateway(worker.url, "--prompts", "tokenize") as gateway,
+        RunningGateway(worker.url, *FLAGS) as gateway,
     ):
         wait_until(lambda: is_followed(gateway), "its events are followed")
         for number in range(5):

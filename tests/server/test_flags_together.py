@@ -174,6 +174,12 @@ def test_the_selector_in_it_is_told_what_the_gateway_is_but_has_a_port_of_its_ow
     assert (inner.listen.port, inner.listen.uds) == (2, None)
     assert inner.settings.reservation_expiry_s == 90.0
     assert (inner.prompts.settings, inner.settings.needs_kv_events) == (None, False)
+    for words, ttl_s in (
+        ("", 10.0),
+        (" --use-kv-events off", 0.0),
+        (" --router-predicted-ttl-secs 0", 0.0),
+    ):
+        assert gateway(f"http://a{words}").selector.settings.predicted_ttl_s == ttl_s
     assert gateway("http://a").selector.discover.defaults == '{"block_size": 16}'
     assert gateway("http://a --discover-defaults {}").selector.discover.defaults == "{}"
 

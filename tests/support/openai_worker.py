@@ -386,8 +386,8 @@ class _Completion:
         engine, now = self.worker.engine, asyncio.get_running_loop().time()
         running, placed = engine.admit(request, now)
         try:
-            self._publish(running, placed)
             await asyncio.sleep(running.prefill_done_at - now)
+            self._publish(running, placed)  # as vLLM: once it is computed
             self.cached = running.hit_blocks * size
             if self.cached == len(self.prompt):
                 self.cached -= size  # the last token is always computed

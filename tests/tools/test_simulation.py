@@ -91,6 +91,25 @@ def test_the_core_follows_what_is_cached_and_a_rule_does_not() -> None:
     assert [each.worker_id for each in turns] == [1, 2, 3] * 8
 
 
+def test_cold_prompts_that_come_together_go_where_their_prefix_is_being_computed() -> None:
+    """Engines publish what they have computed, so events alone come too late."""
+    lines = [
+        TraceLine(300.0 * burst + 6.0 * each, 17 * 512, 100, [*range(first, first + 16), -1 - each])
+        for burst, first in enumerate(range(100, 3_100, 100))
+        for each in range(8)
+    ]
+    hits, ttft_s = [], []
+    for predicted_ttl_s in (0.0, 10.0):
+        requests = requests_of(lines, 1.0)
+        settings = RouterSettings(predicted_ttl_s=predicted_ttl_s)
+        Simulation(Policy("dynamo", settings), Fleet(), 7).run(requests)
+        hits.append(sum(each.hit for each in requests))
+        ttft_s.append(sum(each.ttft_s for each in requests))
+    assert hits[0] == 0
+    assert hits[1] > 16 * len(requests) // 3
+    assert ttft_s[1] < ttft_s[0] / 2
+
+
 def test_requests_that_wait_in_the_queue_are_served() -> None:
     waited = played(Policy("queue", RouterSettings(queue_threshold=0.0)))
     at_once = played(Policy("none", RouterSettings()))
