@@ -457,6 +457,19 @@ class AccessLogsFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordFlags:
+    """Recording a trace
+
+    path: append a line for each request to this file, for lean-selector simulate: lengths, times
+      and hashes, no text
+    most_mb: at this size of the file the recording ends, in MiB
+    """
+
+    path: str | None = flag(None, "--record-trace", each=path)
+    most_mb: int = flag(1024, "--record-trace-mb", ge=1, needs=("--record-trace",))
+
+
+@dataclass(frozen=True, kw_only=True)
 class IgnoredFlags:
     """For compatibility
 
@@ -494,6 +507,7 @@ class SelectorConfig(ServiceConfig):
     health: HealthFlags
     prompts: PromptsFlags
     access_logs: AccessLogsFlags
+    record: RecordFlags
     ignored: IgnoredFlags = field(compare=False)
     needs_kv_events: bool = True  # False: a worker without a source of them is served by load alone
 

@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from lean_selector.core.errors import Unavailable
 from lean_selector.core.index.kv_index import KvIndex
+from lean_selector.core.replication.ledger import LifecycleEvents
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from lean_selector.server.gateway_routes import GatewayRoutes
     from lean_selector.server.replication import Replication
     from lean_selector.server.state_persister import Persister
+    from lean_selector.server.trace_recorder import TraceRecorder
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
 
@@ -165,6 +167,14 @@ class SelectorParts:
                 )
             self.families += replication.families()
         self.replication = replication
+        events: LifecycleEvents | None = None if replication is None else replication.events
+        self._recorder: TraceRecorder | None = None
+        if config.record.path is not None:
+            from lean_selector.server import trace_recorder
+
+            most_bytes = config.record.most_mb << 20
+            recorder = trace_recorder.TraceRecorder(config.record.path, most_bytes, events)
+            events = self._recorder = recorder
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None  # noqa: E731
         if allowed is not None:
             from lean_selector.server.peer_access import worker_check
@@ -175,7 +185,7 @@ class SelectorParts:
             subscriptions,
             random.Random(),
             new_index=new_index,
-            events=None if replication is None else replication.events,
+            events=events,
             thresholds=config.thresholds,
             on_discarded=_log_discarded,
             sessions=tables,
@@ -330,6 +340,8 @@ class SelectorParts:
         await self.subscriptions.close()
         if self.replication is not None:
             await self.replication.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
 
 def _log_discarded(partition: Partition) -> None:

@@ -53,6 +53,7 @@ def requests_of(
     """
     made = []
     times = sorted(line.timestamp for line in lines)
+    times = [at - times[0] for at in times]
     if spread:
         times = _spread(times)
     for arrival_ms, line in zip(times, sorted(lines, key=_timestamp), strict=True):

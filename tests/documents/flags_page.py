@@ -31,6 +31,7 @@ _GUIDES: Final = {
     "Workers that fail": "[health](../guide/health.md)",
     "Raw prompts": "[prompts](../guide/prompts.md), [gateways](../guide/gateways.md)",
     "Gateways' access logs": "[gateways](../guide/gateways.md#ends)",
+    "Recording a trace": "[choosing](../guide/choosing.md#your-own-traffic)",
     "The gateway": "[the gateway](../guide/gateway.md)",
 }
 _INTRO: Final = """\
