@@ -388,10 +388,10 @@ class ProxiedRequest:
         self._counts.active -= 1
         usage = self._usage() if outcome == OK else None
         cached = None if usage is None else usage.cached_tokens
-        if usage is not None and usage.lengths is not None:
+        if usage is not None and (lengths := usage.lengths) is not None:
             assert self.routed is not None
             if self.routed.on_lengths is not None:
-                self.routed.on_lengths(*usage.lengths)
+                self.routed.on_lengths(*lengths)
         if self.lease is not None:
             self.lease.end(outcome, cached)
             if cached is not None:

@@ -76,21 +76,26 @@ class Rotation:
         self._made = 0
         self._turn = 0
         self.endpoints: dict[str, Upstream] = {}  # by origin
+        self._by_text: dict[str, Upstream] = {}  # by URLs as workers are registered with them
         self.in_turn: list[Upstream] = []
         self.ejected: frozenset[str] = frozenset()  # origins, by the selector
 
     def endpoint(self, text: str) -> Upstream:
         """The upstream of a base URL, also of one that is not in turn. Raises ValueError."""
-        text = base_of(text)
-        known = self.endpoints.get(text)
+        known = self._by_text.get(text)
         if known is None:
-            self._made += 1
-            known = self.endpoints[text] = Upstream(text, self._made, self._now)
+            origin = base_of(text)
+            known = self.endpoints.get(origin)
+            if known is None:
+                self._made += 1
+                known = self.endpoints[origin] = Upstream(origin, self._made, self._now)
+            self._by_text[text] = known
         return known
 
     def set(self, urls: Iterable[str]) -> None:
         """The workers in turn from now on. One that was there and is no more keeps its requests."""
         self.in_turn = [self.endpoint(url) for url in dict.fromkeys(map(base_of, urls))]
+        self._by_text.clear()  # they are few until the workers change again
         keys = {(each.number, 0) for each in self.in_turn}
         gone = [key for key in self._health.ranks if key not in keys]
         self._health.forget(gone)

@@ -152,11 +152,58 @@ class _Collector:
             self.fields[name] = value if known is None else known + b"," + value
 
 
+class _Judged:
+    """What the head of an answer says, whatever was asked. Servers repeat theirs."""
+
+    __slots__ = ("fault", "is_chunked", "keeps", "length", "lines", "start", "status")
+
+    def __init__(self, status: int, text: bytes, keeps: bool) -> None:
+        start, _, rest = text.partition(b"\r\n")
+        self.status = status
+        self.start = start
+        self.lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
+        self.keeps = keeps
+        self.is_chunked = False
+        self.length = -1  # where none is given
+        self.fault = ""  # why the end of its body cannot be found
+
+
+_judged: Final[dict[bytes, _Judged]] = {}  # by their bytes
+_MOST_JUDGED: Final = 256
+_MOST_JUDGED_BYTES: Final = 2048
+
+
 def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
     """`HTTP/1.1 200 OK CRLF ... CRLF CRLF`; None for an interim answer, after which another comes.
 
     `answers_head`: of a HEAD request, so that no body follows. Raises MalformedAnswer.
     """
+    known = _judged.get(text)
+    if known is None:
+        known = _judge(text)
+        if known.status < 200:
+            return None
+        if len(text) <= _MOST_JUDGED_BYTES:
+            if len(_judged) >= _MOST_JUDGED:
+                _judged.clear()
+            _judged[text] = known
+    relay: BodyRelay
+    status, keeps, is_chunked = known.status, known.keeps, False
+    if answers_head or status in _WITHOUT_BODY:
+        relay = SizedRelay(0)
+    elif known.fault:
+        raise MalformedAnswer(known.fault)
+    elif known.is_chunked:
+        relay, is_chunked = ChunkedRelay(), True
+    elif known.length >= 0:
+        relay = SizedRelay(known.length)
+    else:
+        relay, keeps = UnboundedRelay(), False
+    return AnswerHead(status, known.start, known.lines, relay, is_chunked, keeps)
+
+
+def _judge(text: bytes) -> _Judged:
+    """Raises MalformedAnswer."""
     if _STATUS_LINE.match(text) is None:
         raise MalformedAnswer("what came is not HTTP: it has no status line of HTTP/1.1")
     collector = _Collector()
@@ -168,32 +215,24 @@ def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
     except httptools.HttpParserError as error:
         raise MalformedAnswer(f"what came is not HTTP: {error}") from None
     status = parser.get_status_code()
-    if status < 200:
-        if status == 101:
-            raise MalformedAnswer("the other side changed the protocol")
-        return None
+    if status == 101:
+        raise MalformedAnswer("the other side changed the protocol")
     fields = collector.fields
     options = fields.get(b"connection", b"").lower()
     is_http11 = parser.get_http_version() == "1.1"
     keeps = b"close" not in options and (is_http11 or b"keep-alive" in options)
-    start, _, rest = text.partition(b"\r\n")
-    lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
-    relay: BodyRelay
-    coding = fields.get(b"transfer-encoding")
-    is_chunked = False
-    if answers_head or status in _WITHOUT_BODY:
-        relay = SizedRelay(0)
-    elif coding is not None:
+    judged = _Judged(status, text, keeps)
+    coding, length = fields.get(b"transfer-encoding"), fields.get(b"content-length")
+    if coding is not None:
+        judged.is_chunked = True
         if coding.strip().lower() != b"chunked":
-            raise MalformedAnswer("the answer has a transfer coding that is not chunked")
-        relay, is_chunked = ChunkedRelay(), True
-    elif (length := fields.get(b"content-length")) is not None:
-        if not length.strip().isdigit():
-            raise MalformedAnswer("the answer has more than one length")
-        relay = SizedRelay(int(length))
-    else:
-        relay, keeps = UnboundedRelay(), False
-    return AnswerHead(status, start, lines, relay, is_chunked, keeps)
+            judged.fault = "the answer has a transfer coding that is not chunked"
+    elif length is not None:
+        if length.strip().isdigit():
+            judged.length = int(length)
+        else:
+            judged.fault = "the answer has more than one length"
+    return judged
 
 
 # -- connections ----------------------------------------------------------------------------------

@@ -383,7 +383,7 @@ class HttpProtocol(asyncio.Protocol):
     def _update_reading(self) -> None:
         """Read unless the client does not take its answers, or too much of its input waits."""
         holds, reader = self._holds, self._reader
-        queued_bytes = sum(map(_size_of, self._queue))
+        queued_bytes = sum(map(_size_of, self._queue)) if self._queue else 0
         most = _MAX_PARKED_BYTES if holds & _PARKED else _MAX_WAITING_BYTES
         pause = not holds & _ENDED and bool(
             holds & _WRITE_PAUSED or queued_bytes + len(reader.waiting) > most
