@@ -79,6 +79,7 @@ class Rotation:
         self._by_text: dict[str, Upstream] = {}  # by URLs as workers are registered with them
         self.in_turn: list[Upstream] = []
         self.ejected: frozenset[str] = frozenset()  # origins, by the selector
+        self.draining: frozenset[str] = frozenset()  # origins; they get nothing new
 
     def endpoint(self, text: str) -> Upstream:
         """The upstream of a base URL, also of one that is not in turn. Raises ValueError."""
@@ -109,7 +110,9 @@ class Rotation:
         candidates = [
             each
             for each in self.in_turn
-            if each.text not in avoided and (among is None or each.text in among)
+            if each.text not in avoided
+            and each.text not in self.draining
+            and (among is None or each.text in among)
         ]
         candidates = list(filter(self.is_well, candidates)) or candidates
         if not candidates:
@@ -162,6 +165,7 @@ class Directory:
         models: dict[str, set[str]] = {}
         ids: dict[str, set[int]] = {}
         ready: set[str] = set()
+        working: set[str] = set()
         for worker in self._catalog.workers.values():
             try:
                 base = base_of(worker.spec.endpoint or "")
@@ -171,8 +175,11 @@ class Directory:
             ids.setdefault(base, set()).add(worker.spec.worker_id)
             if not worker.reasons:
                 ready.add(base)
+            if not worker.is_draining:
+                working.add(base)
         self._models, self._ids, self._ready = models, ids, ready
         self._rotation.set([*self._named, *models])
+        self._rotation.draining = frozenset(ids.keys() - working)
 
     def pass_over(self, ejected: Iterable[str]) -> None:
         """The selector has these endpoints ejected."""

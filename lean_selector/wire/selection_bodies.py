@@ -297,6 +297,7 @@ class Change(WorkerFields, kw_only=True):
     """What PATCH /workers/{worker_id} has in every dialect: what is present and not null
     overwrites."""
 
+    lifecycle: str | None = None
     kv_events_endpoints: dict[RankText, str] | None = None
     taints: list[str] | None = None
     topology_domains: dict[str, str] | None = None

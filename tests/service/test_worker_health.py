@@ -111,3 +111,47 @@ def test_an_end_without_a_body_or_with_one_of_another_type_is_as_before() -> Non
     book(service, "r")
     unread = request("DELETE", "/reservations/r", b"\xff anything", content_type=b"text/plain")
     assert answered(service.gate, unread)[0] == 200
+
+
+# -- draining -------------------------------------------------------------------------------------
+
+
+def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new_until_it_is_back() -> None:
+    service = selector()
+    for worker_id in (1, 2):
+        body = {"worker_id": worker_id, "endpoint": f"http://w{worker_id}", "block_size": 16}
+        assert service.post("/workers", body | {"model_name": "m"})[0] == 201
+
+    def chosen(**more: object) -> int | None:
+        prompt = {"model_name": "m", "token_ids": [1, 2, 3], **more}
+        status, answer = service.post("/select", prompt)
+        assert status == 200 or answer == {"error": "no endpoints available to route work"}
+        return answer.get("worker_id") if status == 200 else None
+
+    def patch(worker_id: int, lifecycle: str) -> str:
+        status, record = service.request("PATCH", f"/workers/{worker_id}", {"lifecycle": lifecycle})
+        assert status == 200
+        shown: str = record["lifecycle"]
+        return shown
+
+    booked = {"model_name": "m", "token_ids": [1, 2, 3], "reservation_id": "r"}
+    assert service.post("/select_and_reserve", booked | {"allowed_worker_ids": [1]})[0] == 200
+    assert patch(1, "draining") == "draining"
+    assert {chosen() for _ in range(20)} == {2}
+    assert chosen(allowed_worker_ids=[1]) is None
+    assert chosen(pinned_worker={"worker_id": 1, "dp_rank": 0}) is None
+    _, explained = service.post(
+        "/select", {"model_name": "m", "token_ids": [1, 2, 3], "explain": True}
+    )
+    assert explained["explain"]["ranks"][0]["filtered"] == "draining"
+    assert service.request("DELETE", "/reservations/r")[0] == 200
+    # What registers it again, as discovery does, does not end it; another process does.
+    again = {"worker_id": 1, "endpoint": "http://w1", "block_size": 16, "model_name": "m"}
+    assert service.post("/workers", again)[1]["lifecycle"] == "draining"
+    assert patch(2, "draining") == "draining"
+    assert chosen() is None
+    assert patch(1, "incomplete") == "draining"  # a record that is sent back changes nothing
+    assert patch(1, "schedulable") == "schedulable"
+    assert {chosen() for _ in range(20)} == {1}
+    moved = {"worker_id": 2, "endpoint": "http://w3", "block_size": 16, "model_name": "m"}
+    assert service.post("/workers", moved)[1]["lifecycle"] == "schedulable"

@@ -239,6 +239,7 @@ MAX_REMEMBERED = 1024  # models and tenants, beside those that have workers
 _LEFT_OUT = ("load_endpoint", "router_hint_worker_type", "kv_event_source_mode")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
+DRAINING = "draining"
 
 
 class SourceSink(Protocol):
@@ -259,7 +260,8 @@ class SourceSink(Protocol):
 
 
 class Worker:
-    """A registered worker. `reasons` is empty exactly when it is schedulable."""
+    """A registered worker. `reasons` is empty exactly when it is schedulable, or draining: then it
+    finishes what it has, and is given nothing new."""
 
     def __init__(
         self,
@@ -267,12 +269,14 @@ class Worker:
         reasons: list[str],
         sources: dict[int, Source],
         load_endpoints: dict[int, str],
+        is_draining: bool = False,
     ) -> None:
         self.spec = spec
         self.reasons = reasons
         self.sources = sources
         self.load_endpoints = load_endpoints
-        self.lifecycle = INCOMPLETE if reasons else SCHEDULABLE
+        self.is_draining = is_draining
+        self.lifecycle = INCOMPLETE if reasons else DRAINING if is_draining else SCHEDULABLE
 
     def record(self) -> WorkerRecord:
         return WorkerRecord(**self.shown(WorkerRecord.__struct_fields__))
@@ -394,11 +398,19 @@ class Catalog:
                 del self.partitions[key]
 
     def patch(self, worker_id: int, changes: dict[str, object]) -> Worker:
-        """Overwrites the fields in `changes`; raises NotFound for an unknown worker."""
+        """Overwrites the fields in `changes`; raises NotFound for an unknown worker.
+
+        A `lifecycle` begins or ends draining, and is no part of the record: who registered the
+        worker, such as discovery, still does. Another than these two changes nothing.
+        """
         worker = self._known(worker_id)
-        spec = msgspec.structs.replace(worker.spec, **changes)
+        lifecycle = changes.get("lifecycle")
+        fields = {name: value for name, value in changes.items() if name != "lifecycle"}
+        spec = msgspec.structs.replace(worker.spec, **fields) if fields else worker.spec
         check_limits(spec)
         self._check(spec)
+        if lifecycle in (DRAINING, SCHEDULABLE):
+            worker.is_draining = lifecycle == DRAINING
         return self._install(spec)
 
     def remove(self, worker_id: int) -> Worker:
@@ -422,8 +434,9 @@ class Catalog:
     def _install(self, spec: WorkerSpec) -> Worker:
         worker_id = spec.worker_id
         reasons, sources, loads = judged(spec, self.partitions.get(spec.key), self._settings)
-        new = Worker(spec, reasons, sources, loads)
         old = self.workers.get(worker_id)
+        is_draining = old is not None and old.is_draining and old.spec.endpoint == spec.endpoint
+        new = Worker(spec, reasons, sources, loads, is_draining)
         if old is not None and (reasons or old.reasons or old.spec.key != spec.key):
             self._withdraw(old)
             old = None
@@ -484,7 +497,7 @@ class Catalog:
                 spoken_for = self._sources.unsubscribe(worker_id, dp_rank)
                 others = set(spoken_for) - worker.sources.keys() - subscribed.keys()
                 partition.index.clear(worker_id, dp_rank, *others)
-        dropped = partition.put_worker(spec)
+        dropped = partition.put_worker(spec, worker.is_draining)
         for dp_rank, source in sorted(worker.sources.items()):
             if subscribed.get(dp_rank) != source:
                 self._sources.subscribe(partition, worker_id, dp_rank, source)

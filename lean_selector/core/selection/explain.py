@@ -135,7 +135,7 @@ def _why_not(
     if not request.required_taints <= worker.taints:
         return "taint"
     if not load.mask & partition.candidates:
-        return "ejected"
+        return "draining" if load.mask & partition.draining else "ejected"
     if is_steered:
         return "affinity"
     if load.mask & partition.busy or partition.room is None:

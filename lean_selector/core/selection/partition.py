@@ -252,7 +252,8 @@ class Partition:
     """State of one (model_name, tenant_id).
 
     Sets of ranks are ints (`RankBits`): `everyone` are all; `candidates` those that requests may go
-    to, as far as no request says otherwise, which are all but the ejected, or all when all are;
+    to, as far as no request says otherwise, which are all but the ejected, or all when all are, and
+    never the `draining`, which finish what they have;
     `busy` those above the threshold by what is booked on them; `tainted` the ranks of the workers
     with a taint. `room` is there if requests may have to wait.
     """
@@ -304,7 +305,7 @@ class Partition:
         self._gone = RankCounts()  # of ranks that are
         self.shed = {SELECT: 0, SELECT_AND_RESERVE: 0}  # requests, by where they asked
         self.threshold = OFF
-        self.everyone = self.candidates = self.busy = 0
+        self.everyone = self.candidates = self.busy = self.draining = 0
         self.health = Ejections(EjectionSettings() if ejection is None else ejection)
         self.tainted: dict[str, int] = {}
         self._allowed: dict[frozenset[int], int] = {}  # sets of workers that requests named lately
@@ -390,7 +391,8 @@ class Partition:
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask
-        candidates = self.everyone & ~ejected or self.everyone
+        serving = self.everyone & ~self.draining
+        candidates = serving & ~ejected or serving
         if candidates == self.candidates:
             return False
         self.candidates = candidates
@@ -437,7 +439,7 @@ class Partition:
             self._allowed[worker_ids] = ranks
         return ranks
 
-    def put_worker(self, spec: WorkerSpec) -> list[Reservation]:
+    def put_worker(self, spec: WorkerSpec, is_draining: bool = False) -> list[Reservation]:
         """Makes a worker a candidate, or changes one. Returns the reservations of ranks it lost."""
         worker_id = spec.worker_id
         old = self.workers.get(worker_id)
@@ -463,6 +465,9 @@ class Partition:
         for taint in worker.taints:
             self.tainted[taint] = self.tainted.get(taint, 0) | worker.mask
         self.workers[worker_id] = worker
+        self.draining &= ~worker.mask
+        if is_draining:
+            self.draining |= worker.mask
         self._allowed.clear()
         self.parked.worker_changed(old, worker)
         self._limit(worker)
@@ -520,6 +525,7 @@ class Partition:
         others = ~load.mask
         self.everyone &= others
         self.candidates &= others
+        self.draining &= others
         self.busy &= others
         self._limits.pop(load.key, None)
         if self.room is not None:

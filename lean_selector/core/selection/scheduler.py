@@ -30,11 +30,12 @@ def check_pin(request: SelectionRequest) -> None:
 
 def eligible(partition: Partition, request: SelectionRequest) -> int:
     """The ranks that the request may go to, busy or not: ejected ones only if there are no others,
-    so a pin to one, or any other tie that leaves no more than those, is followed."""
+    so a pin to one, or any other tie that leaves no more than those, is followed; never draining
+    ones."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is None and allowed is None and not request.required_taints:
         return partition.candidates
-    ranks = partition.everyone
+    ranks = partition.everyone & ~partition.draining
     if pinned is not None:
         load = partition.slots.ranks.get((pinned.worker_id, pinned.dp_rank))
         ranks &= 0 if load is None else load.mask

@@ -64,8 +64,8 @@ GLOSSARY: Final = {
     "kv_transfer_enforcement": "kept and shown; changes no choice",
     "kv_transfer_preferred_weight": "kept and shown; changes no choice",
     "last_error": "the last fault that was told, or null",
-    "lifecycle": "`schedulable`; `incomplete`, which lacks something; `unschedulable`, of one that"
-    " was just removed",
+    "lifecycle": "`schedulable`; `draining`, which is given nothing new; `incomplete`, which lacks"
+    " something; `unschedulable`, of one that was just removed",
     "longest_matched": "the most of `gpu`, `cpu` and `disk`",
     "lora_name": "the adapter; gives the prompt hashes of its own",
     "load_endpoint": "ZMQ endpoint where the engine publishes its own load (SGLang); of several"
@@ -250,8 +250,8 @@ OWN: Final = {
     "PublisherState.is_behind": "something was missed, and not mended since",
     "RankExplanation.engine_load": "what the engine of the rank reported of its load in the last"
     " 5 s; absent where it did not; it is no part of the cost",
-    "RankExplanation.filtered": "why it was no candidate: `busy`, `queue`, `ejected`, `taint`,"
-    " `not_allowed`, `not_pinned` or `affinity`; null of a candidate",
+    "RankExplanation.filtered": "why it was no candidate: `busy`, `queue`, `ejected`, `draining`,"
+    " `taint`, `not_allowed`, `not_pinned` or `affinity`; null of a candidate",
     "RankExplanation.host_pinned_blocks": "blocks that follow them in host memory",
     "RankExplanation.disk_blocks": "blocks that follow these on disk",
     "RankExplanation.credit_blocks": "blocks of prefill that what is cached saves",
@@ -375,6 +375,8 @@ OWN: Final = {
     "WorkerHealthDetail.state": "of its worst rank: `in_service`, `probation` or `ejected`",
     "WorkerHealthDetail.ranks": "its ranks that something is held against",
     "WorkerPatch.endpoint": _NEEDED,
+    "WorkerPatch.lifecycle": "`draining`: it finishes what it has, and is given nothing new;"
+    " `schedulable`: it is again; anything else changes nothing",
     "WorkerLoad.total_kv_blocks": "device blocks of a rank; absent where the worker has not told",
     "WorkerRecord.kv_events_endpoints": "ZMQ endpoints of the KV events of each rank; absent where"
     " none are given",
