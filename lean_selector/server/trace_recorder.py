@@ -39,14 +39,18 @@ def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
     """An id for each SPAN_TOKENS of a prompt, its last part too: by the hash of the block in which
     the span ends, which stands for all before it. Without the low bits: any reader of JSON takes
     them as a number."""
-    blocks = len(sequence_hashes) // 8
+    names = memoryview(sequence_hashes).cast("Q")
+    blocks = len(names)
     spans = -(-blocks * block_size // SPAN_TOKENS)
-    ids = []
-    for span in range(1, spans + 1):
-        block = min(-(-span * SPAN_TOKENS // block_size), blocks)
-        name = int.from_bytes(sequence_hashes[8 * block - 8 : 8 * block], "little")
-        ids.append((name >> 12) + span)  # large blocks end several spans
-    return ids
+    if SPAN_TOKENS % block_size:
+        ends = (min(-(-span * SPAN_TOKENS // block_size), blocks) for span in range(1, spans + 1))
+        last = [names[end - 1] for end in ends]
+    else:
+        each = SPAN_TOKENS // block_size
+        last = names[each - 1 :: each].tolist()
+        if len(last) < spans:
+            last.append(names[-1])
+    return [(name >> 12) + span for span, name in enumerate(last)]  # large blocks end several
 
 
 class TraceRecorder:
