@@ -209,7 +209,11 @@ def compare(options: argparse.Namespace) -> None:
 def header(options: argparse.Namespace, width: int, requests: int) -> list[str]:
     """What was simulated, and the head of a table in Markdown."""
     name = "made up" if options.trace is None else os.path.basename(options.trace)
-    more = "" if options.slowness == [1.0] else f", slowness {options.slowness}"
+    more = (
+        ""
+        if options.slowness == [1.0]
+        else f", slowness {','.join(map('{:g}'.format, options.slowness))}"
+    )
     if options.selectors > 1:
         sync = "no sync" if options.sync_ms is None else f"synced within {options.sync_ms:g} ms"
         more += f"; {options.selectors} selectors, {sync}"
