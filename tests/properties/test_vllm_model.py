@@ -26,7 +26,7 @@ from lean_selector.core.index.shapes import (
 )
 
 SIZE = 2  # tokens of a block; a hash is of one, where ends within blocks are kept
-STEPS = 1_500  # 100 000 by hand, without a difference
+STEPS = 1_500  # 100 000 by hand, in each of the eight forms, without a difference
 Prefix = tuple[int, ...]
 
 
