@@ -30,6 +30,7 @@ FEW, MANY = 1, 201  # chunks of an answer
 STEP_S = 0.003  # between two chunks, so that each is a read of its own
 CLIENTS = 8
 PROMPT = "Tell me of the sea. " * 100  # 2 kB
+PROMPT_TOKENS = 500  # of it
 
 
 # -- the worker: answers from memory --------------------------------------------------------------
@@ -56,11 +57,9 @@ async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 def _plain(path: str) -> bytes:
     body = b"{}"
-    if path == "/v1/models":
-        body = (
-            b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"x","parent":null}]}'
-        )
-    if path == "/metrics":  # by which the gateway knows vLLM, and learns from its answers
+    if path == "/v1/models":  # by its owner the gateway knows vLLM, and learns from its answers
+        body = b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"vllm"}]}'
+    if path == "/metrics":
         body = b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100000"} 1.0\n'
     return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
         len(body),
@@ -82,13 +81,16 @@ def _answer(count: int, has_ids: bool) -> list[bytes]:
         "choices": [choice],
     }
     data = b"data: %b\n\n" % json.dumps(event, separators=(",", ":")).encode()
+    if has_ids:
+        event["prompt_token_ids"] = list(range(1000, 1000 + PROMPT_TOKENS))
+    begin = b"data: %b\n\n" % json.dumps(event, separators=(",", ":")).encode()
     head = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
         b"transfer-encoding: chunked\r\n\r\n"
     )
-    chunk = b"%x\r\n%b\r\n" % (len(data), data)
+    first, chunk = (b"%x\r\n%b\r\n" % (len(each), each) for each in (begin, data))
     end = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-    return [head + chunk, *[chunk] * (count - 1), end]
+    return [head + first, *[chunk] * (count - 1), end]
 
 
 async def _serve(port: int) -> None:
@@ -106,7 +108,7 @@ async def _ask(port: int, chunks: int, requests: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     for _ in range(requests):
         writer.write(request)
-        answer = await reader.readuntil(b"0\r\n\r\n")
+        answer = await reader.readuntil(b"\n\r\n0\r\n\r\n")  # a head may end in a 0, too
         assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
         assert b"[DONE]" in answer
     writer.close()

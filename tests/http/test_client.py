@@ -2,6 +2,7 @@
 
 import pytest
 
+from lean_selector.http import client
 from lean_selector.http.client import (
     MOST_HEAD_BYTES,
     AnswerHead,
@@ -151,3 +152,19 @@ def test_where_an_answer_s_body_ends(
 def test_what_is_no_answer_of_http_1_is_not_passed_on(text: bytes) -> None:
     with pytest.raises(MalformedAnswer):
         head_of(text, False)
+
+
+def test_a_head_that_was_seen_is_not_judged_again_and_few_are_kept() -> None:
+    client._judged.clear()
+    for text in [answer("200 OK", f"x-n: {number}", "content-length: 3") for number in range(600)]:
+        first, again = head_of(text, False), head_of(text, False)
+        assert first is not None
+        assert again is not None
+        assert again.lines is first.lines
+        assert isinstance(first.relay, SizedRelay)
+        assert first.relay is not again.relay
+    assert len(client._judged) <= 256
+    text = answer("200 OK", "transfer-encoding: gzip")
+    assert head_of(text, True) is not None
+    with pytest.raises(MalformedAnswer):
+        head_of(text, False)  # of no HEAD request
