@@ -46,6 +46,9 @@ ALLOWED = {
         "in the user's process: their errors are handled, and the loop's own handler tells others"
     ),
     ("tools/demo.py", "Demo._traffic", "create_task"): "_watch waits for and raises for them",
+    ("tools/simulation.py", "Simulation._submit", "submit"): (
+        "no executor: the queue of an engine in virtual time"
+    ),
     # threads
     ("service/logs.py", "LineWriter.__init__", "Thread"): (
         "no error of the descriptor ends it, and a line that it cannot write nobody would read"
