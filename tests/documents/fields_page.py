@@ -168,14 +168,16 @@ def _schema(
     name: str, told: str, rows: list[Row], shared: list[Row], written: dict[str, list[Row]]
 ) -> list[str]:
     own, words = rows, [told]
+    told_before = {(row.name, row.meaning): row.told for row in shared}
     if written:
         like = max(written, key=lambda other: _likeness(rows, written[other]))
         if _likeness(rows, written[like]) >= _ENOUGH:
             lacking = ", ".join(f"`{row.name}`" for row in _lacking(rows, written[like]))
             own = [row for row in rows if row not in written[like]]
             words.append(f"The fields of {_link(like)}{f', without {lacking}' if lacking else ''}.")
+            # What it has there with another type needs no second meaning.
+            told_before = {(row.name, row.meaning): row.told for row in written[like]} | told_before
     written[name] = rows
-    told_before = {(row.name, row.meaning): row.told for row in shared}
     common = [row for row in own if (row.name, row.meaning) in told_before]
     if common:
         names = [
