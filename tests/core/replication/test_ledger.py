@@ -119,14 +119,17 @@ def test_what_cannot_be_booked_is_not_told(booking: Booking, error: type[Selecto
     assert books.told() == []
 
 
-@pytest.mark.parametrize(
+touches = pytest.mark.parametrize(
     "touch",
     [
         lambda books, now: books.ledger.output_block("ours", now),
         lambda books, now: books.ledger.prefill_complete("ours", now),
     ],
-    ids=["output blocks", "repeated completions"],
+    ids=["an output block", "a completion"],
 )
+
+
+@touches
 def test_a_request_that_only_its_owner_hears_of_is_said_to_live_now_and_then(
     touch: Callable[[Books, float], object],
 ) -> None:
@@ -190,14 +193,7 @@ def test_a_request_is_said_to_live_twice_before_its_copies_could_expire() -> Non
     assert republish_after_s(3600.0) == REPUBLISH_AFTER_S == 120.0
 
 
-@pytest.mark.parametrize(
-    "touch",
-    [
-        lambda books, now: books.ledger.output_block("ours", now),
-        lambda books, now: books.ledger.prefill_complete("ours", now),
-    ],
-    ids=["an output block", "a completion"],
-)
+@touches
 def test_what_a_call_touches_lives_as_long_again(touch: Callable[[Books, float], object]) -> None:
     books = Books()
     books.ledger.book(BOOKING, PROMPT, 0.0)
