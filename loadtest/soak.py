@@ -45,6 +45,7 @@ COPIES_S = 60.0 + 60.0
 STATE_MB = 4
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FAULT_PAUSE_S = 2.0
+TRACEBACK = "Traceback (most recent call last)"
 
 T = TypeVar("T")
 
@@ -198,6 +199,8 @@ async def live(
     status = measured.stop(signal.SIGTERM, DRAIN_S)
     log = measured.log()
     (fleet.folder / "measured.log").write_text(log)
+    if (first := log.find(TRACEBACK)) >= 0:
+        print(log[max(0, first - 1_000) : first + 6_000], file=sys.stderr)
     return Outcome(
         machine=f"{time.strftime('%Y-%m-%d')}, {machine()}",
         form=_form(args.python),
@@ -215,7 +218,7 @@ async def live(
         survived=survived,
         status=status,
         task_failures=failures,
-        tracebacks=log.count("Traceback (most recent call last)"),
+        tracebacks=log.count(TRACEBACK),
         late_turns=late_turns,
         judges_times=not args.seconds,
         is_ended_by_hand=sampler.is_ended_by_hand,

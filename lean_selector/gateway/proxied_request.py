@@ -33,6 +33,8 @@ _ERRORS: Final = frozenset({500, 502})
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _MOST_SHED_BYTES: Final = 64 * 1024  # kept of an answer that may not be passed on
 _LAST_PIECES: Final = 4  # of an answer, in which its usage is looked for
+# That end a stream of completions, of messages and of responses.
+_LAST_EVENTS: Final = b"data: [DONE]", b'"message_stop"', b'"response.completed"'
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
@@ -206,8 +208,8 @@ class ProxiedRequest:
         if self._waits_for_token and b".delta" in data:
             self._prefilled()
         reader = self._reader
+        self._last_pieces.append(data)
         if reader is None:
-            self._last_pieces.append(data)
             self.reply.write(data)
         elif text := self._text(reader, data, is_last):
             self.reply.write(text)
@@ -310,10 +312,10 @@ class ProxiedRequest:
         self.request.body = b""  # no other worker will be asked
         if self.routed is not None:
             self.routed.body = b""
+        if data:
+            self._last_pieces.append(data)
         if reader is None:
-            if data:
-                parts.append(data)
-                self._last_pieces.append(data)
+            parts.append(data)
         else:
             parts.append(self._text(reader, data, is_last))
         self.reply.write(b"".join(parts))
@@ -355,10 +357,12 @@ class ProxiedRequest:
     # -- the end -------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """The client is gone."""
-        self._counts.hung_up += 1
+        """The client is gone, perhaps with all of a stream: OpenAI's own closes at its end."""
+        last = b"".join(self._last_pieces)
+        is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
+        self._counts.hung_up += not is_whole
         self._let_go()
-        self._finish(None)
+        self._finish(OK if is_whole else None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
         """Try another worker: this one failed or shed the request before the client got any answer.

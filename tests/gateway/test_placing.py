@@ -43,7 +43,8 @@ class Gateway:
             max_num_batched_tokens=16,
         )
         self.selector.upsert_worker(spec, NOW)
-        rotation, counts, nothing = Rotation(EjectionSettings(), NOW), Counts(), cast(Any, None)
+        rotation, nothing = Rotation(EjectionSettings(), NOW), cast(Any, None)
+        counts = self.counts = Counts()
         catalog = self.selector.catalog
         prompts = Prompts(
             PromptSettings(mode=mode, ask_from_bytes=1 << 20), CatalogFleet(catalog), nothing
@@ -120,6 +121,24 @@ def test_a_request_goes_to_its_worker_in_the_turn_that_read_it_and_each_read_is_
         assert transport.take().endswith(b"\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
         assert (gateway.live, len(gateway.handler._under_way)) == (0, 0)
         assert gateway.worker.is_free
+
+
+@pytest.mark.parametrize(
+    ("last", "hung_up"),
+    [(EVENT, 1), (b"data: [DONE]\n\n", 0), (b'data: {"type":"message_stop"}\n\n', 0)],
+)
+def test_a_client_that_closes_at_the_last_event_has_had_its_answer(
+    last: bytes, hung_up: int
+) -> None:
+    """OpenAI's own client does."""
+    gateway = Gateway()
+    client, _ = gateway.client()
+    client.data_received(request())
+    gateway.worker.data_received(ANSWER)
+    for event in (EVENT, last):
+        gateway.worker.data_received(b"%x\r\n%b\r\n" % (len(event), event))
+    client.connection_lost(None)
+    assert (gateway.live, gateway.counts.hung_up) == (0, hung_up)
 
 
 @on_loop
