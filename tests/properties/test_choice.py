@@ -398,3 +398,18 @@ def assert_overlap_is_that_of_the_worker(
     own = held[placement.dp_rank]
     left = max(0, isl - cached_tokens(request.terms, own, block_size)) if own else isl
     assert placement.effective_prefill_tokens == left
+
+
+@pytest.mark.parametrize("lasts", [None, 10.0])
+@pytest.mark.parametrize("request_weight", [0.0, 0.3])
+def test_many_ranks_of_one_cell_are_drawn_as_their_loads_say(
+    lasts: float | None, request_weight: float
+) -> None:
+    """So many that a part of them is cut by its loads, whether those stand or wear off."""
+    ranks = [RankState(number % 4, False, 9 * number, lasts, 0, 0, 0) for number in range(40)]
+    router = RouterSettings(
+        use_kv_events=False, temperature=0.1, active_request_weight=request_weight
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(choice, "_FEW_RANKS", 0)
+        hold_each_rank_to_the_model(Fleet(ranks, 1, [frozenset()], 16, None), router, {}, None, 100)

@@ -249,6 +249,7 @@ def test_a_short_body_may_have_any() -> None:
 def test_what_stands_in_strings_is_no_value() -> None:
     assert json_excess(b'{"x":"%b"}' % (b"[," * MOST_VALUES)) == ""
     assert json_excess(b'{"x":"%b"}' % (b'\\"' * (3 * MOST_STRINGS_AND_LISTS))) == ""
+    assert json_excess(b'{"x":"\\"%b"}' % (b"," * (MOST_VALUES + 1))) == ""
 
 
 def test_escapes_are_bounded() -> None:

@@ -343,3 +343,13 @@ def test_a_name_that_comes_twice_is_seen_wherever_it_stands(blocks: int, name: i
         assert packed_batch(encode([0.5, [below], 0])) is None
         given[second] = name
         assert packed_batch(encode([0.5, [once], 0])) is None
+
+
+def test_a_text_that_is_cut_and_values_of_no_engine_are_left_to_the_other_reader() -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2], "block_size": 2}
+    payload = encode([1.5, [{**event, "medium": "GPU"}], None])
+    assert packed_batch(payload) is not None
+    assert packed_batch(payload[: payload.index(b"GPU") + 1]) is None
+    assert (
+        packed_batch(encode([1.5, [{**event, "x": msgspec.msgpack.Ext(1, b"abc")}], None])) is None
+    )

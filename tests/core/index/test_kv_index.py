@@ -409,3 +409,29 @@ def test_the_next_review_counts_from_when_the_last_one_began_and_from_half_of_wh
     assert len(index._sweeps) == 1
     give_back(index)
     assert index._until_review == holes.REVIEW_AFTER + 50 - 5
+
+
+def test_blocks_that_are_told_by_their_names_alone_are_those_that_are_known() -> None:
+    index = KvIndex(1)
+    names = pack([101, 102, 999])
+    assert index.store_known(A, Tier.DEVICE, names, True) == 0
+    store(index, A, [1, 2])
+    assert index.store_known(A, Tier.HOST_PINNED, names, True) == 2
+    assert index.store_known(A, Tier.DEVICE, names, True) == 2
+    assert [index.remove(*A, Tier.DEVICE, [101, 102]) for _ in range(2)] == [0, 2]
+    assert index.store_known(A, Tier.DISK, names, True) == 2  # as the lower tier has them
+    assert [index.knows(A, tier, 102) for tier in Tier] == [False, True, True, False]
+    assert not any(index.knows(each, tier, 999) for each in (A, B) for tier in Tier)
+
+
+def test_further_names_beyond_the_bound_go_first_come_first() -> None:
+    index = KvIndex(1, 4)
+    for name in range(200, 220):
+        store(index, A, [1], names=[name])
+    assert device(index, [1]) == {A: 1}
+    known = [name for name in range(200, 220) if index.knows(A, Tier.DEVICE, name)]
+    assert (len(known), known[-1]) == (4, 219)
+    for name in known:
+        assert device(index, [1]) == {A: 1}
+        index.remove(*A, Tier.DEVICE, [name])
+    assert index.is_empty
