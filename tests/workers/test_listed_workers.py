@@ -90,7 +90,8 @@ endpoints:
         (b"{on: 1, off: 1, workers: [{on: 1}, {on: 1}]}", r"workers\[0\]`$"),  # three are enough
         (b"workers: &a [*a]", "nested too deeply, or within themselves"),
         (b"workers: &a {b: *a, on: *a}", "nested too deeply, or within themselves"),
-        (b"workers: " + b"[" * 100_000, "nested too deeply"),
+        # PyYAML 6.0.4 has a bound of its own, which strikes while its scanner looks ahead.
+        (b"workers: " + b"[" * 100_000, "nested too deeply|nesting depth"),
         (b"workers: " + b"{a: " * 1000 + b"}" * 1000, "nested too deeply"),
         (b"[{endpoint: 'http://a', is_eagle: !!bool maybe}]", "not what its tag says: .*'maybe'"),
         (b"[{endpoint: 'http://a', block_size: !!int ''}]", "not what its tag says"),
