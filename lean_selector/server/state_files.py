@@ -398,7 +398,9 @@ class FileWriter:
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._job: _Job | None = None  # between `begin` and its end
+        self._job: _Job | None = None  # what the thread does
+        # From `begin` to `end` or `drop`; the thread may have failed before all parts came.
+        self._file: _Job | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self.spent_s = 0.0  # processor time of the thread, ever
@@ -414,7 +416,8 @@ class FileWriter:
             parts = job.each(lambda: tell(self._moved, job))
             return self._directory.write(self._name, parts, stamp)
 
-        self._begin(_Job(write))
+        self._file = _Job(write)
+        self._begin(self._file)
 
     async def ask(self, question: Callable[[], T]) -> T:
         """What waits for the disk, too, and is no file. Raises what `question` raises."""
@@ -436,9 +439,11 @@ class FileWriter:
         self._jobs.put(job)
 
     async def add(self, part: bytes) -> None:
-        """Waits where the disk is slower than we are."""
-        job = self._job
-        assert job is not None
+        """Waits where the disk is slower than we are. Raises OSError where it has failed."""
+        job = self._file
+        assert job is not None, "begin first"
+        if job.is_over:
+            await job.done
         job.put += len(part)
         job.parts.put(part)
         while job.put - job.taken > MOST_QUEUED_BYTES and not job.is_over:
@@ -447,15 +452,16 @@ class FileWriter:
 
     async def end(self) -> None:
         """The file is on disk. Raises OSError; then the one that was is still there."""
-        job = self._job
-        assert job is not None
+        job, self._file = self._file, None
+        assert job is not None, "begin first"
         job.parts.put(None)
         self.bytes = await job.done
 
     def drop(self) -> None:
         """No more parts will come. Nothing happens where no file is being written."""
-        if self._job is not None:
-            self._job.parts.put(_Dropped())
+        job, self._file = self._file, None
+        if job is not None:
+            job.parts.put(_Dropped())
 
     async def idle(self) -> None:
         """Nothing is being written."""

@@ -356,3 +356,23 @@ async def test_a_disk_that_goes_on_taking_a_large_file_has_not_failed(tmp_path: 
     await file.end()
     assert file.moved_at is None
     file.close()
+
+
+@on_loop
+async def test_a_disk_that_fails_between_two_parts_of_a_file_is_told_as_its_fault(
+    tmp_path: Path,
+) -> None:
+    directory = StateDirectory(str(tmp_path))
+    directory.take()
+    file = FileWriter(directory, RESERVATIONS)
+    directory.write = fail_at_once  # type: ignore[method-assign]
+    file.begin(stamp_now())
+    await file.idle()
+    with pytest.raises(OSError, match="no descriptor"):
+        await file.add(b"a part")
+    file.drop()
+    file.close()
+
+
+def fail_at_once(name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
+    raise OSError("no descriptor")
