@@ -149,6 +149,8 @@ class SelectionCacheFlags:
 class RouterFlags:
     """Choosing a worker
 
+    policy: what the cost of a rank weighs; dynamo: as the reference does; latency: the prefill
+      tokens ahead of the first token, and what is evicted for the prompt
     use_kv_events: learn from the workers' KV events; off: no event endpoints needed, and overlap is
       0, or what --router-ttl-secs assumes
     ttl_s: with KV events off, assume that a routed prompt stays cached this long; 0: assume
@@ -170,6 +172,7 @@ class RouterFlags:
     track_prefill_tokens: count the prefill tokens of what is placed
     """
 
+    policy: Literal["dynamo", "latency"] = flag("dynamo", "--policy", common=True)
     use_kv_events: bool = dyn_flag(True, "--use-kv-events", "DYN_ROUTER_USE_KV_EVENTS", common=True)
     ttl_s: float | None = dyn_flag(None, "--router-ttl-secs", ge=0, common=True)
     predicted_ttl_s: float | None = dyn_flag(None, "--router-predicted-ttl-secs", ge=0)

@@ -16,7 +16,7 @@ from lean_selector.core.errors import BadRequest, NotFound, Unavailable, WaitedT
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection import inspection
 from lean_selector.core.selection.catalog import Catalog
-from lean_selector.core.selection.cost import overridden
+from lean_selector.core.selection.cost import base_terms, overridden
 from lean_selector.core.selection.partition import Parked, Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms, RouterOverride
@@ -188,6 +188,7 @@ class SelectionService(WorkerHandlers):
         self._call_later = call_later
         self._books_at = books_at
         self._default_terms: CostTerms = selector.terms
+        self._base_terms, self._policy = base_terms(selector.settings), selector.settings.policy
 
     def routes(self) -> tuple[Route, ...]:
         """All that the selector serves in a dialect."""
@@ -410,9 +411,9 @@ class SelectionService(WorkerHandlers):
         return request
 
     def _terms(self, override: RouterOverride | None) -> CostTerms:
-        return (
-            self._default_terms if override is None else overridden(self._default_terms, override)
-        )
+        if override is None:
+            return self._default_terms
+        return overridden(self._base_terms, override, self._policy)
 
     def _worker_load(self, outlook: RankOutlook) -> WorkerLoad:
         threshold, capacity = (

@@ -28,8 +28,15 @@ from lean_selector.tools.trace import trace_lines
 Number = TypeVar("Number", int, float)
 
 # What a name stands for, of the settings of the router.
-_SETTINGS: dict[str, dict[str, str]] = {"dynamo": {}}
-_DEFAULT = ("round-robin", "least-loaded", "lmetric", "dynamo", "dynamo:prefill_load_scale=10")
+_SETTINGS: dict[str, dict[str, str]] = {"dynamo": {}, "latency": {"policy": "latency"}}
+_DEFAULT = (
+    "round-robin",
+    "least-loaded",
+    "lmetric",
+    "dynamo",
+    "dynamo:prefill_load_scale=10",
+    "latency",
+)
 _PROGRESS_S = (0.5, 10.0)  # between two lines of it, on a terminal and elsewhere
 
 

@@ -167,6 +167,7 @@ fleets = st.builds(
 scales = st.sampled_from([0.0, 0.1, 1.0, 2.7])
 routers = st.builds(
     RouterSettings,
+    policy=st.sampled_from(["dynamo", "dynamo", "latency"]),
     use_kv_events=st.just(False),
     prefill_load_scale=scales,
     overlap_score_credit=st.sampled_from([0.0, 0.3, 1.0, 1.7]),

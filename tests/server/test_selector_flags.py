@@ -59,6 +59,7 @@ FLAGS = [
     ("--router-disk-cache-hit-weight", "settings.disk_weight", "0", 0.0),
     ("--router-track-prefill-tokens", "settings.track_prefill_tokens", "No", False),
     ("--queue-threshold", "settings.queue_threshold", "inf", math.inf),
+    ("--policy", "settings.policy", "latency", "latency"),
     ("--queue-policy", "settings.queue_policy", "WSPT", "wspt"),
     ("--queue-max-wait-secs", "settings.queue_max_wait_s", "1", 1.0),
     ("--reservation-expiry-secs", "settings.reservation_expiry_s", "9", 9.0),

@@ -48,6 +48,19 @@ def test_without_it_the_answer_is_as_documented(service: InProcess) -> None:
     assert service.post("/select", prompt(explain="yes"))[0] == 422
 
 
+def test_a_request_names_its_own_policy(service: InProcess) -> None:
+    register(service, 1)
+    (row,) = explanation(service)["ranks"]
+    assert "evicted_blocks" not in row
+    override = {"policy": "latency", "prefill_load_scale": 7.0}
+    (row,) = explanation(service, router_config_override=override)["ranks"]
+    assert (row["evicted_blocks"], row["cost"]) == (30.0 * 4, 2 * 30.0 * 4 + 4)
+    refused = prompt(router_config_override={"policy": "fastest"})
+    status, answer = service.post("/select", refused)
+    assert status == 422
+    assert "policy" in str(answer)
+
+
 def test_every_figure_of_an_idle_rank_and_a_loaded_one(service: InProcess) -> None:
     register(service, 1)
     register(service, 2)

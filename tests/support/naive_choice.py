@@ -101,6 +101,8 @@ def rank_costs(
                 weight += value
         factor = taint_factor(weight)
         new: float = prompt.sequence_count - prefixes.get(load.key, 0)
+        if terms.eviction:
+            new += terms.eviction * max(0, isl - cached) / block_size
         off, least = 0.0, -math.inf
         if terms.credits_untracked and not terms.track_prefill:
             off = credit

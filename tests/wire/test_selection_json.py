@@ -291,6 +291,7 @@ def test_field_errors_of_an_override_come_together_and_hide_the_credits() -> Non
         "null",
         "{}",
         '{"zzz":2}',
+        '{"policy":"latency"}',
         '{"overlap_score_credit":null,"router_temperature":null}',
         '{"overlap_score_credit":1.0,"prefill_load_scale":1e308,"router_temperature":1e308}',
         '{"overlap_score_weight":0,"overlap_score_credit":2}',

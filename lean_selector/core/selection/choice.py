@@ -13,6 +13,7 @@ from lean_selector.core.selection.cost import (
     cached_tokens,
     credit_blocks,
     credit_decay,
+    evicted_blocks,
     favoured_blocks,
     preferences,
     softmax,
@@ -207,6 +208,7 @@ def cells(
         weighed = taint_weights(partition, preferred)
         groups = [(taint_factor(weight), having) for weight, having in weighed]
     sharers = members = None
+    evicts = terms.eviction > 0.0
     if shares:
         sharers = set_numbers(shares, ranks, len(matches) + 1)
     if preferred:
@@ -219,6 +221,7 @@ def cells(
             continue
         ranks ^= alike
         tokens, credit = isl, 0.0
+        added = new_blocks + evicted_blocks(terms, match, isl, block_size) if evicts else new_blocks
         if match is not NOTHING:
             cached = cached_tokens(terms, match, block_size)
             if cached > isl:
@@ -229,12 +232,12 @@ def cells(
                 alike ^= both
                 for factor, having in groups if members is None else met(groups, members, both):
                     if here := both & having:
-                        blocks = new_blocks - shared
+                        blocks = added - shared
                         found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
         if alike:
             for factor, having in groups if members is None else met(groups, members, alike):
                 if here := alike & having:
-                    found.append(Cell(pricing, here, match, tokens, credit, new_blocks, factor))
+                    found.append(Cell(pricing, here, match, tokens, credit, added, factor))
     if pricing.credits_blocks:
         found = _crediting(found, pricing, partition, terms)
     return _favouring(found, pricing, request) if request.favoured else found

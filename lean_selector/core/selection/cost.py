@@ -13,6 +13,14 @@
 Where prefill is not tracked there is none, and decay is 1; in the 1.6 dialect blocks are then
 max(0, active_blocks + new_blocks - credit).
 
+With the policy `latency` D is 0 and S is 30, and to blocks is added, where prefill is tracked,
+
+    evicted  = 30 * uncached / block_size
+
+so the prefill tokens ahead of the first token decide, and one for each token that must be computed
+and so stored in place of another. A block that decodes costs a thirtieth of a block of prefill:
+nearly tied ranks go by active blocks. The bonus of a soft session is 30 times as much.
+
 Wh is 0.75, Wd 0.25 and Wr 0 where nothing else is said. All in f64. The lowest cost wins, equal
 ones are drawn uniformly over ranks; with a temperature the draw is a softmax over the costs scaled
 to 0..1. Each line stands once, for the choice and for its explanation: the last one in
@@ -22,7 +30,12 @@ to 0..1. Each line stands once, for the choice and for its explanation: the last
 import math
 
 from lean_selector.core.index.shapes import Matched
-from lean_selector.core.selection.router_settings import CostTerms, RouterOverride, RouterSettings
+from lean_selector.core.selection.router_settings import (
+    CostTerms,
+    Policy,
+    RouterOverride,
+    RouterSettings,
+)
 from lean_selector.core.selection.shapes import SelectionRequest
 
 
@@ -34,6 +47,14 @@ def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
     tokens = blocks * block_size
     whole = math.floor(tokens)
     return whole + (tokens - whole >= 0.5)  # the difference is exact; tokens + 0.5 may not be
+
+
+def evicted_blocks(terms: CostTerms, match: Matched, isl_tokens: int, block_size: int) -> float:
+    """What the rank's cache loses to the prompt, as blocks of the cost; 0 where that is free."""
+    if not terms.eviction:
+        return 0.0
+    uncached = max(0, isl_tokens - cached_tokens(terms, match, block_size))
+    return terms.eviction * uncached / block_size
 
 
 def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:
@@ -98,7 +119,35 @@ def probabilities(costs: list[float], temperature: float) -> tuple[list[float], 
     )
 
 
+# A block of prefill, in active blocks: what decodes slows prefill down by little.
+_LATENCY_SCALE = 30.0
+
+
 def terms(settings: RouterSettings) -> CostTerms:
+    """The router's terms under its own policy."""
+    return under(base_terms(settings), settings.policy)
+
+
+def under(base: CostTerms, policy: Policy) -> CostTerms:
+    """The terms of a policy, of those that the router was given."""
+    if policy == "dynamo":
+        return base
+    return CostTerms(
+        base.credit,
+        0.0,
+        _LATENCY_SCALE,
+        base.temperature,
+        base.track_prefill,
+        base.host_weight,
+        base.disk_weight,
+        base.request_weight,
+        base.credits_untracked,
+        _LATENCY_SCALE if base.track_prefill else 0.0,
+    )
+
+
+def base_terms(settings: RouterSettings) -> CostTerms:
+    """What the router was given, whatever its policy."""
     return CostTerms(
         settings.overlap_score_credit,
         settings.overlap_score_credit_decay,
@@ -112,8 +161,8 @@ def terms(settings: RouterSettings) -> CostTerms:
     )
 
 
-def overridden(base: CostTerms, override: RouterOverride) -> CostTerms:
-    """`base` with what `override` names put in its place."""
+def overridden(base: CostTerms, override: RouterOverride, policy: Policy = "dynamo") -> CostTerms:
+    """`base` with what `override` names put in its place, under `policy` if it names none."""
     credit = override.overlap_score_credit
     scale = override.prefill_load_scale
     if override.overlap_score_weight is not None:
@@ -121,7 +170,7 @@ def overridden(base: CostTerms, override: RouterOverride) -> CostTerms:
         if scale == 0.0:
             credit = 0.0
     temperature, track = override.router_temperature, override.track_prefill_tokens
-    return CostTerms(
+    found = CostTerms(
         base.credit if credit is None else credit,
         base.decay,
         base.scale if scale is None else scale,
@@ -132,3 +181,4 @@ def overridden(base: CostTerms, override: RouterOverride) -> CostTerms:
         base.request_weight,
         base.credits_untracked,
     )
+    return under(found, override.policy or policy)

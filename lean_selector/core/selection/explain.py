@@ -20,6 +20,7 @@ from lean_selector.core.selection.cost import (
     cached_tokens,
     credit_blocks,
     credit_decay,
+    evicted_blocks,
     preferences,
     probabilities,
     taint_factor,
@@ -107,6 +108,9 @@ def explained(
                     0.0 if chance is None else chance[1],
                     bonus if load.mask & favoured else unfavoured,
                     partition.slots.reported_load(load.key, now) or UNSET,
+                    evicted_blocks(terms, match, prompt.isl_tokens, block_size)
+                    if terms.eviction
+                    else UNSET,
                 )
             )
     return Explanation(

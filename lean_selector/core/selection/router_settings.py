@@ -20,6 +20,8 @@ LARGEST = math.nextafter(math.inf, 0.0)
 
 # Who of those parked goes first: the first that came, the last, or who has the least to prefill.
 QueuePolicy = Literal["fcfs", "lcfs", "wspt"]
+# What the cost weighs: the reference's blocks, or the prefill before the first token.
+Policy = Literal["dynamo", "latency"]
 
 
 class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +35,7 @@ class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The router's own terms; `None` switches a feature off."""
 
+    policy: Policy = "dynamo"
     use_kv_events: bool = True
     needs_kv_events: bool = True  # False: who names no source of them is served by load alone
     overlap_score_credit: float = 1.0  # >= 0, blocks of prefill saved per device block matched
@@ -81,6 +84,7 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
     shared_cache_multiplier: float | None = None
     assume_kv_reuse: bool | None = None
     track_prefill_tokens: bool | None = None
+    policy: Policy | None = None
 
     def __post_init__(self) -> None:
         problems = [
@@ -121,3 +125,4 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     request_weight: float = 0.0
     # Where prefill is not tracked: what is cached is taken off the blocks that the rank would have.
     credits_untracked: bool = False
+    eviction: float = 0.0  # what a block that the prompt must compute costs for what it evicts

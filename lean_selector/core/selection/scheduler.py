@@ -148,7 +148,7 @@ def steered(partition: Partition, request: SelectionRequest, ranks: int, now: fl
     named = ranks_named(partition, binding.worker_id, binding.dp_rank)
     if sessions.is_soft:
         request.favoured = named
-        request.bonus_blocks = sessions.bonus_blocks
+        request.bonus_blocks = sessions.bonus_blocks * (request.terms.eviction or 1.0)
         return ranks
     return named & eligible(partition, request) or ranks
 

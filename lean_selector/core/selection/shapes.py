@@ -171,6 +171,7 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     probability: float  # of being drawn, among the candidates
     session_bonus_blocks: float | UnsetType = UNSET  # only where the session is a soft one, bound
     engine_load: EngineLoad | UnsetType = UNSET  # as reported lately; it is no part of the cost
+    evicted_blocks: float | UnsetType = UNSET  # only under the policy latency
 
 
 class SessionExplanation(msgspec.Struct, frozen=True, gc=False):

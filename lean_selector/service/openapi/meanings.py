@@ -95,6 +95,8 @@ GLOSSARY: Final = {
     " dearer",
     "prefill_busy": "more waits than `--router-prefill-busy-threshold` of the capacity; absent"
     " without that flag",
+    "policy": "what the cost weighs: `dynamo`, blocks as the reference does, or `latency`, the"
+    " prefill ahead of the first token",
     "prefill_load_scale": "what a block of prefill costs beside a block that is held",
     "prefill_token_capacity": "the worker's `max_num_batched_tokens`; 10000000 where it has none",
     "priority_jump": "in the queue: seconds that it stands as if it had come earlier; below 0"
@@ -262,6 +264,8 @@ OWN: Final = {
     "RankExplanation.probability": "of being drawn among the candidates",
     "RankExplanation.session_bonus_blocks": "blocks that the cost is less by for the session;"
     " absent without a soft one",
+    "RankExplanation.evicted_blocks": "added to the cost for what the prompt would evict; only with"
+    " the policy `latency`, where `potential_prefill_tokens` is the work before the first token",
     "RankHealthRow.state": "`in_service`, `probation` or `ejected`",
     "RankHealthRow.reason": "why it was ejected, or null",
     "RankHealthRow.since_s": "seconds that it has been ejected or on probation",

@@ -204,6 +204,12 @@ def test_a_soft_session_stays_until_another_rank_is_cheaper_by_more_than_the_bon
     assert sessions_of(driven).counts.moved == 1
 
 
+def test_under_latency_the_bonus_is_worth_as_much_prefill() -> None:
+    driven = fleet(soft=30.0, policy="latency")
+    assert book(driven, "a", allowed={1}) == (1, 1)
+    assert select(driven) == (1, 1)
+
+
 def test_a_soft_session_is_never_refused_and_never_goes_to_a_busy_rank() -> None:
     driven = fleet(soft=1e9)
     assert book(driven, "a", allowed={1}) == (1, 1)

@@ -9,9 +9,11 @@ import pytest
 
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.selection.cost import (
+    base_terms,
     cached_tokens,
     credit_blocks,
     credit_decay,
+    evicted_blocks,
     favoured_blocks,
     overridden,
     preferences,
@@ -146,6 +148,23 @@ def test_an_override_changes_what_it_names_alone(
     override: RouterOverride, changed: dict[str, float]
 ) -> None:
     assert overridden(BASE, override) == msgspec.structs.replace(BASE, **changed)
+
+
+def test_the_policy_latency_weighs_prefill_and_what_is_evicted() -> None:
+    given = RouterSettings(prefill_load_scale=3.0, overlap_score_credit_decay=0.5)
+    chosen = terms(msgspec.structs.replace(given, policy="latency"))
+    assert (chosen.decay, chosen.scale, chosen.eviction) == (0.0, 30.0, 30.0)
+    # Of 40 tokens 16 are cached: 24 in place of others, which is one block and a half.
+    assert evicted_blocks(chosen, Matched(1), 40, 16) == 45.0
+    assert evicted_blocks(chosen, Matched(9), 40, 16) == 0.0
+    assert evicted_blocks(terms(given), Matched(1), 40, 16) == 0.0
+
+    base = base_terms(msgspec.structs.replace(given, policy="latency"))
+    assert overridden(base, RouterOverride(), "latency") == chosen
+    assert overridden(base, RouterOverride(policy="dynamo"), "latency") == terms(given)
+    assert overridden(base, RouterOverride(policy="latency")) == chosen
+    untracked = overridden(base, RouterOverride(policy="latency", track_prefill_tokens=False))
+    assert untracked.eviction == 0.0
 
 
 def test_the_terms_know_what_the_dialect_credits() -> None:

@@ -62,6 +62,7 @@ def partition_of(draws: random.Random, workers: int, request_weight: float = 0.0
     st.sampled_from([(0.75, 0.25, 0.0), (0.5, 1.0, 2.0)]),
     st.booleans(),
     st.none() | st.integers(0, 20),
+    st.sampled_from([0.0, 5.0]),
 )
 @settings(max_examples=150, deadline=None)
 def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
@@ -74,12 +75,15 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     weights: tuple[float, float, float],
     tracks: bool,
     busy_above: int | None,
+    eviction: float,
 ) -> None:
     host, disk, of_request = weights
     partition = partition_of(draws, workers, of_request)
     partition.set_threshold(BusyThreshold(active_prefill_tokens=busy_above))
     prompt = Prompt(10, HASHES, 3, HASHES[:8], lambda: HASHES)
-    terms = CostTerms(credit, decay, scale, temperature, tracks, host, disk, of_request)
+    terms = CostTerms(
+        credit, decay, scale, temperature, tracks, host, disk, of_request, False, eviction
+    )
     request = SelectionRequest(prompt, terms)
     request.preferred_taints = {"a": 0.5}
     matches = {
@@ -109,6 +113,10 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
         raw = row.active_prefill_tokens + max(10, cached_tokens) if tracks else 0
         prefill = scale * max(0.0, raw / BLOCK_SIZE - row.credit_blocks)
         decode = row.potential_decode_blocks + of_request * row.active_requests
+        if eviction:
+            evicted = eviction * max(0, 10 - cached_tokens) / BLOCK_SIZE
+            assert row.evicted_blocks == evicted
+            decode += evicted
         cost = (prefill + decode) * row.taint_factor
         assert row.cost == pytest.approx(cost)
         assert 0.0 < row.credit_decay <= 1.0
