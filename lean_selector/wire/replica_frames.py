@@ -8,9 +8,9 @@ reference ignores as it does any unknown one, and so does the heartbeat, whose t
 drops for not being its own.
 
 The order of keys, unknown keys and missing ones that have a default are all one to the typed
-decoder. A frame of another form (positional arrays, integers for keys, text as bytes) is read
-untyped and put in order first. Of a large frame the hashes are read in steps. The frames of
-sessions are those of selection_16.md section 6.1.
+decoder. Maps alone are read, as every sender writes them: the reference also takes positional
+arrays, integers for keys and bytes for text. Of a large frame the hashes are read in steps. The
+frames of sessions are those of selection_16.md section 6.1.
 """
 
 import struct
@@ -23,7 +23,6 @@ from lean_selector.core.load.shapes import Booking
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent
 from lean_selector.wire.messagepack import (
-    Bytes,
     ListReader,
     array_header,
     count_of,
@@ -54,7 +53,6 @@ MAX_HASHES = 1 << 20
 MAX_OTHER_BYTES = 1 << 20  # beside the hashes
 # Read at once: 1 ms as a rule, 10 as integers that are no hashes. 230 000 tokens in blocks of 16.
 QUICK_BYTES = 128 << 10
-MAX_UNTYPED_BYTES = 64 << 10  # of a frame of another form; no known sender writes one
 _STEP_HASHES = 16_384  # of 9 bytes each
 _STEP_INTEGERS = 4_096  # of any length
 
@@ -75,12 +73,12 @@ class TooBig(UndecodableFrames):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_envelope = msgspec.msgpack.Decoder(Envelope).decode
-_decode_untyped = msgspec.msgpack.Decoder().decode
 _decode_hashes = msgspec.msgpack.Decoder(list[U64]).decode
 _decode_session = msgspec.msgpack.Decoder(SessionEnvelope).decode
 _decode_heartbeat = msgspec.msgpack.Decoder(Heartbeat).decode
 
 _MANY_HASHES = 1024
+_NIL = b"\xc0"
 _NO_HASHES = msgspec.Raw(b"\x90")
 _KIND_NAME: dict[EventKind, Literal["MarkPrefillCompleted", "Free"]] = {
     EventKind.PREFILL_COMPLETE: "MarkPrefillCompleted",
@@ -236,7 +234,7 @@ def decode_quickly(payload: bytes) -> ReplicaEvent | None:
 def decode_in_steps(payload: bytes) -> Generator[None, None, ReplicaEvent]:
     """The event in any second frame, in steps of a few milliseconds; raises UndecodableFrames."""
     try:
-        envelope = _envelope_of(payload)
+        envelope = first_value(_decode_envelope, payload)  # bytes after the map are ignored
         yield
         data = envelope.event.data
         if not isinstance(data, AddVariant):
@@ -248,17 +246,8 @@ def decode_in_steps(payload: bytes) -> Generator[None, None, ReplicaEvent]:
         return _event_of(envelope, hashes)
     except UndecodableFrames:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
         raise UndecodableFrames(f"{type(error).__name__}: {error}") from None
-
-
-def _envelope_of(payload: Bytes) -> Envelope:
-    try:
-        return first_value(_decode_envelope, payload)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        if len(payload) > MAX_UNTYPED_BYTES:
-            raise
-    return rearranged(first_value(_decode_untyped, payload))
 
 
 def _event_of(envelope: Envelope, hashes: bytes) -> ReplicaEvent:
@@ -320,22 +309,19 @@ def _full_size(raw: msgspec.Raw) -> bytes | None:
         count = data[1] << 8 | data[2]
         if len(data) == 3 + 9 * count and data[3::9] == b"\xcf" * count:
             return _turned_round(data, 3, count)
-    return b"" if data == b"\xc0" else None
+    return b"" if data == _NIL else None
 
 
 def _hashes_in_steps(raw: msgspec.Raw) -> Generator[None, None, bytes]:
-    """8 bytes LE each, from an array of u64, nil, or bytes of which each is a hash."""
+    """8 bytes LE each, from an array of u64, or nil."""
     data = bytes(raw)
+    if data == _NIL:
+        return b""
     if not is_array(data[0]):
-        value = _decode_untyped(data) if data[0] in _NIL_AND_BIN else 0
-        if value is not None and not isinstance(value, bytes):
-            raise UndecodableFrames("token_sequence is no array")
-        _check_count(len(value or b""))
-        packed = bytearray(8 * len(value or b""))
-        packed[::8] = value or b""
-        return bytes(packed)
+        raise UndecodableFrames("token_sequence is no array")
     count, at = count_of(data)
-    _check_count(count)
+    if count > MAX_HASHES:
+        raise TooBig(f"more than {MAX_HASHES} hashes")
     parts: list[bytes] = []
     if len(data) == at + 9 * count:
         for start in range(at, len(data), 9 * _STEP_HASHES):
@@ -355,14 +341,6 @@ def _hashes_in_steps(raw: msgspec.Raw) -> Generator[None, None, bytes]:
     return b"".join(parts)
 
 
-_NIL_AND_BIN = (0xC0, 0xC4, 0xC5, 0xC6)
-
-
-def _check_count(count: int) -> None:
-    if count > MAX_HASHES:
-        raise TooBig(f"more than {MAX_HASHES} hashes")
-
-
 def _turned_round(data: bytes, start: int, count: int) -> bytes:
     """`count` elements of `cf` and 8 bytes BE at `start`, as 8 bytes LE each."""
     out = bytearray(8 * count)
@@ -370,76 +348,3 @@ def _turned_round(data: bytes, start: int, count: int) -> bytes:
     for i in range(8):
         out[i::8] = data[start + 8 - i : end : 9]
     return bytes(out)
-
-
-# Frames of another form ---------------------------------------------------------------------------
-
-# Positional arrays and integer keys count in these orders.
-_ENVELOPE = ("model_name", "tenant_id", "block_size", "event")
-_EVENT = ("request_id", "worker", "data", "router_id", "lora_name")
-_WORKER = ("worker_id", "dp_rank")
-_VARIANTS = ("AddRequest", "Free", "MarkPrefillCompleted")
-_ADD = ("token_sequence", "track_prefill_tokens", "expected_output_tokens", "prefill_load_hint")
-_HINT = ("initial_effective_prefill_tokens", "expected_prefill_duration")
-_DURATION = ("secs", "nanos")
-_TEXTS = ("model_name", "tenant_id", "routing_group", "request_id", "lora_name")
-
-
-def rearranged(value: object) -> Envelope:
-    """The frame in an untyped value; raises ValueError or KeyError if it is none."""
-    envelope = _named(value, _ENVELOPE)
-    event = _named(envelope["event"], _EVENT)
-    data = event["data"]
-    payload: object = None
-    if isinstance(data, dict):
-        if len(data) != 1:
-            raise ValueError(f"{len(data)} keys in data")
-        ((data, payload),) = data.items()
-    variant: object = _name(data, _VARIANTS)
-    if variant == "AddRequest":
-        add = _named(payload, _ADD)
-        hint = add.get("prefill_load_hint")
-        if hint is not None:
-            hint = add["prefill_load_hint"] = _named(hint, _HINT)
-            duration = hint.get("expected_prefill_duration")
-            if duration is not None:
-                hint["expected_prefill_duration"] = _named(duration, _DURATION)
-        add["token_sequence"] = msgspec.Raw(_encode(add.get("token_sequence")))
-        variant = {"AddRequest": add}
-    elif payload is not None:
-        raise ValueError("a payload where there is none")
-    worker = _named(event["worker"], _WORKER)
-    envelope["event"] = {**event, "worker": worker, "data": variant}
-    sequence = envelope.get("lean_sequence")
-    if type(sequence) is not int or sequence < 0:
-        envelope.pop("lean_sequence", None)
-    return msgspec.convert(envelope, Envelope)
-
-
-def _named(value: object, names: tuple[str, ...]) -> dict[str, object]:
-    """The fields of a struct, which is a map or an array of exactly `names`."""
-    fields: dict[str, object] = {}
-    if isinstance(value, list):
-        if len(value) != len(names):
-            raise ValueError(f"{len(value)} elements instead of {len(names)}")
-        fields = dict(zip(names, value, strict=True))
-    elif isinstance(value, dict):
-        fields = {_name(key, names): item for key, item in value.items()}
-    else:
-        raise ValueError("neither a map nor an array")
-    for name in _TEXTS:
-        text = fields.get(name)
-        if isinstance(text, bytes):
-            fields[name] = text.decode()
-    return fields
-
-
-def _name(key: object, names: tuple[str, ...]) -> str:
-    """A key as text: an integer stands for the field or variant of that index."""
-    if type(key) is int and key >= 0:
-        return names[key] if key < len(names) else ""
-    if isinstance(key, bytes):
-        return key.decode(errors="replace")
-    if isinstance(key, str):
-        return key
-    raise ValueError("a key that is no string")

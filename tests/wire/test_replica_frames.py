@@ -46,6 +46,16 @@ NOT_OF_THE_BYTES = {
     "unknown worker",
     "unknown dp_rank",
 }
+# Forms that the reference reads as well, and that no sender writes.
+NOT_READ = {
+    "worker as [id, rank]",
+    "token_sequence as bin",
+    "request_id bin",
+    "data as {0: payload}",
+    "AddRequest payload positional",
+    "event positional",
+    "envelope positional",
+}
 OTHER_GROUP_KEY = "only the other version's group key"  # D2: either is read
 INJECTED = [
     pytest.param(case, id=f"{version} {case['label']}")
@@ -110,12 +120,12 @@ def test_a_captured_frame_is_read_and_written_again_but_for_the_second_group_key
 
 
 @pytest.mark.parametrize("case", INJECTED)
-def test_a_frame_is_read_when_the_reference_reads_it_or_its_group_key_is_the_other(
+def test_a_frame_of_maps_is_read_when_the_reference_reads_it_or_its_group_key_is_the_other(
     case: dict[str, Any],
 ) -> None:
     frames, label = frames_of(case), case["label"]
     readable = case["applied"] or label in NOT_OF_THE_BYTES or label == OTHER_GROUP_KEY
-    if not readable:
+    if not readable or label in NOT_READ:
         with pytest.raises(UndecodableFrames):
             decode_frames(frames)
         return
@@ -147,12 +157,6 @@ def test_the_number_of_an_event_is_read_wherever_it_stands() -> None:
     assert decode_event(encode_event(short, 3)) == short
     values = tree()
     assert decode_event(msgspec.msgpack.encode({"lean_sequence": 2**40, **values})) == numbered
-    positional = {**values, "event": {**values["event"], "worker": [7, 1]}}
-    odd = msgspec.msgpack.encode({**positional, "lean_sequence": 2**40})
-    assert decode_event(odd) == numbered
-    for no_number in (-1, "1", None, 1.0):
-        odd = msgspec.msgpack.encode({"lean_sequence": no_number, **values})
-        assert decode_event(odd) == FULL
 
 
 def test_a_heartbeat_is_printed_as_documented_and_read_back() -> None:
@@ -254,19 +258,13 @@ def swapped(**parts: object) -> bytes:
 
 MORE_ACCEPTED = {
     "as it is": swapped(),
-    "integer keys": swapped(worker=pairs((0, 7), (1, 1))),
-    "binary keys": swapped(worker=pairs((b"worker_id", 7), (b"dp_rank", 1))),
-    "unknown integer key": swapped(worker=pairs((0, 7), (1, 1), (9, 1))),
     "integers not of least size": swapped(
         worker=pairs(("worker_id", msgspec.Raw(b"\xd3" + bytes(7) + b"\x07")), ("dp_rank", 1))
     ),
     "strings not of least size": swapped(
         request_id=str_as(b"\xdb\0\0\0\x03", b"req"), lora=str_as(b"\xd9\x07", b"adapter")
     ),
-    "long binary string": swapped(request_id=str_as(b"\xc5\0\x03", b"req")),
     "long array": swapped(tokens=msgspec.Raw(b"\xdd\0\0\0\x02\x01\xcf" + b"\xff" * 8)),
-    "positional duration": swapped(duration=[2, 500_000_000]),
-    "positional hint": swapped(hint=[48, [2, 500_000_000]]),
     "ignored values of every type": swapped(
         more=(
             (
@@ -286,7 +284,10 @@ MORE_REFUSED = {
     "dp_rank beyond u32": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 2**32))),
     "worker_id a boolean": swapped(worker=pairs(("worker_id", True), ("dp_rank", 1))),
     "worker a number": swapped(worker=7),
-    "short array": swapped(worker=[7]),
+    "positional worker": swapped(worker=[7, 1]),
+    "integer keys": swapped(worker=pairs((0, 7), (1, 1))),
+    "text as bytes": swapped(request_id=str_as(b"\xc5\0\x03", b"req")),
+    "tokens as bytes": swapped(tokens=b"\1\2"),
     "track_prefill_tokens nil": swapped(track=None),
     "track_prefill_tokens a number": swapped(track=1),
     "tokens a map": swapped(tokens={}),
@@ -316,21 +317,6 @@ def test_a_lenient_spelling_reads_the_same(payload: bytes) -> None:
 def test_a_wrong_shape_is_refused(payload: bytes) -> None:
     with pytest.raises(UndecodableFrames):
         decode_event(payload)
-
-
-@pytest.mark.parametrize(
-    ("data", "kind"),
-    [
-        (pairs(("Free", None)), EventKind.FREE),
-        (1, EventKind.FREE),
-        (pairs((2, None)), EventKind.PREFILL_COMPLETE),
-        (pairs(("MarkPrefillCompleted", None)), EventKind.PREFILL_COMPLETE),
-        (b"Free", EventKind.FREE),
-        ("MarkPrefillCompleted", EventKind.PREFILL_COMPLETE),
-    ],
-)
-def test_a_variant_without_payload_may_come_as_a_map(data: object, kind: EventKind) -> None:
-    assert decode_event(swapped(data=data)).kind is kind
 
 
 U64 = st.integers(0, 2**64 - 1)
@@ -469,10 +455,9 @@ def test_one_value_that_is_no_hash_spoils_a_long_array(bad: object) -> None:
     "payload",
     [
         odd(array_of(MAX_HASHES + 1, b"\x01" * (MAX_HASHES + 1))),
-        odd(b"\x01" * (MAX_HASHES + 1)),
         odd([], request_id="r" * (MAX_OTHER_BYTES + 1)),
     ],
-    ids=["hashes", "bytes that are hashes", "an id"],
+    ids=["hashes", "an id"],
 )
 def test_what_is_more_than_anybody_sends_is_refused_as_too_big(payload: bytes) -> None:
     with pytest.raises(TooBig):
