@@ -1,18 +1,19 @@
-"""Runs flows, with or without an event loop, and sees to it that no reservation outlives its owner.
+"""Runs flows, and sees to it that no reservation outlives its owner.
 
-A driver owns the connections and what is booked at the moment. `Driver` reports and frees in tasks
-of its own, `SyncDriver` in the thread that calls it. `routing` decides what is sent, and when.
+A driver owns the connections and what is booked at the moment, and reports and frees in tasks of
+its own. For clients without an event loop `SyncDriver` has a `Driver` on a loop in a thread.
+`routing` decides what is sent, and when.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
-import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import cached_property, wraps
 from inspect import signature
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, get_args
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
 import httpx
 
@@ -35,8 +36,6 @@ from lean_selector.client.transport import (
     WORKER_LIMITS,
     Opened,
     ServiceConnection,
-    SyncOpened,
-    SyncServiceConnection,
     not_opened,
     stream_request,
     worker_refused,
@@ -45,7 +44,6 @@ from lean_selector.client.transport import (
 P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-S = TypeVar("S", Opened, SyncOpened)
 
 # A stream's end waits for its reservation to be freed, which takes a millisecond; when the service
 # is away, it goes on in the background after this long.
@@ -57,30 +55,7 @@ CLOSE_WAIT_S = 10.0  # longer than all tries of a release together
 BOOKING_GRACE_S = 0.5
 
 
-class _Driver(Generic[S]):
-    """What both drivers know of their router."""
-
-    def __init__(self, endpoint: str, routing: Routing, timeouts: Timeouts) -> None:
-        self._endpoint = endpoint
-        self._routing = routing
-        self._timeouts = timeouts
-        self._is_closing = False
-        # What streams and placements hold, with the worker's answer; one for each.
-        self._held: dict[Reservation, S | None] = {}
-
-    def hold(self, reservation: Reservation, opened: S) -> None:
-        """From now on the stream is stopped when the reservation is released."""
-        self._held[reservation] = opened
-
-    def _check_open(self) -> None:
-        if self._is_closing:
-            raise self._closed()
-
-    def _closed(self) -> ClientClosed:
-        return ClientClosed(f"{self._endpoint}: the client is closed")
-
-
-class Driver(_Driver[Opened]):
+class Driver:
     """For one router. Not thread-safe: everything happens on the loop that uses it."""
 
     def __init__(
@@ -91,10 +66,15 @@ class Driver(_Driver[Opened]):
         sleep: Callable[[float], Awaitable[object]] | None,
         access: Access | None = None,
     ) -> None:
-        super().__init__(endpoint, routing, timeouts)
+        self._endpoint = endpoint
+        self._routing = routing
+        self._timeouts = timeouts
+        self._is_closing = False
         self._sleep = asyncio.sleep if sleep is None else sleep
         self._service = ServiceConnection(endpoint, timeouts, access)
         self._loop: asyncio.AbstractEventLoop | None = None  # the first that used it
+        # What streams and placements hold, with the worker's answer; one for each.
+        self._held: dict[Reservation, Opened | None] = {}
         self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # on their way
         self._reporting: set[Reservation] = set()
         self._releasing: dict[str, asyncio.Task[None]] = {}  # by reservation id
@@ -122,6 +102,13 @@ class Driver(_Driver[Opened]):
         except StopIteration as end:
             result: T = end.value
             return result
+
+    def closed(self) -> ClientClosed:
+        return ClientClosed(f"{self._endpoint}: the client is closed")
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise self.closed()
 
     def _check_loop(self) -> None:
         loop = asyncio.get_running_loop()
@@ -162,13 +149,13 @@ class Driver(_Driver[Opened]):
             outcome = await asyncio.shield(task)
         except asyncio.CancelledError:
             if reservation.ended and not _is_cancelled():
-                raise self._closed() from None  # it was the booking that close() has cancelled
+                raise self.closed() from None  # it was the booking that close() has cancelled
             raise  # and the release will ask what became of it
         except BaseException:
             self._bookings.pop(reservation, None)
             raise
         if reservation.ended:
-            raise self._closed()
+            raise self.closed()
         del self._bookings[reservation]
         self._held[reservation] = None
         return outcome
@@ -182,7 +169,7 @@ class Driver(_Driver[Opened]):
             raise not_opened(step, error) from error
         if self._is_closing:
             await response.aclose()
-            raise self._closed()
+            raise self.closed()
         if response.status_code == 200:
             return Opened(step, response)
         body = b""
@@ -198,6 +185,10 @@ class Driver(_Driver[Opened]):
         raise worker_refused(step, response.status_code, body)
 
     # -- what is held --------------------------------------------------------------------------
+
+    def hold(self, reservation: Reservation, opened: Opened) -> None:
+        """From now on the stream is stopped when the reservation is released."""
+        self._held[reservation] = opened
 
     def report(self, reservation: Reservation) -> None:
         """Tell the service what is new about it, without holding up the stream."""
@@ -280,8 +271,9 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class SyncDriver(_Driver[SyncOpened]):
-    """For one synchronous router."""
+class SyncDriver:
+    """A Driver for calls from any thread. Its loop runs in a thread that the first call starts, and
+    that ends with close(), or when the client is dropped."""
 
     def __init__(
         self,
@@ -291,167 +283,79 @@ class SyncDriver(_Driver[SyncOpened]):
         sleep: Callable[[float], object] | None,
         access: Access | None = None,
     ) -> None:
-        super().__init__(endpoint, routing, timeouts)
-        self._sleep = time.sleep if sleep is None else sleep
-        self._service = SyncServiceConnection(endpoint, timeouts, access)
-        # Streams that were collected while this thread was inside httpx, whose locks it must not
-        # take a second time; released when the thread is out. One for each stream at most.
-        self._dropped: deque[Reservation] = deque()
-        self._thread = threading.local()
-        # The service is needed until the last flow has ended, in whichever thread: one that waits
-        # for the answer to a booking has to free it.
-        self._flow_ended = threading.Condition()
-        self._flows = 0
-        self._closes_with_last_flow = False
+        """`sleep` is called in a thread of its own."""
+        asleep = None if sleep is None else lambda wait_s: asyncio.to_thread(sleep, wait_s)
+        self.driver = Driver(endpoint, routing, timeouts, asleep, access)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
 
-    @cached_property
-    def _workers(self) -> httpx.Client:
-        transport = httpx.HTTPTransport(limits=WORKER_LIMITS)
-        return httpx.Client(transport=transport, trust_env=False)
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns on the loop. What ends the caller, as Ctrl-C does, cancels it."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._running())
+        except ClientClosed:
+            work.close()
+            raise
+        return self._result(future)
 
-    # -- flows ---------------------------------------------------------------------------------
+    def _result(self, future: "concurrent.futures.Future[T]") -> T:
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:  # the loop has ended
+            raise self.driver.closed() from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._is_closed:
+                raise self.driver.closed()
+            if self._loop is None:
+                runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+                self._loop = runner.get_loop()
+                self._thread = threading.Thread(
+                    target=_run_loop, args=(runner,), name="lean-selector client", daemon=True
+                )
+                self._thread.start()
+                self._dropped = weakref.finalize(self, _end, self._loop, self.driver)
+            return self._loop
 
     def drive(self, flow: Flow[T]) -> T:
-        """Run a flow to its end. What ends us, Ctrl-C too, is first shown to the flow."""
-        self._release_dropped()
-        with self._flow_ended:
-            self._flows += 1
-        try:
-            return self._drive(flow)
-        finally:
-            with self._flow_ended:
-                self._flows -= 1
-                self._flow_ended.notify_all()
-                is_last = self._closes_with_last_flow and not self._flows
-            if is_last:
-                self._service.close()
-
-    def _drive(self, flow: Flow[T]) -> T:
-        try:
-            step = next(flow)
-            while True:
-                try:
-                    outcome = self._perform(step)
-                except BaseException as error:
-                    step = flow.throw(error)
-                else:
-                    step = flow.send(outcome)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-    def _perform(self, step: Step) -> object:
-        if isinstance(step, Pause):
-            return self._sleep(step.seconds)
-        if isinstance(step, Release):
-            self.release(step.reservation)
-            return None
-        if isinstance(step, HandOver):
-            self._held.pop(step.reservation, None)
-            return None
-        if isinstance(step, OpenStream):
-            return self._open(step)
-        if step.books is not None:
-            return self._book(step, step.books)
-        with self._inside_httpx():
-            outcome: object = self._service.exchange(step.call)
-        return outcome
-
-    def _book(self, step: Ask[Any], reservation: Reservation) -> object:
-        """Raises ClientClosed also when close() was called on its way, and has freed it by then."""
-        self._check_open()
-        with self._inside_httpx():
-            outcome: object = self._service.exchange(step.call)
-        self._held[reservation] = None
-        if self._is_closing:
-            self.release(reservation)
-        self._check_open()
-        return outcome
-
-    def _open(self, step: OpenStream) -> SyncOpened:
-        self._check_open()
-        with self._inside_httpx():
-            try:
-                response = self._workers.send(stream_request(step, self._timeouts), stream=True)
-            except OPEN_ERRORS as error:
-                self._check_open()
-                raise not_opened(step, error) from error
-            if self._is_closing:
-                response.close()
-                self._check_open()
-            if response.status_code == 200:
-                return SyncOpened(step, response)
-            body = b""
-            try:
-                for piece in response.iter_raw():
-                    body += piece
-                    if len(body) > MAX_ERROR_BYTES:
-                        break
-            except httpx.HTTPError:
-                pass  # the status is what counts
-            finally:
-                response.close()
-            raise worker_refused(step, response.status_code, body)
-
-    # -- what is held --------------------------------------------------------------------------
-
-    def read(self, opened: SyncOpened) -> bytes | None:
-        """The next bytes of a stream."""
-        with self._inside_httpx():
-            return opened.read()
-
-    def report(self, reservation: Reservation) -> None:
-        """Tell the service what is new about it."""
-        self.drive(self._routing.report(reservation))
+        return self.run(self.driver.drive(flow))
 
     def release(self, reservation: Reservation) -> None:
-        """Stop its stream and free it, once."""
-        if reservation.ended:
-            return
-        reservation.ended = True
-        opened = self._held.pop(reservation, None)
-        if opened is not None:
-            with self._inside_httpx():
-                opened.close()
-        self.drive(self._routing.release(reservation))
-
-    def drop(self, reservation: Reservation) -> None:
-        """Release a stream without references; the garbage collector calls it, at any moment."""
-        self._dropped.append(reservation)
-        self._release_dropped()
-
-    def _release_dropped(self) -> None:
-        while self._dropped and not getattr(self._thread, "depth", 0):
-            with contextlib.suppress(IndexError):  # another thread took it
-                self.release(self._dropped.popleft())
-
-    @contextlib.contextmanager
-    def _inside_httpx(self) -> Iterator[None]:
-        self._thread.depth = getattr(self._thread, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._thread.depth -= 1
+        """Stop its stream and free it, once; does not wait for long."""
+        if not reservation.ended:
+            self.run(self.driver.release_now(reservation))
 
     def close(self) -> None:
-        """Release what is held, and close all connections.
+        """Release what is held or on its way, wait for that, and close all connections."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if self._loop is not None and self._thread is not None and not was_closed:
+            self._dropped.detach()
+            _end(self._loop, self.driver)
+            self._thread.join()
 
-        A booking that another thread waits for is freed by that thread when it is answered: close()
-        gives it a moment, and leaves the connection to the service to it after that.
-        """
-        self._is_closing = True
-        self._release_dropped()
-        for reservation in list(self._held):
-            self.release(reservation)
-        with self._flow_ended:
-            self._flow_ended.wait_for(lambda: not self._flows, BOOKING_GRACE_S)
-        if "_workers" in vars(self):
-            self._workers.close()
-        with self._flow_ended:
-            self._closes_with_last_flow = True
-            is_last = not self._flows
-        if is_last:
-            self._service.close()
+
+def _run_loop(runner: asyncio.Runner) -> None:
+    with runner:  # at its end what still runs is cancelled
+        runner.get_loop().run_forever()
+
+
+def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> None:
+    """Close the driver, then its loop. Waits for nothing: the collector calls it in any thread."""
+
+    async def ended() -> None:
+        try:
+            await driver.close()
+        finally:
+            loop.stop()
+
+    asyncio.run_coroutine_threadsafe(ended(), loop)
 
 
 # -- methods of both kinds of client, from the flow that both have in common ----------------------

@@ -30,9 +30,10 @@ from lean_selector.client.client_settings import (
 )
 from lean_selector.client.completions import Chunk, Option
 from lean_selector.client.drivers import Driver, SyncDriver, awaited, described_by, done
+from lean_selector.client.errors import ClientClosed
 from lean_selector.client.reservation import ChunkIntake, Outcome, Placed, Reservation
 from lean_selector.client.routing import Flow, Generation, Prompt, Routing, Wishes, ask
-from lean_selector.client.transport import AsyncClosing, Closing, Opened, SyncOpened
+from lean_selector.client.transport import AsyncClosing, Closing, Opened
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -303,9 +304,17 @@ class TokenStream(ChunkIntake, AsyncClosing):
             self._driver.release(self._reservation)
             raise
 
+    def taken(self) -> Chunk | None:
+        """The next chunk of those that came together, if one is left."""
+        return self._ready.popleft() if self._ready else None
+
+    def forget(self) -> None:
+        """Give no more chunks."""
+        self._ready.clear()
+
     async def aclose(self) -> None:
         """Stop the generation and free its reservation."""
-        self._ready.clear()
+        self.forget()
         await self._driver.release_now(self._reservation)
 
     def __del__(self) -> None:
@@ -395,47 +404,39 @@ KvPushRouter = KvRouter
 # -- without an event loop ------------------------------------------------------------------------
 
 
-class SyncTokenStream(ChunkIntake, Closing):
+class SyncTokenStream(Placed, Closing):
     """The chunks of one generation, as dicts: see CompletionStream.
 
     Its reservation is freed when the stream ends or fails, on close(), and when it is dropped.
     """
 
     def __init__(
-        self, driver: SyncDriver, selected: Selected, reservation: Reservation, opened: SyncOpened
+        self,
+        driver: SyncDriver,
+        selected: Selected,
+        reservation: Reservation,
+        stream: TokenStream,
     ) -> None:
         super().__init__(selected, reservation)
         self._driver = driver
-        self._opened = opened
-        driver.hold(reservation, opened)
+        self._stream = stream
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Chunk:
+        chunk = self._stream.taken()
+        if chunk is not None:
+            return chunk
         try:
-            while not self._ready:
-                if self._failure is not None:
-                    raise self._failure
-                if self._is_over:
-                    raise StopIteration
-                self._take(self._driver.read(self._opened))
-                self._opened.is_done = self._is_over
-                self._driver.report(self._reservation)
-            return self._ready.popleft()
-        except BaseException as error:
-            self._note(error)
-            self._driver.release(self._reservation)
-            raise
+            return self._driver.run(self._stream.__anext__())
+        except (StopAsyncIteration, ClientClosed):
+            raise StopIteration from None
 
     def close(self) -> None:
         """Stop the generation and free its reservation."""
-        self._ready.clear()
+        self._stream.forget()
         self._driver.release(self._reservation)
-
-    def __del__(self) -> None:
-        if not self._reservation.ended:
-            self._driver.drop(self._reservation)
 
 
 class SyncPlacement(Placed):
@@ -460,8 +461,13 @@ def _sync_streamed(
 ) -> Callable[Concatenate[Any, P], SyncTokenStream]:
     @described_by(flow)
     def method(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> SyncTokenStream:
-        placed = router._driver.drive(flow(router._calls, *args, **kwargs))
-        return SyncTokenStream(router._driver, *placed)
+        sync = router._driver
+
+        async def opened() -> SyncTokenStream:
+            placed = await sync.driver.drive(flow(router._calls, *args, **kwargs))
+            return SyncTokenStream(sync, *placed[:2], TokenStream(sync.driver, *placed))
+
+        return sync.run(opened())
 
     return method
 

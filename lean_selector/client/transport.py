@@ -1,4 +1,4 @@
-"""HTTP through httpx, with or without an event loop: calls to a service, streams from workers.
+"""HTTP through httpx: calls to a service, streams from workers.
 
 Says where a service is, and which of httpx's errors means what. What is retried, and when, is
 decided in `routing`.
@@ -7,9 +7,7 @@ decided in `routing`.
 import asyncio
 import contextlib
 import ssl
-import threading
-from collections.abc import Iterator
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import httpx
 import msgspec
@@ -41,88 +39,7 @@ WORKER_LIMITS = httpx.Limits(
 MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
 DRAIN_S = 0.2  # for the few bytes that follow an engine's [DONE]
 
-
 MSGPACK = "application/msgpack"
-
-
-class ServiceAddress:
-    """`http://host:port`, or `unix:PATH` for a UNIX socket."""
-
-    def __init__(self, endpoint: str, access: Access | None = None) -> None:
-        """Raises ValueError for anything else, TypeError for what is no text, and OSError for files
-        of `access`."""
-        if not isinstance(endpoint, str):
-            raise TypeError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
-        self._access = Access() if access is None else access
-        self.endpoint = endpoint
-        self.takes_msgpack = True  # until it says otherwise
-        self.uds: str | None = None
-        self.context: ssl.SSLContext | bool = False  # no TLS
-        self.base_url = endpoint.rstrip("/")
-        if endpoint.startswith("unix:"):
-            path = endpoint.removeprefix("unix:")
-            self.uds = path.removeprefix("//") if path.startswith("///") else path
-            self.base_url = "http://localhost"
-            if not self.uds:
-                raise ValueError("unix: needs a path")
-        elif endpoint.startswith("https://"):
-            self.context = self._access.context()
-        elif not endpoint.startswith("http://"):
-            raise ValueError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
-
-    def transport_settings(self) -> dict[str, Any]:
-        return {"uds": self.uds, "verify": self.context, "limits": SERVICE_LIMITS}
-
-    def check_open(self, http: httpx.Client | httpx.AsyncClient) -> None:
-        """Raises ClientClosed."""
-        if http.is_closed:
-            raise ClientClosed(f"{self.endpoint}: the client is closed")
-
-    def request(self, call: Call[T], timeouts: Timeouts) -> httpx.Request:
-        timeout = _call_timeout(timeouts, call.waits)
-        # The body goes out as it is; a POST without one has no content type either.
-        if call.has_prompt and self.takes_msgpack:
-            body: bytes | None = call.msgpack()
-            headers = {"content-type": MSGPACK}
-        else:
-            body = call.json()
-            headers = {} if body is None else {"content-type": "application/json"}
-        headers.update(call.headers)
-        headers.update(self._access.headers())
-        return httpx.Request(
-            call.method,
-            self.base_url + call.path,
-            content=body,
-            headers=headers,
-            extensions={"timeout": timeout.as_dict()},
-        )
-
-    def wants_json(self, response: httpx.Response) -> bool:
-        """True when the service knows no MessagePack, as the reference does not: ask again."""
-        if response.status_code != 415:
-            return False
-        was_msgpack: bool = response.request.headers.get("content-type") == MSGPACK
-        self.takes_msgpack = self.takes_msgpack and not was_msgpack
-        return was_msgpack
-
-    def lost(self, error: Exception) -> ServiceUnreachable:
-        never_sent = isinstance(
-            error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-        )
-        return ServiceUnreachable(self.endpoint, _reason(error), never_sent=never_sent)
-
-    def answer(self, call: Call[T], response: httpx.Response) -> T:
-        """What the call reads from a finished response. Raises ServiceRefused."""
-        if not response.is_success:
-            raise service_refusal(
-                response.status_code, error_text(response.content), _retry_after_s(response)
-            )
-        try:
-            return call.read(response.content)
-        except msgspec.DecodeError as error:
-            raise ServiceRefused(
-                response.status_code, f"not the expected answer: {error}"
-            ) from None
 
 
 def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:
@@ -210,108 +127,93 @@ class Opened:
                 await self._response.aclose()
 
 
-class SyncOpened:
-    """A worker's response whose status was 200."""
-
-    def __init__(self, asked: OpenStream, response: httpx.Response) -> None:
-        self.is_done = False  # the engine has said that no more comes
-        self._asked = asked
-        self._response = response
-        self._pieces = response.iter_raw()
-
-    def read(self) -> bytes | None:
-        """The next bytes; None at the end. Raises WorkerStreamBroken."""
-        try:
-            return next(self._pieces, None)
-        except STREAM_ERRORS as error:
-            raise stream_broken(self._asked, error) from error
-
-    def close(self) -> None:
-        """Stop the engine; or, when it is done, leave the connection fit for another request."""
-        with contextlib.suppress(*STREAM_ERRORS, OSError):
-            try:
-                if self.is_done:
-                    with self._reads_end_soon():
-                        next(self._pieces, None)
-            finally:
-                self._response.close()
-
-    @contextlib.contextmanager
-    def _reads_end_soon(self) -> Iterator[None]:
-        """This thread's reads of the connection give up after DRAIN_S.
-
-        An engine, or what stands before it, may keep the response open for as long as it likes,
-        and the time-out of a request cannot be changed once its answer is being read. What httpx
-        reads from is the stream that it shows; where it shows none, nothing more is read.
-        """
-        stream = self._response.extensions.get("network_stream")
-        if stream is None:
-            raise httpx.StreamClosed
-        read, here = stream.read, threading.get_ident()
-
-        def read_soon(max_bytes: int, timeout: float | None = None) -> bytes:
-            # At the end of the answer the connection is free, and another thread may be quick.
-            is_here = threading.get_ident() == here
-            data: bytes = read(max_bytes, timeout=DRAIN_S if is_here else timeout)
-            return data
-
-        stream.read = read_soon
-        try:
-            yield
-        finally:
-            del stream.read
-
-
 class ServiceConnection:
-    """To a selection service or a slot tracker, from the first exchange to close()."""
+    """To a selection service or a slot tracker, from the first exchange to close(): at
+    `http://host:port`, or `unix:PATH` for a UNIX socket."""
 
     def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
-        """Raises as ServiceAddress does."""
-        self._address = ServiceAddress(endpoint, access)
+        """Raises ValueError for anything else, TypeError for what is no text, and OSError for files
+        of `access`."""
+        if not isinstance(endpoint, str):
+            raise TypeError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
+        self._endpoint = endpoint
         self._timeouts = timeouts
-        transport = httpx.AsyncHTTPTransport(**self._address.transport_settings())
+        self._access = Access() if access is None else access
+        self._takes_msgpack = True  # until it says otherwise
+        self._base_url = endpoint.rstrip("/")
+        uds: str | None = None
+        context: ssl.SSLContext | bool = False  # no TLS
+        if endpoint.startswith("unix:"):
+            path = endpoint.removeprefix("unix:")
+            uds = path.removeprefix("//") if path.startswith("///") else path
+            self._base_url = "http://localhost"
+            if not uds:
+                raise ValueError("unix: needs a path")
+        elif endpoint.startswith("https://"):
+            context = self._access.context()
+        elif not endpoint.startswith("http://"):
+            raise ValueError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
+        transport = httpx.AsyncHTTPTransport(uds=uds, verify=context, limits=SERVICE_LIMITS)
         self._http = httpx.AsyncClient(transport=transport, trust_env=False)
 
     async def exchange(self, call: Call[T]) -> T:
         """Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
-        address = self._address
-        address.check_open(self._http)
+        if self._http.is_closed:
+            raise ClientClosed(f"{self._endpoint}: the client is closed")
         try:
-            response = await self._http.send(address.request(call, self._timeouts))
-            if address.wants_json(response):
-                response = await self._http.send(address.request(call, self._timeouts))
+            response = await self._http.send(self.request(call))
+            if self._wants_json(response):
+                response = await self._http.send(self.request(call))
         except CALL_ERRORS as error:
-            raise address.lost(error) from error
-        return address.answer(call, response)
+            never_sent = isinstance(
+                error, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+            )
+            raise ServiceUnreachable(
+                self._endpoint, _reason(error), never_sent=never_sent
+            ) from error
+        return answer_of(call, response)
+
+    def request(self, call: Call[T]) -> httpx.Request:
+        timeout = _call_timeout(self._timeouts, call.waits)
+        # The body goes out as it is; a POST without one has no content type either.
+        if call.has_prompt and self._takes_msgpack:
+            body: bytes | None = call.msgpack()
+            headers = {"content-type": MSGPACK}
+        else:
+            body = call.json()
+            headers = {} if body is None else {"content-type": "application/json"}
+        headers.update(call.headers)
+        headers.update(self._access.headers())
+        return httpx.Request(
+            call.method,
+            self._base_url + call.path,
+            content=body,
+            headers=headers,
+            extensions={"timeout": timeout.as_dict()},
+        )
+
+    def _wants_json(self, response: httpx.Response) -> bool:
+        """True when the service knows no MessagePack, as the reference does not: ask again."""
+        if response.status_code != 415:
+            return False
+        was_msgpack: bool = response.request.headers.get("content-type") == MSGPACK
+        self._takes_msgpack = self._takes_msgpack and not was_msgpack
+        return was_msgpack
 
     async def close(self) -> None:
         await self._http.aclose()
 
 
-class SyncServiceConnection:
-    """ServiceConnection without an event loop."""
-
-    def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
-        """Raises as ServiceAddress does."""
-        self._address = ServiceAddress(endpoint, access)
-        self._timeouts = timeouts
-        transport = httpx.HTTPTransport(**self._address.transport_settings())
-        self._http = httpx.Client(transport=transport, trust_env=False)
-
-    def exchange(self, call: Call[T]) -> T:
-        """Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
-        address = self._address
-        address.check_open(self._http)
-        try:
-            response = self._http.send(address.request(call, self._timeouts))
-            if address.wants_json(response):
-                response = self._http.send(address.request(call, self._timeouts))
-        except CALL_ERRORS as error:
-            raise address.lost(error) from error
-        return address.answer(call, response)
-
-    def close(self) -> None:
-        self._http.close()
+def answer_of(call: Call[T], response: httpx.Response) -> T:
+    """What the call reads from a finished response. Raises ServiceRefused."""
+    if not response.is_success:
+        raise service_refusal(
+            response.status_code, error_text(response.content), _retry_after_s(response)
+        )
+    try:
+        return call.read(response.content)
+    except msgspec.DecodeError as error:
+        raise ServiceRefused(response.status_code, f"not the expected answer: {error}") from None
 
 
 class AsyncClosing:

@@ -18,7 +18,7 @@ import msgspec
 from lean_selector.client import calls
 from lean_selector.client.calls import Call, post, post_prompt
 from lean_selector.client.client_settings import Access, Cert, Timeouts, Token, Verify
-from lean_selector.client.drivers import Driver
+from lean_selector.client.drivers import Driver, SyncDriver
 from lean_selector.client.errors import (
     AlreadyExists,
     ClientClosed,
@@ -28,7 +28,7 @@ from lean_selector.client.errors import (
 )
 from lean_selector.client.reservation import Reservation
 from lean_selector.client.routing import Flow, HandOver, Release, Routing, ask, book
-from lean_selector.client.transport import ServiceAddress, SyncServiceConnection
+from lean_selector.client.transport import ServiceConnection
 from lean_selector.inprocess.dialect import (
     NOT_FOUND,
     Done,
@@ -121,8 +121,8 @@ class RemoteSelectionService:
         self._url = url
         self._timeouts = timeouts or Timeouts()
         self._access = Access(verify, cert, token)
-        ServiceAddress(url, self._access)  # raises ValueError and OSError
-        self._blocking: SyncServiceConnection | None = None  # made when first needed
+        ServiceConnection(url, self._timeouts, self._access)  # raises ValueError and OSError
+        self._blocking: SyncDriver | None = None  # made when first needed
         self._sides: WeakKeyDictionary[asyncio.AbstractEventLoop, Side] = WeakKeyDictionary()
         self._are_eagle: dict[tuple[str, str], bool] = {}  # by partition, where it had to be asked
         self._is_shut_down = False
@@ -156,9 +156,9 @@ class RemoteSelectionService:
         if self._is_shut_down:
             raise shut_down()
         if self._blocking is None:
-            self._blocking = SyncServiceConnection(self._url, self._timeouts, self._access)
+            self._blocking = SyncDriver(self._url, Routing(), self._timeouts, None, self._access)
         try:
-            return self._blocking.exchange(call)
+            return self._blocking.drive(ask(call))
         except ClientError as error:
             raise _refusal(error) from error
 

@@ -48,7 +48,7 @@ from lean_selector.client.routing import (
     Wishes,
     outcome_of,
 )
-from lean_selector.client.transport import ServiceAddress
+from lean_selector.client.transport import ServiceConnection, answer_of
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
 UNREACHABLE = ServiceUnreachable("s", "refused", never_sent=True)
@@ -147,27 +147,27 @@ def test_retry_after_is_honoured_up_to_the_longest_wait() -> None:
 
 
 def test_an_answer_that_is_not_the_expected_one_is_an_error() -> None:
-    address = ServiceAddress("http://selector:8092/")
+    service = ServiceConnection("http://selector:8092/", Timeouts())
     call = calls.select({})
-    assert address.request(call, Timeouts()).url == "http://selector:8092/select"
+    assert service.request(call).url == "http://selector:8092/select"
     with pytest.raises(ServiceRefused, match=r"200: .*worker_id"):
-        address.answer(call, httpx.Response(200, content=b"{}"))
+        answer_of(call, httpx.Response(200, content=b"{}"))
 
 
 @pytest.mark.parametrize(("said", "seconds"), [("7", 7.0), ("Wed, 21 Oct 2026 07:28:00 GMT", None)])
 def test_a_busy_service_says_when_to_come_back(said: str, seconds: float | None) -> None:
     answer = httpx.Response(503, headers={"retry-after": said}, content=b'{"error": "busy"}')
     with pytest.raises(NoWorkerAvailable) as caught:
-        ServiceAddress("http://s").answer(calls.select({}), answer)
+        answer_of(calls.select({}), answer)
     assert (caught.value.status, caught.value.error) == (503, "busy")
     assert caught.value.retry_after_s == seconds
 
 
 def test_only_a_selection_may_take_long() -> None:
-    address = ServiceAddress("http://s")
     timeouts = Timeouts(connect_s=1.0, service_s=2.0, queue_s=None)
-    waits = address.request(calls.select({}), timeouts).extensions["timeout"]
-    prompt = address.request(calls.free("r"), timeouts).extensions["timeout"]
+    service = ServiceConnection("http://s", timeouts)
+    waits = service.request(calls.select({})).extensions["timeout"]
+    prompt = service.request(calls.free("r")).extensions["timeout"]
     assert (waits["connect"], waits["read"]) == (1.0, None)
     assert (prompt["connect"], prompt["read"], prompt["write"]) == (1.0, 2.0, 2.0)
 
@@ -179,7 +179,7 @@ def test_a_reservation_id_is_escaped_in_the_path() -> None:
 @pytest.mark.parametrize("endpoint", ["unix:", "localhost:8092", ""])
 def test_an_endpoint_is_a_url_or_a_unix_socket(endpoint: str) -> None:
     with pytest.raises(ValueError, match="unix:"):
-        ServiceAddress(endpoint)
+        ServiceConnection(endpoint, Timeouts())
 
 
 @pytest.mark.parametrize(

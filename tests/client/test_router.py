@@ -3,6 +3,7 @@
 A story without `router_of` is of one kind alone. What is retried and avoided is in test_flows.py.
 """
 
+import _thread
 import asyncio
 import gc
 import threading
@@ -312,16 +313,6 @@ def test_a_second_event_loop_is_told_that_the_client_is_another_s() -> None:
             run(again())
 
 
-def test_a_stream_collected_inside_an_exchange_is_freed_after_it(fleet: Fleet) -> None:
-    with SyncKvRouter(fleet.endpoint, 4) as router:
-        stream = router.generate(TOKENS, MODEL)
-        with router._driver._inside_httpx():
-            del stream
-            assert fleet.total() == ONE_REQUEST
-        router.best_worker(TOKENS)
-        assert fleet.total() == NOTHING
-
-
 @cancels_connections
 @pytest.mark.parametrize("steps", range(0, 40, 3))
 def test_a_call_cancelled_at_any_point_leaves_no_reservation(fleet: Fleet, steps: int) -> None:
@@ -340,15 +331,29 @@ def test_a_call_cancelled_at_any_point_leaves_no_reservation(fleet: Fleet, steps
     gc.collect()
 
 
+def test_a_router_that_is_dropped_with_its_stream_frees_it_and_ends_its_thread(
+    fleet: Fleet,
+) -> None:
+    router = SyncKvRouter(fleet.endpoint, 4)
+    stream = router.generate(TOKENS, MODEL, **fake(stall_after=1))
+    thread = router._driver._thread
+    assert thread is not None
+    del stream, router
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert fleet.total() == NOTHING
+
+
 def test_an_interrupted_wait_is_shown_to_the_caller(fleet: Fleet) -> None:
     def interrupted(_: float) -> None:
-        raise KeyboardInterrupt
+        _thread.interrupt_main()
 
     fleet.workers[1].status = fleet.workers[2].status = 503
     with SyncKvRouter(fleet.endpoint, 4, sleep=interrupted) as router:
         with pytest.raises(KeyboardInterrupt):
             router.generate(TOKENS, MODEL)
-        assert fleet.total() == NOTHING
+        fleet.wait_until_free()
 
 
 # -- trouble with workers and the service ----------------------------------------------------------
@@ -438,7 +443,8 @@ def test_a_router_lets_go_of_the_ids_that_it_has_handed_over(router_of: Kind, fl
             async with router_of(fleet.endpoint, 4) as router:
                 for number in range(20):
                     await router.best_worker(TOKENS, request_id=f"r{number}")
-                held = [vars(router._driver).get(name) for name in ("_held", "_bookings")]
+                driver = getattr(router._driver, "driver", router._driver)
+                held = [driver._held, driver._bookings]
                 assert not any(held)
                 await router.free("r0")
                 await other.best_worker(TOKENS, request_id="r0")
