@@ -84,6 +84,7 @@ class Fleet(msgspec.Struct, frozen=True):
     taints: list[frozenset[str]]  # of worker after worker, again and again
     block_size: int
     busy_above: int | None  # tokens
+    capacities: tuple[int | None, ...] = (None,)  # in blocks, of worker after worker, in turn
 
     def partition(self, router: RouterSettings) -> Partition:
         selector = Selector(router, Sources(), random.Random(0))
@@ -95,6 +96,7 @@ class Fleet(msgspec.Struct, frozen=True):
                 block_size=self.block_size,
                 data_parallel_size=min(per_worker, len(self.ranks) - worker_id * per_worker),
                 taints=self.taints[worker_id % len(self.taints)],
+                total_kv_blocks=self.capacities[worker_id % len(self.capacities)],
             )
             selector.upsert_worker(spec, 0.0)
         partition = selector.catalog.ready_partition("default", "default")
@@ -163,6 +165,9 @@ fleets = st.builds(
     taints=st.lists(taint_sets, min_size=1, max_size=4),
     block_size=st.sampled_from([3, 7, 16, 48]),
     busy_above=st.none() | st.sampled_from([0, 7, 50]),
+    capacities=st.lists(
+        st.sampled_from([None, 0, 3, 4, 5, 6, 8, 40, 1000]), min_size=1, max_size=4
+    ),
 )
 scales = st.sampled_from([0.0, 0.1, 1.0, 2.7])
 routers = st.builds(
@@ -269,7 +274,14 @@ def hold_to_the_model(
     hashes = request.prompt.local_hashes
     by_rank, matches = naive_choice.matches_of(partition, hashes), match_sets(partition, hashes)
     assert match_by_rank(partition, hashes) == by_rank
-    costs = naive_choice.rank_costs(partition, request, among, by_rank, NOW)
+    owed = 7 * len(by_rank)
+    for load in partition.slots.ranks.values() if owed else ():
+        if partition.fullness.full() & load.mask and load.mask != partition.everyone:
+            partition.fullness.booked(load, partition.everyone, owed)
+            break
+    costs = naive_choice.rank_costs(
+        partition, request, among, by_rank, NOW, partition.fullness.owed_tokens(found)
+    )
     cost_of = {load.bit: cost for (_, load), cost in zip(among, costs, strict=True)}
 
     # The costs, to the last bit, and the cheapest.

@@ -8,7 +8,7 @@ import math
 import random
 
 from lean_selector.core.errors import AllWorkersBusy
-from lean_selector.core.index.shapes import Matched
+from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.selection.cost import (
     cached_tokens,
@@ -78,8 +78,9 @@ def rank_costs(
     ranks: list[Candidate],
     matches: Matches,
     now: float,
+    owed_tokens: int = 0,
 ) -> list[float]:
-    """The cost of each rank, in their order."""
+    """The cost of each rank, in their order; `owed_tokens` were given to full ones."""
     prompt, terms = request.prompt, request.terms
     block_size, isl = partition.block_size, prompt.isl_tokens
     prefixes = partition.slots.active_prefix(prompt.sequence_hashes())
@@ -101,8 +102,9 @@ def rank_costs(
                 weight += value
         factor = taint_factor(weight)
         new: float = prompt.sequence_count - prefixes.get(load.key, 0)
-        if terms.eviction:
-            new += terms.eviction * max(0, isl - cached) / block_size
+        if terms.eviction and isl > cached and is_full(partition, worker, load):
+            others = any(not is_full(partition, *rank) for rank in ranks)
+            new += terms.eviction * (isl - cached + others * owed_tokens) / block_size
         off, least = 0.0, -math.inf
         if terms.credits_untracked and not terms.track_prefill:
             off = credit
@@ -113,6 +115,14 @@ def rank_costs(
             least = favoured_blocks(least, request.bonus_blocks, factor)
         costs.append((prefill + max(standing + new - off, least)) * factor)
     return costs
+
+
+def is_full(partition: Partition, worker: SchedulableWorker, load: RankLoad) -> bool:
+    """Whether less than an eighth of its blocks is left, if it said how many it has."""
+    total = worker.total_kv_blocks
+    held = partition.index.blocks(*load.key, Tier.DEVICE)
+    waiting = load.active_prefill_tokens // partition.block_size
+    return not total or (total - held - waiting) * 8 <= total
 
 
 def chances(costs: list[float], temperature: float) -> list[float]:

@@ -25,7 +25,8 @@ class LoadOrder:
     """Sets of equally loaded ranks, least loaded first. Told of every change of load.
 
     To be read, not changed: `ranks` (by bit), `loads` (sorted), `falling` (a set of ranks, in none
-    of those) and `by_standing` (standing load and bit of each of those, sorted).
+    of those) and `by_standing` (standing load and bit of each of those, sorted). `moved` are the
+    ranks whose load has changed since whoever follows that emptied it.
     """
 
     __slots__ = (
@@ -38,6 +39,7 @@ class LoadOrder:
         "everyone",
         "falling",
         "loads",
+        "moved",
         "ranks",
         "scale",
     )
@@ -49,7 +51,7 @@ class LoadOrder:
         self._block_size = block_size
         self._request_weight = request_weight
         self.scale = prefill_load_scale
-        self.everyone = 0  # the ranks that were added
+        self.everyone = self.moved = 0
         self.ranks: dict[int, RankLoad] = {}
         self.loads: list[LoadBucket] = []
         self._places: list[tuple[float, int, float]] = []  # key, tokens, standing of each of those
@@ -61,12 +63,14 @@ class LoadOrder:
 
     def add(self, load: RankLoad) -> None:
         self.everyone |= load.mask
+        self.moved |= load.mask
         self.ranks[load.bit] = load
         load.standing = self._standing(load)
         self._enter(load)
 
     def remove(self, load: RankLoad) -> None:
         self.everyone ^= load.mask
+        self.moved &= self.everyone
         del self.ranks[load.bit]
         bucket = load.bucket
         assert bucket is not None
@@ -86,6 +90,7 @@ class LoadOrder:
             self._leave(load, bucket)
             load.standing = standing
             self._enter(load)
+            self.moved |= load.mask
 
     def _standing(self, load: RankLoad) -> float:
         return load.active_decode_blocks + self._request_weight * load.active_requests

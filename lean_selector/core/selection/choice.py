@@ -208,12 +208,13 @@ def cells(
         weighed = taint_weights(partition, preferred)
         groups = [(taint_factor(weight), having) for weight, having in weighed]
     sharers = members = None
-    evicts = terms.eviction > 0.0
+    full = partition.fullness.full() if terms.eviction else 0
+    owed = partition.fullness.owed_tokens(ranks) if full else 0
     if shares:
         sharers = set_numbers(shares, ranks, len(matches) + 1)
     if preferred:
-        pieces = min(ranks.bit_count(), (len(matches) + 1) * (len(shares) + 1))
-        members = set_numbers(groups, ranks, pieces)
+        times = min(ranks.bit_count(), (len(matches) + 1) * (len(shares) + 1))
+        members = set_numbers(groups, ranks, times)
     found: list[Cell] = []
     for match, holding in [*matches, (NOTHING, _EVERYONE)]:
         alike = ranks & holding
@@ -221,23 +222,29 @@ def cells(
             continue
         ranks ^= alike
         tokens, credit = isl, 0.0
-        added = new_blocks + evicted_blocks(terms, match, isl, block_size) if evicts else new_blocks
+        cached = 0
         if match is not NOTHING:
             cached = cached_tokens(terms, match, block_size)
             if cached > isl:
                 tokens = cached
             credit = credit_blocks(terms, 1.0, match)
-        for shared, sharing in shares if sharers is None else met(shares, sharers, alike):
-            if both := alike & sharing:
-                alike ^= both
-                for factor, having in groups if members is None else met(groups, members, both):
-                    if here := both & having:
-                        blocks = added - shared
+        pieces = [(alike, 0.0)]
+        if full and cached < isl and (evicting := alike & full):
+            evicted = evicted_blocks(terms, isl - cached, owed, block_size)
+            pieces = [(evicting, evicted), (alike ^ evicting, 0.0)]
+        for part, evicted in pieces:
+            for shared, sharing in shares if sharers is None else met(shares, sharers, part):
+                if both := part & sharing:
+                    part ^= both
+                    for factor, having in groups if members is None else met(groups, members, both):
+                        if here := both & having:
+                            blocks = new_blocks - shared + evicted
+                            found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
+            if part:
+                blocks = new_blocks + evicted
+                for factor, having in groups if members is None else met(groups, members, part):
+                    if here := part & having:
                         found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
-        if alike:
-            for factor, having in groups if members is None else met(groups, members, alike):
-                if here := alike & having:
-                    found.append(Cell(pricing, here, match, tokens, credit, added, factor))
     if pricing.credits_blocks:
         found = _crediting(found, pricing, partition, terms)
     return _favouring(found, pricing, request) if request.favoured else found

@@ -13,9 +13,10 @@
 Where prefill is not tracked there is none, and decay is 1; in the 1.6 dialect blocks are then
 max(0, active_blocks + new_blocks - credit).
 
-With the policy `latency` D is 0 and S is 30, and to blocks is added, where prefill is tracked,
+With the policy `latency` D is 0 and S is 30, and to blocks is added, where prefill is tracked and
+the cache of the rank is full (`fullness.py`),
 
-    evicted  = 30 * uncached / block_size
+    evicted  = 30 * (uncached + owed) / block_size
 
 so the prefill tokens ahead of the first token decide, and one for each token that must be computed
 and so stored in place of another. A block that decodes costs a thirtieth of a block of prefill:
@@ -49,12 +50,11 @@ def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
     return whole + (tokens - whole >= 0.5)  # the difference is exact; tokens + 0.5 may not be
 
 
-def evicted_blocks(terms: CostTerms, match: Matched, isl_tokens: int, block_size: int) -> float:
-    """What the rank's cache loses to the prompt, as blocks of the cost; 0 where that is free."""
-    if not terms.eviction:
-        return 0.0
-    uncached = max(0, isl_tokens - cached_tokens(terms, match, block_size))
-    return terms.eviction * uncached / block_size
+def evicted_blocks(
+    terms: CostTerms, uncached_tokens: int, owed_tokens: int, block_size: int
+) -> float:
+    """What a full cache loses to a prompt that is not cached whole, as blocks of the cost."""
+    return terms.eviction * (uncached_tokens + owed_tokens) / block_size
 
 
 def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:

@@ -77,6 +77,7 @@ def explained(
     weights = by_bit(taint_weights(partition, preferences(request)), everyone)
     favoured, bonus = request.favoured, request.bonus_blocks
     unfavoured: float | UnsetType = 0.0 if favoured else UNSET
+    owed = partition.fullness.owed_tokens(ranks)
     rows = []
     for worker_id, worker in sorted(partition.workers.items()):
         for load in worker.loads:
@@ -108,9 +109,7 @@ def explained(
                     0.0 if chance is None else chance[1],
                     bonus if load.mask & favoured else unfavoured,
                     partition.slots.reported_load(load.key, now) or UNSET,
-                    evicted_blocks(terms, match, prompt.isl_tokens, block_size)
-                    if terms.eviction
-                    else UNSET,
+                    _evicted(partition, request, load, cached, owed),
                 )
             )
     return Explanation(
@@ -122,6 +121,17 @@ def explained(
         rows,
         explained_session(partition, request, now) or UNSET,
     )
+
+
+def _evicted(
+    partition: Partition, request: SelectionRequest, load: RankLoad, cached: int, owed: int
+) -> float | UnsetType:
+    terms, uncached = request.terms, request.prompt.isl_tokens - cached
+    if not terms.eviction:
+        return UNSET
+    if uncached <= 0 or not partition.fullness.full() & load.mask:
+        return 0.0
+    return evicted_blocks(terms, uncached, owed, partition.block_size)
 
 
 def _why_not(

@@ -20,6 +20,7 @@ from lean_selector.core.load.slots import Slots
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.rank_bits import RankKey, bits_of
 from lean_selector.core.replication.ledger import Ledger, Ledgers
+from lean_selector.core.selection.fullness import Fullness
 from lean_selector.core.selection.router_settings import QueuePolicy
 from lean_selector.core.selection.shapes import (
     SELECT,
@@ -297,6 +298,7 @@ class Partition:
         shared = Ledgers() if ledgers is None else ledgers
         self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, shared)
         self.workers: dict[int, SchedulableWorker] = {}
+        self.fullness = Fullness(index, self.order, self.workers)
         self.members: set[int] = (
             set()
         )  # ids whose record names this partition and was complete once
@@ -470,6 +472,7 @@ class Partition:
             self.draining |= worker.mask
         self._allowed.clear()
         self.parked.worker_changed(old, worker)
+        self.order.moved |= worker.mask
         self._limit(worker)
         self._admit()
         self.members.add(worker_id)
@@ -536,5 +539,7 @@ class Partition:
 
     def emptied(self, worker_id: int, dp_rank: int) -> None:
         """Its engine lost all that it had cached: nothing is predicted of it any more, either."""
+        if (load := self.slots.ranks.get((worker_id, dp_rank))) is not None:
+            self.order.moved |= load.mask
         if self.routed is not None and self.predicted is not None:
             self.routed.drop_rank((worker_id, dp_rank))

@@ -500,6 +500,8 @@ class Selector:
                 self.bookings.book_choice(partition, choice, request.reservation_id, now)
             except Conflict as error:
                 raise self.bookings.not_booked(error, request.reservation_id) from None
+            if request.terms.eviction:
+                partition.fullness.booked(load, ranks, placement.effective_prefill_tokens)
         counts, isl_tokens = load.counts, prompt.isl_tokens
         counts.selections += 1
         counts.prompt_tokens += isl_tokens

@@ -264,8 +264,9 @@ OWN: Final = {
     "RankExplanation.probability": "of being drawn among the candidates",
     "RankExplanation.session_bonus_blocks": "blocks that the cost is less by for the session;"
     " absent without a soft one",
-    "RankExplanation.evicted_blocks": "added to the cost for what the prompt would evict; only with"
-    " the policy `latency`, where `potential_prefill_tokens` is the work before the first token",
+    "RankExplanation.evicted_blocks": "added to the cost for what the prompt would evict, 0 where"
+    " the cache has room; only with the policy `latency`, where `potential_prefill_tokens` is the"
+    " work before the first token",
     "RankHealthRow.state": "`in_service`, `probation` or `ejected`",
     "RankHealthRow.reason": "why it was ejected, or null",
     "RankHealthRow.since_s": "seconds that it has been ejected or on probation",

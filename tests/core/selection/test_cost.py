@@ -154,10 +154,9 @@ def test_the_policy_latency_weighs_prefill_and_what_is_evicted() -> None:
     given = RouterSettings(prefill_load_scale=3.0, overlap_score_credit_decay=0.5)
     chosen = terms(msgspec.structs.replace(given, policy="latency"))
     assert (chosen.decay, chosen.scale, chosen.eviction) == (0.0, 30.0, 30.0)
-    # Of 40 tokens 16 are cached: 24 in place of others, which is one block and a half.
-    assert evicted_blocks(chosen, Matched(1), 40, 16) == 45.0
-    assert evicted_blocks(chosen, Matched(9), 40, 16) == 0.0
-    assert evicted_blocks(terms(given), Matched(1), 40, 16) == 0.0
+    # 24 tokens in place of others are one block and a half, and 8 that are owed half of one.
+    assert evicted_blocks(chosen, 24, 0, 16) == 45.0
+    assert evicted_blocks(chosen, 24, 8, 16) == 60.0
 
     base = base_terms(msgspec.structs.replace(given, policy="latency"))
     assert overridden(base, RouterOverride(), "latency") == chosen
