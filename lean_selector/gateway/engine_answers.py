@@ -8,14 +8,14 @@ the background.
 import asyncio
 import re
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from lean_selector.core.selection.catalog import Catalog
+from lean_selector.gateway.fleet import Fleet, well
 from lean_selector.gateway.model_request import (
     MOST_ID_BYTES,
     Kind,
@@ -23,80 +23,9 @@ from lean_selector.gateway.model_request import (
     template_arguments,
 )
 from lean_selector.gateway.prompt_shapes import ModelCards, Served, TokenizeAnswer, Unknown, Why
-from lean_selector.http.allowed_endpoints import url_at
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, OutboundTimedOut
 from lean_selector.tasks import Steps, supervise
 from lean_selector.wire.scalars import packed_u32
-
-
-class Fleet(Protocol):
-    """The models that are served; only workers that can be chosen count."""
-
-    def model(self, model_name: str, tenant_id: str) -> Served | None: ...
-
-    def models(self, tenant_id: str) -> Sequence[str]:
-        """Names of all that `model` knows of this tenant, sorted."""
-        ...
-
-    def ejected(self) -> Collection[str]:
-        """Base URLs of the workers that are ejected: they are not asked while there are others."""
-        ...
-
-
-class CatalogFleet:
-    """The workers of a selector in this process."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._known: dict[tuple[str, str], Served] = {}
-        self._revision = -1
-
-    def model(self, model_name: str, tenant_id: str) -> Served | None:
-        self._look()
-        return self._known.get((model_name, tenant_id))
-
-    def models(self, tenant_id: str) -> list[str]:
-        self._look()
-        return sorted(name for name, tenant in self._known if tenant == tenant_id)
-
-    def ejected(self) -> set[str]:
-        return {
-            base
-            for partition in self._catalog.partitions.values()
-            for worker_id in {key[0] for key in partition.health.out}
-            if (worker := partition.workers.get(worker_id)) is not None
-            and all(load.key in partition.health.out for load in worker.loads)
-            and (base := url_at(worker.endpoint, ""))
-        }
-
-    def _look(self) -> None:
-        if self._revision == self._catalog.revision:
-            return
-        self._revision = self._catalog.revision
-        self._known = {
-            key: Served(
-                partition.model_name,
-                partition.tenant_id,
-                partition.block_size,
-                partition.is_eagle,
-                {
-                    worker.worker_id: base
-                    for worker in partition.workers.values()
-                    if (base := url_at(worker.endpoint, ""))
-                },
-            )
-            for key, partition in self._catalog.partitions.items()
-            if partition.workers
-        }
-
-
-def well(workers: Mapping[int, str], fleet: Fleet) -> Mapping[int, str]:
-    """Those of these base URLs whose workers are not ejected; all where none is left."""
-    ejected = fleet.ejected()
-    if not ejected:
-        return workers
-    return {each: base for each, base in workers.items() if base not in ejected} or workers
-
 
 TIMEOUT_S: Final = 2.0  # of each question
 FRESH_S: Final = 10.0  # after this a name that is unknown, or an adapter, is looked for again

@@ -12,9 +12,6 @@ from time import monotonic
 from typing import Final
 from urllib.parse import unquote_to_bytes
 
-import msgspec
-
-from lean_selector.core.errors import UnknownModel
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.headers import (
     id_line,
@@ -24,26 +21,22 @@ from lean_selector.gateway.headers import (
     wants_websocket,
     without_authorization,
 )
+from lean_selector.gateway.model_list import ModelList
 from lean_selector.gateway.model_request import ROUTED_PATHS
 from lean_selector.gateway.placing import Placing
-from lean_selector.gateway.prompt_shapes import ModelCard
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Rotation, WorkerLease
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import HttpError, Request
-from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.protocol import App
-from lean_selector.http.response import PendingReply, encode_response
+from lean_selector.http.response import PendingReply
 from lean_selector.service.access import OPEN, READ, WRITE, AccessTokens, Role, refusal_of
 from lean_selector.service.logs import ACCESS_LOG
-from lean_selector.tasks import watched
 from lean_selector.wire.selection_bodies import OpenAiErrorBody
 
 log = logging.getLogger(ACCESS_LOG)
 gateway_log = logging.getLogger("lean_selector.gateway")
 
-HOLDS_S: Final = 2.0  # a list of models
-TIMEOUT_S: Final = 2.0  # of asking a worker for its models
 MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
 ROUTED: Final = frozenset(path.encode() for path in ROUTED_PATHS)
 MODELS: Final = b"/v1/models"
@@ -58,82 +51,6 @@ _OPENAI: Final = re.compile(
 def resource_of(path: bytes) -> bytes:
     """What engines take a path for: escapes are decoded, and a slash at its end does not count."""
     return (unquote_to_bytes(path) if b"%" in path else path).rstrip(b"/") or b"/"
-
-
-class ModelList:
-    """GET /v1/models, and one of them: what all workers list, each model once. They are asked when
-    a client asks, all at once, and what they say is kept for a moment; of an ejected one counts
-    what it said last."""
-
-    def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
-        self._rotation = rotation
-        self._client = client
-        self._told: dict[str, dict[str, msgspec.Raw]] = {}  # by base URL
-        self._known: dict[str, msgspec.Raw] | None = None  # by model
-        self._until = 0.0
-        self._asking: asyncio.Task[dict[str, msgspec.Raw]] | None = None
-
-    def answer(self, line: bytes, model: str | None = None) -> bytes | PendingReply:
-        """The list of models, or one model. `line` is added to the headers of the answer."""
-        if self._known is not None and monotonic() < self._until:
-            return _told_models(self._known, line, model)
-        if self._asking is None:
-            self._asking = watched("list of models", self._ask())
-        reply = PendingReply()
-
-        def told(asked: "asyncio.Task[dict[str, msgspec.Raw]]") -> None:
-            if reply.response is not None or asked.cancelled():
-                return
-            models = {} if asked.exception() is not None else asked.result()
-            reply.resolve(_told_models(models, line, model))
-
-        self._asking.add_done_callback(told)
-        return reply
-
-    async def _ask(self) -> dict[str, msgspec.Raw]:
-        try:
-            workers = self._rotation.in_turn
-            asked = [each.text for each in workers if self._rotation.is_well(each)]
-            lists = await asyncio.gather(*map(self._models_of, asked))
-            self._told = {each.text: self._told.get(each.text, {}) for each in workers}
-            self._told |= zip(asked, lists, strict=True)
-            models: dict[str, msgspec.Raw] = {}
-            for rows in self._told.values():
-                for name, row in rows.items():
-                    models.setdefault(name, row)
-            if models:
-                self._known, self._until = models, monotonic() + HOLDS_S
-            return models
-        finally:
-            self._asking = None
-
-    async def _models_of(self, base: str) -> dict[str, msgspec.Raw]:
-        try:
-            text = await self._client.text(base + "/v1/models", timeout_s=TIMEOUT_S)
-            listed = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            rows = msgspec.json.decode(listed["data"], type=list[msgspec.Raw])
-            return {_named(row).id: row for row in rows}
-        except (OutboundFailed, msgspec.DecodeError, LookupError, ValueError):
-            return {}
-
-    def close(self) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-
-
-_named = msgspec.json.Decoder(ModelCard).decode
-
-
-def _told_models(models: dict[str, msgspec.Raw], line: bytes, model: str | None) -> bytes:
-    if not models:
-        return refusal(503, "no worker tells its models", "no_worker", line)
-    if model is None:
-        listed = b",".join(bytes(row) for row in models.values())
-        return encode_response(200, b'{"object":"list","data":[%b]}' % listed, extra=line)
-    row = models.get(model)
-    if row is None:
-        return refusal(404, UnknownModel(model).message, "model_not_found", line)
-    return encode_response(200, bytes(row), extra=line)
 
 
 def http_refusal(error: HttpError) -> bytes:
@@ -282,15 +199,16 @@ class GatewayHandler:
             )
         troubles.clear()
 
-    async def close(self) -> None:
-        """At the end of a stop, which has dropped every client: their requests are given up."""
+    def close(self) -> "asyncio.Future[list[BaseException | None]]":
+        """At the end of a stop, which has dropped every client: their requests are given up. What
+        is to be awaited then."""
         placing = [each.placing for each in self._under_way if each.placing is not None]
         for proxied in list(self._under_way):
             proxied.reply.hang_up()
-        await asyncio.gather(*placing, return_exceptions=True)
         self._log_troubles()
         self._models.close()
         self._rotation.close()
+        return asyncio.gather(*placing, return_exceptions=True)
 
 
 def _role_for(request: Request) -> Role:

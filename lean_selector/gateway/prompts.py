@@ -17,11 +17,10 @@ from lean_selector.gateway.engine_answers import (
     RENDER_PATHS,
     EngineAnswers,
     EngineTokenizer,
-    Fleet,
     NotTokenized,
     Tokenizer,
-    well,
 )
+from lean_selector.gateway.fleet import Fleet, well
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory, model_key
 from lean_selector.gateway.model_request import CHATS, COMPLETIONS, Kind, ModelRequest
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
@@ -30,7 +29,7 @@ from lean_selector.tasks import Steps, finished
 from lean_selector.wire.scalars import packed_u32
 
 
-@dataclass(slots=True)
+@dataclass
 class Routed:
     """One request, ready to be routed.
 
@@ -159,9 +158,10 @@ class Prompts:
         arguments[_REPORT_MODE] = msgspec.Raw(b'"full"')
         return msgspec.json.encode({**fields, "vllm_xargs": arguments})
 
-    async def close(self) -> None:
+    def close(self) -> Coroutine[Any, Any, None]:
+        """What is to be awaited then."""
         self._tokenizer.close()
-        await self._engines.close()
+        return self._engines.close()
 
     # -- the model -----------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ selector's API, which answers until that has drained.
 import asyncio
 import time
 
-from lean_selector.gateway.engine_answers import CatalogFleet
+from lean_selector.gateway.fleet import CatalogFleet
 from lean_selector.gateway.gateway_metrics import Counts, gateway_families
-from lean_selector.gateway.handler import GatewayHandler, ModelList, guarded, http_refusal
+from lean_selector.gateway.handler import GatewayHandler, guarded, http_refusal
+from lean_selector.gateway.model_list import ModelList
 from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.upstreams import Directory, Rotation
 from lean_selector.http.connections import Connections

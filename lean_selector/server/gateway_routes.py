@@ -15,7 +15,8 @@ from lean_selector.gateway.access_logs import (
     place_of,
     warn_of_a_short_queue,
 )
-from lean_selector.gateway.engine_answers import CatalogFleet, Fleet, Tokenizer
+from lean_selector.gateway.engine_answers import Tokenizer
+from lean_selector.gateway.fleet import CatalogFleet, Fleet
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import Prompts
 from lean_selector.gateway.route import RouteHandler

@@ -7,7 +7,8 @@ import pytest
 
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.gateway_metrics import Counts
-from lean_selector.gateway.handler import GatewayHandler, ModelList
+from lean_selector.gateway.handler import GatewayHandler
+from lean_selector.gateway.model_list import ModelList
 from lean_selector.gateway.model_request import ROUTED_PATHS
 from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Rotation

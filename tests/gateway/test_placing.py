@@ -10,7 +10,8 @@ import pytest
 
 from lean_selector.core.selection.shapes import GATEWAY, WorkerSpec
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.engine_answers import CatalogFleet, _Told
+from lean_selector.gateway.engine_answers import _Told
+from lean_selector.gateway.fleet import CatalogFleet
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.handler import GatewayHandler
 from lean_selector.gateway.placing import Chooser, Placing

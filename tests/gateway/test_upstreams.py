@@ -1,7 +1,7 @@
 """Where the gateway's workers are: those that are known, whose turn it is, and who has gone."""
 
 from lean_selector.core.settings import EjectionSettings
-from lean_selector.gateway.engine_answers import CatalogFleet, well
+from lean_selector.gateway.fleet import CatalogFleet, well
 from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
 from tests.gateway.test_proxied_request import Transport
