@@ -47,6 +47,8 @@ MOST_ATTEMPTS: Final = 5
 # Of the tokens that a worker had cached lately; with more it is asked to announce blocks again.
 MOST_MISSED: Final = 0.01
 
+_NOBODY: Final = frozenset[int]()
+
 _decode = msgspec.json.Decoder(NamesModel).decode
 
 
@@ -71,10 +73,18 @@ class Shed(Exception):
 class Chooser:
     """Asks the selector for the worker of a completion, and books it there."""
 
-    def __init__(self, selector: Selector, rotation: Rotation, overload_status: int = 503) -> None:
+    def __init__(
+        self,
+        selector: Selector,
+        rotation: Rotation,
+        overload_status: int = 503,
+        slow_start_s: float = 0.0,
+    ) -> None:
+        """`slow_start_s`: for so long a worker that came back has a growing share of the load."""
         self._selector = selector
         self._rotation = rotation
         self._overload_status = overload_status
+        self._slow_start_s = slow_start_s
         self.meter = RouteMeter("POST", GATEWAY)
 
     def choose(
@@ -125,8 +135,12 @@ class Chooser:
         request.books = True
         request.asked_at = GATEWAY
         request.reservation_id = reservation_id
-        request.allowed_worker_ids = _allowed(partition, routed.worker_ids, avoided)
         sessions = partition.sessions
+        is_bound = sessions is not None and not sessions.is_soft and routed.session_id is not None
+        warming = _NOBODY
+        if partition.health.returned and not is_bound:
+            warming = self._warming(partition, monotonic())
+        request.allowed_worker_ids = _allowed(partition, routed.worker_ids, avoided, warming)
         if sessions is not None and (sessions.is_soft or not avoided):
             request.session_id = routed.session_id
         if selector.parks:
@@ -155,6 +169,22 @@ class Chooser:
             counts = rank.counts
             lease.misses_blocks = counts.recent_missed > MOST_MISSED * counts.recent_tokens
         return lease
+
+    def _warming(self, partition: Partition, now: float) -> frozenset[int]:
+        """Workers that came back lately and have their share: one request at first, and at the end
+        of their time one more than the others have on average."""
+        returned, ranks = partition.health.returned, partition.slots.ranks
+        total = sum(load.active_requests for load in ranks.values())
+        full = set()
+        for key, at in list(returned.items()):
+            if now - at >= self._slow_start_s or key not in ranks:
+                del returned[key]
+                continue
+            active = ranks[key].active_requests
+            average = (total - active) / max(1, len(ranks) - 1)
+            if active >= 1 + average * (now - at) / self._slow_start_s:
+                full.add(key[0])
+        return frozenset(full)
 
     def _parked(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
         """Waits for room, if need be."""
@@ -191,15 +221,20 @@ class Chooser:
 
 
 def _allowed(
-    partition: Partition, allowed: frozenset[int] | None, avoided: frozenset[int]
+    partition: Partition,
+    allowed: frozenset[int] | None,
+    avoided: frozenset[int],
+    warming: frozenset[int],
 ) -> frozenset[int] | None:
-    """The workers that a request may go to; None: any."""
-    if not avoided:
+    """The workers that a request may go to; None: any. Those in `warming` only where no other can
+    take it."""
+    if not (avoided or warming):
         return allowed
     left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
     if not left & partition.workers.keys():
         raise NotChosen("all_failed")
-    return left
+    others = left - warming
+    return others if partition.ranks_of(others) & partition.candidates else left
 
 
 class Reservation(WorkerLease):

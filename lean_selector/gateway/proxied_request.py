@@ -30,6 +30,7 @@ log = logging.getLogger("lean_selector.gateway")
 # Tried once elsewhere: an engine whose core has died answers so to all that wait. A second worker's
 # is passed on, for then it may be the request.
 _ERRORS: Final = frozenset({500, 502})
+_STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _MOST_SHED_BYTES: Final = 64 * 1024  # kept of an answer that may not be passed on
 _LAST_PIECES: Final = 4  # of an answer, in which its usage is looked for
@@ -239,11 +240,7 @@ class ProxiedRequest:
             self._finish(FAILED)
             reply.break_off()
         elif is_stale:
-            # It had let go of the connection just then, which says nothing against it.
-            self._counts.stale += 1
-            self.attempts -= 1
-            self._head = None
-            self._look()
+            self._retry(_STALE, None, reason)
         else:
             self._retry(FAILED, FAILED, reason)
 
@@ -371,6 +368,13 @@ class ProxiedRequest:
         assert lease is not None
         counts = self._counts
         may_retry = how == REFUSED or counts.retry_budget.take()  # a refused one was not sent
+        if how == _STALE and may_retry:
+            # It had let go of the connection just then, which says nothing against it.
+            counts.stale += 1
+            self.attempts -= 1
+            self._head = None
+            self._look()
+            return
         self._note(reason, "another is tried" if may_retry else "the budget of retries is used up")
         self.tried.add(lease.endpoint.text)
         self.lease = None

@@ -49,9 +49,12 @@ class GatewayHealthFlags(HealthFlags):
     """Workers that fail
 
     interval_s: ask every worker this often how it is, over HTTP; `none`: never
+    slow_start_s: for so long a worker that was ejected has a growing share of the requests; 0: its
+      whole share at once
     """
 
     interval_s: float | None = flag(5.0, "--worker-health-interval-secs", ge=0.01, none=True)
+    slow_start_s: float = flag(10.0, "--worker-slow-start-secs", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)

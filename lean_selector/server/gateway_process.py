@@ -40,7 +40,8 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
     catalog = parts.selector.catalog
     rotation = Rotation(config.settings.ejection, now)
     directory = Directory(config.gateway.workers, rotation, catalog)
-    chooser = Chooser(parts.selector, rotation, config.overload_status)
+    slow_start_s = config.health.slow_start_s
+    chooser = Chooser(parts.selector, rotation, config.overload_status, slow_start_s)
     credentials = credentials_of(config.engines)
     counts = Counts()
     client = OutboundClient(parts.resolve, credentials, parts.allowed)

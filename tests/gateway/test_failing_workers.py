@@ -4,6 +4,7 @@ import http.client
 import itertools
 import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -99,25 +100,38 @@ def test_what_waited_too_long_is_to_come_again_after_as_long_a_time() -> None:
         assert (answer.status, answer.headers["retry-after"]) == (503, "2")
 
 
-def test_a_draining_worker_finishes_its_answers_and_is_asked_nothing_new() -> None:
+@pytest.mark.parametrize("by", ["the API", "discovery"])
+def test_a_draining_worker_finishes_its_answers_and_is_asked_nothing_new(
+    by: str, tmp_path: Path
+) -> None:
     with ExitStack() as running:
         workers = [running.enter_context(OpenAiWorker(tokens_per_s=20.0)) for _ in range(2)]
         urls = [each.url for each in workers]
-        gateway = running.enter_context(RunningGateway(*urls, "--pass-through", "all", knows=2))
+        listed = tmp_path / "workers.json"
+        listed.write_text(json.dumps([{"endpoint": url} for url in urls]))
+        found = ("--discover", f"file:{listed}", "--discover-interval-secs", "0.1")
+        flags = (*found, "--discover-grace-secs", "0", "--pass-through", "all")
+        gateway = running.enter_context(RunningGateway(*flags, knows=2))
         client = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
         running.callback(client.close)
         body = {"model": "m", "prompt": TEXT, "max_tokens": 20, "stream": True}
         client.request("POST", "/v1/completions", json.dumps(body))
         answer = client.getresponse()
         busy = answer.headers["x-lean-worker"]
-        [worker_id] = [
-            w["worker_id"] for w in gateway.api("GET", "/workers") if w["endpoint"] == busy
-        ]
-        patched = gateway.api("PATCH", f"/workers/{worker_id}", {"lifecycle": "draining"})
-        assert patched["lifecycle"] == "draining"
+        left = [url for url in urls if url != busy]
+        if by == "the API":
+            [worker_id] = [
+                w["worker_id"] for w in gateway.api("GET", "/workers") if w["endpoint"] == busy
+            ]
+            patched = gateway.api("PATCH", f"/workers/{worker_id}", {"lifecycle": "draining"})
+            assert patched["lifecycle"] == "draining"
+        else:
+            (tmp_path / "new").write_text(json.dumps([{"endpoint": url} for url in left]))
+            (tmp_path / "new").rename(listed)
+            wait_until(lambda: len(gateway.api("GET", "/workers")) == 1, "it is let go of")
         served = [gateway.chat(f"{number} {TEXT}") for number in range(6)]
         served += [gateway.ask("POST", "/echo", {}) for _ in range(4)]
-        assert {each.headers["x-lean-worker"] for each in served} == {*urls} - {busy}
+        assert [each.headers["x-lean-worker"] for each in served] == left * 10
         assert answer.read().endswith(b"data: [DONE]\n\n")
         gateway.wait_until_free()
 

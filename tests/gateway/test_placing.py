@@ -4,10 +4,13 @@ import asyncio
 import gc
 import json
 import random
+from itertools import count
+from time import monotonic
 from typing import Any, cast
 
 import pytest
 
+from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.shapes import GATEWAY, WorkerSpec
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.engine_answers import _Told
@@ -16,8 +19,8 @@ from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.handler import GatewayHandler
 from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
-from lean_selector.gateway.prompts import Prompts
-from lean_selector.gateway.upstreams import Directory, Rotation
+from lean_selector.gateway.prompts import OFF, Prompts, Routed
+from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
 from lean_selector.http.connections import Connections
 from lean_selector.http.streaming import StreamingProtocol
@@ -158,3 +161,47 @@ async def test_a_client_that_hangs_up_before_its_task_ran_leaves_the_queue() -> 
     first.connection_lost(None)
     gc.collect()
     assert gateway.live == 0
+
+
+def chosen(chooser: Chooser, number: int) -> int | None:
+    """The worker that the next request is given, whose prompt nobody has."""
+    prompt = Prompt(160, number.to_bytes(8, "big") * 10, 10, number.to_bytes(8, "big"), bytes)
+    routed = Routed("m", "default", prompt, b"", why_not=OFF, streams=True)
+    steps = chooser.choose(routed, f"r{number}", frozenset())
+    with pytest.raises(StopIteration) as end:
+        steps.send(None)
+    lease: WorkerLease = end.value.value
+    return lease.worker_id
+
+
+def test_a_worker_that_came_back_is_given_a_share_that_grows() -> None:
+    selector = selection_service(books_at=GATEWAY).selector
+    for worker_id in (1, 2, 3):
+        spec = WorkerSpec(
+            worker_id=worker_id,
+            model_name="m",
+            tenant_id="default",
+            endpoint=f"http://w:{worker_id}",
+            block_size=16,
+        )
+        selector.upsert_worker(spec, NOW)
+    (partition,) = selector.catalog.partitions.values()
+    chooser, numbers = (
+        Chooser(selector, Rotation(EjectionSettings(), NOW), slow_start_s=1e6),
+        count(),
+    )
+    key = (1, 0)
+    for _ in range(3):
+        partition.report([key], "failed", NOW)
+    served = [chosen(chooser, next(numbers)) for _ in range(12)]
+    assert 1 not in served
+    partition.settle_health(NOW + 30.0)
+    assert partition.health.returned == {key: NOW + 30.0}
+    for share in (0.0, 0.25, 0.5):
+        partition.health.returned[key] = monotonic() - share * 1e6
+        served += [chosen(chooser, next(numbers)) for _ in range(9)]
+        others = (len(served) - served.count(1)) / 2
+        assert abs(served.count(1) - (1 + share * others)) <= 1.0
+    partition.health.returned[key] = monotonic() - 1e6
+    served += [chosen(chooser, next(numbers)) for _ in range(9)]
+    assert (served.count(1), partition.health.returned) == (len(served) // 3, {})

@@ -59,6 +59,8 @@ class Ejections:
         self._looks_at = math.inf  # when the first of them comes back, or is healed by time
         self.ranks: dict[RankKey, RankHealth] = {}  # those of whom there is something to remember
         self.out: set[RankKey] = set()
+        # When those came back that are in service again; a reader drops what is too long ago.
+        self.returned: dict[RankKey, float] = {}
         self.ejected = {REFUSED: 0, FAILED: 0, POLL: 0}  # ranks, ever
         self.spared = 0  # ranks that would have been ejected, if not too many were already
 
@@ -158,6 +160,7 @@ class Ejections:
         changed = False
         for key in keys:
             self.ranks.pop(key, None)
+            self.returned.pop(key, None)
             if key in self.out:
                 self.out.discard(key)
                 changed = True
@@ -186,6 +189,7 @@ class Ejections:
         health.is_out, health.on_probation = True, False
         health.since, health.reason = now, reason
         self.out.add(key)
+        self.returned.pop(key, None)
         self.ejected[cause] += 1
 
     def _return(self, key: RankKey, at: float, probation_ends_at: float) -> None:
@@ -193,6 +197,7 @@ class Ejections:
         health.is_out, health.on_probation = False, True
         health.failures = 0
         health.since, health.probation_ends_at = at, probation_ends_at
+        self.returned[key] = at
         self.out.discard(key)
         self._looks_at = min(self._looks_at, probation_ends_at)
 
