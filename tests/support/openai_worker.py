@@ -28,6 +28,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -47,6 +48,7 @@ DEFAULT_MAX_TOKENS = 16
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", MESSAGES, RESPONSES)
 POOLED = ("/v1/embeddings", "/v1/rerank", "/v1/score")
+GENERATING = (*COMPLETIONS, *POOLED)
 ASKED_FIRST = ("/v1/models", "/metrics", "/kv_event_sources", "/health", "/fake/seen")
 
 
@@ -101,9 +103,11 @@ class OpenAiWorker:
         version: str | None = None,
         replays: bool = True,
         renders: bool = True,
+        ledger: str | None = None,
     ) -> None:
         """`fails`: the status of all answers but ASKED_FIRST. `certificate`: PEM of a chain and its
-        key, for HTTPS."""
+        key, for HTTPS. `ledger`: a file, perhaps of several workers, to which the id of each
+        request is added that was read whole: it outlives them."""
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
         self._options = {
             "model": model,
@@ -116,6 +120,7 @@ class OpenAiWorker:
             "version": version,
             "replays": replays,
             "renders": renders,
+            "ledger": ledger,
             "tokens_per_s": tokens_per_s,
             "prefill_tokens_per_s": prefill_tokens_per_s,
             "port": self.port,
@@ -227,6 +232,8 @@ class _Worker:
             seen = {"line": head[0], "headers": headers, "body": raw.decode(errors="replace")}
             self.requests.append(seen)
             del self.requests[:-2_000]
+        if self.options.ledger is not None and method == "POST" and path in GENERATING:
+            self._enter(headers["x-request-id"])
         # A client that goes away is noticed by reading: it sends nothing before its answer.
         gone = asyncio.create_task(reader.read(1))
         answer = asyncio.create_task(self._answer(method, path, headers, raw, writer))
@@ -240,6 +247,10 @@ class _Worker:
             for task in (gone, answer):
                 task.cancel()
             await asyncio.gather(gone, answer, return_exceptions=True)
+
+    def _enter(self, request_id: str) -> None:
+        with Path(self.options.ledger).open("ab", buffering=0) as ledger:
+            ledger.write(f"{request_id} {self.options.port}\n".encode())
 
     async def _answer(
         self,
