@@ -1,25 +1,16 @@
-"""The soak: its judgement of answers and of stalls, and a short run of the whole."""
+"""The soak: its judgement of answers and of stalls. `.ci/compiled` runs the whole."""
 
 import contextlib
-import json
-import shutil
-import signal
 import socket
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-from loadtest.child_service import ROOT
 from loadtest.soaking.lanes import Book, Lane, Report, Run
 from loadtest.soaking.verdict import Memory, growth, stalls
 from loadtest.soaking.watch import Late
-from tests.support.running_service import wait_until
 
 OK = b'HTTP/1.1 200 OK\r\ndate: x\r\ncontent-length:   15\r\n\r\n{"status":"ok"}'
-RUN_S = 240.0  # generous: it takes some fifteen seconds
 
 
 def test_a_stall_is_the_services_unless_the_machine_kept_it_or_we_stopped_it() -> None:
@@ -133,59 +124,3 @@ def test_an_answer_that_does_not_come_is_lost(answers: tuple[bytes | None, ...])
 )
 def test_an_answer_that_is_not_the_one_is_wrong(answers: tuple[bytes, ...]) -> None:
     assert _lived(*answers).wrong == 1
-
-
-def _soak(tmp_path: Path, *words: str) -> tuple[int, str, dict[str, object]]:
-    """Exit status, what it printed, and its figures."""
-    result = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "loadtest.soak", "--seconds", "2", "--expiry", "2"]
-    done = subprocess.run(
-        [*command, "--engines", "2", "--fault-pause", "0.1", "--json", str(result), *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
-    figures = json.loads(result.read_text()) if result.exists() else {}
-    return done.returncode, done.stdout + done.stderr, figures
-
-
-def test_a_short_soak_loses_no_answer_and_leaves_no_load(tmp_path: Path) -> None:
-    faults = ["engine killed", "all workers busy", "descriptors exhausted", "ejected worker hangs"]
-    if shutil.which("cc"):
-        faults.append("wall clock stepped")
-    words = [word for fault in faults for word in ("--fault", fault)]
-    status, output, figures = _soak(tmp_path, *words)
-    assert status == 0, output
-    assert "FAILS" not in output
-    report = figures["report"]
-    assert isinstance(report, dict)
-    assert report["lifecycles"] > 0
-    assert report["requests"] == report["answers"]
-    injected = figures["faults"]
-    assert isinstance(injected, list)
-    assert {each["name"] for each in injected if each["done"]} == set(faults)
-
-
-def test_a_soak_that_is_ended_by_hand_tells_what_it_came_to(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "loadtest.soak", "--lifecycles", "1_000_000_000", "--expiry"]
-    command += ["2", "--engines", "1", "--fault", "engine killed", "--keep", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as soak:
-        wait_until(
-            lambda: any(each.stat().st_size for each in tmp_path.glob("lanes-*.out")),
-            "the clients tell of something",
-        )
-        soak.send_signal(signal.SIGINT)
-        output, _ = soak.communicate(timeout=RUN_S)
-    assert soak.returncode == 1
-    assert "| its length | ended by hand before it was due | FAILS |" in output
-    assert "| lost answers | 0 | holds |" in output
-    assert "| load left at the end | none | holds |" in output
-    assert "| engine killed | 1 times, felt and healed | holds |" in output
-
-
-def test_an_interpreter_without_the_service_is_refused_in_a_line(tmp_path: Path) -> None:
-    status, output, _ = _soak(tmp_path, "--python", "/bin/false")
-    assert status == 1
-    assert output.startswith("soak: --python /bin/false has no lean-selector")

@@ -1,4 +1,7 @@
-"""Runs of the comparison, with tiny rounds; we ourselves play the reference, but for one."""
+"""Runs of the comparison, with tiny rounds; we ourselves play the reference.
+
+Each of its cases is run by `.ci/compiled`, with the references themselves.
+"""
 
 import json
 import os
@@ -27,15 +30,6 @@ os.execv(sys.executable, [sys.executable, "-m", "lean_selector", *sys.argv[1:]])
 """
 SELECT = "select, 8 blocks, 16 workers"
 REPLICAS = "lifecycle with a replica, trace prompts at 16, 16 workers"
-# One of each kind, so with few processes to start.
-KINDS = [
-    SELECT,
-    "process, 16 workers",
-    "select at a fixed rate while ingesting, trace prompts at 16, 16 workers",
-    REPLICAS,
-    "index, ingest of stored events",
-    "index, maps, an adapter, removal",
-]
 COMMAND = [sys.executable, "loadtest/versus.py", "--quick"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "LEAN_SELECTOR_TRACE"}
 
@@ -59,47 +53,13 @@ def figures(tmp_path: Path, status: int, *flags: str) -> tuple[dict[str, Any], s
     return json.loads(path.read_text()), run.stdout, run.stderr
 
 
-def test_each_kind_of_case_is_run_and_told_as_tables_json_and_a_drawing(tmp_path: Path) -> None:
-    """The reference names bookings as 1.6 does."""
-    markdown, svg = tmp_path / "f.md", tmp_path / "f.svg"
-    flags = ["--reference", f"{OURSELVES} --api 1.6", "--cases", f"^({'|'.join(KINDS)})$"]
-    found, out, _ = figures(tmp_path, 0, *flags, "--markdown", str(markdown), "--svg", str(svg))
-    assert set(found["cases"]) >= set(KINDS)
-    assert not found["skipped"]
-    assert not [note for note in found["notes"] if "not 2xx" in note]
-    targets = {*found["own"], *found["references"]}
-    assert len(targets) == (3 if form() == "pure" else 4)  # a compiled form has its sources with it
-    assert found["own"][0].endswith(f" {form()}")
-    for case in (SELECT, REPLICAS):
-        assert set(found["cases"][case]) == targets
-        assert all(each["cpu_us"]["median"] > 0 for each in found["cases"][case].values())
-    for ratios in found["ratios"].values():
-        assert len(ratios) == len(found["references"])
-    # The verdict is in the table and never in the exit status.
-    assert {row["verdict"] for row in found["budget"]} & {"holds", "does not hold"}
-    assert f"  {SELECT}" in out
-    assert f"| {SELECT} |" in markdown.read_text()
-    assert ET.fromstring(svg.read_text()).tag.endswith("svg")
-
-
-@pytest.mark.reference
-@pytest.mark.parametrize("version", ["131", "161"])
-def test_the_reference_takes_the_same_fleet_and_requests(
-    version: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    python: Path = request.getfixturevalue(f"reference_{version}")
-    given = shlex.join([str(python), "-m", "dynamo.select_service", "--port", "{port}"])
-    cases = "^lifecycle, 8 blocks"
-    found, _, _ = figures(tmp_path, 0, "--reference", given, "--cases", cases)
-    assert not [note for note in found["notes"] if "not 2xx" in note]
-    assert all(found["ratios"].values())
-
-
 def test_what_a_reference_cannot_do_is_skipped_and_the_others_figures_stay(tmp_path: Path) -> None:
     program = tmp_path / "other.py"
     program.write_text(WITHOUT_REPLICAS)
     reference = shlex.join([sys.executable, str(program), "--port", "{port}"])
+    markdown, svg = tmp_path / "f.md", tmp_path / "f.svg"
     flags = ["--reference", reference, "--cases", f"^({SELECT}|{REPLICAS})$"]
+    flags += ["--markdown", str(markdown), "--svg", str(svg)]
     found, out, errors = figures(tmp_path, 1, *flags)
     *told, last = errors.splitlines()
     assert [line.split("s  ", 1)[1] for line in told] == [f"{SELECT}: round 1"]
@@ -108,6 +68,8 @@ def test_what_a_reference_cannot_do_is_skipped_and_the_others_figures_stay(tmp_p
     assert set(found["cases"]) == {SELECT}
     assert found["skipped"] == {REPLICAS: f"skipped: {reason}"}
     assert f"{REPLICAS}: skipped: {reason}" in out
+    assert f"| {SELECT} |" in markdown.read_text()
+    assert ET.fromstring(svg.read_text()).tag.endswith("svg")
 
 
 def has_ended(pid: int) -> bool:
