@@ -1,7 +1,6 @@
 """The command lines as a shell sees them: exit statuses, and what is printed where."""
 
 import os
-import socket
 import subprocess
 import sys
 
@@ -10,7 +9,6 @@ import pytest
 from lean_selector import __version__
 from lean_selector.build_info import form
 from lean_selector.cli import main, slot_tracker_main
-from tests.support.running_service import free_port
 
 QUIET = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
 
@@ -60,32 +58,6 @@ def test_a_bad_configuration_ends_with_status_2_and_one_line(
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
     assert named in err
-
-
-@pytest.mark.parametrize("taken", ["--port", "--replica-sync-port"])
-def test_a_port_in_use_ends_with_status_1_and_one_clear_line(taken: str) -> None:
-    with socket.socket() as other:
-        other.bind(("0.0.0.0", 0))
-        other.listen()
-        ports = {"--port": free_port(), "--replica-sync-port": free_port()}
-        ports[taken] = other.getsockname()[1]
-        flags = [str(word) for pair in ports.items() for word in pair]
-        status, _, err = ran(*flags, "--log-level", "error")
-    assert (status, err.count("\n")) == (1, 1)
-    assert str(ports[taken]) in err
-    if taken == "--port":  # as the reference says it
-        address = f"0.0.0.0:{ports[taken]}"
-        assert (
-            err
-            == f"lean-selector: error: Address already in use (os error 98): {address} (--port)\n"
-        )
-
-
-@pytest.mark.parametrize("host", ["256.1.1.1", "no.such.host.invalid", "203.0.113.7"])
-def test_a_host_that_cannot_be_bound_ends_with_status_1_and_one_clear_line(host: str) -> None:
-    status, _, err = ran("--port", "0", "--host", host, "--log-level", "error")
-    assert (status, err.count("\n")) == (1, 1)
-    assert host in err
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,6 @@ def modules_after(code: str, *prelude: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "server", ["server.selector_process", "server.slot_tracker_process", "cli", "tools.demo"]
-)
-def test_a_server_does_not_import_the_client(server: str) -> None:
-    loaded = modules_after(f"import lean_selector.{server}")
-    assert not loaded & {"httpx", "httpcore", "lean_selector.client"}
-
-
-@pytest.mark.parametrize(
     "code",
     [
         "import lean_selector",

@@ -313,24 +313,6 @@ def test_a_second_event_loop_is_told_that_the_client_is_another_s() -> None:
             run(again())
 
 
-@cancels_connections
-@pytest.mark.parametrize("steps", range(0, 40, 3))
-def test_a_call_cancelled_at_any_point_leaves_no_reservation(fleet: Fleet, steps: int) -> None:
-    async def main() -> None:
-        async with KvRouter(fleet.endpoint, 4, model_name=MODEL) as router:
-            call = asyncio.create_task(router.generate(TOKENS, MODEL, {"max_tokens": 1}))
-            for _ in range(steps):
-                await asyncio.sleep(0.0004)
-            call.cancel()
-            await asyncio.wait({call})
-            if not call.cancelled():
-                await call.result().aclose()
-        assert fleet.total() == NOTHING
-
-    run(main())
-    gc.collect()
-
-
 def test_a_router_that_is_dropped_with_its_stream_frees_it_and_ends_its_thread(
     fleet: Fleet,
 ) -> None:

@@ -99,17 +99,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_mesh, "HEARTBEAT_S", 0.05)
 
 
-@on_loop
-async def test_replicas_with_right_keys_hear_each_other() -> None:
-    async with two(Replica(A, A, B), Replica(B, A, B)) as (one, other):
-        one.knows(other)
-        await other.hears(one)
-        await one.hears(other)
-        assert [each.state for each in other.sync.peer_states()] == ["connected"]
-        assert one.gate is not None
-        assert (one.gate.refused, one.gate.last_refused) == (0, None)
-
-
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [

@@ -253,6 +253,3 @@ def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_a
             assert given_seen
         finally:
             child.stop()
-
-
-# -- the warning ----------------------------------------------------------------------------------

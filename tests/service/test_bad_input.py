@@ -38,12 +38,6 @@ BODIES = {
     "/register_peer": '{"url":"tcp://127.0.0.1:1"}',
     "/replica_sync/deregister_peer": '{"endpoint":"tcp://127.0.0.1:1"}',
 }
-FIELDS = [
-    (path, field)
-    for path, body in BODIES.items()
-    for field in (*json.loads(body), "tenant_id", "routing_group", "new_isl_tokens")
-    if field in json.loads(body) or (field != "new_isl_tokens" and "peer" not in path)
-]
 
 
 def with_live_reservation() -> InProcess:
@@ -150,51 +144,6 @@ def test_no_json_text_is_400_also_where_a_wrong_type_comes_first(path: str, text
 )
 def test_a_wrong_shape_is_named_before_the_state_of_the_service(state: str, wrong: str) -> None:
     refused(SERVICE, 422, "/select", f"{{{state}{wrong}}}")
-
-
-# -- fields of the slot tracker -------------------------------------------------------------------
-
-
-def with_value(path: str, field: str, value: object) -> str:
-    return json.dumps({**json.loads(BODIES[path]), field: value})
-
-
-@pytest.mark.parametrize(("path", "field"), FIELDS)
-def test_null_wrong_types_and_missing_fields_are_422_naming_the_field(
-    path: str, field: str
-) -> None:
-    is_text = field in ("model_name", "tenant_id", "routing_group", "request_id", "url", "endpoint")
-    values: tuple[object, ...] = (None, True, 1.5, {}, [], [[]], 7 if is_text else "7")
-    for value in values:
-        if not (field == "sequence_hashes" and value == []):
-            assert field in refused(TRACKER, 422, path, with_value(path, field, value))
-    if field not in ("tenant_id", "routing_group", "new_isl_tokens"):  # these have a default
-        body = json.loads(BODIES[path])
-        del body[field]
-        assert field in refused(TRACKER, 422, path, json.dumps(body))
-
-
-@pytest.mark.parametrize(
-    ("path", "field", "value"),
-    [
-        *(("/register", "worker_id", value) for value in (-1, 2**64, 10**30)),
-        *(
-            ("/register", field, value)
-            for field in ("block_size", "dp_start", "dp_size")
-            for value in (-1, 2**32)
-        ),
-        *(("/add", "dp_rank", value) for value in (-1, 2**32)),
-        *(("/add", "new_isl_tokens", value) for value in (-1, 2**64)),
-        *(("/potential_loads", "new_isl_tokens", value) for value in (-1, 2**64)),
-        *(
-            (path, "sequence_hashes", [1, value])
-            for path in ("/add", "/potential_loads")
-            for value in (2**63, -(2**63) - 1, 1.0, None, "1", True)
-        ),
-    ],
-)
-def test_numbers_out_of_range_are_422(path: str, field: str, value: object) -> None:
-    assert field in refused(TRACKER, 422, path, with_value(path, field, value))
 
 
 # -- queries --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lean_selector.service.gate import Gate
-from tests.support.gates import InProcess, answer_of, selection_service, selector
+from tests.support.gates import InProcess, selection_service, selector
 from tests.support.running_service import RunningService
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -53,12 +53,6 @@ def set_threshold(service: Service, **limits: object) -> Any:
     status, answer = service.post("/busy_threshold", body)
     assert status == 200
     return answer
-
-
-def is_shed(service: Service, **fields: Any) -> bool:
-    status, body = service.post("/select", prompt(**fields))
-    assert (status, body) == (503, SHED) or status == 200
-    return bool(status == 503)
 
 
 @pytest.fixture
@@ -153,20 +147,6 @@ def test_delete_names_one_model_that_has_a_worker(
     assert service.request("DELETE", f"/busy_threshold{query}")[0] == status
 
 
-def test_a_threshold_is_there_again_when_the_only_worker_of_its_model_restarts(
-    service: InProcess,
-) -> None:
-    set_threshold(service, tokens=0)
-    assert service.request("DELETE", "/workers/1")[0] == 200
-    assert service.get("/busy_threshold") == (200, {"thresholds": []})
-    assert service.post("/workers", worker())[0] == 201
-    occupy(service, "a", 1)
-    assert is_shed(service)
-
-
-# -- flags ----------------------------------------------------------------------------------------
-
-
 # -- rejection ------------------------------------------------------------------------------------
 
 
@@ -199,20 +179,3 @@ def test_only_selections_are_shed_and_what_is_shed_books_nothing(service: InProc
     assert service.post("/reservations/a/output_block", {})[0] == 200
     assert service.request("POST", "/reservations/a/prefill_complete")[0] == 200
     assert service.request("DELETE", "/reservations/a")[0] == 200
-
-
-# -- beside the queue -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("end", ["/reservations/second", f"/busy_threshold?model={MODEL}"])
-def test_a_parked_request_waits_while_all_workers_are_busy(end: str) -> None:
-    service = selector(queue_threshold=0.0)
-    assert service.post("/workers", worker())[0] == 201
-    occupy(service, "first", 1)
-    occupy(service, "second", 0, 50)
-    parked = service.later("/select", prompt())
-    set_threshold(service, blocks=0.1)
-    assert service.request("DELETE", "/reservations/first")[0] == 200
-    assert answer_of(parked)[0] is None
-    assert service.request("DELETE", end)[0] == 200
-    assert answer_of(parked)[0] == 200

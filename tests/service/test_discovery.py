@@ -12,7 +12,6 @@ from typing import Any
 from lean_selector.workers.particulars import worker_id_of
 from tests.support.certificates import Authority
 from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
-from tests.support.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.running_service import RunningService, free_port, wait_until
 
 QUICK_PEERS = ("--discover-interval-secs", "0.05", "--discover-grace-secs", "0.1")
@@ -115,69 +114,7 @@ def test_a_url_a_token_and_what_no_engine_tells_are_all_that_a_selector_needs_to
             wait_until(is_known, "its events are heard")
 
 
-# -- what fails changes nothing -------------------------------------------------------------------
-
-
 # -- peers ----------------------------------------------------------------------------------------
-
-
-def test_replicas_find_each_other_catch_up_and_never_join_themselves(tmp_path: Path) -> None:
-    authority = Authority()
-    (tmp_path / "ca.crt").write_bytes(authority.pem)
-    (tmp_path / "token").write_text("secret")
-    ports = [free_port(), free_port()]
-    worker = {
-        "worker_id": 1,
-        "model_name": "m",
-        "endpoint": "http://w:1",
-        "block_size": BLOCK_SIZE,
-        "kv_events_endpoint": "tcp://127.0.0.1:1",
-    }
-    with KubeApi(authority.server("127.0.0.1")) as api:
-        flags = (
-            *("--replica-sync-discover", f"kubernetes:{NAMESPACE}/{SERVICE}:replica-sync"),
-            *("--kubernetes-api", api.url),
-            *("--kubernetes-token-file", str(tmp_path / "token")),
-            *("--kubernetes-ca-file", str(tmp_path / "ca.crt")),
-        )
-        first = RunningService(*QUICK_PEERS, *flags, "--replica-sync-port", str(ports[0]))
-        with first:
-            assert first.post("/workers", worker)[0] == 201
-            body = {"model_name": "m", "token_ids": TOKENS, "reservation_id": "held"}
-            assert first.post("/select_and_reserve", body)[0] == 200
-            for port in ports:
-                name = f"selector-{port}"
-                api.put(slice_of(name, ["127.0.0.1"], port=port, port_name="replica-sync"))
-            http_port = ("--replica-sync-discover-http-port", str(first.port))
-            second = RunningService(
-                *QUICK_PEERS, *flags, *http_port, "--replica-sync-port", str(ports[1])
-            )
-            with second:
-                assert second.post("/workers", worker)[0] == 201
-                expected = [[f"tcp://127.0.0.1:{port}"] for port in (ports[1], ports[0])]
-
-                def know_each_other() -> bool:
-                    found = [each.get("/replica_sync/peers")[1] for each in (first, second)]
-                    return found == expected
-
-                wait_until(know_each_other, "each has the other as its only peer")
-
-                def has_caught_up() -> bool:
-                    loads = second.get("/loads")[1]
-                    return bool(loads and loads[0]["loads"][0]["active_requests"] == 1)
-
-                wait_until(has_caught_up, "what the first held is held by the second")
-                states = {
-                    row["endpoint"]: row["state"] for row in second.get("/discovery")[1]["peers"]
-                }
-                assert states == {
-                    f"tcp://127.0.0.1:{ports[0]}": "registered",
-                    f"tcp://127.0.0.1:{ports[1]}": "itself",
-                }
-                api.delete(f"selector-{ports[0]}")
-                wait_until(
-                    lambda: second.get("/replica_sync/peers")[1] == [], "who went is no peer"
-                )
 
 
 def test_slot_trackers_find_each_other_too() -> None:
@@ -190,6 +127,3 @@ def test_slot_trackers_find_each_other_too() -> None:
 
         wait_until(knows_itself, "the name leads to itself")
         assert tracker.get("/replica_sync/peers")[1] == []
-
-
-# -- what it costs when it is off -----------------------------------------------------------------

@@ -79,15 +79,6 @@ def test_the_first_line_is_the_resolved_configuration() -> None:
     assert first["time"].endswith("Z")
 
 
-def test_nothing_is_logged_per_request() -> None:
-    with start() as service:
-        for _ in range(5):
-            service.post("/select", prompt())
-            service.get("/nowhere")
-        _, log = service.stop()
-    assert events(log) == AROUND
-
-
 def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> None:
     flags = ("--active-prefill-tokens-threshold", "0", "--worker-ejection-max-percent", "100")
     with start(*flags) as service:
@@ -206,34 +197,6 @@ def test_the_access_log_has_route_status_and_every_id() -> None:
         "%ff",
     ]
     assert found[7]["path"] == "/select"
-
-
-def test_a_parked_request_is_logged_when_it_is_answered_or_given_up() -> None:
-    with start("--access-log", "--queue-threshold", "0") as service:
-        service.post("/workers", worker(max_num_batched_tokens=10))
-        service.post("/select_and_reserve", prompt(reservation_id="r"))
-
-        def park(selection_id: str) -> http.client.HTTPConnection:
-            connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=10)
-            body = json.dumps(prompt(selection_id=selection_id))
-            connection.request("POST", "/select", body, {"content-type": "application/json"})
-            return connection
-
-        def pending() -> int:
-            return int(service.get("/loads")[1][0]["pending_count"])
-
-        leaves, stays = park("leaves"), park("stays")
-        wait_until(lambda: pending() == 2, "both are parked")
-        leaves.close()
-        wait_until(lambda: pending() == 1, "one has left")
-        service.request("DELETE", "/reservations/r")
-        assert stays.getresponse().status == 200
-        stays.close()
-        _, log = service.stop()
-    statuses = {
-        line["selection_id"]: line["status"] for line in access(log) if "selection_id" in line
-    }
-    assert statuses == {"leaves": 499, "stays": 200}
 
 
 def test_a_client_that_makes_a_line_with_every_request_is_held_back() -> None:

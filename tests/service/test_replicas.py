@@ -18,7 +18,7 @@ from tests.support.bookings import replica_event
 from tests.support.gates import InProcess, selection_gate, selection_service
 from tests.support.prometheus_tools import scrape
 from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, Loads, Member, mesh
-from tests.support.running_service import free_port, wait_until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 
 @contextmanager
@@ -173,9 +173,6 @@ def test_peers_without_a_usable_snapshot_are_passed_over() -> None:
     assert f"a reservation of {usable} skipped" in log
 
 
-# -- a replica that stops or dies: the others go on, and agree with it afterwards -----------------
-
-
 # -- events that never arrive: counted, and mended where the peer can be asked ---------------------
 
 
@@ -324,3 +321,33 @@ def test_what_is_held_of_one_that_numbers_nothing_is_not_taken_after_a_loss_of_a
     finally:
         plain.close()
         context.term()
+
+
+# -- the routes and flags of peers ----------------------------------------------------------------
+
+
+def test_peers_come_and_go_under_both_families_of_routes_and_flags() -> None:
+    peer = "tcp://slot-tracker-b:8092"
+    bind, advertised = f"tcp://127.0.0.1:{free_port()}", "tcp://slot-tracker-a:8092"
+    flags = ["--replica-sync-bind", bind, "--replica-sync-advertise", advertised]
+    peers = ["--replica-sync-peers", " tcp://127.0.0.1:9 ,, tcp://127.0.0.1:8 "]
+    more = ["--replica-sync-peers", "tcp://127.0.0.1:9"]
+    initial = ["tcp://127.0.0.1:8", "tcp://127.0.0.1:9"]
+    with RunningService(*flags, *peers, *more, module="lean_selector.slot_tracker") as tracker:
+        assert tracker.get("/peers") == (200, initial)
+        assert tracker.post("/register_peer", {"url": peer}) == (201, {"status": "ok"})
+        assert tracker.post("/replica_sync/register_peer", {"endpoint": peer}) == (
+            200,
+            {"status": "ok"},
+        )
+        listed = (200, [*initial, peer])
+        assert tracker.get("/peers") == tracker.get("/replica_sync/peers") == listed
+        assert tracker.post("/register_peer", {"url": advertised}) == (
+            400,
+            {"error": "peer endpoint matches this replica's advertised endpoint"},
+        )
+        assert tracker.post("/deregister_peer", {"url": peer}) == (200, {"status": "ok"})
+        assert tracker.post("/deregister_peer", {"url": peer}) == (404, {"error": "peer not found"})
+        status, answer = tracker.post("/register_peer", {"endpoint": peer})
+        assert status == 422
+        assert "url" in str(answer)

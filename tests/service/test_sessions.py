@@ -67,20 +67,6 @@ def fleet(told: list[SessionEvent]) -> Fleet:
     return Fleet(InProcess(selection_gate(service=selection_service(tables=tables))))
 
 
-def test_a_session_stays_where_it_was_booked(fleet: Fleet) -> None:
-    assert fleet.select("s") == (2, 0)
-    assert fleet.book("a", "s", allowed_worker_ids=[1])[0] == 200
-    there = fleet.select("s")
-    assert there[0] == 1
-    assert fleet.select("another") == (2, 0)
-    context = {"session_id": "s", "parent_session_id": "p", "session_final": True}
-    assert fleet.select("another", session_context=context) == there
-    assert fleet.select("s", pinned_worker={"worker_id": 2, "dp_rank": 0}) == (2, 0)
-    assert fleet.select("s", affinity_target={"worker_id": 2}) == (2, 0)
-    fleet.done("DELETE", "/reservations/a")
-    assert fleet.select("s") == there
-
-
 def test_booking_by_its_id_what_a_select_chose_binds_its_session(fleet: Fleet) -> None:
     def book_chosen(selection_id: str) -> tuple[int, Any]:
         body = {"model_name": "m", "selection_id": selection_id}

@@ -78,9 +78,6 @@ def test_thresholds_of_models_that_are_gone_are_remembered_up_to_a_bound() -> No
     assert thresholds.of(("model-1", "default")) == LIMIT
 
 
-# -- the ranks of a partition ---------------------------------------------------------------------
-
-
 # -- the ranks that the queue lets requests go to --------------------------------------------------
 
 
