@@ -248,25 +248,6 @@ def test_a_worker_s_own_refusal_is_passed_on(gateway: RunningGateway) -> None:
 # -- how clients speak ----------------------------------------------------------------------------
 
 
-def test_requests_come_one_behind_the_other_on_one_connection(gateway: RunningGateway) -> None:
-    request = request_text("/v1/chat/completions", chat_body(TEXT, stream=True))
-    last = request_text("/echo", b"{}", "connection: close")
-    received = exchange(gateway, request + request + last)
-    assert received.count(b"HTTP/1.1 200") == 3
-    assert received.count(b"data: [DONE]") == 2
-    assert received.endswith(b"{}")
-
-
-def test_a_client_of_http_1_0_gets_a_stream_that_ends_with_the_connection(
-    gateway: RunningGateway,
-) -> None:
-    request = request_text("/v1/chat/completions", chat_body(TEXT, stream=True), version="1.0")
-    head, _, rest = exchange(gateway, request).partition(b"\r\n\r\n")
-    assert b"transfer-encoding" not in head
-    assert rest.startswith(b"data: ")
-    assert rest.endswith(b"data: [DONE]\n\n")
-
-
 def test_what_is_no_http_is_refused_in_openai_s_form(gateway: RunningGateway) -> None:
     refused = exchange(gateway, b"POST / HTTP/1.1\r\n bad\r\n\r\n")
     assert b'"type":"invalid_request_error"' in refused

@@ -5,7 +5,6 @@ where prompts go. Where ranks cost the same, both draw, and nothing is compared 
 """
 
 import json
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -81,42 +80,6 @@ def both(python: Path, **environment: str) -> Iterator[tuple[Side, Side]]:
                 side.register(worker_id)
             wait_until(lambda side=side: len(side.loads()) == len(WORKERS), "all have loads")  # type: ignore[misc]
         yield sides
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_both_send_prompts_to_the_same_workers(reference_161: Path, seed: int) -> None:
-    draws = random.Random(seed)
-    prompts = [[draws.randrange(1_000) for _ in range(40)] for _ in range(4)]
-    live: list[str] = []
-    compared = 0
-    with both(reference_161, **TERMS) as (ours, theirs):
-        for number in range(150):
-            tokens = draws.choice(prompts)[: draws.randrange(1, 41)] + [5] * draws.randrange(9)
-            mine = ours.ask("/select", token_ids=tokens, explain=True)
-            other = theirs.ask("/select", token_ids=tokens)
-            if mine["explain"]["tied_ranks"] == 1:
-                compared += 1
-                assert other["worker_id"] == mine["worker_id"], mine["explain"]
-                assert other["overlap"] == mine["overlap"]
-                assert other["effective_prefill_tokens"] == mine["effective_prefill_tokens"]
-            step = draws.random()
-            if step < 0.6:
-                name, worker_id = f"r{number}", draws.choice((*WORKERS, mine["worker_id"]))
-                pin = {"worker_id": worker_id, "dp_rank": 0}
-                for side in (ours, theirs):
-                    side.ask("/select_and_reserve", name, token_ids=tokens, pinned_worker=pin)
-                live.append(name)
-            elif live:
-                name = draws.choice(live)
-                if step < 0.8:
-                    live.remove(name)
-                path = f"/reservations/{name}"
-                call = (
-                    ("DELETE", path) if name not in live else ("POST", f"{path}/prefill_complete")
-                )
-                assert [side.call(*call)[0] for side in (ours, theirs)] == [200, 200]
-        assert ours.loads() == theirs.loads()
-    assert compared > 100
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lcfs", "wspt"])

@@ -63,20 +63,6 @@ def test_a_short_run_prints_progress_and_a_summary_without_errors(
     assert children(os.getpid()) == before
 
 
-def test_a_signal_ends_it_with_the_summary_and_leaves_no_process() -> None:
-    with running_demo("--seconds", "600") as process:
-        assert process.stdout is not None
-        assert "calls/s" in process.stdout.readline()
-        services = children(process.pid)
-        assert services
-        process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, errors) == (0, "")
-    assert "load left at the end: 0" in output
-    assert len(hit_rates(output)) == 3
-    assert not any(is_running(pid) for pid in services)
-
-
 def test_ctrl_c_on_a_terminal_reaches_the_demo_alone_and_restores_the_cursor() -> None:
     pid, terminal = pty.fork()
     if pid == 0:  # pragma: no cover -- becomes the demo

@@ -198,54 +198,6 @@ def test_wrong_ports_are_recognised_by_what_listens_there(selector: RunningServi
             assert any(words in line for line in lines), words
 
 
-def test_the_problem_of_a_source_is_told_in_the_selectors_own_words(
-    selector: RunningService,
-) -> None:
-    with ApiEngine(1, block_size=16) as mismatched, ApiEngine(2) as unasked:
-        register(selector, unasked, replay_endpoint=None)
-        with ApiEngine(3) as closing:
-            follow(selector, closing)
-        # Its API is away: nobody but its events tells the size of its blocks.
-        away = f"http://127.0.0.1:{free_port()}"
-        register(selector, mismatched, block_size=32, endpoint=away, model_name="other")
-
-        def is_heard() -> bool:
-            mismatched.cache(list(range(32)))
-            return is_in(selector, 1, "mismatch")
-
-        wait_until(is_heard, "its blocks are seen")
-        for worker_id, state in ((2, "no_replay"), (3, "unreachable")):
-            wait_until(partial(is_in, selector, worker_id, state), state)
-        found = findings(selector, status=1)
-        [mismatch] = told(found, "error", 1, "mismatch")
-        assert "blocks are of 16 tokens, the worker's block_size is 32" in mismatch
-        [no_replay] = what(found, "warning", "worker 2 rank 0")
-        assert no_replay.endswith("connected, nothing heard, and no replay endpoint to ask")
-        [unreachable] = told(found, "error", 3, "unreachable")
-        assert "the connection was lost" in unreachable
-        assert "never" not in unreachable
-
-
-def test_what_is_held_against_workers_is_read_from_the_selector(selector: RunningService) -> None:
-    with ApiEngine(1) as one, ApiEngine(2) as two:
-        register(selector, one)
-        register(selector, two, replay_endpoint=one.replay_endpoint)
-        assert selector.post("/workers", {"worker_id": 4, "model_name": "m"})[0] == 201
-        for _ in range(3):
-            selector.post("/workers/1/report", {"outcome": "refused"})
-        found = findings(selector, status=1)
-        assert what(found, "ok", "selector") == ["ready: 1 of 3 workers can be chosen"]
-        [warning] = what(found, "warning", "worker 1")
-        assert warning.startswith("ejected, for ")
-        assert warning.endswith("connection refused")
-        [lacks] = what(found, "error", "worker 4")
-        assert "endpoint is required" in lacks
-        shared = f"replay_endpoint {one.replay_endpoint}"
-        [error] = what(found, "error", "worker 1 rank 0")
-        assert error.startswith(f"{shared} is also the replay_endpoint of worker 2 rank 0: ")
-        assert f"{shared}: answers" in what(found, "ok", "worker 2 rank 0")
-
-
 def test_engines_that_encrypt_are_asked_with_the_keys_of_the_selector_and_else_not_at_all(
     tmp_path: Path,
 ) -> None:
@@ -276,20 +228,6 @@ def test_engines_that_encrypt_are_asked_with_the_keys_of_the_selector_and_else_n
         assert what(found, "note", "worker 1 rank 0") == []
 
 
-def test_a_selector_without_the_keys_of_its_engine_is_told_of_them(
-    selector: RunningService, tmp_path: Path
-) -> None:
-    keys = KeyFiles(tmp_path, "engine")
-    with ApiEngine(1, secret=keys.secret("engine")) as engine:
-        register(selector, engine)
-        wait_until(partial(is_in, selector, 1, "unreachable"), "it is not heard")
-        found = findings(selector, status=1)
-        [error] = told(found, "error", 1, "unreachable")
-        assert "it asks for keys (CURVE), and none are given for it" in error
-        [mend] = [line["mend"] for line in found if line["what"] == error]
-        assert "--kv-events-curve-server-keys-file" in mend
-
-
 def test_engines_that_want_a_token_get_that_of_the_file(
     selector: RunningService, tmp_path: Path
 ) -> None:
@@ -308,29 +246,6 @@ def test_without_json_it_prints_a_table(selector: RunningService) -> None:
     assert done.returncode == 1
     assert "-> POST /workers for each engine" in done.stdout
     assert done.stdout.splitlines()[-1] == "1 errors, 0 warnings, 0 notes, 0 ok"
-
-
-def test_discoveries_and_a_lost_state_directory_are_told_of(tmp_path: Path) -> None:
-    away, nowhere = f"http://127.0.0.1:{free_port()}", f"file:{tmp_path}/nothere.json"
-    state = tmp_path / "state"
-    flags = ("--discover", f"url:{away}", "--discover", nowhere, "--state-dir", str(state))
-    with RunningService(*flags) as service:
-        state.rename(tmp_path / "elsewhere")
-        assert service.post("/workers", {"worker_id": 5, "model_name": "m"})[0] == 201
-
-        def is_seen() -> bool:
-            report = service.get("/discovery")[1]
-            return "state_fault" in service.get("/ready")[1] and all(
-                any(row["last_error"] for row in report[of]) for of in ("discoveries", "workers")
-            )
-
-        wait_until(is_seen, "both have failed, and the state is not written")
-        found = findings(service, status=1)
-        assert what(found, "error", "discovery") == [f"{nowhere} fails: No such file or directory"]
-        [asking] = [line["what"] for line in found if line["what"].startswith("found at ")]
-        assert asking.startswith(f"found at {away} by url:{away}, not registered: ")
-        assert asking.endswith("/v1/models: Connection refused")
-        assert any("No such file" in line for line in what(found, "warning", "selector"))
 
 
 def test_without_a_selector_to_ask_the_status_is_2() -> None:
