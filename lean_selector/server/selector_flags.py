@@ -460,16 +460,18 @@ class AccessLogsFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordFlags:
-    """Recording a trace
+class DecisionLogFlags:
+    """Decision log
 
-    path: append a line for each request to this file, for lean-selector simulate: lengths, times
-      and hashes, no text
-    most_mb: at this size of the file the recording ends, in MiB
+    path: append a line for each request to this file, for lean-selector simulate and replay:
+      lengths, times, hashes and the choice, no text
+    most_mb: at this size, in MiB, the file becomes PATH.1, in place of the one before
+    share: of the requests that are logged, drawn by their ids
     """
 
-    path: str | None = flag(None, "--record-trace", each=path)
-    most_mb: int = flag(1024, "--record-trace-mb", ge=1, needs=("--record-trace",))
+    path: str | None = flag(None, "--decision-log", each=path)
+    most_mb: int = flag(512, "--decision-log-mb", ge=1, needs=("--decision-log",))
+    share: float = flag(1.0, "--decision-log-share", ge=0.0, le=1.0, needs=("--decision-log",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -510,7 +512,7 @@ class SelectorConfig(ServiceConfig):
     health: HealthFlags
     prompts: PromptsFlags
     access_logs: AccessLogsFlags
-    record: RecordFlags
+    decisions: DecisionLogFlags
     ignored: IgnoredFlags = field(compare=False)
     needs_kv_events: bool = True  # False: a worker without a source of them is served by load alone
 

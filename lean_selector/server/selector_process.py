@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from lean_selector.core.selection.peer_sessions import PeerSessions
     from lean_selector.core.selection.shapes import WorkerSpec
     from lean_selector.http.outbound import OutboundClient
+    from lean_selector.server.decision_log import DecisionLog
     from lean_selector.server.gateway_routes import GatewayRoutes
     from lean_selector.server.replication import Replication
     from lean_selector.server.state_persister import Persister
-    from lean_selector.server.trace_recorder import TraceRecorder
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
 
@@ -168,13 +168,14 @@ class SelectorParts:
             self.families += replication.families()
         self.replication = replication
         events: LifecycleEvents | None = None if replication is None else replication.events
-        self._recorder: TraceRecorder | None = None
-        if config.record.path is not None:
-            from lean_selector.server import trace_recorder
+        self.decisions: DecisionLog | None = None
+        if (log := config.decisions).path is not None:
+            from lean_selector.server import decision_log
 
-            most_bytes = config.record.most_mb << 20
-            recorder = trace_recorder.TraceRecorder(config.record.path, most_bytes, events)
-            events = self._recorder = recorder
+            events = self.decisions = decision_log.DecisionLog(
+                log.path, log.most_mb << 20, log.share, config.settings, events
+            )
+            self.families += self.decisions.families()
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None  # noqa: E731
         if allowed is not None:
             from lean_selector.server.peer_access import worker_check
@@ -191,6 +192,7 @@ class SelectorParts:
             sessions=tables,
             check_worker=check_worker,
             call_soon=loop.call_soon,
+            decisions=self.decisions,
         )
         self.sessions: PeerSessions | None = None
         if config.settings.sessions is not None:
@@ -310,6 +312,8 @@ class SelectorParts:
         self._lifecycle.look()
         if self.persister is not None:
             self.persister.look(now)
+        if self.decisions is not None:
+            self.decisions.hand_over()
         self.selector.admit_waiting(now)
         if self.sessions is not None:
             self.sessions.tend(now, SESSION_STEPS)
@@ -340,8 +344,8 @@ class SelectorParts:
         await self.subscriptions.close()
         if self.replication is not None:
             await self.replication.close()
-        if self._recorder is not None:
-            self._recorder.close()
+        if self.decisions is not None:
+            self.decisions.close()
 
 
 def _log_discarded(partition: Partition) -> None:

@@ -38,9 +38,12 @@ class LineWriter:
 
     def write(self, line: str) -> bool:
         """Takes a line, or drops it: False. Adds its end."""
-        data = line.encode("utf-8", "backslashreplace") + b"\n"
+        return self.write_lines(line.encode("utf-8", "backslashreplace") + b"\n", 1)
+
+    def write_lines(self, data: bytes, lines: int) -> bool:
+        """Takes so many lines with their ends, or drops all of them."""
         if self._taken_bytes - self._done_bytes + len(data) > self._most_waiting_bytes:
-            self.dropped += 1
+            self.dropped += lines
             return False
         self._taken_bytes += len(data)
         self._queue.put(data)

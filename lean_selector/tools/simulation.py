@@ -34,8 +34,9 @@ from lean_selector.core.selection.shapes import (
     WorkerSpec,
 )
 from lean_selector.tools.batching_engine import BatchingEngine, IterationTimes, SimulatedRequest
-from lean_selector.tools.trace import TRACE_BLOCK_TOKENS, TraceLine
+from lean_selector.tools.trace import TRACE_BLOCK_TOKENS
 from lean_selector.tools.traffic import percentile
+from lean_selector.wire.decision_lines import DecisionLine
 
 MODEL = "simulated"
 BLOCK_SIZE = TRACE_BLOCK_TOKENS
@@ -45,7 +46,7 @@ _SPREAD = 0x9E37_79B9_7F4A_7C15  # odd: distinct ids stay distinct modulo 2^64
 
 
 def requests_of(
-    lines: Sequence[TraceLine], load: float, spread: bool = False
+    lines: Sequence[DecisionLine], load: float, spread: bool = False
 ) -> list[SimulatedRequest]:
     """Requests, `load` times as fast as in the trace. Partial blocks are never cached.
 

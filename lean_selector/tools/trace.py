@@ -1,7 +1,4 @@
-"""Traces in the Mooncake format.
-
-A line is a JSON object: timestamp in ms, input_length, output_length, hash_ids of 512-token blocks.
-"""
+"""Traces in the Mooncake format, and decision logs, whose lines are more of the same."""
 
 import gzip
 import random
@@ -13,21 +10,13 @@ import msgspec
 
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import EngineRequest, make_request
+from lean_selector.wire.decision_lines import HEADER_START, SPAN_TOKENS, DecisionLine
 
-TRACE_BLOCK_TOKENS = 512
+TRACE_BLOCK_TOKENS = SPAN_TOKENS
 MADE_UP_REQUESTS = 12_000  # about as many as the published conversation trace has
 
 
-class TraceLine(msgspec.Struct):
-    """One line of the trace file."""
-
-    timestamp: float  # ms since the trace began
-    input_length: int  # tokens
-    output_length: int  # tokens
-    hash_ids: list[int]  # of all blocks of 512 tokens, the last one possibly partial
-
-
-def prompt_tokens(line: TraceLine) -> list[int]:
+def prompt_tokens(line: DecisionLine) -> list[int]:
     """Tokens of the prompt: equal hash ids have equal tokens."""
     tokens: list[int] = []
     for hash_id in line.hash_ids:
@@ -36,20 +25,22 @@ def prompt_tokens(line: TraceLine) -> list[int]:
     return tokens[: line.input_length]
 
 
-def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[TraceLine]:
-    """The first `limit` lines of a trace, gzip or not; made up without a path.
+def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[DecisionLine]:
+    """The first `limit` requests of a trace or log, gzip or not; made up without a path.
 
     Raises ServiceError, which names a line that cannot be read.
     """
     if path is None:
         yield from islice(made_up_lines(), limit)
         return
-    decode = msgspec.json.Decoder(TraceLine).decode
+    decode = msgspec.json.Decoder(DecisionLine).decode
     try:
         with path.open("rb") as probe:
             opened = gzip.open if probe.read(2) == b"\x1f\x8b" else open
         with opened(path, "rb") as lines:
-            for number, text in enumerate(islice(lines, limit), 1):
+            numbered = enumerate(lines, 1)
+            requests = (each for each in numbered if not each[1].startswith(HEADER_START))
+            for number, text in islice(requests, limit):
                 try:
                     line = decode(text)
                 except ValueError as error:
@@ -64,7 +55,7 @@ def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[TraceLi
         raise ServiceError(f"cannot read the trace: {error}") from error
 
 
-def made_up_lines() -> Iterator[TraceLine]:
+def made_up_lines() -> Iterator[DecisionLine]:
     """Conversations over one system prompt, long as those of the published trace, seeded."""
     rng = random.Random("versus")
     fresh = 1
@@ -77,7 +68,7 @@ def made_up_lines() -> Iterator[TraceLine]:
         fresh += grown
         if len(talk) < 120:
             talks.append(talk)
-        yield TraceLine(number * 300.0, len(talk) * TRACE_BLOCK_TOKENS - 200, 300, talk)
+        yield DecisionLine(number * 300.0, len(talk) * TRACE_BLOCK_TOKENS - 200, 300, talk)
 
 
 def read_trace(

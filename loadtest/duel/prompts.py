@@ -15,7 +15,8 @@ import msgspec
 
 from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.tools.simulated_engines import make_request
-from lean_selector.tools.trace import TraceLine, prompt_tokens, trace_lines
+from lean_selector.tools.trace import prompt_tokens, trace_lines
+from lean_selector.wire.decision_lines import DecisionLine
 from loadtest.http_client import http
 
 MODEL_NAME = "versus"
@@ -29,7 +30,7 @@ encode_msgpack = msgspec.msgpack.Encoder().encode
 class Prompt(msgspec.Struct, frozen=True):
     """A prompt as hashes, 8 bytes per full block, little-endian; tokens only on demand."""
 
-    line: TraceLine
+    line: DecisionLine
     isl_tokens: int
     local: bytes
     sequence: bytes
@@ -62,7 +63,7 @@ class Prompts:
         """How many of the first `used` prompts were used before."""
         return max(0, used - len(self._known)) if self._ended else 0
 
-    def _prompt(self, line: TraceLine) -> Prompt:
+    def _prompt(self, line: DecisionLine) -> Prompt:
         tokens = prompt_tokens(line)
         request = make_request("", tokens, len(tokens), 0, self.block_size)
         layout = f"<{len(request.block_hashes)}q"
@@ -85,7 +86,7 @@ class Prompts:
     @functools.cached_property
     def opening(self) -> Prompt:
         """What no prompt of the trace begins with, OPENING_BLOCKS long: for engines to share."""
-        return self._prompt(TraceLine(0.0, OPENING_BLOCKS * self.block_size, 0, [_OPENING_ID]))
+        return self._prompt(DecisionLine(0.0, OPENING_BLOCKS * self.block_size, 0, [_OPENING_ID]))
 
     def behind_opening(self, number: int, blocks: int) -> Prompt:
         """A prompt of exactly `blocks` blocks, different for every number, with that opening."""
@@ -94,7 +95,7 @@ class Prompts:
     def _begun(self, held: bytes, number: int, blocks: int) -> Prompt:
         fresh = random.Random(f"{number}/{blocks}").randbytes(8 * blocks)
         local = held + fresh[len(held) :]
-        line = TraceLine(0.0, blocks * self.block_size, 0, [])
+        line = DecisionLine(0.0, blocks * self.block_size, 0, [])
         return Prompt(line, blocks * self.block_size, local, sequence_hashes_bytes(local))
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lean_selector.tools.service_process import ServiceError
-from lean_selector.tools.trace import TraceLine, prompt_tokens, read_trace
+from lean_selector.tools.trace import prompt_tokens, read_trace
+from lean_selector.wire.decision_lines import DecisionLine
 from tests.loadtest.conftest import WriteTrace
 
 
@@ -27,12 +28,12 @@ def trace(write_trace: WriteTrace) -> Path:
 
 
 def test_equal_hash_ids_have_equal_tokens_and_others_share_none() -> None:
-    first = prompt_tokens(TraceLine(0, 1_030, 0, [5, 6, 7]))
-    second = prompt_tokens(TraceLine(0, 1_500, 0, [5, 6, 8]))
+    first = prompt_tokens(DecisionLine(0, 1_030, 0, [5, 6, 7]))
+    second = prompt_tokens(DecisionLine(0, 1_500, 0, [5, 6, 8]))
     assert len(first) == 1_030
     assert first[:1_024] == second[:1_024]
     assert not set(first[1_024:]) & set(second[1_024:])
-    assert all(0 <= token < 2**32 for token in prompt_tokens(TraceLine(0, 512, 0, [2**40 + 1])))
+    assert all(0 <= token < 2**32 for token in prompt_tokens(DecisionLine(0, 512, 0, [2**40 + 1])))
 
 
 def test_lines_become_requests_in_seconds_and_blocks(trace: Path) -> None:

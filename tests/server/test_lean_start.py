@@ -15,6 +15,7 @@ OFF = (
     "lean_selector.http.tls",
     "lean_selector.inprocess",
     "lean_selector.server.curve_settings",
+    "lean_selector.server.decision_log",
     "lean_selector.server.discovery",
     "lean_selector.server.gateway_process",
     "lean_selector.server.gateway_routes",

@@ -76,6 +76,7 @@ class DrivenSelector:
         self.sources = Sources()
         sources: SourceSink = settings.pop("sources", self.sources)
         self.turns: list[Callable[[], None]] | None = [] if settings.pop("turns", False) else None
+        decisions = settings.pop("decisions", None)
         tables = None
         if isinstance(settings.get("sessions"), SessionTables):
             tables = settings.pop("sessions")
@@ -86,6 +87,7 @@ class DrivenSelector:
             events=self,
             sessions=tables,
             call_soon=None if self.turns is None else self.turns.append,
+            decisions=decisions,
         )
 
     def turn(self) -> None:

@@ -10,7 +10,7 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.tools.batching_engine import BatchingEngine, IterationTimes, SimulatedRequest
 from lean_selector.tools.simulate import main
 from lean_selector.tools.simulation import Fleet, Policy, Simulation, requests_of, round_robin
-from lean_selector.tools.trace import TraceLine
+from lean_selector.wire.decision_lines import DecisionLine
 
 # An iteration takes a second, and a second more for each of the ten prompt tokens at most.
 TIMES = IterationTimes(1.0, 1.0, 0.0, 0.0, most_prompt_tokens=10)
@@ -65,7 +65,7 @@ def test_a_prompt_waits_until_the_cache_has_room() -> None:
 
 
 LINES = [
-    TraceLine(1_000.0 * turn, 512 * (turn + 1) + 100, 5, [100 * user, *range(1, turn + 2)])
+    DecisionLine(1_000.0 * turn, 512 * (turn + 1) + 100, 5, [100 * user, *range(1, turn + 2)])
     for turn in range(4)
     for user in range(6)
 ]
@@ -94,7 +94,9 @@ def test_the_core_follows_what_is_cached_and_a_rule_does_not() -> None:
 def test_cold_prompts_that_come_together_go_where_their_prefix_is_being_computed() -> None:
     """Engines publish what they have computed, so events alone come too late."""
     lines = [
-        TraceLine(300.0 * burst + 6.0 * each, 17 * 512, 100, [*range(first, first + 16), -1 - each])
+        DecisionLine(
+            300.0 * burst + 6.0 * each, 17 * 512, 100, [*range(first, first + 16), -1 - each]
+        )
         for burst, first in enumerate(range(100, 3_100, 100))
         for each in range(8)
     ]
@@ -127,7 +129,7 @@ def test_selectors_know_of_each_other_as_soon_as_they_are_synced() -> None:
 
 
 def test_requests_of_one_moment_can_be_spread_until_the_next() -> None:
-    lines = [TraceLine(1e3 * at, 1, 1, [1]) for at in (3, 3, 0, 0, 3, 6, 6)]
+    lines = [DecisionLine(1e3 * at, 1, 1, [1]) for at in (3, 3, 0, 0, 3, 6, 6)]
     spread = [each.arrived_at for each in requests_of(lines, 1.0, spread=True)]
     assert spread == [0.0, 1.5, 3.0, 4.0, 5.0, 6.0, 6.0]
 

@@ -9,6 +9,7 @@ whichever later call frees capacity (D11). Lifecycle events for replicas go to t
 import heapq
 import random
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from lean_selector.core.errors import (
     AllWorkersBusy,
@@ -164,7 +165,7 @@ class Admission:
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
         """Answers one; who passes others gives no more load to what they wait for."""
         request, now = parked.request, room.now
-        waited_s = now - parked.arrived_at
+        waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
         answer: Placement | Exception
         try:
@@ -268,6 +269,24 @@ RECHECK_AFTER_S = 2.0
 OnAnswer = Callable[[Parked, Placement | Exception], None]
 
 
+class Decisions(Protocol):
+    """Hears what is chosen for requests that book, and what is reported of them."""
+
+    def chosen(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        ranks: int,
+        matches: MatchSets,
+        placement: Placement,
+        now: float,
+    ) -> None: ...
+
+    def reported(
+        self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
+    ) -> None: ...
+
+
 class Selector:
     """State of one selection service."""
 
@@ -284,6 +303,7 @@ class Selector:
         sessions: SessionTables | None = None,
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None,
         call_soon: CallSoon | None = None,
+        decisions: Decisions | None = None,
     ) -> None:
         """`thresholds` hold for every model that is not given its own; `on_discarded` and
         `check_worker` are the catalog's; `sessions` are those of the settings unless given, and
@@ -295,6 +315,7 @@ class Selector:
             sessions = SessionTables(settings.sessions)
         self._sessions = sessions
         self._rng = rng
+        self._decisions = decisions
         self._new_index = new_index
         self.limits = BusyThresholds(thresholds)
         self.catalog = Catalog(
@@ -487,6 +508,8 @@ class Selector:
             )
         prompt = request.prompt
         if request.books:
+            if self._decisions is not None:
+                self._decisions.chosen(partition, request, ranks, matches, placement, now)
             choice = CachedSelection(
                 load.worker_id,
                 load.dp_rank,
@@ -547,6 +570,8 @@ class Selector:
             counts = partition.slots.reservations[reservation_id].rank.counts
             counts.ttft_s += ttft_s
             counts.ttft_count += 1
+            if self._decisions is not None:
+                self._decisions.reported(reservation_id, ttft_s, None)
         for partition in self.bookings.holders(reservation_id):
             partition.ledger.prefill_complete(reservation_id, now)
             self.admit_parked(partition, now)
@@ -580,6 +605,8 @@ class Selector:
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking
         if cached_tokens is not None:
+            if self._decisions is not None:
+                self._decisions.reported(reservation_id, None, cached_tokens)
             rank.counts.cached_tokens += cached_tokens
             if booking.prefill_tokens is not None:  # else it is not known what was found
                 size = partition.block_size

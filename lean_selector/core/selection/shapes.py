@@ -131,6 +131,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
     priority_jump: float = 0.0
     strict_priority: int = 0
     matches: dict[tuple[int, int], Matched] = {}  # kept while the request is parked
+    waited_s: float = 0.0  # parked, until it is placed
     adds: int = 0  # EXPLANATION and OUTLOOK: what the placement is to say beside the choice
     target: AffinityTarget | None = None
     session_id: str | None = None  # None also where it counts for nothing: off, pinned, a target

@@ -12,7 +12,8 @@ import pytest
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.tools.batching_engine import SimulatedRequest
 from lean_selector.tools.simulation import Fleet, Policy, Simulation, requests_of
-from lean_selector.tools.trace import TRACE_BLOCK_TOKENS, TraceLine
+from lean_selector.tools.trace import TRACE_BLOCK_TOKENS
+from lean_selector.wire.decision_lines import DecisionLine
 
 LATENCY = RouterSettings(policy="latency")
 IDLE_MS = 60_000.0  # between requests: each finds all workers idle
@@ -27,7 +28,7 @@ def served(
 ) -> list[SimulatedRequest]:
     """Requests as (ms, blocks, output tokens), in order of arrival, and where they went."""
     trace = [
-        TraceLine(at, TRACE_BLOCK_TOKENS * len(blocks) + 1, output, blocks)
+        DecisionLine(at, TRACE_BLOCK_TOKENS * len(blocks) + 1, output, blocks)
         for at, blocks, output in lines
     ]
     requests = requests_of(trace, 1.0)
