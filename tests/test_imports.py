@@ -85,7 +85,7 @@ sys.exit(" ".join(failed) or 0)
 EVERYBODYS = {"tasks", "build_info", "core", "wire"}
 ROOMS: dict[str, set[str]] = {
     "cli": {"server", "tools"},
-    "tools": {"workers", "events", "replicas", "http", "client", "server"},
+    "tools": {"workers", "events", "replicas", "http", "client", "server", "service"},
     "inprocess": {"server", "client", "service", "replicas", "events"},
     "server": {"gateway", "workers", "service", "replicas", "events", "http"},
     "gateway": {"service", "http"},

@@ -22,20 +22,15 @@ from lean_selector.events.names import Resolver
 from lean_selector.http.allowed_endpoints import Url, base_without_version
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.http.trust import Credentials, TokenFile, Trust
-from lean_selector.tools.check_judgements import (
+from lean_selector.service.judgements import (
     NO_REPLAY,
     SECRET,
     SERVERS,
-    Finding,
-    Level,
-    SelectorFacts,
-    WorkerRecord,
     is_about_keys,
-    judge_engine,
-    judge_ports,
     judge_selector,
     subject_of,
 )
+from lean_selector.tools.check_judgements import judge_engine, judge_ports
 from lean_selector.tools.check_probes import Asked, Probes
 from lean_selector.tools.check_questions import (
     BEYOND_ALL,
@@ -45,6 +40,7 @@ from lean_selector.tools.check_questions import (
     Replays,
     judge_port,
 )
+from lean_selector.wire.findings import Finding, Level, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource
 from lean_selector.workers.engine_questions import ask_engine
 

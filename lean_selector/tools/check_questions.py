@@ -12,14 +12,14 @@ from lean_selector.events.kv_listener import KvReplay, ReplayEnd
 from lean_selector.events.kv_sockets import replay_frames
 from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
-from lean_selector.tools.check_judgements import (
+from lean_selector.wire.discovery_states import DiscoveryReport
+from lean_selector.wire.findings import (
     Finding,
     Level,
     Readiness,
     SelectorFacts,
     WorkerRecord,
 )
-from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.kv_events import NotABatch, batch_slices
 from lean_selector.wire.selection_bodies import KvSource
 

@@ -4,28 +4,23 @@ from typing import Any
 
 import pytest
 
-from lean_selector.tools.check import table
-from lean_selector.tools.check_judgements import (
-    Finding,
-    Level,
-    Readiness,
-    SelectorFacts,
-    WorkerRecord,
+from lean_selector.service.judgements import (
     can_be_chosen,
     judge_discoveries,
-    judge_engine,
-    judge_ports,
     judge_selector,
     judge_shared_endpoints,
     judge_source,
     judge_workers,
 )
+from lean_selector.tools.check import table
+from lean_selector.tools.check_judgements import judge_engine, judge_ports
 from lean_selector.wire.discovery_states import (
     DiscoveredPeer,
     DiscoveredWorker,
     DiscoveryReport,
     DiscoveryState,
 )
+from lean_selector.wire.findings import Finding, Level, Readiness, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource, RankHealthRow, WorkerHealthDetail
 from lean_selector.workers.particulars import Particulars
 

@@ -1,0 +1,374 @@
+"""What a selector says of itself, judged: findings, each with what mends it. Asks nothing."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from lean_selector.wire.discovery_states import (
+    EVENTS_PORT,
+    DiscoveredWorker,
+    DiscoveryReport,
+    DiscoveryState,
+)
+from lean_selector.wire.findings import Finding, Level, SelectorFacts, WorkerRecord
+from lean_selector.wire.selection_bodies import KvSource, RankHealthRow
+
+# -- KV event sources ------------------------------------------------------------------------------
+
+# Flags with keys for engines that encrypt (CURVE): those of the selector.
+SERVERS: Final = "--kv-events-curve-server-keys-file"
+SECRET: Final = "--kv-events-curve-secret-key-file"
+
+
+def is_about_keys(why: str) -> bool:
+    """Whether there is no connection for want of the right keys, by the words of its failure."""
+    return re.search(r"\bkeys?\b", why) is not None
+
+
+NO_REPLAY: Final = "no_replay"
+LEAST_ACCURACY: Final = 0.9
+_NOT_HEARD: Final = (
+    "see that the engine runs and publishes KV events, and check the host and port of "
+    "kv_events_endpoint"
+)
+
+# By state of a source: how bad it is, what it means where no problem is told, what mends it.
+_STATES: Final[dict[str, tuple[Level, str, str | None]]] = {
+    "live": (Level.OK, "its events are followed", None),
+    "replaying": (Level.OK, "what was missed is being replayed", None),
+    "partial": (
+        Level.NOTE,
+        "the replay no longer has the oldest batches: what the engine cached before is not known",
+        None,
+    ),
+    "silent": (
+        Level.NOTE,
+        "connected, and nothing was heard: an engine that has cached nothing yet, or no publisher",
+        "send the engine a prompt, or run this check with --probe",
+    ),
+    NO_REPLAY: (
+        Level.WARNING,
+        "no replay: what is missed, also by a restart of the selector, is lost",
+        None,
+    ),
+    "degraded": (
+        Level.WARNING,
+        "batches were lost that no replay brought: the index may say too little or too much",
+        None,
+    ),
+    "mismatch": (
+        Level.ERROR,
+        "its events do not fit the registration and are skipped",
+        "register the worker with the engine's block size",
+    ),
+    "unreachable": (Level.ERROR, "is not connected", _NOT_HEARD),
+    "connecting": (Level.WARNING, "not connected yet", _NOT_HEARD),
+    "resolving": (Level.WARNING, "its host name is being looked up", "check the name in DNS"),
+    "failed": (
+        Level.ERROR,
+        "cannot be opened",
+        "correct kv_events_endpoint: tcp://HOST:PORT as the selector reaches it",
+    ),
+}
+
+# By state, and whether a replay endpoint is registered.
+_REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
+    (NO_REPLAY, False): "start the engine with a replay_endpoint in its --kv-events-config, and "
+    "register that: until then what is missed is lost",
+    (NO_REPLAY, True): "start the engine with that replay_endpoint in its --kv-events-config, or "
+    "register its own: until then what is missed is lost",
+    ("degraded", False): "register a replay_endpoint, or restart the engine to begin anew",
+    ("degraded", True): "let its replay answer and keep more batches; a restart of the engine "
+    "begins anew",
+}
+
+
+def judge_source(source: KvSource) -> Finding:
+    """Judge one rank's event source by the state that the selector reports."""
+    level, meaning, mend = _STATES.get(
+        source.state, (Level.WARNING, "a state that this check does not know", None)
+    )
+    parts = [f"{source.state} at {source.endpoint}: {source.problem or meaning}"]
+    if source.last_error and not source.problem and level is not Level.OK:
+        parts.append(source.last_error)
+    if source.skipped:
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
+        parts.append(f"skipped events: {counts}")
+    accuracy = source.index_accuracy
+    if accuracy is not None and accuracy < LEAST_ACCURACY and level in (Level.OK, Level.NOTE):
+        level = Level.WARNING
+        parts.append(f"its index accuracy is {accuracy:.0%}: prompts were cached otherwise")
+        mend = "run this check with --probe; a replay_endpoint on both sides lets nothing be lost"
+    mend = _REPLAY_MENDS.get((source.state, source.replay_endpoint is not None), mend)
+    if source.problem and is_about_keys(source.problem):
+        mend = f"compare the selector's {SERVERS} and {SECRET} with the engine's keys"
+    return Finding(level, subject_of(source), "; ".join(parts), mend)
+
+
+def subject_of(source: KvSource) -> str:
+    return f"worker {source.worker_id} rank {source.dp_rank}"
+
+
+# -- endpoints that ranks share --------------------------------------------------------------------
+# One engine may be registered as several workers, as for two tenants: their ranks share rightly.
+
+_NAMED: Final = 4  # of those that share one
+
+
+class _Use:
+    """An endpoint in a field of a rank. `publisher`: the engine and rank that may publish there."""
+
+    def __init__(
+        self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]
+    ) -> None:
+        self.subject = subject
+        self.field = field
+        self.endpoint = endpoint
+        self.publisher = publisher
+
+
+def judge_shared_endpoints(
+    workers: Sequence[WorkerRecord], sources: Sequence[KvSource]
+) -> Iterator[Finding]:
+    """One finding for each endpoint that is shared, at the first that has it."""
+    engines = {worker.worker_id: worker.endpoint for worker in workers}
+    uses: dict[str, list[_Use]] = {}
+    for source in sources:
+        engine = engines.get(source.worker_id) or source.worker_id
+        fields = {"kv_events_endpoint": source.endpoint, "replay_endpoint": source.replay_endpoint}
+        for field, endpoint in fields.items():
+            if endpoint is not None:
+                use = _Use(subject_of(source), field, endpoint, (engine, source.dp_rank, field))
+                uses.setdefault(endpoint, []).append(use)
+    for first, *others in uses.values():
+        wrong = [use for use in others if use.publisher != first.publisher]
+        if wrong:
+            named = ", ".join(f"the {use.field} of {use.subject}" for use in wrong[:_NAMED])
+            more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            yield Finding(
+                Level.ERROR,
+                first.subject,
+                f"{first.field} {first.endpoint} is also {named}{more}: what one rank has cached "
+                "counts for another",
+                "register for each rank the endpoints of its own engine",
+            )
+
+
+# -- discoveries -----------------------------------------------------------------------------------
+
+_SUBJECT: Final = "discovery"
+# By what a discovery begins with.
+_MENDS: Final = {
+    "file": "put a list of workers there, for the selector to read",
+    "dns": "check the name in DNS, as the selector asks it",
+    "kubernetes": "check the service, and that the selector's account may watch its EndpointSlices",
+}
+
+
+def judge_discoveries(found: DiscoveryReport) -> Iterator[Finding]:
+    """What keeps a discovery from finding, then what was found and is not registered."""
+    for discovery in found.discoveries:
+        yield from _judge_discovery(discovery)
+    for worker in found.workers:
+        yield from _judge_discovered(worker)
+    for peer in found.peers:
+        if peer.last_error is not None:
+            what = f"peer {peer.endpoint} is {peer.state}: {peer.last_error}"
+            yield Finding(Level.WARNING, _SUBJECT, what)
+
+
+def _judge_discovery(discovery: DiscoveryState) -> Iterator[Finding]:
+    name, found = discovery.discovery, discovery.found
+    if discovery.state == "failing":
+        mend = _MENDS.get(name.partition(":")[0])
+        what = f"{name} fails: {discovery.last_error}"
+        if found is None:
+            yield Finding(Level.ERROR, _SUBJECT, what, mend)
+        else:
+            what += f"; the {found} {discovery.finds} that it found before hold"
+            yield Finding(Level.WARNING, _SUBJECT, what, mend)
+    elif not found:
+        what = "has found nothing yet" if found is None else f"finds no {discovery.finds}"
+        yield Finding(Level.NOTE, _SUBJECT, f"{name} {what}")
+
+
+def _judge_discovered(worker: DiscoveredWorker) -> Iterator[Finding]:
+    state, why = worker.state, worker.last_error
+    level, mend = Level.NOTE, None
+    if state == "asking" and why is None:
+        what = ": it is being asked what it is"
+    elif state == "asking":
+        level, what = Level.ERROR, f", not registered: it does not tell what it is: {why}"
+        mend = "start the engine, or correct where it is looked for; it is asked again by itself"
+    elif state == "refused":
+        level, what = Level.ERROR, f", not registered: {why}"
+        mend = "correct its entry, --discover-defaults or --allow-endpoint, as that says"
+    elif state == "removed":
+        what = ", deleted over HTTP: away until it is found anew"
+    elif state == "registered" and why is not None:
+        level, what = Level.WARNING, f": what it was registered as holds: {why}"
+    else:
+        return
+    by = ", ".join(worker.discoveries) or "nobody any more"
+    found = f"found at {worker.endpoint} by {by}"
+    yield Finding(level, f"worker {worker.worker_id}", found + what, mend)
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+_Alike = dict[tuple[str, str], list[WorkerRecord]]  # by model and tenant
+
+
+def can_be_chosen(workers: list[WorkerRecord]) -> int:
+    """How many. Where all of a model are ejected they are tried all the same, and count."""
+    return sum(
+        sum(not _is_out(worker) for worker in alike) or len(alike)
+        for alike in _alike(filter(_is_schedulable, workers)).values()
+    )
+
+
+def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
+    """Those that cannot be chosen, and what is held against the others."""
+    for (model_name, tenant_id), alike in _alike(filter(_is_schedulable, workers)).items():
+        if all(map(_is_out, alike)):
+            yield Finding(
+                Level.ERROR,
+                f"model {model_name}",
+                f"all its workers (tenant {tenant_id}) are ejected, and tried all the same",
+                "mend the engines of the workers below",
+            )
+    for worker in workers:
+        if _is_schedulable(worker):
+            yield from _judge_health(worker)
+        else:
+            reasons = "; ".join(worker.not_schedulable_reasons) or worker.lifecycle
+            yield Finding(
+                Level.ERROR,
+                f"worker {worker.worker_id}",
+                f"cannot be chosen: {reasons}",
+                f"PATCH /workers/{worker.worker_id} with what is missing",
+            )
+    for (model_name, tenant_id), alike in _alike(workers).items():
+        sizes = {worker.block_size: worker.worker_id for worker in alike if worker.block_size}
+        if len(sizes) > 1:
+            have = ", ".join(f"worker {sizes[size]} of {size}" for size in sorted(sizes))
+            yield Finding(
+                Level.ERROR,
+                f"model {model_name}",
+                f"its workers (tenant {tenant_id}) have blocks of several sizes: {have} tokens",
+                "start all engines of a model with one block size",
+            )
+
+
+def _alike(workers: Iterable[WorkerRecord]) -> _Alike:
+    """Those among which one is chosen."""
+    found: _Alike = {}
+    for worker in workers:
+        found.setdefault((worker.model_name, worker.tenant_id), []).append(worker)
+    return found
+
+
+def _is_schedulable(worker: WorkerRecord) -> bool:
+    return worker.lifecycle == "schedulable"
+
+
+def _ranks_that_are(worker: WorkerRecord, state: str) -> list[RankHealthRow]:
+    ranks = [] if worker.health is None else worker.health.ranks
+    return [rank for rank in ranks if rank.state == state]
+
+
+def _is_out(worker: WorkerRecord) -> bool:
+    """With all its ranks."""
+    return len(_ranks_that_are(worker, "ejected")) >= (worker.data_parallel_size or 1)
+
+
+def _judge_health(worker: WorkerRecord) -> Iterator[Finding]:
+    """Ranks of a worker that are alike in one finding, with the reason of the first."""
+    subject = f"worker {worker.worker_id}"
+    if ejected := _ranks_that_are(worker, "ejected"):
+        which = "" if _is_out(worker) else f"{_named(ejected)} "
+        back_s = ejected[0].returns_in_s
+        until = "until a poll of it succeeds" if back_s is None else f"for {back_s:.0f} s more"
+        what = f"{which}ejected, {until}: {_why(ejected[0])}"
+        mend = "mend its engine; it is given work again by itself"
+        yield Finding(Level.WARNING, subject, what, mend)
+    if on_probation := _ranks_that_are(worker, "probation"):
+        what = (
+            f"{_named(on_probation)} on probation, where one failure ejects it again: "
+            f"{_why(on_probation[0])}"
+        )
+        yield Finding(Level.NOTE, subject, what)
+
+
+def _named(ranks: list[RankHealthRow]) -> str:
+    numbers = ", ".join(str(rank.dp_rank) for rank in ranks)
+    return f"rank {numbers} is" if len(ranks) == 1 else f"ranks {numbers} are"
+
+
+def _why(rank: RankHealthRow) -> str:
+    return rank.reason or "no reason is told"
+
+
+# -- the selector as a whole -----------------------------------------------------------------------
+
+
+def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
+    """The service as a whole, then its discoveries, its workers and their sources."""
+    yield _judge_readiness(facts)
+    if facts.readiness.recovering:
+        yield Finding(Level.NOTE, "selector", "it still recovers its index from --indexer-peers")
+    if (fault := facts.readiness.state_fault) is not None:
+        yield Finding(
+            Level.WARNING,
+            "selector",
+            f"its state is not written, and a restart would lose it: {fault}",
+            "mend the disk of --state-dir; it is tried again every second",
+        )
+    if facts.discoveries is not None:
+        yield from judge_discoveries(facts.discoveries)
+    yield from judge_workers(facts.workers)
+    if facts.sources is None:
+        yield Finding(Level.NOTE, "selector", "it does not tell how it follows KV events")
+        return
+    if not facts.sources and facts.workers:
+        yield Finding(
+            Level.WARNING,
+            "selector",
+            "it follows no KV events: workers are chosen by load alone, or with "
+            "--router-ttl-secs by what was booked on them",
+            "register workers with kv_events_endpoint, or discover them with "
+            f"{EVENTS_PORT}; and run without --use-kv-events false",
+        )
+    else:
+        yield from _judge_deaf(facts.workers, facts.sources)
+    yield from map(judge_source, facts.sources)
+    yield from judge_shared_endpoints(facts.workers, facts.sources)
+
+
+def _judge_deaf(workers: list[WorkerRecord], sources: list[KvSource]) -> Iterator[Finding]:
+    """Workers that can be chosen, and of which no events are followed though of others some are."""
+    heard = {source.worker_id for source in sources}
+    for worker in workers:
+        if _is_schedulable(worker) and worker.worker_id not in heard:
+            yield Finding(
+                Level.WARNING,
+                f"worker {worker.worker_id}",
+                "no source of its KV events is known: it is chosen by load alone",
+                f'PATCH /workers/{worker.worker_id} {{"kv_events_endpoint": "tcp://HOST:5557"}}; '
+                f"where it was discovered, {EVENTS_PORT}",
+            )
+
+
+def _judge_readiness(facts: SelectorFacts) -> Finding:
+    if not facts.workers:
+        advice = "POST /workers for each engine, or start it with --discover"
+        looking = facts.discoveries.discoveries if facts.discoveries is not None else []
+        if any(discovery.finds == "workers" for discovery in looking):
+            advice = "mend its discoveries, as told below, or POST /workers for each engine"
+        return Finding(Level.ERROR, "selector", "no worker is registered", advice)
+    count = can_be_chosen(facts.workers)
+    what = f"{count} of {len(facts.workers)} workers can be chosen"
+    if facts.is_ready:
+        return Finding(Level.OK, "selector", f"ready: {what}")
+    mend = None if count else "mend the workers below"
+    return Finding(Level.ERROR, "selector", f"not ready: {what}", mend)
