@@ -166,18 +166,22 @@ class KvSubscriptions:
         self, model_name: str | None = None, tenant_id: str | None = None
     ) -> list[KvSource]:
         """Every source, or those of the partitions named, sorted by worker and rank."""
-        found = []
-        for rank, partition in sorted(self._partitions.items(), key=lambda item: item[0]):
-            if model_name not in (None, partition.model_name):
-                continue
-            if tenant_id not in (None, partition.tenant_id):
-                continue
-            status = msgspec.structs.asdict(self._listeners[rank].status())
-            status["model_name"], status["tenant_id"] = partition.model_name, partition.tenant_id
-            load = partition.slots.ranks.get(rank)
-            accuracy = None if load is None else load.counts.index_accuracy
-            found.append(KvSource(**status, index_accuracy=accuracy))
-        return found
+        return [
+            source
+            for source in self.each_source()
+            if model_name in (None, source.model_name) and tenant_id in (None, source.tenant_id)
+        ]
+
+    def each_source(self) -> Iterator[KvSource]:
+        """As `each_status`, with what its rank found of it."""
+        for partition, status in self.each_status():
+            load = partition.slots.ranks.get((status.worker_id, status.dp_rank))
+            yield KvSource(
+                **msgspec.structs.asdict(status),
+                model_name=partition.model_name,
+                tenant_id=partition.tenant_id,
+                index_accuracy=None if load is None else load.counts.index_accuracy,
+            )
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
         """How the sources of a worker are, those that are listened to."""

@@ -21,7 +21,12 @@ from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import HttpServer, new_zmq_context, run, tokens_of
 from lean_selector.server.peer_access import credentials_of
-from lean_selector.server.selector_process import SelectorParts, gateway_routes_of, selector_app
+from lean_selector.server.selector_process import (
+    SelectorParts,
+    gateway_routes_of,
+    protocol_of,
+    selector_app,
+)
 from lean_selector.service import logs
 from lean_selector.service.metrics import prompt_families
 
@@ -89,6 +94,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         behind,
         config.selector.listen,
         "lean-selector",
+        protocol_of(config.selector),
         port_flag="--selector-port",
     )
     app = handler if tokens is None else guarded(handler, tokens, counts, front)

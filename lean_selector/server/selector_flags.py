@@ -460,6 +460,16 @@ class AccessLogsFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PageFlags:
+    """The page
+
+    is_off: serve neither the page /ui nor what it shows: /events, /fleet, /prefixes
+    """
+
+    is_off: bool = flag(False, "--no-ui")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecisionLogFlags:
     """Decision log
 
@@ -513,6 +523,7 @@ class SelectorConfig(ServiceConfig):
     prompts: PromptsFlags
     access_logs: AccessLogsFlags
     decisions: DecisionLogFlags
+    page: PageFlags
     ignored: IgnoredFlags = field(compare=False)
     needs_kv_events: bool = True  # False: a worker without a source of them is served by load alone
 

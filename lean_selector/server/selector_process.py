@@ -27,7 +27,7 @@ from lean_selector.events.links import Links
 from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits
-from lean_selector.http.protocol import App
+from lean_selector.http.protocol import App, HttpProtocol
 from lean_selector.server.host import (
     ExpirySweep,
     HttpServer,
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from lean_selector.server.gateway_routes import GatewayRoutes
     from lean_selector.server.replication import Replication
     from lean_selector.server.state_persister import Persister
+    from lean_selector.service.ui import Events
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
 
@@ -235,10 +236,15 @@ class SelectorParts:
 
             self.persister = keep_selector(config, selector, replication, self.finding, self._state)
             self.families += self.persister.families()
-        routes = (
-            *self.service.routes(),
-            *discovery_routes(None if self.finding is None else self.finding.report),
-        )
+        report = None if self.finding is None else self.finding.report
+        routes = (*self.service.routes(), *discovery_routes(report))
+        self._events: Events | None = None
+        if not config.page.is_off:
+            from lean_selector.service import fleet, ui
+
+            view = fleet.FleetView(selector, subscriptions, self._state, report)
+            self._events = ui.Events(selector, view, loop.call_soon, loop.call_later)
+            routes = (*routes, *ui.ui_routes(view, self._events, loop.call_soon))
         self.routes = routes if self.persister is None else durable(routes, self.persister)
         self._config = config
         if config.peers.token_file or config.peers.ca_file or config.peers.cert_file:
@@ -320,6 +326,8 @@ class SelectorParts:
 
     def refuse_new(self) -> None:
         self._state.is_draining = True
+        if self._events is not None:
+            self._events.close()
         if self._recovering is not None:
             self._recovering.cancel()
         self.selector.refuse_parked(Unavailable(SHUTDOWN))
@@ -373,7 +381,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
         loop.call_soon, Limits(), max_connections=config.listen.max_connections
     )
     app = selector_app(config, parts, connections, log_state, gateways, tokens=tokens)
-    server = HttpServer(app, connections, config.listen)
+    server = HttpServer(app, connections, config.listen, protocol=protocol_of(config))
     if tokens is not None:
         server.watch(tokens.look)
     await server.start()
@@ -386,6 +394,15 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
 
     await server.serve(parts.tick, parts.refuse_new, close, log_state.doubts)
     context.destroy(linger=0)
+
+
+def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
+    """Of connections to the selector's API, which may have to stream."""
+    if config.page.is_off:
+        return HttpProtocol
+    from lean_selector.http.streaming import StreamingProtocol
+
+    return StreamingProtocol
 
 
 def gateway_routes_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayRoutes | None":

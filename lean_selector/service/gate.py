@@ -17,6 +17,7 @@ from lean_selector.core.errors import AllWorkersBusy, SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.response import Response, status_of
 from lean_selector.http.routes_by_path import Match, MethodNotAllowed, RouteTable
+from lean_selector.http.streaming import StreamedReply
 from lean_selector.service.access import ADMIN, OPEN, READ, AccessTokens, Refusal, Role, refusal_of
 from lean_selector.service.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
 from lean_selector.service.exposition import FASTEST_S, LATENCY_BOUNDS_S, RouteMeter
@@ -36,7 +37,8 @@ from lean_selector.wire.selection_bodies import PromptFields
 
 T = TypeVar("T")
 _NOTHING: Final = frozenset[str]()
-Run = Callable[[Request, bytes | None], Answer]  # the second is the path's parameter
+Served = Answer | StreamedReply
+Run = Callable[[Request, bytes | None], Served]  # the second is the path's parameter
 
 
 class Endpoint:
@@ -118,7 +120,7 @@ class Gate:
         self._lines = lines
         self._seen: dict[bytes | None, int] = {} if tokens is None else tokens.seen
 
-    def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> Served:
         started = _clock()
         found = self._table.match(request.method, request.path)
         if isinstance(found, Match):
@@ -133,7 +135,10 @@ class Gate:
             except Exception as error:
                 answer = self._failed(request, meter, error, endpoint)
             if not isinstance(answer, bytes):
-                _meter_later(answer, meter, started)
+                if isinstance(answer, LaterReply):
+                    _meter_later(answer, meter, started)
+                else:  # it lasts as long as its client likes
+                    meter.add(_clock() - started, b"200")
                 return answer
         else:
             meter = self._unrouted
@@ -160,7 +165,7 @@ class Gate:
         return self._tokens.role_of(request.credential) < needed
 
     def _abridged(self, whole: Run, brief: Run, tokens: AccessTokens) -> Run:
-        def answer(request: Request, param: bytes | None) -> Answer:
+        def answer(request: Request, param: bytes | None) -> Served:
             knows = tokens.role_of(request.credential) >= READ
             return (whole if knows else brief)(request, param)
 
@@ -348,7 +353,7 @@ def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
 def _durable(endpoint: Endpoint, saving: Saving) -> Endpoint:
     run = endpoint.run
 
-    def answer(request: Request, param: bytes | None) -> Answer:
+    def answer(request: Request, param: bytes | None) -> Served:
         made = run(request, param)
         saving.note()
         if not isinstance(made, bytes):

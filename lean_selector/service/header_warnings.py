@@ -17,8 +17,8 @@ from lean_selector.core.selection.catalog import HttpPlaces, Worker
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.zmq_endpoints import check_endpoint, http_place, zmq_key
 from lean_selector.http.head import Request
-from lean_selector.service.gate import Endpoint
-from lean_selector.service.replies import Answer, is_json, printable, warning_line
+from lean_selector.service.gate import Endpoint, Served
+from lean_selector.service.replies import is_json, printable, warning_line
 from lean_selector.wire.discovery_states import EVENTS_PORT
 
 _MOST_MODELS: Final = 32
@@ -88,7 +88,7 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
     """An endpoint that warns of unread fields of its body also where it succeeds."""
     run, fields = endpoint.run, endpoint.fields()
 
-    def answer(request: Request, param: bytes | None) -> Answer:
+    def answer(request: Request, param: bytes | None) -> Served:
         result = run(request, param)
         warnings = unread_fields(request, fields)
         if not warnings or not isinstance(result, bytes):

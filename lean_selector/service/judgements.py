@@ -10,8 +10,18 @@ from lean_selector.wire.discovery_states import (
     DiscoveryReport,
     DiscoveryState,
 )
-from lean_selector.wire.findings import Finding, Level, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource, RankHealthRow
+
+
+class Level:
+    """How bad; only an error is a reason for a script to stop."""
+
+    OK: Final = "ok"
+    NOTE: Final = "note"  # how it is, and good to know
+    WARNING: Final = "warning"  # serves, and worse than it could
+    ERROR: Final = "error"
+
 
 # -- KV event sources ------------------------------------------------------------------------------
 
@@ -33,7 +43,7 @@ _NOT_HEARD: Final = (
 )
 
 # By state of a source: how bad it is, what it means where no problem is told, what mends it.
-_STATES: Final[dict[str, tuple[Level, str, str | None]]] = {
+_STATES: Final[dict[str, tuple[str, str, str | None]]] = {
     "live": (Level.OK, "its events are followed", None),
     "replaying": (Level.OK, "what was missed is being replayed", None),
     "partial": (
@@ -89,7 +99,7 @@ def judge_source(source: KvSource) -> Finding:
         source.state, (Level.WARNING, "a state that this check does not know", None)
     )
     parts = [f"{source.state} at {source.endpoint}: {source.problem or meaning}"]
-    if source.last_error and not source.problem and level is not Level.OK:
+    if source.last_error and not source.problem and level != Level.OK:
         parts.append(source.last_error)
     if source.skipped:
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))

@@ -26,6 +26,7 @@ from lean_selector.service.judgements import (
     NO_REPLAY,
     SECRET,
     SERVERS,
+    Level,
     is_about_keys,
     judge_selector,
     subject_of,
@@ -40,7 +41,7 @@ from lean_selector.tools.check_questions import (
     Replays,
     judge_port,
 )
-from lean_selector.wire.findings import Finding, Level, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource
 from lean_selector.workers.engine_questions import ask_engine
 
@@ -97,7 +98,7 @@ class Examination:
             found = [await port("kv_events_endpoint", source.endpoint)]
             if source.replay_endpoint is not None:
                 found.append(await port("replay_endpoint", source.replay_endpoint))
-                if found[-1].level is Level.OK:
+                if found[-1].level == Level.OK:
                     found.append(await self._ask_replay(subject, source.replay_endpoint))
             elif source.state != NO_REPLAY:  # else the selector's own word says so
                 found.append(
@@ -258,7 +259,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         width = shutil.get_terminal_size((120, 24)).columns
         sys.stdout.write("".join(f"{line}\n" for line in table(findings, width)))
-    return int(any(finding.level is Level.ERROR for finding in findings))
+    return int(any(finding.level == Level.ERROR for finding in findings))
 
 
 def _client_keys(servers_file: str | None, secret_file: str | None) -> CurveClient | None:

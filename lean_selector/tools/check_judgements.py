@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from lean_selector.service.judgements import subject_of
-from lean_selector.wire.findings import Finding, Level, WorkerRecord
+from lean_selector.service.judgements import Level, subject_of
+from lean_selector.wire.findings import Finding, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource
 from lean_selector.workers.particulars import Particulars
 

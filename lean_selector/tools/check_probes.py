@@ -16,9 +16,9 @@ import msgspec
 from lean_selector.core.index.shapes import BlockStored
 from lean_selector.http.allowed_endpoints import base_without_version
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
-from lean_selector.service.judgements import subject_of
+from lean_selector.service.judgements import Level, subject_of
 from lean_selector.tools.check_questions import AskedSelector, NoReplay, NotASelector, Replays
-from lean_selector.wire.findings import Finding, Level, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource
 
 _TOKEN_IDS: Final = range(10, 100)

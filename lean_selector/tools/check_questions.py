@@ -12,14 +12,9 @@ from lean_selector.events.kv_listener import KvReplay, ReplayEnd
 from lean_selector.events.kv_sockets import replay_frames
 from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
+from lean_selector.service.judgements import Level
 from lean_selector.wire.discovery_states import DiscoveryReport
-from lean_selector.wire.findings import (
-    Finding,
-    Level,
-    Readiness,
-    SelectorFacts,
-    WorkerRecord,
-)
+from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
 from lean_selector.wire.kv_events import NotABatch, batch_slices
 from lean_selector.wire.selection_bodies import KvSource
 
@@ -146,7 +141,7 @@ async def judge_port(
 
 async def _judged_port(
     resolve: Resolve, endpoint: str, timeout_s: float
-) -> tuple[Level, str, str | None]:
+) -> tuple[str, str, str | None]:
     place = _place(endpoint)
     if place is None and endpoint.startswith("ipc://"):
         return Level.NOTE, ": not looked at from here", None

@@ -1,26 +1,15 @@
 """Findings, as `lean-selector check` and the page tell them, and the answers that are judged."""
 
-from enum import StrEnum
-
 import msgspec
 
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.selection_bodies import KvSource, WorkerHealthDetail
 
 
-class Level(StrEnum):
-    """How bad; only an error is a reason for a script to stop."""
-
-    OK = "ok"
-    NOTE = "note"  # how it is, and good to know
-    WARNING = "warning"  # serves, and worse than it could
-    ERROR = "error"
-
-
 class Finding(msgspec.Struct, frozen=True):
     """One line of the table."""
 
-    level: Level
+    level: str  # ok, note, warning or error
     subject: str  # "selector", "worker 3", "worker 3 rank 1"
     what: str
     mend: str | None = None  # what to do, where something is to be done

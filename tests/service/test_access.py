@@ -24,7 +24,7 @@ from tests.support.running_service import DEADLINE_S, RunningService, wait_until
 
 TOKENS = {"read": "r-0123456789", "write": "w-0123456789", "admin": "a-0123456789"}
 RANKS = ["open", *TOKENS]
-OPEN_PATHS = {"/health", "/ready"}
+OPEN_PATHS = {"/health", "/ready", "/ui"}
 WORKER = {"worker_id": 1, "endpoint": "http://worker-1:8000", "block_size": 16}
 
 

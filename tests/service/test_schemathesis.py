@@ -15,6 +15,7 @@ import pytest
 from tests.support.running_service import RunningService
 
 HERE = Path(__file__).parent
+ENDLESS = "/events"  # an answer that goes on until its client leaves
 FEW = 4  # random ones for each route
 EVENTLESS = ("--use-kv-events", "false")
 API_16 = (*EVENTLESS, "--api", "1.6")
@@ -36,6 +37,7 @@ def judged(folder: Path, document: str, *only: str) -> str:
             *("--config-file", str(HERE / "schemathesis.toml"), "run", document, *only),
             *("--max-examples", str(FEW), "--generation-deterministic"),
             *("--suppress-health-check", "all", "--no-color"),  # health checks ask the clock
+            *("--exclude-path", ENDLESS),
         ],
         cwd=folder,
         env={**os.environ, "SCHEMATHESIS_HOOKS": str(HERE / "schemathesis_hooks.py")},
@@ -76,5 +78,7 @@ def test_a_service_does_what_its_document_says(
 def assert_all_was_tested(report: str) -> None:
     operations = re.search(r"Selected: (\d+)/(\d+)\n\s+Tested: (\d+)", report)
     assert operations is not None, report
-    assert len(set(operations.groups())) == 1, report
+    selected, offered, tested = map(int, operations.groups())
+    assert selected == tested, report
+    assert offered - selected in (0, 1), report
     assert "Serialization not possible" not in report

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lean_selector.core.load.slots import Slots
@@ -19,13 +19,15 @@ from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
 from lean_selector.http.response import JSON, PendingReply, encode_response
 from lean_selector.service.application import OpenApiRoutes, metrics_route
+from lean_selector.service.fleet import FleetView
 from lean_selector.service.gate import Gate, Route
 from lean_selector.service.selection import SelectionService, Timer
 from lean_selector.service.selection_16 import SelectionService16
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker_handlers import SlotTrackerService
+from lean_selector.service.ui import Events, ui_routes
 from lean_selector.service.worker_handlers import ServiceState
-from lean_selector.wire.selection_bodies import SourceCondition
+from lean_selector.wire.selection_bodies import KvSource, SourceCondition
 
 NOW = 1000.0
 
@@ -49,6 +51,9 @@ class NoEngines:
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
         return []
+
+    def each_source(self) -> Iterator[KvSource]:
+        return iter(())
 
     def listeners(self, key: str) -> Sequence[tuple[int, int]]:
         return []
@@ -161,7 +166,15 @@ def routes_of(service: str) -> list[Route]:
         lambda name, tokens: None,
         lambda name: False,
     )
-    return [*selection.routes(), *door.routes(), *shared]
+    return [*selection.routes(), *door.routes(), *looks_of(selection), *shared]
+
+
+def looks_of(service: SelectionService, turns: Turns | None = None) -> tuple[Route, ...]:
+    """The routes of the page; with `turns` those of the loop's."""
+    turns = turns or Turns()
+    view = FleetView(service.selector, NoEngines(), ServiceState(), clock=lambda: NOW)
+    events = Events(service.selector, view, turns.call_soon, lambda delay, call: None)
+    return ui_routes(view, events, turns.call_soon)
 
 
 def request(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lean_selector.service.judgements import (
+    Level,
     can_be_chosen,
     judge_discoveries,
     judge_selector,
@@ -20,7 +21,7 @@ from lean_selector.wire.discovery_states import (
     DiscoveryReport,
     DiscoveryState,
 )
-from lean_selector.wire.findings import Finding, Level, Readiness, SelectorFacts, WorkerRecord
+from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource, RankHealthRow, WorkerHealthDetail
 from lean_selector.workers.particulars import Particulars
 
@@ -46,7 +47,7 @@ def worker(worker_id: int, *ranks: RankHealthRow, **fields: Any) -> WorkerRecord
     return WorkerRecord(worker_id, "m", "schedulable", **told)
 
 
-def told(findings: Any) -> list[tuple[Level, str]]:
+def told(findings: Any) -> list[tuple[str, str]]:
     return [(each.level, each.subject) for each in findings]
 
 
@@ -67,7 +68,7 @@ def test_a_source_whose_index_is_inaccurate_is_a_warning() -> None:
         ("of a later version", WARNING),
     ],
 )
-def test_each_state_of_a_source_has_its_weight(state: str, level: Level) -> None:
+def test_each_state_of_a_source_has_its_weight(state: str, level: str) -> None:
     finding = judge_source(source(state))
     assert (finding.level, finding.subject) == (level, "worker 3 rank 1")
     assert state in finding.what
@@ -179,7 +180,7 @@ def discovery(state: str, found: int | None, error: str | None = None) -> Discov
     ],
 )
 def test_a_discovery_is_judged_by_what_it_found(
-    judged: DiscoveryState, level: Level | None, words: str
+    judged: DiscoveryState, level: str | None, words: str
 ) -> None:
     found = list(judge_discoveries(report(discoveries=[judged])))
     assert told(found) == ([(level, "discovery")] if level else [])
@@ -202,7 +203,7 @@ def test_a_discovery_is_judged_by_what_it_found(
     ],
 )
 def test_a_discovered_worker_is_told_of_with_the_reason(
-    state: str, error: str | None, level: Level | None, words: str
+    state: str, error: str | None, level: str | None, words: str
 ) -> None:
     row = DiscoveredWorker("http://gpu:8000", 7, ["dns:gpu:8000"], state, None, error)
     found = list(judge_discoveries(report(workers=[row])))
@@ -292,7 +293,7 @@ def test_block_sizes_of_a_model_that_differ_are_an_error_and_of_two_tenants_are_
         ),
     ],
 )
-def test_a_selector_is_judged_by_what_it_tells(facts: SelectorFacts, levels: list[Level]) -> None:
+def test_a_selector_is_judged_by_what_it_tells(facts: SelectorFacts, levels: list[str]) -> None:
     found = list(judge_selector(facts))
     assert told(found) == [(level, "selector") for level in levels]
     assert facts.readiness.state_fault is None or "no space left" in found[2].what
@@ -347,7 +348,7 @@ def test_a_selector_that_looks_for_workers_is_not_told_to_look(
     ],
 )
 def test_an_engine_is_held_against_its_registration(
-    told_by_it: Particulars, blocks: int | None, levels: list[Level], words: str
+    told_by_it: Particulars, blocks: int | None, levels: list[str], words: str
 ) -> None:
     found = list(judge_engine(worker(7, total_kv_blocks=blocks), told_by_it))
     assert [each.level for each in found] == levels
@@ -396,7 +397,7 @@ def test_long_lines_go_on_below_themselves() -> None:
     ],
 )
 def test_where_an_engine_says_that_it_publishes_is_held_against_the_registration(
-    told: dict[str, Any], levels: list[Level]
+    told: dict[str, Any], levels: list[str]
 ) -> None:
     own = source("live", replay_endpoint="tcp://gpu:5558")
     endpoints = {"endpoint": "tcp://gpu:6557", "replay_endpoint": "tcp://gpu:6558"}

@@ -23,7 +23,8 @@ from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.engine_hashes import NOWHERE, EngineHashes, HashesInDicts
 from lean_selector.core.index.kv_dump import leading_names, slices_of
 from lean_selector.core.index.lower_tiers import ROOT, Holdings, LowerMatches, LowerTier
-from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tier
+from lean_selector.core.index.runs import Run
+from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tier, UpperRun
 from lean_selector.core.index.sweeping import Sweeps
 from lean_selector.core.rank_bits import RankBits, RankKey
 
@@ -184,6 +185,16 @@ class KvIndex:
                 apart |= ranks
             sets = [(blocks, rest) for blocks, mask in sets if (rest := mask & ~apart)]
         return sets, extended
+
+    def path(self, local_hashes: bytes) -> list[Run]:
+        """The runs along a prompt, as far as a rank holds all of it."""
+        return self._device.match_sets(local_hashes)[1]
+
+    def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
+        """The runs that weigh most, from the root down, in steps of `core.index.upper_runs`."""
+        from lean_selector.core.index.upper_runs import upper_runs
+
+        return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
 
     def leading_names(self, key: RankKey, local_hashes: bytes, blocks: int) -> tuple[int, ...]:
         """A rank's engine hashes of the first blocks of a prompt, all of which it holds on the

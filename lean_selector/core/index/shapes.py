@@ -171,3 +171,16 @@ class EventBatch(msgspec.Struct, gc=False):
     dp_rank: int | None
     events: list[Event]
     skipped: list[SkippedEvent]
+
+
+class UpperRun(msgspec.Struct, frozen=True, gc=False):
+    """A run of blocks that prompts share, as people see it."""
+
+    parent: int  # which of the runs told before leads to it; -1: none, a prompt begins with it
+    depth: int  # blocks of a prompt before it
+    blocks: int
+    holders: int  # ranks that hold some of them on the device
+    held_blocks: int  # that they hold of it together
+    branches: int  # runs that follow it
+    first_hash: str  # XXH3-64 of its first block, in hexadecimal
+    hits: int | None  # prompts that met it while somebody looked; None: nobody did

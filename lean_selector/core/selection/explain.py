@@ -3,6 +3,8 @@
 Never part of the choice itself. Spec selection_16.md 4 and 8.
 """
 
+import heapq
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -55,9 +57,12 @@ def explained(
     matches: MatchSets,
     now: float,
     is_steered: bool = False,
+    shown: int | None = None,
+    best: int = 0,
 ) -> Explanation:
     """What decides between `ranks`, the candidates, and why the others are none; `is_steered`: for
-    the request goes where its session is bound, or to its target."""
+    the request goes where its session is bound, or to its target. With `shown` only the rows of
+    these ranks are made, and of so many candidates that cost least."""
     prompt, terms, order = request.prompt, request.terms, partition.order
     block_size = partition.block_size
     pricing = Pricing(partition, request, ranks, now)
@@ -71,16 +76,22 @@ def explained(
     chance_of_each, drawn = probabilities(costs, terms.temperature)
     chances = dict(zip(bits, zip(costs, chance_of_each, strict=True), strict=True))
     least_tokens = order.least_tokens(ranks, now)
-    everyone = partition.everyone
-    held = by_bit(matches, everyone)
-    shares = by_bit(active_prefix_sets(partition, request), everyone)
-    weights = by_bit(taint_weights(partition, preferences(request)), everyone)
+    if shown is None:
+        shown = partition.everyone
+    else:
+        for _, bit in heapq.nsmallest(best, zip(costs, bits, strict=True)):
+            shown |= 1 << bit
+    held = by_bit(matches, shown)
+    shares = by_bit(active_prefix_sets(partition, request), shown)
+    weights = by_bit(taint_weights(partition, preferences(request)), shown)
     favoured, bonus = request.favoured, request.bonus_blocks
     unfavoured: float | UnsetType = 0.0 if favoured else UNSET
     owed = partition.fullness.owed_tokens(ranks)
     rows = []
     for worker_id, worker in sorted(partition.workers.items()):
         for load in worker.loads:
+            if not load.mask & shown:
+                continue
             chance = chances.get(load.bit)
             match = held.get(load.bit, NOTHING)
             tokens = load.prefill_tokens_at(now)

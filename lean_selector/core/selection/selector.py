@@ -23,6 +23,7 @@ from lean_selector.core.health.ejections import OK, REFUSED
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds, Headroom
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold, Reservation
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.rank_bits import RankKey
@@ -47,6 +48,7 @@ from lean_selector.core.selection.scheduler import (
 )
 from lean_selector.core.selection.shapes import (
     CachedSelection,
+    Decision,
     PartitionKey,
     Placement,
     SelectionRequest,
@@ -287,6 +289,23 @@ class Decisions(Protocol):
     ) -> None: ...
 
 
+class Watch(Protocol):
+    """Who looks at what is chosen: `core.selection.watch`."""
+
+    def look(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        ranks: int,
+        matches: MatchSets,
+        load: RankLoad,
+        placement: Placement,
+        now: float,
+    ) -> Decision | None: ...
+
+    def add(self, decision: Decision) -> None: ...
+
+
 class Selector:
     """State of one selection service."""
 
@@ -333,6 +352,7 @@ class Selector:
         self.parks = settings.queue_threshold is not None
         self._refuses_to_park: SelectorError | None = None
         self.health = WorkerHealth(self.catalog, self.admit_parked)
+        self.watch: Watch | None = None  # while somebody looks at what is chosen
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
         index, ttl_s = self._new_index(block_size), self.settings.routed_ttl_s
@@ -506,7 +526,10 @@ class Selector:
             placement = with_more(
                 partition, request, ranks, matches, (load, placement), now, is_steered
             )
-        prompt = request.prompt
+        prompt, decision = request.prompt, None
+        watch = self.watch
+        if watch is not None:
+            decision = watch.look(partition, request, ranks, matches, load, placement, now)
         if request.books:
             if self._decisions is not None:
                 self._decisions.chosen(partition, request, ranks, matches, placement, now)
@@ -525,6 +548,8 @@ class Selector:
                 raise self.bookings.not_booked(error, request.reservation_id) from None
             if request.terms.eviction:
                 partition.fullness.booked(load, ranks, placement.effective_prefill_tokens)
+        if watch is not None and decision is not None:
+            watch.add(decision)
         counts, isl_tokens = load.counts, prompt.isl_tokens
         counts.selections += 1
         counts.prompt_tokens += isl_tokens

@@ -198,6 +198,31 @@ class Explanation(msgspec.Struct, frozen=True, gc=False):
     session: SessionExplanation | UnsetType = UNSET  # only where sessions are on and it has one
 
 
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A rank that a request could have gone to. `terms` add up to its cost."""
+
+    terms: dict[str, float]
+    rank: RankExplanation
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """A choice as people look at it: the chosen rank, and the candidates that cost least."""
+
+    at: float  # monotonic seconds
+    number: int  # of all choices since somebody looks; not all are told
+    model_name: str
+    tenant_id: str
+    worker_id: int
+    dp_rank: int
+    prompt_blocks: int
+    isl_tokens: int
+    overlap_tokens: int
+    drawn: str
+    tied_ranks: int
+    candidates: int
+    best: list[Candidate]  # the cheapest first; the chosen one is among them
+
+
 class FetchHint(msgspec.Struct, frozen=True, gc=False):
     """Another rank that holds more of the prompt, and may be asked for it."""
 

@@ -24,6 +24,7 @@ from lean_selector.service.openapi.shapes import (
 )
 from lean_selector.wire.busy_bodies import ThresholdRow, Thresholds
 from lean_selector.wire.discovery_states import DiscoveryReport
+from lean_selector.wire.fleet import Fleet, PrefixTree
 from lean_selector.wire.replica_shapes import PlaneState
 from lean_selector.wire.selection_16_bodies import (
     Booked16,
@@ -260,6 +261,26 @@ def _selector(
             "replicas",
             SessionList,
             errors={409: _OFF},
+        ),
+        ("GET", "/ui"): _described(
+            "The page that shows all this to people", "looking", Text("text/html; charset=utf-8")
+        ),
+        ("GET", "/events"): _described(
+            "What the page shows, once or twice a second: server-sent events `fleet`, whose data is"
+            " that of `GET /fleet` as far as it changed, with the last choices",
+            "looking",
+            Text("text/event-stream"),
+            errors={503: "too many listen"},
+        ),
+        ("GET", "/fleet"): _described(
+            "Each rank's state, load and sums, and what is wrong, as `lean-selector check` has it",
+            "looking",
+            Fleet,
+        ),
+        ("GET", "/prefixes"): _described(
+            "The runs of blocks that weigh most in each index, from a prompt's start: at most 200",
+            "looking",
+            list[PrefixTree],
         ),
         **_SHARED,
     }

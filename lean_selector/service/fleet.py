@@ -1,0 +1,205 @@
+"""The fleet as people look at it: its ranks, what is wrong, and the prefixes that prompts share.
+
+All of it is put together in steps, for a fleet of 512 ranks takes some milliseconds; whoever asks
+runs them in slices of the loop's turns.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+from lean_selector import __version__
+from lean_selector.core.index.runs import Run
+from lean_selector.core.index.shapes import Tier
+from lean_selector.core.numbers import U64_MAX
+from lean_selector.core.selection.catalog import SCHEDULABLE, Worker
+from lean_selector.core.selection.inspection import established
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.selector import Selector
+from lean_selector.service.judgements import Level, judge_selector
+from lean_selector.service.worker_handlers import KvSources, ServiceState, health_of
+from lean_selector.wire.discovery_states import DiscoveryReport
+from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
+from lean_selector.wire.fleet import Fleet, FleetModel, FleetRank, FleetWorker, PrefixTree
+from lean_selector.wire.selection_bodies import KvSource, SourceCondition
+
+MOST_RUNS: Final = 200  # of all models
+_LEAST_RUNS: Final = 20  # of each of the first ones
+Hits = dict[Run, int]
+_JUDGED_ANEW_S: Final = 10.0  # where no state changed meanwhile
+
+
+class FleetSources(KvSources, Protocol):
+    """Where the KV events come from."""
+
+    def each_source(self) -> Iterator[KvSource]: ...
+
+
+class FleetView:
+    """Only from the thread of the loop."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        sources: FleetSources,
+        state: ServiceState,
+        discoveries: Callable[[], DiscoveryReport] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._selector = selector
+        self._sources = sources
+        self._state = state
+        self._discoveries = discoveries
+        self.clock = clock
+        self._wall = wall
+        self._findings: list[Finding] = []
+        self._judged: tuple[int, list[tuple[str, str | None]]] = (-1, [])  # what was judged
+        self._judged_at = 0.0
+
+    def empty(self) -> Fleet:
+        """What `look` fills."""
+        return Fleet(__version__, self._wall(), [], [], [], [])
+
+    def look(self, fleet: Fleet) -> Iterator[None]:
+        """Puts into `fleet` how it is; what changes between two steps is in it, or is not."""
+        catalog, now = self._selector.catalog, self.clock()
+        revision = catalog.revision
+        workers = catalog.matching(None, None)
+        for worker in workers:
+            spec = worker.spec
+            fleet.workers.append(
+                FleetWorker(
+                    spec.worker_id,
+                    spec.model_name,
+                    spec.tenant_id,
+                    worker.lifecycle,
+                    spec.endpoint,
+                    spec.block_size,
+                    spec.total_kv_blocks,
+                )
+            )
+            partition = catalog.partitions.get(spec.key)
+            conditions = self._sources.conditions(spec.worker_id, worker.sources)
+            by_rank = {each.dp_rank: each for each in conditions}
+            for dp_rank in spec.ranks:
+                source = by_rank.get(dp_rank)
+                fleet.ranks.append(self._rank(worker, dp_rank, partition, source, now, fleet.now))
+                yield
+        for partition in list(established(catalog, None, None)):
+            parked = partition.parked
+            fleet.models.append(
+                FleetModel(
+                    partition.model_name,
+                    partition.tenant_id,
+                    partition.block_size,
+                    len(parked),
+                    min(parked.isl_tokens, U64_MAX),
+                    sum(partition.shed.values()),
+                )
+            )
+            yield
+        judged = revision, [(rank.state, rank.source) for rank in fleet.ranks]
+        if judged != self._judged or now - self._judged_at >= _JUDGED_ANEW_S:
+            yield from self._judge(workers, now)
+            self._judged, self._judged_at = judged, now
+        fleet.findings = self._findings
+
+    def _rank(
+        self,
+        worker: Worker,
+        dp_rank: int,
+        partition: Partition | None,
+        source: SourceCondition | None,
+        now: float,
+        wall: float,
+    ) -> FleetRank:
+        key = worker.spec.worker_id, dp_rank
+        state, since = worker.lifecycle, None
+        source_state = None if source is None else source.state
+        source_since = None if source is None else round(wall - source.state_age_s)
+        load = None if partition is None else partition.slots.ranks.get(key)
+        if partition is None or load is None:
+            return FleetRank(*key, state, since, source_state, source_since)
+        health = partition.health.ranks.get(key)
+        if state == SCHEDULABLE:
+            state = "in_service" if health is None else health.state
+            if health is not None and state != "in_service":
+                since = round(wall - (now - health.since))
+        counts = load.counts
+        return FleetRank(
+            *key,
+            state,
+            since,
+            source_state,
+            source_since,
+            min(load.prefill_tokens_at(now), U64_MAX),
+            load.active_decode_blocks,
+            load.active_requests,
+            partition.index.blocks(*key, Tier.DEVICE),
+            counts.selections,
+            counts.prompt_tokens,
+            counts.overlap_tokens,
+            counts.ok,
+            counts.failed,
+            counts.refused,
+            round(counts.ttft_s, 3),
+            counts.ttft_count,
+        )
+
+    def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
+        """The findings of `lean-selector check` that need no question, but for what is well."""
+        catalog, state = self._selector.catalog, self._state
+        records: list[WorkerRecord] = []
+        for worker in workers:
+            spec = worker.spec
+            records.append(
+                WorkerRecord(
+                    spec.worker_id,
+                    spec.model_name,
+                    worker.lifecycle,
+                    spec.tenant_id,
+                    endpoint=spec.endpoint,
+                    block_size=spec.block_size,
+                    total_kv_blocks=spec.total_kv_blocks,
+                    data_parallel_size=spec.data_parallel_size,
+                    health=health_of(worker, catalog, now),
+                    not_schedulable_reasons=worker.reasons,
+                )
+            )
+            yield
+        sources: list[KvSource] = []
+        for source in self._sources.each_source():
+            sources.append(source)
+            yield
+        facts = SelectorFacts(
+            catalog.schedulable_count() > 0 and not state.is_draining,
+            records,
+            sources,
+            None if self._discoveries is None else self._discoveries(),
+            Readiness(state.is_recovering, state.state_fault),
+        )
+        findings: list[Finding] = []
+        for finding in judge_selector(facts):
+            if finding.level != Level.OK:
+                findings.append(finding)
+            yield
+        self._findings = findings
+
+    def prefixes(self, hits: Hits | None) -> Iterator[PrefixTree | None]:
+        """Of each model and tenant; None is a step. `hits`: of runs, while they are counted."""
+        partitions = list(established(self._selector.catalog, None, None))
+        most = max(_LEAST_RUNS, MOST_RUNS // max(1, len(partitions)))
+        for partition in partitions[: MOST_RUNS // _LEAST_RUNS]:
+            runs = []
+            for run in partition.index.upper_runs(most, hits):
+                if run is not None:
+                    runs.append(run)
+                yield None
+            yield PrefixTree(
+                partition.model_name,
+                partition.tenant_id,
+                partition.block_size,
+                partition.index.total_blocks,
+                runs,
+            )
