@@ -28,7 +28,7 @@ INDEX_MODEL = "tests/properties/test_kv_index_model.py"
 # Left out: seconds, which every change that nobody notices would take.
 REVIEWED_BY_MANY = (
     "tests/core/index/test_holes.py::"
-    "test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed[100]"
+    "test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed[20]"
 )
 # Modules that are changed, and tests that should notice.
 AREAS: dict[str, tuple[list[str], list[str]]] = {
