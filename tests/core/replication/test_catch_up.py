@@ -19,7 +19,6 @@ from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
 from tests.support.bookings import book, changed
 from tests.support.one_partition import (
-    ADD,
     COPIES_EXPIRE_S,
     HERE,
     IDLE,
@@ -74,15 +73,6 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
     assert here.published == []
 
 
-def test_output_blocks_stay_where_they_are() -> None:
-    owner = Replica(PEER)
-    owner.add("r")
-    owner.slots.output_block("r", 1.0)
-    here, catch_up = starting()
-    catch_up.take(owner.snapshot()[0], 1.0)
-    assert here.load() == (48, 3, 1)
-
-
 @pytest.mark.parametrize(
     ("changes", "fate"),
     [
@@ -98,13 +88,6 @@ def test_what_does_not_fit_is_not_booked(changes: dict[str, Any], fate: Fate) ->
     assert catch_up.take(booking(**changes), 0.0) is fate
     assert dict(catch_up.fates()) == {fate: 1}
     assert not here.slots.reservations
-
-
-def test_an_end_called_for_here_counts_too() -> None:
-    here, catch_up = starting()
-    here.hear(ADD)
-    here.free("r")
-    assert catch_up.take(booking("r"), 0.0) is Fate.ENDED
 
 
 def test_bookings_wait_for_their_rank_and_hear_what_becomes_of_them() -> None:
@@ -161,20 +144,6 @@ def test_nothing_waits_once_ends_are_not_noted_any_longer() -> None:
     catch_up.admit_waiting(1.0, 100)
     assert not here.slots.reservations
     assert dict(catch_up.fates()) == {Fate.NOT_REGISTERED: 1}
-
-
-def test_a_booking_that_ends_while_it_waits_leaves_nothing_behind() -> None:
-    """On a worker that is never registered here, while peers come and go."""
-    here, catch_up = starting()
-    for n in range(1_000):
-        here.hear(event(EventKind.ADD, f"r{n}", worker_id=9, sequence_hashes=PROMPT))
-        here.hear(event(EventKind.FREE, f"r{n}", worker_id=9))
-        if n % 100 == 0:
-            catch_up.begin_again(here.now)
-            catch_up.snapshot_is_in()
-    assert dict(catch_up.fates()) == {Fate.ENDED: 1_000}
-    assert not catch_up._waiting
-    assert not catch_up._by_rank
 
 
 def test_what_came_first_is_at_hand_however_much_went_before_it() -> None:

@@ -151,12 +151,6 @@ def test_an_endpoint_nobody_uses_is_not_judged(deaf: DrivenSelector) -> None:
     assert not deaf.sources.subscribed
 
 
-@pytest.mark.parametrize("eagle", [None, False])
-def test_no_eagle_and_false_are_the_same(deaf: DrivenSelector, eagle: bool | None) -> None:
-    deaf.register(7, is_eagle=eagle)
-    assert reasons(deaf, is_eagle=None) == reasons(deaf, is_eagle=False) == []
-
-
 @pytest.mark.parametrize("size", [MAX_RANKS + 1, 2**32 - 1])
 def test_too_many_ranks_are_refused_and_nothing_changes(deaf: DrivenSelector, size: int) -> None:
     error = f"data_parallel_size {size} exceeds the maximum 4096"
@@ -172,33 +166,12 @@ def test_too_many_ranks_are_refused_and_nothing_changes(deaf: DrivenSelector, si
 # -- POST, PATCH, DELETE --------------------------------------------------------------------------
 
 
-def test_a_post_replaces_the_whole_record(deaf: DrivenSelector) -> None:
-    deaf.register(1, taints=frozenset({"a"}), stable_routing_id="s", total_kv_blocks=5)
-    worker = deaf.register(1)
-    assert worker.spec == WorkerSpec(
-        worker_id=1, endpoint="http://w1", block_size=4, max_num_batched_tokens=1
-    )
-
-
 def test_a_patch_keeps_what_it_does_not_name(deaf: DrivenSelector) -> None:
     deaf.register(1, taints=frozenset({"a"}), kv_events_endpoints={0: "x"}, stable_routing_id="s")
     patched = deaf.selector.patch_worker(1, {"taints": frozenset(), "endpoint": ""}, 0.0)
     assert (patched.spec.taints, patched.spec.stable_routing_id) == (frozenset(), "s")
     assert patched.reasons == ["endpoint is required"]
     assert deaf.selector.patch_worker(1, {"endpoint": "http://x"}, 0.0).reasons == []
-
-
-def test_workers_are_listed_by_partition_and_id_and_filtered_exactly(deaf: DrivenSelector) -> None:
-    for worker_id, model, tenant in ((10, "b", "t"), (9, "b", "t"), (1, "b", "a"), (5, "a", "z")):
-        deaf.register(worker_id, model_name=model, tenant_id=tenant, endpoint="")
-
-    def listed(model: str | None, tenant: str | None) -> list[int]:
-        return [w.spec.worker_id for w in deaf.selector.catalog.matching(model, tenant)]
-
-    assert listed(None, None) == [5, 1, 9, 10]
-    assert listed("b", None) == [1, 9, 10]
-    assert listed(None, "t") == [9, 10]
-    assert listed("b", "") == []
 
 
 def test_only_schedulable_workers_count(deaf: DrivenSelector) -> None:

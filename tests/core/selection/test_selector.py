@@ -4,7 +4,6 @@ Who waits, who goes where and when, whatever happens, is in tests/properties/tes
 what is booked, for whom peers hear of it, in tests/core/replication/test_ledger.py.
 """
 
-import functools
 from typing import Any
 
 import msgspec
@@ -409,15 +408,6 @@ def test_what_is_booked_is_what_is_answered_whatever_the_credit(isl: int, booked
     assert driven.selector.arrived() == 1
 
 
-def test_select_and_reserve_books_no_prefill_when_it_is_not_tracked() -> None:
-    driven = DrivenSelector(track_prefill_tokens=False)
-    driven.register(1)
-    placement = driven.book("r", hashes=[1])
-    assert isinstance(placement, Placement)
-    assert placement.effective_prefill_tokens == 16
-    assert driven.loads()["default", "default"] == {(1, 0): (0, 1, 1)}
-
-
 # -- inspection -----------------------------------------------------------------------------------
 
 
@@ -450,14 +440,3 @@ def test_overlap_scores_show_every_tier_and_the_credit() -> None:
     assert (first.host_pinned_extension_blocks, first.disk_extension_blocks) == (1, 2)
     assert first.router_credit_blocks == 0.5 * 2 + 0.75 * 1 + 0.25 * 2
     assert (second.dp_rank, second.device_blocks, second.router_credit_blocks) == (1, 0, 0.0)
-
-
-def test_loads_are_filtered_exactly_and_sorted() -> None:
-    driven = DrivenSelector()
-    for worker_id, model, tenant in ((3, "b", "t"), (2, "a", "t"), (1, "b", "default")):
-        driven.register(worker_id, model_name=model, tenant_id=tenant)
-    assert list(driven.loads()) == [("a", "t"), ("b", "default"), ("b", "t")]
-    loads = functools.partial(inspection.loads, driven.selector.catalog)
-    assert [entry.tenant_id for entry in loads("b", None, 0.0)] == ["default", "t"]
-    assert [entry.model_name for entry in loads(None, "t", 0.0)] == ["a", "b"]
-    assert loads("b", "", 0.0) == []
