@@ -19,7 +19,7 @@ ENDLESS = "/events"  # an answer that goes on until its client leaves
 FEW = 4  # random ones for each route
 EVENTLESS = ("--use-kv-events", "false")
 API_16 = (*EVENTLESS, "--api", "1.6")
-PHASES_16 = "examples,fuzzing,stateful"
+PHASES_16 = "examples,fuzzing"
 # Bodies with fields that 1.3 has not; boundary values of the others are tried there.
 BOUNDARIES_16 = ("--include-path-regex", "^/workers")
 WORKER = {

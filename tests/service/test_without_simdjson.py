@@ -11,8 +11,6 @@ READERS = (
     "wire/test_long_prompts.py",
     "wire/test_integer_text.py",
     "wire/test_body_text.py",
-    "service/test_bad_input.py",
-    "service/test_binary_body.py",
 )
 
 
