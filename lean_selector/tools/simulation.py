@@ -39,6 +39,7 @@ from lean_selector.tools.traffic import percentile
 from lean_selector.wire.decision_lines import DecisionLine
 
 MODEL = "simulated"
+TICK_S = 1.0  # between looks at what no event tells, as in the service
 BLOCK_SIZE = TRACE_BLOCK_TOKENS
 _SPREAD = 0x9E37_79B9_7F4A_7C15  # odd: distinct ids stay distinct modulo 2^64
 
@@ -235,6 +236,7 @@ class Simulation:
             for number in range(fleet.selectors)
         ]
         self._now = 0.0
+        self._next_tick = TICK_S
         self._turn = 0
         self._order = count()  # makes equal times fall in the order in which they were planned
         self._plan: list[tuple[float, int, Callable[[], None]]] = []
@@ -244,6 +246,11 @@ class Simulation:
     ) -> None:
         """Serve them all, in order of arrival. `on_request` hears how many have arrived."""
         for number, request in enumerate(requests, 1):
+            while self._next_tick < request.arrived_at:
+                self._advance(self._next_tick)
+                for router in self._routers:
+                    router.selector.admit_waiting(self._now)
+                self._next_tick += TICK_S
             self._advance(request.arrived_at)
             request.request_id = f"{number}"
             self._arrive(request, self._router_of(request))

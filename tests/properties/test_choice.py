@@ -16,7 +16,9 @@ from hypothesis import given, settings
 
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
-from lean_selector.core.load.shapes import BusyThreshold
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.shapes import BusyThreshold, EngineLoad
+from lean_selector.core.load.speeds import WINDOW
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice, overlap
 from lean_selector.core.selection.choice import (
@@ -78,12 +80,23 @@ class RankState(msgspec.Struct, frozen=True):
     empty: int = 0
 
 
+def teach(partition: Partition, load: RankLoad, seconds_per_token: float) -> None:
+    """Lets the engine of a rank tell how fast it is."""
+    before, after = (
+        EngineLoad(0, 0, 0, None, None, None, None, tokens, tokens * seconds_per_token)
+        for tokens in (0, 1_000)
+    )
+    for turn in range(WINDOW):
+        partition.speeds.reported(load, before, after, 10.0 * turn)
+
+
 class Fleet(msgspec.Struct, frozen=True):
     ranks: list[RankState]
     per_worker: int
     taints: list[frozenset[str]]  # of worker after worker, again and again
     block_size: int
     busy_above: int | None  # tokens
+    seconds_per_token: tuple[float, ...] = ()  # of rank after rank, in turn; none: not known
     capacities: tuple[int | None, ...] = (None,)  # in blocks, of worker after worker, in turn
 
     def partition(self, router: RouterSettings) -> Partition:
@@ -126,6 +139,10 @@ class Fleet(msgspec.Struct, frozen=True):
                     partition.predicted = partition.index.beside()
                 names = PATH[: state.believed]
                 partition.predicted.store(worker_id, dp_rank, Tier.DEVICE, None, names, pack(names))
+            if self.seconds_per_token:
+                load = partition.slots.ranks[worker_id, dp_rank]
+                seconds = self.seconds_per_token[number % len(self.seconds_per_token)]
+                teach(partition, load, seconds)
         partition.set_threshold(BusyThreshold(active_prefill_tokens=self.busy_above))
         return partition
 
@@ -165,6 +182,8 @@ fleets = st.builds(
     taints=st.lists(taint_sets, min_size=1, max_size=4),
     block_size=st.sampled_from([3, 7, 16, 48]),
     busy_above=st.none() | st.sampled_from([0, 7, 50]),
+    seconds_per_token=st.just(())
+    | st.lists(st.sampled_from([1e-4, 1.3e-4, 3e-4, 1e-3]), min_size=1, max_size=4).map(tuple),
     capacities=st.lists(
         st.sampled_from([None, 0, 3, 4, 5, 6, 8, 40, 1000]), min_size=1, max_size=4
     ),

@@ -101,10 +101,13 @@ def rank_costs(
             if name in worker.taints:
                 weight += value
         factor = taint_factor(weight)
+        if terms.knows_speeds:
+            factor *= partition.speeds.factor(load)
         new: float = prompt.sequence_count - prefixes.get(load.key, 0)
         if terms.eviction and isl > cached and is_full(partition, worker, load):
             others = any(not is_full(partition, *rank) for rank in ranks)
-            new += terms.eviction * (isl - cached + others * owed_tokens) / block_size
+            again = min(owed_tokens, cached) if others else 0
+            new += terms.eviction * (isl - cached + again) / block_size
         off, least = 0.0, -math.inf
         if terms.credits_untracked and not terms.track_prefill:
             off = credit

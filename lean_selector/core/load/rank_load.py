@@ -188,6 +188,10 @@ class RankCounts:
         self.ok = self.failed = self.refused = 0  # reported
         self.ttft_s = 0.0  # to the first token, as reported, in sum; and of how many
         self.ttft_count = 0
+        # Of first tokens that were predicted: how many, seconds predicted and observed in sum, and
+        # how far they were apart, as parts of the observed.
+        self.predictions = 0
+        self.predicted_s = self.observed_s = self.prediction_errors = 0.0
         self.cached_tokens = 0  # of prompts, as the engine counted them: whoever told it
         # Of the reservations whose end told it: what the engine counted, what had been found.
         self.compared_tokens = self.compared_overlap_tokens = 0
@@ -199,6 +203,18 @@ class RankCounts:
         self.recent_tokens = _FADES * self.recent_tokens + max(found, cached)
         self.recent_missed = _FADES * self.recent_missed + max(0, cached - found)
         self.recent_wrong = _FADES * self.recent_wrong + max(0, found - cached)
+
+    def predict(self, predicted_s: float, observed_s: float) -> None:
+        """A first token was predicted after so long, and came after so long."""
+        self.predictions += 1
+        self.predicted_s += predicted_s
+        self.observed_s += observed_s
+        self.prediction_errors += abs(predicted_s - observed_s) / observed_s
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Mean absolute error of the predictions, as a part of what was observed."""
+        return self.prediction_errors / self.predictions if self.predictions else None
 
     @property
     def index_accuracy(self) -> float | None:
@@ -217,6 +233,10 @@ class RankCounts:
         self.refused += other.refused
         self.ttft_s += other.ttft_s
         self.ttft_count += other.ttft_count
+        self.predictions += other.predictions
+        self.predicted_s += other.predicted_s
+        self.observed_s += other.observed_s
+        self.prediction_errors += other.prediction_errors
         self.cached_tokens += other.cached_tokens
         self.compared_tokens += other.compared_tokens
         self.compared_overlap_tokens += other.compared_overlap_tokens

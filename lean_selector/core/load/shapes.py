@@ -66,6 +66,8 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
     output_blocks: int = 0
     weighted_output_blocks: int = 0  # those that the last decay_fraction reached
     output_weight: float = 1.0  # the weight of those
+    booked_at: float = 0.0
+    ahead_tokens: int = 0  # prefill tokens of the rank then, its own with them; 0: not told
 
     @property
     def is_replica(self) -> bool:

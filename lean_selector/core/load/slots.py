@@ -53,6 +53,8 @@ class Slots:
         self.bits = RankBits() if bits is None else bits
         # Hears of each reservation that has ended, by whatever, when `heard_at` says.
         self.on_ended: Callable[[Reservation], None] | None = None
+        # Hears of two reports of a rank's engine, one after the other.
+        self.on_reports: Callable[[RankLoad, EngineLoad, EngineLoad, float], None] | None = None
         self.ranks: dict[RankKey, RankLoad] = {}
         # The newest report of each rank's engine, and when it was received.
         self._engine_loads: dict[RankKey, tuple[EngineLoad, float]] = {}
@@ -106,6 +108,8 @@ class Slots:
     def report_load(self, rank: RankKey, report: EngineLoad, now: float) -> None:
         """Keep what the engine of a rank reports of its load; of an unknown rank nothing is."""
         if rank in self.ranks:
+            if self.on_reports is not None and (kept := self._engine_loads.get(rank)) is not None:
+                self.on_reports(self.ranks[rank], kept[0], report, now)
             self._engine_loads[rank] = report, now
 
     def forget_report(self, rank: RankKey) -> None:
@@ -157,6 +161,8 @@ class Slots:
             now,
             now,
             router_id,
+            booked_at=now,
+            ahead_tokens=rank.active_prefill_tokens + prefill_tokens,
         )
         self.reservations[request_id] = reservation
         rank.reservations[request_id] = None

@@ -321,7 +321,8 @@ def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> 
         or request_id in slots.reservations
     ):
         return False
-    slots.book(booking, live.sequence_hashes, live.touched_at, router_id)
+    booked = slots.book(booking, live.sequence_hashes, live.touched_at, router_id)
+    booked.ahead_tokens = 0  # when it was booked is not known
     if live.prefill_done:
         slots.prefill_complete(request_id, live.touched_at)
     return True

@@ -8,6 +8,7 @@ from lean_selector.core.errors import Unavailable
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.speeds import ONE_SPEED
 from lean_selector.core.rank_bits import bits_of, nth_bit
 from lean_selector.core.selection.cost import (
     cached_tokens,
@@ -207,12 +208,19 @@ def cells(
     if preferred := preferences(request):
         weighed = taint_weights(partition, preferred)
         groups = [(taint_factor(weight), having) for weight, having in weighed]
+    if terms.knows_speeds and partition.speeds.sets is not ONE_SPEED:
+        groups = [
+            (factor * slowness, both)
+            for slowness, alike in partition.speeds.sets
+            for factor, having in groups
+            if (both := alike & having & ranks)
+        ]
     sharers = members = None
     full = partition.fullness.full() if terms.eviction else 0
     owed = partition.fullness.owed_tokens(ranks) if full else 0
     if shares:
         sharers = set_numbers(shares, ranks, len(matches) + 1)
-    if preferred:
+    if len(groups) > 1:
         times = min(ranks.bit_count(), (len(matches) + 1) * (len(shares) + 1))
         members = set_numbers(groups, ranks, times)
     found: list[Cell] = []
@@ -230,7 +238,7 @@ def cells(
             credit = credit_blocks(terms, 1.0, match)
         pieces = [(alike, 0.0)]
         if full and cached < isl and (evicting := alike & full):
-            evicted = evicted_blocks(terms, isl - cached, owed, block_size)
+            evicted = evicted_blocks(terms, isl, cached, owed, block_size)
             pieces = [(evicting, evicted), (alike ^ evicting, 0.0)]
         for part, evicted in pieces:
             for shared, sharing in shares if sharers is None else met(shares, sharers, part):

@@ -16,11 +16,12 @@ max(0, active_blocks + new_blocks - credit).
 With the policy `latency` D is 0 and S is 30, and to blocks is added, where prefill is tracked and
 the cache of the rank is full (`fullness.py`),
 
-    evicted  = 30 * (uncached + owed) / block_size
+    evicted  = 30 * (uncached + min(owed, cached)) / block_size
 
-so the prefill tokens ahead of the first token decide, and one for each token that must be computed
-and so stored in place of another. A block that decodes costs a thirtieth of a block of prefill:
-nearly tied ranks go by active blocks. The bonus of a soft session is 30 times as much.
+and the cost is multiplied by the rank's slowness (`core/load/speeds.py`). So the time until the
+first token decides, and as much for each token that must be computed and stored in place of
+another. A block that decodes costs a thirtieth of a block of prefill: nearly tied ranks go by
+active blocks. The bonus of a soft session is 30 times as much.
 
 Wh is 0.75, Wd 0.25 and Wr 0 where nothing else is said. All in f64. The lowest cost wins, equal
 ones are drawn uniformly over ranks; with a temperature the draw is a softmax over the costs scaled
@@ -51,10 +52,11 @@ def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
 
 
 def evicted_blocks(
-    terms: CostTerms, uncached_tokens: int, owed_tokens: int, block_size: int
+    terms: CostTerms, isl_tokens: int, cached: int, owed_tokens: int, block_size: int
 ) -> float:
     """What a full cache loses to a prompt that is not cached whole, as blocks of the cost."""
-    return terms.eviction * (uncached_tokens + owed_tokens) / block_size
+    evicted = isl_tokens - cached + min(owed_tokens, cached)
+    return terms.eviction * evicted / block_size
 
 
 def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:
@@ -143,6 +145,7 @@ def under(base: CostTerms, policy: Policy) -> CostTerms:
         base.request_weight,
         base.credits_untracked,
         _LATENCY_SCALE if base.track_prefill else 0.0,
+        True,
     )
 
 

@@ -86,7 +86,7 @@ def explained(
     weights = by_bit(taint_weights(partition, preferences(request)), shown)
     favoured, bonus = request.favoured, request.bonus_blocks
     unfavoured: float | UnsetType = 0.0 if favoured else UNSET
-    owed = partition.fullness.owed_tokens(ranks)
+    owed, speed = partition.fullness.owed_tokens(ranks), partition.speeds.seconds_per_token
     rows = []
     for worker_id, worker in sorted(partition.workers.items()):
         for load in worker.loads:
@@ -121,6 +121,8 @@ def explained(
                     bonus if load.mask & favoured else unfavoured,
                     partition.slots.reported_load(load.key, now) or UNSET,
                     _evicted(partition, request, load, cached, owed),
+                    partition.speeds.factor(load) if terms.knows_speeds else UNSET,
+                    UNSET if (seconds := speed(load)) is None else seconds * (tokens + added),
                 )
             )
     return Explanation(
@@ -137,12 +139,12 @@ def explained(
 def _evicted(
     partition: Partition, request: SelectionRequest, load: RankLoad, cached: int, owed: int
 ) -> float | UnsetType:
-    terms, uncached = request.terms, request.prompt.isl_tokens - cached
+    terms, isl_tokens = request.terms, request.prompt.isl_tokens
     if not terms.eviction:
         return UNSET
-    if uncached <= 0 or not partition.fullness.full() & load.mask:
+    if cached >= isl_tokens or not partition.fullness.full() & load.mask:
         return 0.0
-    return evicted_blocks(terms, uncached, owed, partition.block_size)
+    return evicted_blocks(terms, isl_tokens, cached, owed, partition.block_size)
 
 
 def _why_not(

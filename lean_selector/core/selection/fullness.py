@@ -7,7 +7,8 @@ it stores a prompt, not with each event.
 
 Who shares a prefix goes where that is cached, for ever if the others are idle. So what full ranks
 were given to compute while others had room, less what those were given, is owed and counts as
-evicted too: a prefix is computed once more elsewhere when about as much has been evicted for it.
+evicted too, up to what is cached there: a prefix is computed once more elsewhere when about as much
+has been evicted for its sake.
 """
 
 from collections.abc import Mapping
@@ -61,8 +62,8 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """What counts as evicted beside the prompt's own, where one of `ranks` that is full is
-        chosen."""
+        """What counts as evicted beside the prompt's own, up to what is cached, where one of
+        `ranks` that is full is chosen."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from msgspec import UNSET
 
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.cost import cached_tokens, credit_blocks
@@ -32,18 +33,19 @@ def loads(
     detail: bool = False,
 ) -> list[PartitionLoads]:
     """Active load of every rank, sorted by partition and rank; filters are exact. `detail`: with
-    what the engines report."""
+    what the engines report, and how fast the ranks are known to be."""
     return [
         PartitionLoads(
             partition.model_name,
             partition.tenant_id,
             [
-                RankLoadRow(
+                _detailed(partition, load, now)
+                if detail
+                else RankLoadRow(
                     *rank,
                     min(load.prefill_tokens_at(now), U64_MAX),
                     load.active_decode_blocks,
                     load.active_requests,
-                    partition.slots.reported_load(rank, now) if detail else UNSET,
                 )
                 for rank, load in sorted(partition.slots.ranks.items(), key=_by_rank)
             ],
@@ -52,6 +54,20 @@ def loads(
         )
         for partition in established(catalog, model_name, tenant_id)
     ]
+
+
+def _detailed(partition: Partition, load: RankLoad, now: float) -> RankLoadRow:
+    seconds = partition.speeds.seconds_per_token(load)
+    error = load.counts.prediction_error
+    return RankLoadRow(
+        *load.key,
+        min(load.prefill_tokens_at(now), U64_MAX),
+        load.active_decode_blocks,
+        load.active_requests,
+        partition.slots.reported_load(load.key, now),
+        1 / seconds if seconds else UNSET,
+        UNSET if error is None else error,
+    )
 
 
 def established(

@@ -17,6 +17,7 @@ from lean_selector.core.load.load_order import LoadOrder
 from lean_selector.core.load.rank_load import RankCounts, RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits, Reservation
 from lean_selector.core.load.slots import Slots
+from lean_selector.core.load.speeds import Speeds
 from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.core.rank_bits import RankKey, bits_of
 from lean_selector.core.replication.ledger import Ledger, Ledgers
@@ -298,6 +299,8 @@ class Partition:
         shared = Ledgers() if ledgers is None else ledgers
         self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, shared)
         self.workers: dict[int, SchedulableWorker] = {}
+        self.speeds = Speeds()
+        self.slots.on_reports = self.speeds.reported
         self.fullness = Fullness(index, self.order, self.workers)
         self.members: set[int] = (
             set()
@@ -448,6 +451,8 @@ class Partition:
         dropped: list[Reservation] = []
         if old is not None and old.endpoint != (spec.endpoint or ""):
             self.health.forget([load.key for load in old.loads])  # another process
+            for load in old.loads:
+                self.speeds.forget(load)
         for load in () if old is None else old.loads:
             if load.dp_rank not in spec.ranks:
                 dropped += self._drop_rank(load)
@@ -523,6 +528,7 @@ class Partition:
 
     def _drop_rank(self, load: RankLoad) -> list[Reservation]:
         self.order.remove(load)
+        self.speeds.forget(load)
         self.health.forget([load.key])
         self._gone.add(load.counts)
         others = ~load.mask

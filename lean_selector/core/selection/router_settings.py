@@ -126,3 +126,4 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     # Where prefill is not tracked: what is cached is taken off the blocks that the rank would have.
     credits_untracked: bool = False
     eviction: float = 0.0  # what a block that the prompt must compute costs for what it evicts
+    knows_speeds: bool = False  # a rank costs more the slower it is

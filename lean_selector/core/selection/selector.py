@@ -565,6 +565,7 @@ class Selector:
         self.health.settle(now)
         self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):
+            partition.speeds.settle(now)
             self._admission.admit(partition, now, RECHECK_AFTER_S)
 
     def admit_parked(self, partition: Partition, now: float) -> None:
@@ -589,15 +590,18 @@ class Selector:
     def prefill_complete(
         self, reservation_id: str, now: float, ttft_s: float | None = None
     ) -> None:
-        """Releases its prefill tokens. `ttft_s`, to the first token, is only added up."""
+        """Releases its prefill tokens. `ttft_s` is the time to the first token, as measured."""
+        holders = self.bookings.holders(reservation_id)
         if ttft_s is not None:
-            partition = self.bookings.holders(reservation_id)[0]
-            counts = partition.slots.reservations[reservation_id].rank.counts
+            counts = holders[0].slots.reservations[reservation_id].rank.counts
             counts.ttft_s += ttft_s
             counts.ttft_count += 1
             if self._decisions is not None:
                 self._decisions.reported(reservation_id, ttft_s, None)
-        for partition in self.bookings.holders(reservation_id):
+        for partition in holders:
+            reservation = partition.slots.reservations[reservation_id]
+            if not reservation.prefill_done and reservation.router_id is None:
+                partition.speeds.completed(reservation, ttft_s, now)
             partition.ledger.prefill_complete(reservation_id, now)
             self.admit_parked(partition, now)
 
@@ -651,7 +655,9 @@ class Selector:
 
     def free(self, reservation_id: str, now: float) -> None:
         for partition in self.bookings.holders(reservation_id):
-            partition.ledger.free(reservation_id, now)
+            reservation = partition.ledger.free(reservation_id, now)
+            if reservation is not None:
+                _has_ended(partition, reservation, now)
             self.bookings.forget(reservation_id)
             self.admit_parked(partition, now)
 
@@ -666,6 +672,8 @@ class Selector:
         for ledger, expired in self.ledgers.expire(ledgers, now, max_steps):
             partition = partitions[ledger.model_name, ledger.tenant_id]
             gone += [(partition, reservation) for reservation in expired]
+            for reservation in expired:
+                _has_ended(partition, reservation, now)
             self.bookings.forget_ended(partition, expired)
             self.admit_parked(partition, now)
         return gone
@@ -673,6 +681,12 @@ class Selector:
     def arrived(self) -> int:
         """Requests booked, here and by peers, in all partitions that there are."""
         return sum(partition.slots.arrived for partition in self.catalog.partitions.values())
+
+
+def _has_ended(partition: Partition, reservation: Reservation, now: float) -> None:
+    """One that perhaps never had a first token."""
+    if not reservation.prefill_done and reservation.router_id is None:
+        partition.speeds.ended(reservation, now)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -173,6 +173,8 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     session_bonus_blocks: float | UnsetType = UNSET  # only where the session is a soft one, bound
     engine_load: EngineLoad | UnsetType = UNSET  # as reported lately; it is no part of the cost
     evicted_blocks: float | UnsetType = UNSET  # only under the policy latency
+    slowness: float | UnsetType = UNSET  # a factor on the cost; only under the policy latency
+    ttft_estimate_s: float | UnsetType = UNSET  # only where the speed of the rank is known
 
 
 class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
@@ -275,6 +277,9 @@ class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
     active_requests: int
     # Only in /loads?detail=true; None: nothing was received lately.
     engine_load: EngineLoad | UnsetType | None = UNSET
+    # Likewise, and only where they are known.
+    prefill_tokens_per_s: float | UnsetType = UNSET
+    ttft_error: float | UnsetType = UNSET
 
 
 class PartitionLoads(msgspec.Struct, frozen=True, gc=False):

@@ -307,6 +307,10 @@ OWN: Final = {
     "RankExplanation.evicted_blocks": "added to the cost for what the prompt would evict, 0 where"
     " the cache has room; only with the policy `latency`, where `potential_prefill_tokens` is the"
     " work before the first token",
+    "RankExplanation.slowness": "what multiplies the cost, by how long the rank takes for a token:"
+    " 0.25 to 4, 1 until that is known; only with the policy `latency`",
+    "RankExplanation.ttft_estimate_s": "seconds to the first token, by what waits, the prompt and"
+    " the rank's speed; absent until that is known",
     "RankHealthRow.state": "`in_service`, `probation` or `ejected`",
     "RankHealthRow.reason": "why it was ejected, or null",
     "RankHealthRow.since_s": "seconds that it has been ejected or on probation",
@@ -400,6 +404,10 @@ OWN: Final = {
     "EngineLoad.age_s": "seconds since it was received",
     "RankLoadRow.engine_load": "what the engine of the rank reported of its load in the last 5 s;"
     " null where it did not; only in `/loads?detail=true`",
+    "RankLoadRow.prefill_tokens_per_s": "how fast first tokens come, by the prefill ahead of them;"
+    " only in `/loads?detail=true`, absent until 20 requests have told",
+    "RankLoadRow.ttft_error": "how far first tokens came from when they were predicted: the mean of"
+    " the differences, as a part of the time that it took; likewise",
     "WorkerRecord.load_endpoint": "ZMQ endpoint where the engine publishes its own load; absent"
     " where none is given",
     "Stored.parent_hash": "the engine's hash of the block before; null: they begin a prompt",

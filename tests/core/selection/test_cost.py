@@ -155,8 +155,9 @@ def test_the_policy_latency_weighs_prefill_and_what_is_evicted() -> None:
     chosen = terms(msgspec.structs.replace(given, policy="latency"))
     assert (chosen.decay, chosen.scale, chosen.eviction) == (0.0, 30.0, 30.0)
     # 24 tokens in place of others are one block and a half, and 8 that are owed half of one.
-    assert evicted_blocks(chosen, 24, 0, 16) == 45.0
-    assert evicted_blocks(chosen, 24, 8, 16) == 60.0
+    assert evicted_blocks(chosen, 40, 16, 0, 16) == 45.0
+    assert evicted_blocks(chosen, 40, 16, 8, 16) == 60.0
+    assert evicted_blocks(chosen, 40, 16, 99, 16) == 75.0  # no more than is cached
 
     base = base_terms(msgspec.structs.replace(given, policy="latency"))
     assert overridden(base, RouterOverride(), "latency") == chosen

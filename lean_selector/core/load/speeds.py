@@ -1,0 +1,215 @@
+"""How long ranks take for a prompt token, learned from the requests that they were given.
+
+A sample is the time from a booking to its first token, by the prefill tokens that were ahead of
+that token, the request's own with them. A rank's speed is the median of its last samples, once
+there were enough, as a factor on the fleet's: the median of the ranks' medians. A request that
+ends without a first token after longer than expected is a sample too, so a rank that hangs or
+thrashes is slow after ten. Where an engine counts its own prefill time (`EngineLoad`), that is a
+sample while the rank completes nothing for this replica.
+
+Factors come in steps, and change when a median has left its step by far, so ranks that are about
+equally fast are one set: who chooses looks at each set, never at each rank. A slow rank that has
+had no sample for a while counts as no slower than others until the next, which weighs more than
+half of what was known before. Forgotten with the rank. Time is an argument.
+"""
+
+import bisect
+import math
+from collections import deque
+from typing import Final
+
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.load.shapes import EngineLoad, Reservation
+from lean_selector.core.rank_bits import bits_of
+
+WINDOW: Final = 20  # samples of a rank; with fewer, at first, its speed is not known
+LEAST_TOKENS: Final = 256  # ahead of a first token: of fewer, most of the time is another's
+STEPS: Final = 4  # from a factor to its double
+MOST_STEPS: Final = 2 * STEPS  # a quarter of the fleet's, or four times
+_HOLD: Final = 1.0  # of a step: so far from its own a rank keeps it
+_FLEET_MOVES: Final = 1.1  # by so much, and the steps of all ranks are looked at again
+TRIED_AFTER_S: Final = 60.0
+_REPORTS_AFTER_S: Final = 5.0
+
+ONE_SPEED: Final = [(1.0, -1)]  # all ranks, as a set
+
+
+class RankSpeed:
+    """What is known of one rank."""
+
+    __slots__ = ("is_known", "last_at", "median", "on_trial", "recent", "sorted", "step")
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque()  # seconds for a token, oldest first
+        self.sorted: list[float] = []  # the same
+        self.is_known = False
+        self.median = 0.0
+        self.last_at = -math.inf
+        self.step = 0
+        self.on_trial = False
+
+    def add(self, seconds: float) -> bool:
+        """Take in a sample; True when the speed is known."""
+        recent, in_order = self.recent, self.sorted
+        bisect.insort(in_order, seconds)
+        recent.append(seconds)
+        if len(recent) > WINDOW:
+            self._drop_oldest()
+        if not self.is_known and len(recent) < WINDOW:
+            return False
+        self.is_known = True
+        self.median = in_order[len(in_order) >> 1]
+        return True
+
+    def forget_half(self) -> None:
+        for _ in range(len(self.recent) >> 1):
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        oldest = self.recent.popleft()
+        del self.sorted[bisect.bisect_left(self.sorted, oldest)]
+
+
+class Speeds:
+    """The ranks of a partition by how fast they are.
+
+    To be read: `sets`, ranks by their factor on the time of a token, apart; the last is the rest.
+    """
+
+    __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "sets")
+
+    def __init__(self) -> None:
+        self.sets: list[tuple[float, int]] = ONE_SPEED
+        self._by_bit: dict[int, RankSpeed] = {}
+        self._medians: list[float] = []  # of the ranks whose speed is known, sorted
+        self._reference = 0.0  # the fleet's median when the steps were last looked at
+        self._steps: dict[int, int] = {}  # ranks by their step, but for those of step 0
+        self._slow = 0  # those that have more steps than 0
+
+    def completed(self, reservation: Reservation, ttft_s: float | None, now: float) -> None:
+        """Its first token came, after `ttft_s` if somebody measured that."""
+        tokens = reservation.ahead_tokens
+        if tokens < LEAST_TOKENS:
+            return
+        seconds = now - reservation.booked_at if ttft_s is None else ttft_s
+        load = reservation.rank
+        known = self.seconds_per_token(load)
+        if known is not None and seconds > 0.0:
+            load.counts.predict(known * tokens, seconds)
+        self._sample(load, seconds / tokens, now)
+
+    def ended(self, reservation: Reservation, now: float) -> None:
+        """It ended and no first token came."""
+        tokens = reservation.ahead_tokens
+        known = self.seconds_per_token(reservation.rank)
+        if tokens >= LEAST_TOKENS and known is not None:
+            seconds = (now - reservation.booked_at) / tokens
+            if seconds > known:
+                self._sample(reservation.rank, seconds, now)
+
+    def reported(self, load: RankLoad, old: EngineLoad, new: EngineLoad, now: float) -> None:
+        """Two reports of a rank's engine, one after the other."""
+        speed = self._by_bit.get(load.bit)
+        if speed is not None and now - speed.last_at < _REPORTS_AFTER_S:
+            return
+        if old.prefilled_tokens is None or new.prefilled_tokens is None:
+            return
+        if old.prefill_busy_s is None or new.prefill_busy_s is None:
+            return
+        tokens = new.prefilled_tokens - old.prefilled_tokens
+        seconds = new.prefill_busy_s - old.prefill_busy_s
+        if tokens >= LEAST_TOKENS and seconds > 0.0:
+            self._sample(load, seconds / tokens, now)
+
+    def seconds_per_token(self, load: RankLoad) -> float | None:
+        """None: not known yet."""
+        speed = self._by_bit.get(load.bit)
+        return speed.median if speed is not None and speed.is_known else None
+
+    def factor(self, load: RankLoad) -> float:
+        """On the time that a token takes; 1.0 where that is not known."""
+        speed = self._by_bit.get(load.bit)
+        return 1.0 if speed is None else _factor(speed.step)
+
+    def forget(self, load: RankLoad) -> None:
+        """A rank is gone, or its worker is another."""
+        speed = self._by_bit.pop(load.bit, None)
+        if speed is None:
+            return
+        if speed.is_known:
+            self._take_median(speed.median)
+        self._move(load.bit, speed, 0)
+
+    def settle(self, now: float) -> None:
+        """Have slow ranks tried again that had no sample for long."""
+        for bit in bits_of(self._slow):
+            speed = self._by_bit[bit]
+            if now - speed.last_at >= TRIED_AFTER_S:
+                speed.on_trial = True
+                self._move(bit, speed, 0)
+
+    def _sample(self, load: RankLoad, seconds: float, now: float) -> None:
+        bit = load.bit
+        speed = self._by_bit.get(bit)
+        if speed is None:
+            speed = self._by_bit[bit] = RankSpeed()
+        if speed.on_trial:
+            speed.on_trial = False
+            speed.forget_half()
+        speed.last_at = now
+        was_known, before = speed.is_known, speed.median
+        if not speed.add(seconds):
+            return
+        if was_known:
+            self._take_median(before)
+        medians = self._medians
+        bisect.insort(medians, speed.median)
+        fleet = medians[(len(medians) - 1) >> 1]
+        reference = self._reference
+        if reference <= 0.0 or not 1 / _FLEET_MOVES < fleet / reference < _FLEET_MOVES:
+            self._reference = fleet
+            for other, known in self._by_bit.items():
+                if known.is_known and not known.on_trial:
+                    self._judge(other, known)
+        else:
+            self._judge(bit, speed)
+
+    def _take_median(self, median: float) -> None:
+        del self._medians[bisect.bisect_left(self._medians, median)]
+
+    def _judge(self, bit: int, speed: RankSpeed) -> None:
+        """Give a rank another step if its median has left its own."""
+        if speed.median <= 0.0 or self._reference <= 0.0:
+            return
+        steps = STEPS * math.log2(speed.median / self._reference)
+        steps = max(-MOST_STEPS, min(MOST_STEPS, steps))
+        if abs(steps - speed.step) > _HOLD:
+            self._move(bit, speed, round(steps))
+
+    def _move(self, bit: int, speed: RankSpeed, step: int) -> None:
+        mask, old = 1 << bit, speed.step
+        if step == old:
+            return
+        speed.step = step
+        by_step = self._steps
+        if old:
+            by_step[old] ^= mask
+            if not by_step[old]:
+                del by_step[old]
+        if step:
+            by_step[step] = by_step.get(step, 0) | mask
+        self._slow = self._slow & ~mask | (mask if step > 0 else 0)
+        if not by_step:
+            self.sets = ONE_SPEED
+            return
+        rest = -1
+        sets = []
+        for each, ranks in by_step.items():
+            sets.append((_factor(each), ranks))
+            rest &= ~ranks
+        sets.append((1.0, rest))
+        self.sets = sets
+
+
+def _factor(step: int) -> float:
+    return math.exp2(step / STEPS)
