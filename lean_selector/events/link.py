@@ -592,18 +592,33 @@ async def why_unreachable(address: Address) -> str | None:
     return None
 
 
+HTTP: Final = b"HTTP/"
+
+
+async def said_at(address: Address) -> bytes:
+    """HTTP where a listener speaks that, else the beginning of its ZMTP greeting, or less."""
+    for question, size in ((b"HEAD / HTTP/1.0\r\n\r\n", len(HTTP)), (_GREETING, _GREETING_BYTES)):
+        said = b""
+        with contextlib.suppress(OSError):  # a time-out is one
+            said = await _ask(address, question, size)
+        if said == HTTP:
+            break
+    return said
+
+
+def is_greeting(said: bytes) -> bool:
+    """Whether it begins as ZMTP 2.0 and later does (spec 23/ZMTP)."""
+    return said[:1] == b"\xff" and said[9:10] == b"\x7f"
+
+
 async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
     """A better reason than libzmq's, where the listener gives one."""
-    greeting = b""
-    with contextlib.suppress(OSError):  # a time-out is one
-        if await _ask(address, b"HEAD / HTTP/1.0\r\n\r\n", 5) == b"HTTP/":
-            return "it speaks HTTP, not ZMQ"
-    with contextlib.suppress(OSError):
-        greeting = await _ask(address, _GREETING, _GREETING_BYTES)
-    mechanism = greeting[12:32].rstrip(b"\0")
-    if len(greeting) < _GREETING_BYTES or greeting[0] != _GREETING[0]:
+    said = await said_at(address)
+    if said == HTTP:
+        return "it speaks HTTP, not ZMQ"
+    if len(said) < _GREETING_BYTES or not is_greeting(said):
         return None
-    if (mechanism == b"CURVE") is is_curve:
+    if (said[12:32].rstrip(b"\0") == b"CURVE") is is_curve:
         return None
     if is_curve:
         return "it does not encrypt, and keys are given for it"

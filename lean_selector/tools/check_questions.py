@@ -1,7 +1,6 @@
 """What the check asks: the selector, event ports and replay endpoints."""
 
 import asyncio
-import contextlib
 from typing import Final, TypeVar
 
 import msgspec
@@ -10,6 +9,7 @@ from lean_selector.core.index.shapes import BlockStored
 from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.kv_listener import KvReplay, ReplayEnd
 from lean_selector.events.kv_sockets import replay_frames
+from lean_selector.events.link import HTTP, is_greeting, said_at, why_unreachable
 from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.service.judgements import Level
@@ -122,13 +122,6 @@ class AskedSelector:
 
 
 # -- event ports -----------------------------------------------------------------------------------
-# Both sides of ZMTP greet at once. An HTTP server waits for a request, and answers ours, which no
-# ZMQ socket takes for a greeting.
-
-# The first ten bytes of ZMTP 2.0 and later: 0xff, eight that do not matter, 0x7f (spec 23/ZMTP).
-_SIGNATURE_BYTES: Final = 10
-_HTTP_REQUEST: Final = b"GET / HTTP/1.0\r\n\r\n"
-_HTTP_ANSWER: Final = b"HTTP/"
 
 
 async def judge_port(
@@ -148,19 +141,27 @@ async def _judged_port(
     if place is None:
         mend = "register tcp://HOST:PORT, with the host as the selector reaches it"
         return Level.ERROR, " is no address that can be connected to", mend
+    why: str | None = "the name has no addresses"
+    said = b""
     try:
         async with asyncio.timeout(timeout_s):
-            said = await _first_words(resolve, *place)
-    except OSError as error:  # a timeout is one
-        late = f"no connection in {timeout_s:g} s"
-        why = late if isinstance(error, TimeoutError) else error.strerror or str(error)
+            for address in await resolve(*place):
+                why = await why_unreachable(address)
+                if why is None:
+                    said = await said_at(address)
+                    break
+    except TimeoutError:
+        why = f"no connection in {timeout_s:g} s"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why is not None:
         mend = "start the engine with KV events on that port, or register where it publishes them"
         return Level.ERROR, f": {why}", mend
-    if said[:1] == b"\xff" and said[9:10] == b"\x7f":
-        return Level.OK, ": ZMQ listens", None
-    if said.startswith(_HTTP_ANSWER):
+    if said == HTTP:
         mend = "the port of --kv-events-config is meant (vLLM: 5557), not that of the API"
         return Level.ERROR, ": an HTTP server listens there, no ZMQ", mend
+    if is_greeting(said):
+        return Level.OK, ": ZMQ listens", None
     mend = "register the port of the engine's --kv-events-config"
     return Level.ERROR, ": what listens there is no ZMQ", mend
 
@@ -173,35 +174,6 @@ def _place(endpoint: str) -> tuple[str, int] | None:
     if host in ("", "*", "0.0.0.0", "::") or not (port.isascii() and port.isdigit()):
         return None
     return (host, int(port)) if 1 <= int(port) <= 0xFFFF else None
-
-
-async def _first_words(resolve: Resolve, host: str, port: int) -> bytes:
-    """What comes by itself, or for an HTTP request where nothing does."""
-    failure = OSError("the name has no addresses")
-    for _, address in await resolve(host, port):
-        ip, at = str(address[0]), int(address[1])
-        try:
-            said = await _heard(ip, at, b"")
-            return said or await _heard(ip, at, _HTTP_REQUEST)
-        except OSError as error:
-            failure = error
-    raise failure
-
-
-async def _heard(ip: str, port: int, request: bytes, patience_s: float = 0.5) -> bytes:
-    reader, writer = await asyncio.open_connection(ip, port)
-    try:
-        writer.write(request)
-        heard = b""
-        with contextlib.suppress(TimeoutError, ConnectionError):
-            async with asyncio.timeout(patience_s):
-                while len(heard) < _SIGNATURE_BYTES and (
-                    more := await reader.read(_SIGNATURE_BYTES - len(heard))
-                ):
-                    heard += more
-        return heard
-    finally:
-        writer.transport.abort()
 
 
 # -- replay endpoints ------------------------------------------------------------------------------
