@@ -31,7 +31,7 @@ EXCEPTIONS: dict[str, str] = {
     "lean_selector/service/logs.py": _OF_LOGGING,
     **{
         f"lean_selector/service/openapi/{name}.py": "it is made once, and only when it is asked for"
-        for name in ("document", "meanings", "routes", "schemas")
+        for name in ("document", "meanings", "routes")
     },
 }
 

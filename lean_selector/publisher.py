@@ -28,7 +28,7 @@ from lean_selector.wire.kv_event_shapes import (
 )
 
 if TYPE_CHECKING:
-    from lean_selector.events.curve_admission import CurveGate
+    from lean_selector.events.curve_keys import CurveGate
 
 # The three limits below are vLLM's defaults (buffer_steps, hwm), so that a service finds the same
 # history and the same patience whichever engine it listens to.
@@ -351,8 +351,7 @@ def _gate(
     """What admits services, in a thread. Raises OSError and ValueError for bad key files."""
     from zmq.auth.thread import ThreadAuthenticator
 
-    from lean_selector.events.curve_admission import CurveGate
-    from lean_selector.events.curve_keys import check_curve, read_list, read_pair
+    from lean_selector.events.curve_keys import CurveGate, check_curve, read_list, read_pair
 
     check_curve("curve_secret_key_file")
     pair = read_pair(secret_file)

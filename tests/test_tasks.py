@@ -36,7 +36,7 @@ ALLOWED = {
     ("http/listener.py", "Listener._accept", "create_task"): (
         "_opened looks at it, and tells the loop's handler of what is not the client's doing"
     ),
-    ("inprocess/running.py", "Running.in_time.begin", "create_task"): (
+    ("inprocess/service.py", "Running.in_time.begin", "create_task"): (
         "how it ended is carried to who waits in another loop, by `tell`"
     ),
     ("client/drivers.py", "Driver._book", "create_task"): (
@@ -44,6 +44,18 @@ ALLOWED = {
     ),
     ("client/drivers.py", "Driver._spawn", "create_task"): (
         "in the user's process: their errors are handled, and the loop's own handler tells others"
+    ),
+    ("client/drivers.py", "SyncDriver.run", "run_coroutine_threadsafe"): (
+        "its caller waits for it, and is raised what it raised"
+    ),
+    ("client/drivers.py", "SyncDriver.__init__", "to_thread"): "awaited in a flow",
+    (
+        "client/drivers.py",
+        "SyncDriver._running",
+        "Thread",
+    ): "it runs a loop, which tells its errors",
+    ("client/drivers.py", "_end", "run_coroutine_threadsafe"): (
+        "close() raises what it raised; of a client that is dropped there is nobody to tell"
     ),
     ("tools/demo.py", "Demo._traffic", "create_task"): "_watch waits for and raises for them",
     ("tools/simulation.py", "Simulation._submit", "submit"): (
@@ -57,10 +69,10 @@ ALLOWED = {
         "whatever it raises is told to who awaits the end of the file"
     ),
     ("events/names.py", "Resolver._start", "Thread"): "whatever it raises is its result",
-    ("replicas/peer_fetch.py", "PeerFetch.__init__", "create_task"): (
+    ("replicas/recovery.py", "PeerFetch.__init__", "create_task"): (
         "`fetched` waits for it, and raises what it raised"
     ),
-    ("replicas/peer_fetch.py", "_in_thread", "Thread"): "what it raises is raised by _in_thread",
+    ("replicas/recovery.py", "_in_thread", "Thread"): "what it raises is raised by _in_thread",
     ("workers/finders.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"

@@ -337,8 +337,9 @@ class SyncDriver:
             was_closed, self._is_closed = self._is_closed, True
         if self._loop is not None and self._thread is not None and not was_closed:
             self._dropped.detach()
-            _end(self._loop, self.driver)
+            ended = _end(self._loop, self.driver)
             self._thread.join()
+            ended.result()
 
 
 def _run_loop(runner: asyncio.Runner) -> None:
@@ -346,7 +347,7 @@ def _run_loop(runner: asyncio.Runner) -> None:
         runner.get_loop().run_forever()
 
 
-def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> None:
+def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures.Future[None]":
     """Close the driver, then its loop. Waits for nothing: the collector calls it in any thread."""
 
     async def ended() -> None:
@@ -355,7 +356,7 @@ def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> None:
         finally:
             loop.stop()
 
-    asyncio.run_coroutine_threadsafe(ended(), loop)
+    return asyncio.run_coroutine_threadsafe(ended(), loop)
 
 
 # -- methods of both kinds of client, from the flow that both have in common ----------------------

@@ -3,17 +3,24 @@
 A pair is a certificate in the format of CZMQ and pyzmq's zmq.auth (rfc.zeromq.org/spec/4, ZPL). A
 list has one public key per line, 40 characters of Z85, then an optional comment such as the owner;
 one or more concatenated public certificates are a list too. Files are read once, at the start.
+What binds admits clients by their keys, and counts those that are refused: without an answer to
+libzmq's question none is admitted.
 """
 
+import logging
 import re
 import struct
+import time
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import zmq
 from zmq.utils import z85
 
 from lean_selector.http.trust import WatchedFile
+
+if TYPE_CHECKING:
+    from zmq.auth import Authenticator
 
 KEY_CHARACTERS: Final = 40
 MOST_KEYS: Final = 64  # of a list: each that a server may have is tried in turn
@@ -134,3 +141,54 @@ def _key(text: str) -> bytes | None:
 def _is_of_no_key(line: str, words: list[str]) -> bool:
     """A comment (no key begins so), or another line of a certificate."""
     return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None
+
+
+# -- admission: libzmq asks at each handshake (ZAP, rfc.zeromq.org/spec/27) ------------------------
+
+log = logging.getLogger("lean_selector.curve")
+
+WARN_EVERY_S: Final = 60.0  # about refused clients: they may try as often as they like
+
+
+class CurveGate:
+    """Admits those with a key of `admitted` to the sockets of one context; start() to close()."""
+
+    def __init__(
+        self, authenticator: "Authenticator", pair: KeyPair, admitted: tuple[bytes, ...] | None
+    ) -> None:
+        """`authenticator` is of the sockets' context. `admitted` None: all that know the server's
+        key."""
+        self.pair: Final = pair
+        self.admitted: Final = admitted
+        self.refused = 0
+        self.last_refused: str | None = None  # a public key
+        self._warn_at = 0.0  # monotonic, not before
+        self._authenticator: Final = authenticator
+        authenticator.configure_curve_callback(DOMAIN.decode(), self)
+
+    def guard(self, socket: "zmq.Socket[bytes]") -> None:
+        """From its binding on. The socket is not bound yet."""
+        ask_for_keys(socket, self.pair)
+
+    def start(self) -> None:
+        """Until then every handshake fails."""
+        self._authenticator.start()
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator: whether a client with this public key is admitted."""
+        if self.admitted is None or key in self.admitted:
+            return True
+        self.refused += 1
+        self.last_refused = key.decode()
+        now = time.monotonic()
+        if now >= self._warn_at:
+            self._warn_at = now + WARN_EVERY_S
+            log.warning(
+                "a client's public key is not admitted: %s",
+                self.last_refused,
+                extra={"public_key": self.last_refused, "refused": self.refused},
+            )
+        return False

@@ -26,8 +26,7 @@ from lean_selector.core.replication.events import ReplicaSequences, Verdict
 from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.core.zmq_endpoints import check_endpoint
-from lean_selector.events.curve_admission import CurveGate
-from lean_selector.events.curve_keys import CurveClient
+from lean_selector.events.curve_keys import CurveClient, CurveGate
 from lean_selector.events.link import check_link
 from lean_selector.events.links import Links
 from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN, MAX_TURN_S, Peer, ReplicaLinks

@@ -16,7 +16,7 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
-from lean_selector.events.curve_admission import CurveGate
+from lean_selector.events.curve_keys import CurveGate
 from lean_selector.replicas.peer_links import MAX_MESSAGE_BYTES
 
 _OPTIONS: Final = {

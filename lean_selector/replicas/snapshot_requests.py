@@ -24,7 +24,7 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.events.ingest_turns import Pauses
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas.mesh import HEARTBEAT_S, ReplicaSync
-from lean_selector.replicas.peer_fetch import PeerFailed, PeerFetch, fetched
+from lean_selector.replicas.recovery import PeerFailed, PeerFetch, fetched
 from lean_selector.wire.replica_snapshot import (
     BadSnapshot,
     SnapshotParts,

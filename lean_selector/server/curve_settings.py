@@ -6,8 +6,14 @@ from typing import TypeVar
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from lean_selector.events.curve_admission import CurveGate
-from lean_selector.events.curve_keys import CurveClient, check_curve, new_pair, read_list, read_pair
+from lean_selector.events.curve_keys import (
+    CurveClient,
+    CurveGate,
+    check_curve,
+    new_pair,
+    read_list,
+    read_pair,
+)
 from lean_selector.server.host import StartError
 from lean_selector.server.selector_flags import EngineKeysFlags
 from lean_selector.server.service_flags import ReplicaKeysFlags

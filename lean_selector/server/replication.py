@@ -25,7 +25,7 @@ from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.shapes import EventKind, LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
-from lean_selector.events.curve_admission import CurveGate
+from lean_selector.events.curve_keys import CurveGate
 from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas.mesh import ReplicaSync, ReplicaSyncError

@@ -1,33 +1,405 @@
-"""The state directory of a service, wired. Imported only where there is one."""
+"""The state of a service, written to its directory and read back at the start. Imported only where
+there is a directory.
 
+The file `catalog` is one JSON object, each worker on a line of its own. What cannot be read is set
+aside, and never stops a start.
+"""
+
+import contextlib
 import errno
+import logging
 import time
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeVar
 
+import msgspec
+
+from lean_selector.core.errors import SelectorError
+from lean_selector.core.load.shapes import WorkerRow
 from lean_selector.core.replication.events import ReplicaTarget, restore
 from lean_selector.core.replication.ledger import copies_expire_s
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.inspection import established
-from lean_selector.core.selection.selector import Selector, restore_booking
+from lean_selector.core.selection.selector import Selector, restore_booking, restore_partition
+from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.trackers import Trackers
 from lean_selector.server.host import StartError, os_reason
 from lean_selector.server.replication import Replication
 from lean_selector.server.service_flags import ServiceConfig
-from lean_selector.server.state_catalog import (
-    OtherService,
-    PeersByHttp,
-    SelectorCatalog,
-    TrackerCatalog,
-    restore_catalog,
-    restore_reservations,
+from lean_selector.server.state_files import (
+    CATALOG,
+    RESERVATIONS,
+    CatalogFile,
+    CatalogHead,
+    Damaged,
+    DirectoryHeld,
+    OtherVersion,
+    PartitionRow,
+    Stamp,
+    StateDirectory,
+    StoredThreshold,
+    elapsed_s,
+    opened,
+    stamp_now,
 )
-from lean_selector.server.state_files import DirectoryHeld, StateDirectory, stamp_now
 from lean_selector.server.state_persister import LiveBookings, Persister
 from lean_selector.service.worker_handlers import ServiceState
+from lean_selector.wire.discovery_states import KeptWorker
+from lean_selector.wire.replica_snapshot import BadSnapshot, decode_line, split_snapshot
 
 if TYPE_CHECKING:
+    from lean_selector.server.replication import Replication
     from lean_selector.workers.discoveries import Discoveries
+    from lean_selector.workers.roster import Roster
+
+# -- what is written of a service, and read back ---------------------------------------------------
+
+# -- the file --------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+VERSION: Final = 1
+
+
+_decode_head = msgspec.json.Decoder(CatalogHead).decode
+_encode = msgspec.json.Encoder().encode
+_decode_file = msgspec.json.Decoder(CatalogFile).decode
+_NO_WORKERS = b"[]}"
+
+
+def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
+    """`head` has no workers; they are its last field."""
+    text = _encode(head)
+    assert text.endswith(_NO_WORKERS)
+    return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
+
+
+def read_catalog(text: bytes) -> CatalogFile:
+    """Raises Damaged, or OtherVersion."""
+    try:
+        return _decode_file(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            version = _decode_head(text).version
+            if version != VERSION:
+                raise OtherVersion(
+                    f"it has version {version}, and this release reads version {VERSION}"
+                ) from None
+        raise Damaged(str(error)) from None
+
+
+def read_rows(
+    rows: Sequence[msgspec.Raw], decode: Callable[[bytes], T], problems: list[str]
+) -> list[T]:
+    """Those that can be read; what is wrong with the others is added to `problems`."""
+    found: list[T] = []
+    for row in rows:
+        try:
+            found.append(decode(bytes(row)))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            problems.append(f"a worker: {error}")
+    return found
+
+
+# -- peers added and removed over HTTP -------------------------------------------------------------
+
+
+@dataclass
+class PeersByHttp:
+    """What was said over HTTP holds, also against a flag."""
+
+    mesh: "Replication | None"  # without one what was restored is kept as it is
+    given: Collection[str]  # by flags
+    found: Callable[[], Collection[str]]  # by discoveries
+    restored: tuple[list[str], list[str]] = ([], [])
+
+    def changes(self) -> tuple[list[str], list[str]]:
+        """Those added, and those removed, each sorted."""
+        if self.mesh is None:
+            return self.restored
+        peers = set(self.mesh.peers())
+        return sorted(peers - {*self.given, *self.found()}), sorted({*self.given} - peers)
+
+    def restore(self, added: list[str], removed: list[str]) -> list[str]:
+        """Before the mesh is started. Returns what could not be added, with the reason."""
+        self.restored = added, removed
+        mesh, problems = self.mesh, list[str]()
+        if mesh is None:
+            return problems
+        for endpoint in added:
+            try:
+                mesh.register_peer(endpoint)
+            except SelectorError as error:
+                problems.append(f"peer {endpoint}: {error.message}")
+        for endpoint in removed:
+            if endpoint in self.given:
+                mesh.deregister_peer(endpoint)
+        return problems
+
+
+# -- the selector's --------------------------------------------------------------------------------
+# A worker that a discovery named belongs to the discovery again (D33).
+
+_decode_spec = msgspec.json.Decoder(WorkerSpec).decode
+
+
+@dataclass
+class SelectorCatalog:
+    """What is written of a selector. `discoveries`: those that run now, and tell the `roster`."""
+
+    selector: Selector
+    peers: PeersByHttp
+    roster: "Roster | None" = None
+    discoveries: Collection[str] = ()
+    lines: dict[int, tuple[WorkerSpec, bytes]] = field(default_factory=dict)  # as encoded last
+    service: ClassVar[Literal["selector"]] = "selector"
+
+    @property
+    def revision(self) -> int:
+        """Grows with each change of a worker."""
+        return self.selector.catalog.revision
+
+    def text(self) -> bytes:
+        """The file as it should be now. A worker is encoded when it has changed."""
+        found = [] if self.roster is None else self.roster.kept()
+        selector, before, self.lines = self.selector, self.lines, {}
+        for worker_id, worker in selector.catalog.workers.items():
+            line = before.get(worker_id)
+            if line is None or line[0] is not worker.spec:
+                line = worker.spec, _encode(worker.spec)
+            self.lines[worker_id] = line
+        added, removed = self.peers.changes()
+        head = CatalogFile(
+            version=1,
+            service=self.service,
+            partitions=[
+                PartitionRow(*key, each.block_size, each.is_eagle, sorted(each.members))
+                for key, each in selector.catalog.partitions.items()
+                if each.members
+            ],
+            thresholds=[
+                StoredThreshold(*key, threshold) for key, threshold in selector.limits.own()
+            ],
+            found=found,
+            peers_added=added,
+            peers_removed=removed,
+        )
+        return catalog_text(head, [text for _, text in self.lines.values()])
+
+    def restore(self, file: CatalogFile, now: float) -> list[str]:
+        """Puts it back into a selector that has just been made. Returns what did not fit."""
+        problems = self.peers.restore(file.peers_added, file.peers_removed)
+        selector = self.selector
+        for row in file.thresholds:
+            try:
+                selector.limits.restore((row.model_name, row.tenant_id), row.threshold)
+            except SelectorError as error:
+                problems.append(f"threshold of {row.model_name}: {error.message}")
+        sought = dict[int, KeptWorker]()
+        for kept in file.found:
+            names = [name for name in kept.discoveries if name in self.discoveries]
+            if names:
+                sought[kept.worker_id] = msgspec.structs.replace(kept, discoveries=names)
+        specs = read_rows(file.workers, _decode_spec, problems)
+        ours = {kept.worker_id for kept in file.found if not kept.is_removed}
+        workers = {
+            spec.worker_id: spec
+            for spec in specs
+            if spec.worker_id not in ours or spec.worker_id in sought
+        }
+        for part in file.partitions:
+            key = part.model_name, part.tenant_id
+            members = [
+                each for each in part.members if each in workers and workers[each].key == key
+            ]
+            if members:
+                restore_partition(selector.catalog, key, part.block_size, part.is_eagle, members)
+        for spec in workers.values():
+            try:
+                selector.upsert_worker(spec, now)
+            except SelectorError as error:
+                problems.append(f"worker {spec.worker_id}: {error.message}")
+                self._not_a_member(spec)
+        if self.roster is not None:  # the discoveries named them, as if they had just done so
+            for kept in sought.values():
+                worker = selector.catalog.workers.get(kept.worker_id)
+                if kept.is_removed:
+                    self.roster.take_back(kept, None)
+                elif worker is not None:
+                    self.roster.take_back(kept, worker.spec)
+        return problems
+
+    def _not_a_member(self, spec: WorkerSpec) -> None:
+        """It could not be registered: it holds no block size, nor the partition."""
+        partitions = self.selector.catalog.partitions
+        if (partition := partitions.get(spec.key)) is not None:
+            partition.members.discard(spec.worker_id)
+            if not partition.members:
+                del partitions[spec.key]
+
+
+# -- the slot tracker's ----------------------------------------------------------------------------
+
+_decode_row = msgspec.json.Decoder(WorkerRow).decode
+
+
+@dataclass
+class TrackerCatalog:
+    """What is written of a slot tracker."""
+
+    trackers: Trackers
+    peers: PeersByHttp
+    service: ClassVar[Literal["slot_tracker"]] = "slot_tracker"
+
+    @property
+    def revision(self) -> int:
+        """Grows with each change of a worker."""
+        return self.trackers.revision
+
+    def text(self) -> bytes:
+        """The file as it should be now."""
+        added, removed = self.peers.changes()
+        head = CatalogFile(
+            version=1, service=self.service, peers_added=added, peers_removed=removed
+        )
+        return catalog_text(head, [_encode(row) for row in self.trackers.workers()])
+
+    def restore(self, file: CatalogFile, now: float) -> list[str]:
+        """Puts it back into trackers that have just been made. Returns what did not fit."""
+        problems = self.peers.restore(file.peers_added, file.peers_removed)
+        for row in read_rows(file.workers, _decode_row, problems):
+            try:
+                self.trackers.register(row)
+            except SelectorError as error:
+                problems.append(f"worker {row.worker_id}: {error.message}")
+        return problems
+
+
+# -- reading it back at the start ------------------------------------------------------------------
+
+log = logging.getLogger("lean_selector.state")
+
+
+_MOST_LOGGED = 10
+_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # a read that failed with EIO
+
+
+class OtherService(Exception):
+    """The directory is whole, and that of the other service."""
+
+
+def restore_catalog(
+    directory: StateDirectory, contents: SelectorCatalog | TrackerCatalog, now: float
+) -> None:
+    """Raises OtherService, with nothing restored."""
+    file = _read(directory, CATALOG, lambda text, _: read_catalog(text))
+    if file is None:
+        return
+    if file.service != contents.service:
+        raise OtherService(f"{directory.path} has the state of a {file.service}")
+    problems = contents.restore(file, now)
+    _log_problems("the catalog", problems)
+    fields: dict[str, object] = {
+        "file": CATALOG,
+        "workers": len(file.workers),
+        "unfit": len(problems),
+    }
+    if problems:
+        # The file is written without them at the next change; a flag may have been mistyped.
+        try:
+            fields["kept_as"] = directory.keep_copy(CATALOG)
+        except OSError as error:
+            log.error("what does not fit could not be kept", extra={"reason": error.strerror})
+    log.info("state restored", extra=fields)
+
+
+def restore_reservations(
+    directory: StateDirectory,
+    book: Callable[[LiveBooking, int | None], bool],
+    expiry_s: float,
+    copies_expire_s: float,
+    now: float,
+    stamp: Stamp,
+) -> tuple[int, int]:
+    """How many are live again, and how many are not: too old by now, or their rank is gone.
+
+    `book` gets each with the peer that admitted it, None if this replica did; the oldest first.
+    It is `now`, in monotonic seconds, and `stamp` by the clocks that files are stamped by.
+    """
+    problems: list[str] = []
+
+    def read(text: bytes, written: Stamp) -> tuple[int, list[LiveBooking]]:
+        try:
+            snapshot = split_snapshot(text)
+        except BadSnapshot as error:
+            raise Damaged(str(error)) from None
+        then = now - elapsed_s(written, stamp)
+        found: list[LiveBooking] = []
+        for line in snapshot.lines:
+            try:
+                found.append(decode_line(line, then))
+            except BadSnapshot as error:
+                problems.append(str(error))
+        return snapshot.router_id, found
+
+    taken = _read(directory, RESERVATIONS, read)
+    if taken is None:
+        return 0, 0
+    _log_problems("reservations", problems)
+    own_id, found = taken
+    found.sort(key=lambda live: live.touched_at)
+    booked = 0
+    for live in found:
+        is_own = live.router_id == own_id
+        if now - live.touched_at <= (expiry_s if is_own else copies_expire_s):
+            booked += book(live, None if is_own else live.router_id)
+    dropped = len(found) - booked
+    fields = {"file": RESERVATIONS, "reservations": booked, "dropped": dropped}
+    log.info("state restored", extra=fields)
+    return booked, dropped
+
+
+def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:
+    """None: there is none, or it was set aside."""
+    try:
+        sealed = _tried(lambda: directory.read(name))
+        if sealed is None:
+            return None
+        return read(*opened(sealed))
+    except (Damaged, OSError) as error:
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        fields = {"file": name, "reason": reason}
+        is_other = isinstance(error, OtherVersion)
+        what = "state is of another release" if is_other else "state is damaged"
+        try:
+            log.error(f"{what}, and set aside", extra={**fields, "as": directory.set_aside(name)})
+        except OSError as failed:
+            log.error(what, extra={**fields, "not_set_aside": failed.strerror})
+    return None
+
+
+def _tried(read: Callable[[], T]) -> T:
+    """A disk may fail once, and answer the next time. Raises OSError."""
+    for pause_s in _AGAIN_AFTER_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        time.sleep(pause_s)
+    return read()
+
+
+def _log_problems(what: str, problems: list[str]) -> None:
+    for problem in problems[:_MOST_LOGGED]:
+        log.warning("some of the state does not fit", extra={"of": what, "reason": problem})
+    if len(problems) > _MOST_LOGGED:
+        more = len(problems) - _MOST_LOGGED
+        log.warning("more of it does not fit", extra={"of": what, "count": more})
+
+
+# -- wiring ----------------------------------------------------------------------------------------
 
 # The process before this one lets go as soon as it has written all, once it is told to stop.
 TAKE_WAIT_S = 2.0

@@ -32,8 +32,7 @@ from lean_selector.service.replies import (
     reply,
     sent,
 )
-from lean_selector.wire.busy_bodies import OverloadBody
-from lean_selector.wire.selection_bodies import PromptFields
+from lean_selector.wire.selection_bodies import OverloadBody, PromptFields
 
 T = TypeVar("T")
 _NOTHING: Final = frozenset[str]()

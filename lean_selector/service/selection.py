@@ -63,7 +63,6 @@ from lean_selector.service.worker_handlers import (
     ServiceState,
     WorkerHandlers,
 )
-from lean_selector.wire.busy_bodies import ThresholdRequest, ThresholdRow, Thresholds
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite, check_id
 from lean_selector.wire.selection_bodies import (
@@ -75,6 +74,9 @@ from lean_selector.wire.selection_bodies import (
     SelectAndReserveRequest,
     SelectFields,
     SelectRequest,
+    ThresholdRequest,
+    ThresholdRow,
+    Thresholds,
     WorkerPatch,
     WorkerRequest,
 )

@@ -13,8 +13,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.events import link
-from lean_selector.events.curve_admission import CurveGate
-from lean_selector.events.curve_keys import KeyPair, new_pair
+from lean_selector.events.curve_keys import CurveGate, KeyPair, new_pair
 from lean_selector.events.links import Links
 from lean_selector.replicas import mesh as replica_mesh
 from lean_selector.replicas.mesh import ReplicaSync

@@ -25,8 +25,7 @@ from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.replicas import recovery
-from lean_selector.replicas.peer_fetch import PeerFetch
-from lean_selector.replicas.recovery import Recovery, log_discarded
+from lean_selector.replicas.recovery import PeerFetch, Recovery, log_discarded
 from tests.support.on_loop import inside, on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
 from tests.support.running_service import DEADLINE_S, RunningService, free_port

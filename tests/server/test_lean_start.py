@@ -9,7 +9,7 @@ from tests.support.running_service import RunningService
 
 OFF = (
     "lean_selector.client",
-    "lean_selector.events.curve_admission",
+    "lean_selector.events.curve_keys",
     "lean_selector.gateway",
     "lean_selector.http.outbound",
     "lean_selector.http.tls",

@@ -10,7 +10,7 @@ from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.selector import restore_booking
 from lean_selector.core.selection.shapes import WorkerSpec
-from lean_selector.server.state_catalog import OtherService, restore_catalog
+from lean_selector.server.state import OtherService, restore_catalog
 from lean_selector.server.state_files import (
     CATALOG,
     RESERVATIONS,

@@ -15,9 +15,8 @@ from lean_selector.core.index.shapes import StoredRun, Tier
 from lean_selector.service.access import READ
 from lean_selector.service.gate import Gate, plain
 from lean_selector.service.openapi import meanings
-from lean_selector.service.openapi.document import DESCRIBED, service_document
+from lean_selector.service.openapi.document import DESCRIBED, components, service_document
 from lean_selector.service.openapi.routes import GATEWAY_ROUTES
-from lean_selector.service.openapi.schemas import components
 from lean_selector.wire.dump import encode_dump
 from lean_selector.wire.dump_shapes import PartitionDump
 from tests.support.gates import (

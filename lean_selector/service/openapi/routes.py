@@ -22,7 +22,6 @@ from lean_selector.service.openapi.shapes import (
     Snapshot,
     Text,
 )
-from lean_selector.wire.busy_bodies import ThresholdRow, Thresholds
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.fleet import Fleet, PrefixTree
 from lean_selector.wire.replica_shapes import PlaneState
@@ -39,6 +38,8 @@ from lean_selector.wire.selection_bodies import (
     Ok,
     OpenAiErrorBody,
     Readiness,
+    ThresholdRow,
+    Thresholds,
     WorkerDetail,
 )
 
