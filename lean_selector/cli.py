@@ -10,7 +10,7 @@ from lean_selector.build_info import form
 from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
-COMMANDS: Final = ("gateway", "demo", "simulate", "check", "keys", "deploy")
+COMMANDS: Final = ("gateway", "demo", "top", "simulate", "check", "keys", "deploy")
 
 
 def hold_standard_streams() -> None:
@@ -30,7 +30,7 @@ def hold_standard_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selection service, or with `gateway`, `demo`, `simulate`, `check`, `keys` or
+    """Runs the selection service, or with `gateway`, `demo`, `top`, `simulate`, `check`, `keys` or
     `deploy` those; returns the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lean_selector.tools.simulate import main as simulate
 
         return simulate(arguments[1:])
+    if arguments[:1] == ["top"]:
+        from lean_selector.tools.top import main as top
+
+        return top(arguments[1:])
     if arguments[:1] == ["check"]:
         from lean_selector.tools.check import main as check
 
@@ -69,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "lean-selector",
         "Answers which worker should serve a prompt, and tracks in-flight load per worker. Other "
         "commands: `lean-selector gateway` forwards requests to workers, too; `demo` shows it at "
-        "work, `simulate` compares policies on a trace, `check` finds what is wrong, `keys` makes "
-        "keys to encrypt with, `deploy` prints files to run it with.",
+        "work, `top` shows a running one, `simulate` compares policies on a trace, `check` finds "
+        "what is wrong, `keys` makes keys to encrypt with, `deploy` prints files to run it with.",
         SelectorConfig,
         run,
         arguments,

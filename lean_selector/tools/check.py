@@ -182,7 +182,11 @@ DEFAULT_URL = "http://127.0.0.1:8092"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the check."""
     parser.add_argument(
-        "url", nargs="?", type=_url, default=DEFAULT_URL, help=f"of the selector; {DEFAULT_URL}"
+        "url",
+        nargs="?",
+        type=selector_url,
+        default=DEFAULT_URL,
+        help=f"of the selector; {DEFAULT_URL}",
     )
     parser.add_argument(
         "--probe",
@@ -190,7 +194,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="send each engine one tiny completion, and see whether its KV events come",
     )
     parser.add_argument(
-        "--seconds", type=_seconds, default=5.0, help="patience with each answer; default: 5"
+        "--seconds", type=patience, default=5.0, help="patience with each answer; default: 5"
     )
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.add_argument("--worker-token-file", help="a bearer token for the engines")
@@ -206,7 +210,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _url(text: str) -> str:
+def selector_url(text: str) -> str:
     url = text if "://" in text else f"http://{text}"
     try:
         Url(url)
@@ -215,7 +219,7 @@ def _url(text: str) -> str:
     return url
 
 
-def _seconds(text: str) -> float:
+def patience(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -237,9 +241,9 @@ def main(argv: Sequence[str]) -> int:
     if args.key_file is not None and args.cert_file is None:
         parser.error("--key-file requires --cert-file")
     try:
-        engines = Credentials(_token(args.worker_token_file), Trust(args.ca_file))
+        engines = Credentials(token_of(args.worker_token_file), Trust(args.ca_file))
         ours = Trust(args.ca_file, args.cert_file, args.key_file)
-        selector = Credentials(_token(args.token_file), ours)
+        selector = Credentials(token_of(args.token_file), ours)
         ours.context()
         keys = _client_keys(
             args.kv_events_curve_server_keys_file, args.kv_events_curve_secret_key_file
@@ -273,7 +277,7 @@ def _client_keys(servers_file: str | None, secret_file: str | None) -> CurveClie
     return CurveClient(pair, read_list(servers_file))
 
 
-def _token(path: str | None) -> TokenFile | None:
+def token_of(path: str | None) -> TokenFile | None:
     return None if path is None else TokenFile(path)
 
 

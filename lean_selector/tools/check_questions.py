@@ -15,6 +15,7 @@ from lean_selector.http.outbound import OutboundClient, OutboundFailed, Resolve
 from lean_selector.service.judgements import Level
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, WorkerRecord
+from lean_selector.wire.fleet import Fleet
 from lean_selector.wire.kv_events import NotABatch, batch_slices
 from lean_selector.wire.selection_bodies import KvSource
 
@@ -70,6 +71,13 @@ class AskedSelector:
                 await self._told_if_served("/discovery", DiscoveryReport),
                 readiness,
             )
+        except OutboundFailed as error:
+            raise NotASelector(error.message) from None
+
+    async def fleet(self) -> Fleet:
+        """Raises NotASelector."""
+        try:
+            return await self._told("/fleet", Fleet)
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
 

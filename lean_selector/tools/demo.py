@@ -118,7 +118,10 @@ class ScreenView:
 
     def draw(self, shot: DemoView) -> None:
         """Replace the last drawing."""
-        text = render(shot, *shutil.get_terminal_size())
+        self.draw_lines(render(shot, *shutil.get_terminal_size()))
+
+    def draw_lines(self, text: Sequence[str]) -> None:
+        """The same of lines that fit the terminal."""
         back = f"\x1b[{self._drawn}A\r" if self._drawn else ""
         body = "".join(f"{line}{_CLEAR_LINE_END}\n" for line in text)
         self._out.write(f"{_HIDE_CURSOR}{back}{body}{_CLEAR_BELOW}")
@@ -228,6 +231,8 @@ class Demo:
         async with answering_service(port, options.cmd, stopping=stopping) as (client, service):
             if stopping():
                 return ["stopped before the service was ready"], 0
+            if options.cmd is None:
+                print(f"look at it: http://127.0.0.1:{port}/ui", flush=True)
             speed = EngineSpeed()
             try:
                 for worker_id in range(1, options.workers + 1):

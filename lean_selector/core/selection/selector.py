@@ -9,7 +9,6 @@ whichever later call frees capacity (D11). Lifecycle events for replicas go to t
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from lean_selector.core.errors import (
     AllWorkersBusy,
@@ -23,7 +22,6 @@ from lean_selector.core.health.ejections import OK, REFUSED
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.routed import RoutedPrompts
 from lean_selector.core.load.busy import BusyThresholds, Headroom
-from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import OFF, BusyThreshold, Reservation
 from lean_selector.core.load.slots import check_decay_fraction
 from lean_selector.core.rank_bits import RankKey
@@ -34,6 +32,7 @@ from lean_selector.core.selection.bookings import Bookings, SelectionCache
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import NO_ENDPOINTS, choose
 from lean_selector.core.selection.cost import terms
+from lean_selector.core.selection.hearers import Decisions, Watch
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Line, Parked, Partition, Place
 from lean_selector.core.selection.router_settings import CostTerms, RouterSettings
@@ -48,7 +47,6 @@ from lean_selector.core.selection.scheduler import (
 )
 from lean_selector.core.selection.shapes import (
     CachedSelection,
-    Decision,
     PartitionKey,
     Placement,
     SelectionRequest,
@@ -269,41 +267,6 @@ class WorkerHealth:
 RECHECK_AFTER_S = 2.0
 
 OnAnswer = Callable[[Parked, Placement | Exception], None]
-
-
-class Decisions(Protocol):
-    """Hears what is chosen for requests that book, and what is reported of them."""
-
-    def chosen(
-        self,
-        partition: Partition,
-        request: SelectionRequest,
-        ranks: int,
-        matches: MatchSets,
-        placement: Placement,
-        now: float,
-    ) -> None: ...
-
-    def reported(
-        self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
-    ) -> None: ...
-
-
-class Watch(Protocol):
-    """Who looks at what is chosen: `core.selection.watch`."""
-
-    def look(
-        self,
-        partition: Partition,
-        request: SelectionRequest,
-        ranks: int,
-        matches: MatchSets,
-        load: RankLoad,
-        placement: Placement,
-        now: float,
-    ) -> Decision | None: ...
-
-    def add(self, decision: Decision) -> None: ...
 
 
 class Selector:

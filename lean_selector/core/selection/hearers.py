@@ -1,0 +1,43 @@
+"""Who may hear of choices: the decision log, and people who look at the page."""
+
+from typing import Protocol
+
+from lean_selector.core.load.rank_load import RankLoad
+from lean_selector.core.selection.overlap import MatchSets
+from lean_selector.core.selection.partition import Partition
+from lean_selector.core.selection.shapes import Decision, Placement, SelectionRequest
+
+
+class Decisions(Protocol):
+    """Hears what is chosen for requests that book, and what is reported of them."""
+
+    def chosen(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        ranks: int,
+        matches: MatchSets,
+        placement: Placement,
+        now: float,
+    ) -> None: ...
+
+    def reported(
+        self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
+    ) -> None: ...
+
+
+class Watch(Protocol):
+    """Who looks at what is chosen: `core.selection.watch`."""
+
+    def look(
+        self,
+        partition: Partition,
+        request: SelectionRequest,
+        ranks: int,
+        matches: MatchSets,
+        load: RankLoad,
+        placement: Placement,
+        now: float,
+    ) -> Decision | None: ...
+
+    def add(self, decision: Decision) -> None: ...

@@ -1,0 +1,216 @@
+"""`lean-selector top URL`: the fleet of a running selector in a terminal, the worst ranks first.
+
+It draws what the page shows, of `GET /fleet`. Where stdout is no terminal it prints all ranks once.
+"""
+
+import argparse
+import asyncio
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import uvloop
+
+from lean_selector.events.names import Resolver
+from lean_selector.http.outbound import OutboundClient
+from lean_selector.http.trust import Credentials, Trust
+from lean_selector.service.judgements import Level
+from lean_selector.tools.check import DEFAULT_URL, patience, selector_url, token_of
+from lean_selector.tools.check_questions import AskedSelector, NotASelector
+from lean_selector.tools.demo import ScreenView
+from lean_selector.wire.findings import Finding
+from lean_selector.wire.fleet import Fleet, FleetRank
+
+_LEVELS: Final = (Level.ERROR, Level.WARNING, Level.NOTE, Level.OK)
+_COLOURS: Final = {Level.ERROR: "\x1b[31m", Level.WARNING: "\x1b[33m"}
+_PLAIN: Final = "\x1b[0m"
+_SUBJECT: Final = re.compile(r"worker (\d+)(?: rank (\d+))?")
+_HEAD: Final = (
+    f"{'worker':>12} {'state':<12} {'waiting':>9} {'requests':>8} {'blocks':>16} {'hits':>5}"
+    f" {'ttft':>8} {'events':<12} "
+)
+_BAR: Final = 9
+_PATIENCE_S: Final = 10.0
+
+RankKey = tuple[int, int]
+
+
+def printed(text: str) -> str:
+    """A text of others, which may hold what a terminal obeys."""
+    return "".join(
+        letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def verdicts(findings: Sequence[Finding]) -> dict[tuple[int, int | None], Finding]:
+    """The worst finding of each worker, and of each rank."""
+    found: dict[tuple[int, int | None], Finding] = {}
+    for finding in sorted(findings, key=lambda each: _LEVELS.index(each.level), reverse=True):
+        if about := _SUBJECT.fullmatch(finding.subject):
+            rank = None if about[2] is None else int(about[2])
+            found[int(about[1]), rank] = finding
+    return found
+
+
+def level_of(rank: FleetRank, finding: Finding | None) -> str:
+    if rank.state not in ("in_service", "probation", "draining"):
+        return Level.ERROR
+    if finding is not None and finding.level != Level.NOTE:
+        return finding.level
+    return Level.OK if rank.state == "in_service" else Level.WARNING
+
+
+def drawing(
+    fleet: Fleet, before: dict[RankKey, FleetRank], columns: int, lines: int | None, colours: bool
+) -> list[str]:
+    """The fleet as lines of at most so many columns; hit shares and times are since `before`."""
+    worst = verdicts(fleet.findings)
+    blocks = {worker.worker_id: worker.total_kv_blocks for worker in fleet.workers}
+    most = max((rank.prefill_tokens for rank in fleet.ranks), default=0) or 1
+    rows: list[tuple[tuple[int, int, int, int], str, str]] = []
+    for rank in fleet.ranks:
+        of_worker, of_rank = worst.get((rank.worker_id, None)), worst.get((*_key(rank),))
+        both = [each for each in (of_rank, of_worker) if each is not None]
+        finding = min(both, key=lambda each: _LEVELS.index(each.level), default=None)
+        level = level_of(rank, finding)
+        text = _row(rank, before.get(_key(rank)), blocks.get(rank.worker_id), most)
+        text += "" if finding is None else printed(finding.what)
+        place = _LEVELS.index(level), -rank.prefill_tokens, *_key(rank)
+        rows.append((place, level, text[:columns]))
+    rows.sort()
+    able = sum(rank.state in ("in_service", "probation") for rank in fleet.ranks)
+    waiting = sum(model.pending_count for model in fleet.models)
+    asked, found, _, _ = _sums(fleet.ranks, before)
+    head = [
+        f"{able} of {len(fleet.ranks)} ranks can be chosen, "
+        f"{sum(rank.requests for rank in fleet.ranks)} requests, {waiting} waiting, "
+        f"{_share(found, asked).strip()} of prompt tokens cached",
+        *(
+            f"{finding.level}: {printed(finding.subject)}: {printed(finding.what)}"
+            for finding in fleet.findings
+            if _SUBJECT.fullmatch(finding.subject) is None
+        ),
+        "",
+        _HEAD.rstrip(),
+    ]
+    if lines is not None and len(head) + len(rows) > lines - 1:
+        kept = max(0, lines - len(head) - 2)
+        more = f"... and {len(rows) - kept} more ranks"[:columns]
+        rows = [*rows[:kept], ((0, 0, 0, 0), Level.OK, more)]
+    body = [
+        f"{_COLOURS[level]}{text}{_PLAIN}" if colours and level in _COLOURS else text
+        for _, level, text in rows
+    ]
+    return [*(line[:columns] for line in head), *body][: None if lines is None else lines - 1]
+
+
+def _row(rank: FleetRank, before: FleetRank | None, total: int | None, most: int) -> str:
+    asked, found, ttft_s, ttft_count = _sums([rank], {} if before is None else {_key(rank): before})
+    name = str(rank.worker_id) + (f"/{rank.dp_rank}" if rank.dp_rank else "")
+    held = f"{rank.cached_blocks}" + (f"/{total}" if total else "")
+    ttft = f"{1e3 * ttft_s / ttft_count:.0f} ms" if ttft_count else "-"
+    bar = "#" * round(_BAR * rank.prefill_tokens / most) if rank.prefill_tokens else ""
+    return (
+        f"{name:>12} {rank.state:<12} {rank.prefill_tokens:>9} {rank.requests:>8} {held:>16}"
+        f" {_share(found, asked)} {ttft:>8} {rank.source or '-':<12} {bar:<{_BAR}} "
+    )
+
+
+def _sums(
+    ranks: Sequence[FleetRank], before: dict[RankKey, FleetRank]
+) -> tuple[int, int, float, int]:
+    """Prompt tokens, those found cached, seconds to first tokens, and how many of these: since
+    `before`, or ever where nothing was asked since."""
+    now = _total(ranks)
+    then = _total([before[_key(rank)] for rank in ranks if _key(rank) in before])
+    if now[0] <= then[0]:
+        return now
+    return now[0] - then[0], now[1] - then[1], now[2] - then[2], now[3] - then[3]
+
+
+def _total(ranks: Sequence[FleetRank]) -> tuple[int, int, float, int]:
+    return (
+        sum(rank.prompt_tokens for rank in ranks),
+        sum(rank.overlap_tokens for rank in ranks),
+        sum(rank.ttft_s for rank in ranks),
+        sum(rank.ttft_count for rank in ranks),
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:>5.0%}" if whole else f"{'-':>5}"
+
+
+def _key(rank: FleetRank) -> RankKey:
+    return rank.worker_id, rank.dp_rank
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "url",
+        nargs="?",
+        type=selector_url,
+        default=DEFAULT_URL,
+        help=f"of the selector; {DEFAULT_URL}",
+    )
+    parser.add_argument(
+        "--seconds", type=patience, default=2.0, help="between two looks; default: 2"
+    )
+    parser.add_argument("--once", action="store_true", help="print the fleet once, and end")
+    parser.add_argument("--token-file", help="a bearer token for the selector; `read` is enough")
+    parser.add_argument("--ca-file", help="PEM certificates to trust, in place of the system's")
+    parser.add_argument("--cert-file", help="our PEM certificate, for a selector that asks for one")
+    parser.add_argument("--key-file", help="the key of that certificate")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the fleet until Ctrl-C; 0, or 2 if there is no selector to ask."""
+    parser = argparse.ArgumentParser(
+        prog="lean-selector top",
+        description="Show the fleet of a running selector, the worst ranks first; Ctrl-C ends it.",
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    if args.key_file is not None and args.cert_file is None:
+        parser.error("--key-file requires --cert-file")
+    try:
+        trust = Trust(args.ca_file, args.cert_file, args.key_file)
+        credentials = Credentials(token_of(args.token_file), trust)
+        trust.context()
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_show(args, credentials))
+    except NotASelector as error:
+        sys.stderr.write(f"lean-selector top: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+async def _show(args: argparse.Namespace, credentials: Credentials) -> None:
+    client = OutboundClient(Resolver().resolve, credentials)
+    selector = AskedSelector(client, args.url, _PATIENCE_S)
+    first: dict[RankKey, FleetRank] = {}
+    if args.once or not sys.stdout.isatty():
+        lines = drawing(await selector.fleet(), first, sys.maxsize, None, colours=False)
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        return
+    screen = ScreenView(sys.stdout)
+    try:
+        while True:
+            fleet = await selector.fleet()
+            first = first or {_key(rank): rank for rank in fleet.ranks}
+            columns, lines_ = shutil.get_terminal_size()
+            screen.draw_lines(drawing(fleet, first, columns, lines_, colours=True))
+            await asyncio.sleep(args.seconds)
+    finally:
+        screen.close()

@@ -1,0 +1,103 @@
+"""`lean-selector top`: what it draws of a fleet, and as users run it."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lean_selector.service.judgements import Level
+from lean_selector.tools.top import drawing, main
+from lean_selector.wire.findings import Finding
+from lean_selector.wire.fleet import Fleet, FleetModel, FleetRank, FleetWorker
+from tests.support.running_service import RunningService, free_port
+
+TOP = [sys.executable, "-m", "lean_selector", "top"]
+
+
+def rank(worker_id: int, state: str = "in_service", **sums: int) -> FleetRank:
+    return FleetRank(worker_id, 0, state, None, "live", None, **sums)
+
+
+def fleet(*ranks: FleetRank, findings: tuple[Finding, ...] = ()) -> Fleet:
+    workers = [
+        FleetWorker(each.worker_id, "m", "default", "schedulable", "http://w", 16, 100)
+        for each in ranks
+    ]
+    models = [FleetModel("m", "default", 16, 3, 4096, 0)]
+    return Fleet("1", 0.0, workers, list(ranks), models, list(findings))
+
+
+def first_words(lines: list[str]) -> list[str]:
+    head = next(at for at, line in enumerate(lines) if line.split()[:1] == ["worker"])
+    return [line.split()[0] for line in lines[head + 1 :]]
+
+
+def test_the_worst_ranks_come_first_then_those_with_most_to_do() -> None:
+    found = (
+        Finding(Level.NOTE, "worker 4 rank 0", "silent"),
+        Finding(Level.WARNING, "worker 3", "no replay"),
+        Finding(Level.ERROR, "worker 5 rank 0", "unreachable"),
+    )
+    ranks = [rank(1), rank(2, prefill_tokens=9), rank(3), rank(4), rank(5), rank(6, "ejected")]
+    lines = drawing(fleet(*ranks, findings=found), {}, 200, None, colours=True)
+    assert first_words(lines) == ["\x1b[31m", "\x1b[31m", "\x1b[33m", "2", "1", "4"]
+    assert [line.split()[1] for line in lines[-6:-3]] == ["5", "6", "3"]
+    assert "unreachable" in lines[-6]
+
+
+def test_shares_are_since_the_first_look_or_ever() -> None:
+    before = rank(1, prompt_tokens=100, overlap_tokens=0)
+    now = rank(1, prompt_tokens=200, overlap_tokens=80)
+    assert " 40% " in drawing(fleet(now), {}, 200, None, colours=False)[-1]
+    assert " 80% " in drawing(fleet(now), {(1, 0): before}, 200, None, colours=False)[-1]
+    assert " 40% " in drawing(fleet(now), {(1, 0): now}, 200, None, colours=False)[-1]
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(80, 24), (20, 5), (200, 60)])
+def test_it_fits_the_terminal(columns: int, lines: int) -> None:
+    drawn = drawing(fleet(*map(rank, range(64))), {}, columns, lines, colours=False)
+    assert len(drawn) <= lines - 1
+    assert max(map(len, drawn)) <= columns
+
+
+def test_what_others_wrote_cannot_steer_the_terminal() -> None:
+    odd = Finding(Level.ERROR, "model \x1b[2J\u202e", "\x1b]0;title\x07<script>")
+    text = "".join(drawing(fleet(rank(1), findings=(odd,)), {}, 200, None, colours=False))
+    assert "<script>" in text
+    assert not {"\x1b", "\x07", "\u202e"} & set(text)
+
+
+def test_on_a_pipe_it_prints_all_ranks_once_and_on_a_terminal_it_draws(tmp_path: Path) -> None:
+    tokens, own = tmp_path / "tokens", tmp_path / "own"
+    tokens.write_text("read r-1\nadmin a-1\n")
+    own.write_text("r-1\n")
+    flags = ("--use-kv-events", "false", "--auth-token-file", str(tokens))
+    with RunningService(*flags) as service:
+        service.token = "a-1"
+        for worker_id in (7, 8):
+            body = {"worker_id": worker_id, "endpoint": "http://w:1", "block_size": 16}
+            assert service.post("/workers", body)[0] == 201
+        command = [*TOP, f"http://127.0.0.1:{service.port}"]
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        command += ["--token-file", str(own)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        assert first_words(done.stdout.splitlines()) == ["7", "8"]
+        ours, its = pty.openpty()
+        with subprocess.Popen(command, stdout=its, stderr=its) as process:
+            drawn = b""
+            while b"worker" not in drawn or b" 8 " not in drawn:
+                drawn += os.read(ours, 4096)
+            process.terminate()
+        os.close(ours)
+        os.close(its)
+        assert b"\x1b[" in drawn
+
+
+def test_no_selector_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"http://127.0.0.1:{free_port()}"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
