@@ -52,7 +52,7 @@ class AllWorkersBusy(Unavailable):
 
 
 class WaitedTooLong(Unavailable):
-    """Shed: none of those that could take the request had room while it was parked."""
+    """Shed: no rank that could take the request had room while it was queued."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"no worker became free within {limit_s:g} seconds")
@@ -60,11 +60,11 @@ class WaitedTooLong(Unavailable):
 
 
 class NoWorkers(Unavailable):
-    """The model and tenant have no schedulable worker. `is_missing`: they had one, or nobody has;
-    otherwise the name is unknown, or with `other_tenants` only that of the tenant.
+    """The model and tenant have no schedulable worker.
 
-    `known_models` have schedulable workers, sorted; `other_tenants`, in words: those of this model
-    that have some.
+    `is_missing`: they had one, or there are no workers at all; otherwise the name is unknown, or
+    with `other_tenants` only that of the tenant. `known_models` have schedulable workers, sorted;
+    `other_tenants`, as text: tenants of this model that have some.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class NoWorkers(Unavailable):
 
 
 class UnknownModel(NotFound):
-    """No worker serves it, neither as a model nor as an adapter of one."""
+    """No worker serves it, neither as a model nor as an adapter."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{model}` does not exist.")

@@ -1,9 +1,9 @@
 """Block hashes: local hashes of token blocks, and the sequence hashes chained from them.
 
-Owns the byte layout that engines, clients and the reference agree on (spec: indexer.md section
-2): XXH3-64 over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8
-per block, little-endian, so that prompts compare at memcmp speed. Knows nothing of workers,
-events or the index.
+The byte layout is that of engines, clients and the reference (spec: indexer.md section 2): XXH3-64
+over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8 per block,
+little-endian, so that prompts compare at memcmp speed. Knows nothing of workers, events or the
+index.
 """
 
 import functools
@@ -15,7 +15,7 @@ from types import FunctionType
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 BASE_SEED = 1337
-# Marks a salt given to an engine: vLLM's events list it among other keys, as it was given.
+# Prefix of a salt sent to an engine: vLLM's events list it among other keys, as sent.
 ENGINE_SALT_PREFIX = "dynamo-cache-salt:"
 _U64_MASK = (1 << 64) - 1
 # A step's slices are made by one unpack call; 64 keeps them in the first cache.
@@ -23,7 +23,7 @@ _BLOCKS_PER_STEP = 64
 
 
 def hash_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
-    """The seed of local hashes (u64): an adapter or a salt gives a prompt hashes of its own."""
+    """The seed of local hashes (u64): an adapter or a salt changes a prompt's hashes."""
     seed = BASE_SEED
     if lora_name:
         seed += xxh3_64_intdigest(lora_name.encode(), 0)
@@ -41,9 +41,9 @@ def local_hashes(
 ) -> bytes:
     """Local hashes of the complete blocks of `tokens`, 8 bytes each.
 
-    `mm_hashes` holds, per block, the u64 hashes of the multimodal objects in it (order and missing
-    blocks at the end do not matter). With `is_eagle` a block covers one token more than its stride.
-    Raises ValueError for a block size below 1 and for tokens or mm hashes outside u32 and u64.
+    `mm_hashes` holds, per block, the u64 hashes of its multimodal objects (order and missing blocks
+    at the end do not matter). With `is_eagle` a block covers one token more than its stride. Raises
+    ValueError for a block size below 1, and for tokens or mm hashes outside u32 and u64.
     """
     try:
         data = _tokens(len(tokens)).pack(*tokens)
@@ -73,7 +73,7 @@ def any_local_hashes(
 def packed_local_hashes(data: bytes, block_size: int, seed: int) -> bytes:
     """`local_hashes` of tokens that are packed already, 4 bytes each; a block has one or more."""
     width, digests = 4 * block_size, list[int]()
-    if len(data) == width:  # one block, which is what a decoding engine mostly tells about
+    if len(data) == width:  # one block, as a decoding engine usually sends
         return xxh3_64_intdigest(data, seed).to_bytes(8, "little")
     blocks = len(data) // width
     for start in range(0, blocks, _BLOCKS_PER_STEP):
@@ -82,18 +82,18 @@ def packed_local_hashes(data: bytes, block_size: int, seed: int) -> bytes:
     return u64s(blocks).pack(*digests)
 
 
-@functools.lru_cache(maxsize=256)  # prompts have any length, events mostly one of a few
+@functools.lru_cache(maxsize=256)  # prompts have any length, events usually one of a few
 def _tokens(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}I")
 
 
 @functools.lru_cache(maxsize=256)
 def u64s(count: int) -> struct.Struct:
-    """Packs so many hashes, little-endian; faster than struct.pack with a format of its own."""
+    """Pack this many hashes, little-endian; faster than struct.pack with a new format."""
     return struct.Struct(f"<{count}Q")
 
 
-@functools.lru_cache(maxsize=256)  # by block size, of which a fleet has one or two, and count
+@functools.lru_cache(maxsize=256)  # by block size (a fleet has one or two) and count
 def _step(width: int, count: int) -> struct.Struct:
     return struct.Struct(f"{width}s" * count)
 
@@ -151,13 +151,14 @@ def _unpack(hashes: bytes) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether the core runs compiled: what is quick in one form of the package is slow in the other.
+# Whether the core runs compiled: some code is fast in one form of the package and slow in the
+# other.
 #
-# A leaf: the form of all modules, for people, is told by `lean_selector/build_info.py`.
+# This module imports nothing; `lean_selector/build_info.py` describes the form of all modules.
 
 
 def _probe() -> None:
-    """A plain function only where this module is interpreted."""
+    """A plain function only if this module is interpreted."""
 
 
 IS_COMPILED = not isinstance(_probe, FunctionType)

@@ -1,23 +1,23 @@
-"""How large the numbers that travel may be (D6), and arguments of callers in Python."""
+"""Limits of the numbers on the wire (D6), and checks of arguments from Python callers."""
 
 from collections.abc import Callable
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
 U64_MAX = 2**64 - 1  # ids, hashes and token counts are unsigned 64 bits
-MAX_ISL_TOKENS = 2**53 - 1  # what a float holds exactly
+MAX_ISL_TOKENS = 2**53 - 1  # the largest integers that a float holds exactly
 MAX_RANKS = 4096  # of a worker; every rank has a row of its own
 RANK_LIMIT = 2**32 - 1  # ranks are u32, and the first plus their number must be one too
 
 
 # --------------------------------------------------------------------------------------------------
-# What callers in Python hand us: arguments of the type that was asked for, or an error that names
-# them. Whatever counts as an int or a float is one, as NumPy's are; a bool is not.
+# Arguments from Python callers: of the expected type, or an error that names them. Anything that
+# counts as an int or a float is accepted, such as NumPy's; a bool is not.
 
 T = TypeVar("T")
 
 
 def not_a(name: str, expected: str, given: object) -> TypeError:
-    """The error to raise; `expected` with its article."""
+    """The error to raise; `expected` includes its article."""
     return TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
 
 
@@ -27,17 +27,17 @@ def whole(name: str, given: object) -> int:
         raise not_a(name, "an int", given)
     try:
         return given.__index__()
-    except TypeError:  # as an array of several
+    except TypeError:  # such as an array of several
         raise not_a(name, "an int", given) from None
 
 
 def number(name: str, given: object) -> float:
-    """Raises TypeError, or ValueError for one that no float can stand for."""
+    """Raises TypeError, or ValueError for a number that no float can represent."""
     if isinstance(given, bool) or not isinstance(given, SupportsFloat):
         raise not_a(name, "a number", given)
     try:
         return float(given)
-    except TypeError:  # as an array of several
+    except TypeError:  # such as an array of several
         raise not_a(name, "a number", given) from None
     except (OverflowError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None

@@ -1,8 +1,8 @@
-"""Numbers for the ranks of a partition, so that a set of ranks is one int.
+"""Bit numbers for the ranks of a partition, so that a set of ranks is one int.
 
-The index, the slots and the order of loads number ranks alike, so a set that one of them found is a
-set to the others: intersecting what is cached with what is active with what is least loaded is an
-`&`, whatever the size of the fleet. A number is given back when nobody uses the rank any more.
+The index, the slots and the order of loads number ranks alike, so sets are comparable: intersecting
+what is cached with what is active and least loaded is an `&`, whatever the size of the fleet. A
+number is reused once no user has the rank any more.
 """
 
 import heapq
@@ -13,7 +13,7 @@ _FEW_BITS = 24  # another half costs as much as five bits
 
 
 class RankBits:
-    """Which bit stands for which rank. Every `acquire` needs its `release`."""
+    """The bit of each rank. Every `acquire` needs its `release`."""
 
     __slots__ = ("_bits", "_free", "_users", "keys")
 
@@ -21,7 +21,7 @@ class RankBits:
         self.keys: list[RankKey | None] = []  # by bit; None where it is free
         self._bits: dict[RankKey, int] = {}
         self._users: dict[RankKey, int] = {}  # >= 1 for every key in _bits
-        # A heap of what is free, and of bits beyond `keys`, which come last.
+        # A heap of free bits, and of bits beyond `keys`, which come last.
         self._free: list[int] = []
 
     def acquire(self, key: RankKey) -> int:
@@ -43,7 +43,7 @@ class RankBits:
         return bit
 
     def release(self, key: RankKey) -> None:
-        """One user of a rank is gone."""
+        """One user of a rank has released it."""
         self._users[key] -= 1
         if self._users[key]:
             return
@@ -66,11 +66,10 @@ def bits_of(mask: int) -> list[int]:
 
 
 def nth_bit(mask: int, n: int) -> int:
-    """The n-th of the bits that are set, counted from 0 and the lowest; by halves, the last few one
-    by one."""
+    """The n-th set bit, counted from 0 and the lowest; by halves, the last few one by one."""
     assert 0 <= n < mask.bit_count()
     if not mask & (mask + 1):
-        return n  # none is missing below the highest
+        return n  # no bit is missing below the highest
     base, width = 0, mask.bit_length()
     while width > _FEW_BITS:
         half = width // 2

@@ -1,10 +1,10 @@
 """The slot tracker: registered workers and active requests, per (model_name, tenant_id).
 
-A tracker comes with the first worker registered for its scope and goes, with all its state, with
-the last one. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17. Knows
-nothing of HTTP or sockets; time is an argument, in monotonic seconds. Requests are booked
-through each tracker's ledger, which tells the peers; peers' events are applied by a ReplicaApplier
-whose look-up is `Trackers.lookup`.
+A tracker is created with the first worker of its scope and removed, with all its state, with the
+last one. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17. Knows nothing
+of HTTP or sockets; time is an argument, in monotonic seconds. Requests are booked through each
+tracker's ledger, which publishes to peers; peers' events are applied by a ReplicaApplier whose
+look-up is `Trackers.lookup`.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,8 @@ class Tracker:
         self.block_size = block_size
         self.slots = Slots()
         self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, ledgers)
-        self.workers: dict[int, WorkerRow] = {}  # at least one, or the tracker is gone
+        # at least one; the tracker is removed with the last
+        self.workers: dict[int, WorkerRow] = {}
 
     def ranks(self) -> list[RankLoad]:
         """Loads in order of (worker_id, dp_rank)."""
@@ -55,7 +56,7 @@ class Trackers:
     ) -> None:
         self.ledgers = Ledgers(reservation_expiry_s, events)
         self._trackers: dict[tuple[str, str], Tracker] = {}
-        self.revision = 0  # grows whenever `workers` changes
+        self.revision = 0  # incremented whenever `workers` changes
 
     def lookup(self, model_name: str, tenant_id: str) -> Tracker | None:
         return self._trackers.get((model_name, tenant_id))
@@ -67,11 +68,9 @@ class Trackers:
     # workers ------------------------------------------------------------------------------------
 
     def register(self, row: WorkerRow) -> None:
-        """Add a worker; the first of a scope makes its tracker and fixes the block size.
-
-        Raises BadRequest for a range that cannot be, Conflict for another block size and then for
-        an id that is there already, even with the same range.
-        """
+        """Add a worker; the first of a scope creates its tracker and fixes the block size. Raises
+        BadRequest for an impossible range, Conflict for another block size, and then for an id that
+        exists already, even with the same range."""
         _check_range(row)
         scope = row.model_name, row.tenant_id
         tracker = self._trackers.get(scope)
@@ -91,10 +90,8 @@ class Trackers:
             tracker.slots.add_rank(row.worker_id, dp_rank)
 
     def unregister(self, model_name: str, tenant_id: str, worker_id: int) -> None:
-        """Remove a worker and the requests on it; the last worker takes the tracker along.
-
-        Peers hear of the end of what was admitted here. Raises NotFound.
-        """
+        """Remove a worker and its requests; the last worker removes the tracker. Peers are told of
+        requests that were admitted here. Raises NotFound."""
         tracker = self.lookup(model_name, tenant_id)
         if tracker is None or worker_id not in tracker.workers:
             raise NotFound(
@@ -148,7 +145,7 @@ class Trackers:
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
     ) -> None:
-        """Release a request's prefill tokens; again is no error. Raises NotFound."""
+        """Release a request's prefill tokens; repeating it is no error. Raises NotFound."""
         tracker = self._tracker(model_name, tenant_id)
         if tracker.ledger.prefill_complete(request_id, now) is None:
             raise NotFound(f"Request {request_id} not found")
@@ -158,10 +155,8 @@ class Trackers:
         self._tracker(model_name, tenant_id).ledger.free(request_id, now)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
-        """Drop requests that nothing was heard of for too long, at most `max_steps` in all.
-
-        Peers hear of those admitted here. As many as max_steps: call again, there may be more.
-        """
+        """Drop idle requests, at most `max_steps` in all. Peers are told of those admitted here. If
+        it returns as many as max_steps, call again: there may be more."""
         ledgers = [tracker.ledger for tracker in self._trackers.values()]
         gone: list[Reservation] = []
         for _, expired in self.ledgers.expire(ledgers, now, max_steps):
@@ -169,7 +164,7 @@ class Trackers:
         return gone
 
     def arrived(self) -> int:
-        """Requests booked, here and by peers, in all trackers that there are."""
+        """Requests booked, here and by peers, in all current trackers."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------

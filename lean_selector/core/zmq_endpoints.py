@@ -1,7 +1,7 @@
-"""ZMQ endpoint texts: what is accepted, and the words for what is not; and when two endpoints are
-one place, those of HTTP too.
+"""ZMQ endpoints: validation and its error texts; and when two endpoints, HTTP ones included, are
+the same place.
 
-The words are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). Nothing
+The texts are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). Nothing
 is resolved or dialled here: `tcp://*:5` and unknown hosts pass, and libzmq may still refuse them.
 """
 
@@ -41,8 +41,8 @@ def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
 
 
 def rank_endpoints(endpoint: str, ranks: int) -> Iterator[str]:
-    """The endpoints of so many ranks where that of the first is `endpoint`; fewer where there are
-    no more ports, or none at all. Raises ValueError when it is invalid."""
+    """The endpoints of this many ranks, starting with `endpoint`; fewer if there are no more ports,
+    or it has none. Raises ValueError for an invalid one."""
     check_endpoint(endpoint)
     yield endpoint
     for offset in range(1, min(ranks, MAX_RANKS)):

@@ -1,8 +1,7 @@
-"""The batches of one source on their way into the index: one at a time, in order, in slices.
+"""Applying the batches of one source to the index: one at a time, in order, in slices.
 
-An ordinary batch is applied as soon as it is taken. A large or unusual one is read and
-applied in slices of bounded work, to its end before the next is taken. Knows neither sockets nor
-sequence numbers. D25.
+An ordinary batch is applied at once. A large or unusual one is decoded and applied in slices of
+bounded work, to its end before the next. Knows neither sockets nor sequence numbers. D25.
 """
 
 import logging
@@ -22,8 +21,8 @@ from lean_selector.wire.kv_events import (
 )
 from lean_selector.wire.messagepack import WINDOW_BYTES
 
-# Reads ordinary batches, and is quick when compiled. What it does not take is read by the other, as
-# is everything in the interpreted form.
+# Decodes ordinary batches, fast when compiled. Other batches, and all batches in the interpreted
+# form, go to the other decoder.
 Reader = Callable[[bytes], EventBatch | None]
 _READER: Reader | None = None
 if IS_COMPILED:
@@ -35,7 +34,7 @@ Report = Callable[[str, int, str], None]  # kind of line, level, text
 
 
 class BatchWork:
-    """At most one batch is under way. Never raises for a peer's data."""
+    """At most one batch at a time. Never raises for a peer's data."""
 
     def __init__(
         self,
@@ -44,22 +43,22 @@ class BatchWork:
         report: Report,
         reader: Reader | None = _READER,
     ) -> None:
-        self.slices = 0  # ever applied, of batches that were not applied at once
+        self.slices = 0  # total events applied from batches in slices
         self._ingest = ingest
         self._cursor = cursor
         self._report = report
         self._reader = reader
         self._rest: Iterator[EventBatch | None] | None = None
-        self._is_lost = False  # the batch under way has been counted as lost
+        self._is_lost = False  # the current batch has been counted as lost
         self._is_again = False  # it may have been applied before
 
     @property
     def is_under_way(self) -> bool:
-        """A batch was taken and is not applied to its end."""
+        """Whether a batch was begun and is not fully applied."""
         return self._rest is not None
 
     def take(self, payload: bytes) -> None:
-        """Begin a batch; `go_on` ends it if `is_under_way` afterwards."""
+        """Begin a batch; if `is_under_way` afterwards, `go_on` continues it."""
         assert self._rest is None, "batches are applied in order"
         self._is_lost = False
         self._is_again = self._cursor.is_again
@@ -79,7 +78,7 @@ class BatchWork:
             self._apply(batch)
 
     def go_on(self, deadline: float) -> bool:
-        """Work on the batch under way until the deadline (perf_counter); True when none is left."""
+        """Work on the current batch until the deadline (perf_counter); True when none is left."""
         rest = self._rest
         if rest is None:
             return True
@@ -90,7 +89,7 @@ class BatchWork:
                     self._apply(batch)
                 if time.perf_counter() >= deadline:
                     return False
-        # Names of their own: mypyc gives a name the type that it has first.
+        # Separate names: mypyc gives a name the type that it has first.
         except TooManyEvents as too_many:
             self._lose_all("too_many_events", str(too_many))
         except NotABatch as unreadable:
@@ -102,7 +101,7 @@ class BatchWork:
         return True
 
     def drop(self) -> None:
-        """Leave out what is not applied yet: its source has ended or started again."""
+        """Drop the rest of the batch: its source has ended or restarted."""
         self._rest = None
 
     def _apply(self, batch: EventBatch) -> None:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from zmq.auth import Authenticator
 
 KEY_CHARACTERS: Final = 40
-MOST_KEYS: Final = 64  # of a list: each that a server may have is tried in turn
-DOMAIN: Final = b"lean-selector"  # of ZAP: all sockets that ask for keys
+MOST_KEYS: Final = 64  # keys of a list: each is tried in turn
+DOMAIN: Final = b"lean-selector"  # ZAP domain: all sockets that require keys
 _MOST_BYTES: Final = 1 << 18
 _ENFORCE_DOMAIN: Final = 93  # ZMQ_ZAP_ENFORCE_DOMAIN; pyzmq has no name for it everywhere
 _ENTRY: Final = re.compile(r'\s*(public-key|secret-key)\s*=\s*"(\S+)"\s*')
-# What else a certificate says of itself.
+# Other lines of a certificate.
 _OTHER: Final = re.compile(r"\s+(?!public-key\b|secret-key\b)[\w$\-@.&+/]+\s*=.*")
 _SECTIONS: Final = ("curve", "metadata")
 
@@ -49,7 +49,7 @@ class KeyPair:
 
 
 class CurveClient(NamedTuple):
-    """Our pair, and the public keys that a server may have: it must have one of them."""
+    """Our pair, and the accepted public keys of servers."""
 
     pair: KeyPair
     believed: tuple[bytes, ...]
@@ -60,7 +60,7 @@ def new_pair() -> KeyPair:
 
 
 def check_curve(flag: str) -> None:
-    """Raise ValueError where this libzmq cannot encrypt."""
+    """Raise ValueError if this libzmq cannot encrypt."""
     if not zmq.has("curve"):
         raise BadKeys(f"{flag}: libzmq {zmq.zmq_version()} was built without CURVE")
 
@@ -105,8 +105,8 @@ def read_list(path: str) -> tuple[bytes, ...]:
 
 
 def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
-    """What binds this socket is the server `pair`, and admits nobody without an answer of ZAP.
-    Before it is bound."""
+    """Make a socket that will bind the server of `pair`; without a ZAP answer it admits no
+    client."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
@@ -115,7 +115,8 @@ def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
 
 
 def give_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, server_key: bytes) -> None:
-    """What connects is `pair`, to a server with this public key and to no other."""
+    """Make a socket that will connect a client with `pair`, of servers with this public key
+    only."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
@@ -139,7 +140,7 @@ def _key(text: str) -> bytes | None:
 
 
 def _is_of_no_key(line: str, words: list[str]) -> bool:
-    """A comment (no key begins so), or another line of a certificate."""
+    """Whether the line is a comment (no key begins so), or another line of a certificate."""
     return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None
 
 

@@ -1,8 +1,8 @@
-"""Long work in slices, with the loop's other work between two of them.
+"""Long work in slices, between other work of the loop.
 
 Ingest of events runs beside HTTP in one thread: all sources together get one short slice of each
-turn of the loop, one after another. Indexes give their memory back in slices of their own; what
-reads a peer's answer pauses by the clock.
+turn of the loop, one after another. Indexes free memory in slices of their own; reading a peer's
+answer pauses by the clock.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from lean_selector.core.index.kv_index import KvIndex
 
 logger = logging.getLogger("lean_selector.kv_events")
 
-# One millisecond for all sources, and what the message begun last still takes: the pause that a
-# request can meet stays within 2 ms.
+# One millisecond for all sources, plus the message begun last: the pause that a request meets stays
+# within 2 ms.
 SLICE_S = 0.001
-SWEEP_SLICE_S = 0.0005  # of each turn of the loop, beside the slice for events
+SWEEP_SLICE_S = 0.0005  # per turn of the loop, besides the slice for events
 _SWEEP_STEPS = 4  # between two looks at the clock
 
 Drain = Callable[[float], bool]  # works until the deadline (perf_counter); True when more is left
-Done = Callable[[Exception | None], None]  # nothing is left, or drain raised this
+Done = Callable[[Exception | None], None]  # called when nothing is left, or with drain's exception
 
 
 class IngestTurns:
-    """One per process. Only from the thread of its loop."""
+    """One per process. To be used from its loop's thread only."""
 
     def __init__(self, slice_s: float = SLICE_S) -> None:
         self._slice_s = slice_s
@@ -34,13 +34,13 @@ class IngestTurns:
         self._is_scheduled = False
 
     def start(self, drain: Drain, done: Done) -> None:
-        """Call drain in turns until it says that nothing is left, or raises; then done."""
+        """Call drain in turns until nothing is left, or it raises; then done."""
         self._waiting.append((drain, done))
         if not self._is_scheduled:
             self._schedule(asyncio.get_running_loop())
 
     async def run(self, drain: Drain) -> None:
-        """Await `start`; raises what drain raises. Cancelled, drain is not called again."""
+        """Await `start`; raises what drain raises. If cancelled, drain is not called again."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: Exception | None) -> None:
@@ -67,7 +67,7 @@ class IngestTurns:
             drain, done = self._waiting.popleft()
             try:
                 more = drain(deadline)
-            except Exception as error:  # a bug of ours, for the source to report
+            except Exception as error:  # an internal error, for the source to report
                 done(error)
             else:
                 if more:
@@ -80,17 +80,15 @@ class IngestTurns:
 
 
 class IndexSweeps:
-    """Has every index that dropped something give its memory back. One per process.
-
-    An index hides at once what it drops, and takes it apart in steps. One whose partition is gone
-    is kept until then: otherwise all of it would be freed in one go.
-    """
+    """Lets every index that dropped something free its memory. One per process. An index hides
+    dropped blocks at once, and frees them in steps. An index of a removed partition is kept until
+    then: otherwise all of it would be freed at once."""
 
     def __init__(self) -> None:
         self._turns = IngestTurns(SWEEP_SLICE_S)
 
     def start(self, index: KvIndex) -> None:
-        """Give its memory back from now on; what `KvIndex.on_sweep` is for."""
+        """Free its memory from now on; for `KvIndex.on_sweep`."""
 
         def drain(deadline: float) -> bool:
             while index.sweep(_SWEEP_STEPS):
@@ -102,13 +100,13 @@ class IndexSweeps:
 
 
 def _swept(error: Exception | None) -> None:
-    if error is not None:  # a bug of ours; what the index holds is as before
+    if error is not None:  # an internal error; the index is unchanged
         logger.error("sweep of the index failed: %r", error)
 
 
 class Pauses:
-    """Awaited now and then, gives way when a slice is over. State may have changed whenever it
-    did."""
+    """Awaited regularly, yields to the loop when a slice is over. State may have changed after
+    each."""
 
     def __init__(self) -> None:
         self._slice_ends = time.perf_counter() + SLICE_S

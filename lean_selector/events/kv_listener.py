@@ -1,7 +1,7 @@
-"""One replay: asked for on a link of its own, read until its end, its time-out or its bounds.
+"""One replay: requested on its own link, read until its end, its timeout or its bounds.
 
-Knows when a replay is over, not what its batches mean: `on_reply` judges each. Spec: indexer.md
-1.5.
+Detects when a replay is over, but does not interpret its batches: `on_reply` judges each. Spec:
+indexer.md 1.5.
 """
 
 import asyncio
@@ -24,20 +24,21 @@ from lean_selector.wire.selection_bodies import SourceCondition, SourceStatus
 
 # Engines answer a replay between batches, about every 0.1 s (vLLM).
 REPLAY_IDLE_S = 1.5
-# Even a trickle ends: live batches wait while a replay answers. A full buffer takes seconds.
+# A slow replay ends too: live batches wait meanwhile. A full buffer takes seconds.
 REPLAY_LIMIT_S = 60.0
-# A source gives way to the next after this many messages of its turn, whatever they cost.
+# A source yields to the next after this many messages of its turn.
 MESSAGES_PER_TURN = 64
 
 
 class ReplayEnd(Enum):
-    COMPLETE = auto()  # the end marker came, or no more of it is wanted
+    COMPLETE = auto()  # the end marker came, or nothing more is wanted
     STOPPED = auto()
-    OVERFLOWED = auto()  # more came than may wait; what did is applied, and the rest is there still
+    # more came than may wait; what did is applied, and the rest can be requested again
+    OVERFLOWED = auto()
 
 
 class KvReplay:
-    """Asks once. From the thread of the loop only."""
+    """Requests once. To be used from the loop's thread only."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class KvReplay:
         may_go_on: Callable[[float], bool],
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
-        """`may_go_on(deadline)`: the reply before is in to its end. `on_reply(frames)`: True when
-        no more is wanted."""
+        """`may_go_on(deadline)`: whether the previous reply is fully applied. `on_reply(frames)`:
+        True when nothing more is wanted."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on
@@ -60,7 +61,7 @@ class KvReplay:
         self.link = open_replay(links, endpoint, start, self._news.set)
 
     async def run(self, idle_s: float) -> ReplayEnd:
-        """`idle_s`: how long it may say nothing."""
+        """`idle_s`: the longest silence."""
         link = self.link
         give_up_at = time.monotonic() + REPLAY_LIMIT_S
         link.start()
@@ -85,7 +86,7 @@ class KvReplay:
         return ReplayEnd.OVERFLOWED if link.has_overflowed else ReplayEnd.STOPPED
 
     def why_not(self) -> str:
-        """Why the replay did not end, in a few words."""
+        """Why the replay did not end, briefly."""
         if self.link.was_connected:
             return "no end of it" if self.has_answered else "no answer"
         return "no answer" if self.link.error is None else f"no connection: {self.link.error}"
@@ -106,15 +107,14 @@ class KvReplay:
 
 # -- kv listener ---------------------------------------------------------------------------------
 #
-# One engine rank's KV events: a SUB socket feeding the index, and the replay of what was missed.
-#
-# The cursor decides what each batch means, the ingest applies it; here are the links, the time-outs
+# One engine rank's KV events: a SUB socket feeding the index, and the replay of missed batches.
+# The cursor decides what each batch means, the ingest applies it; here are the links, the timeouts
 # and the log. Messages wait in the links, whose bytes are bounded, and are taken in bounded turns.
-# What had to be dropped there is a gap like any other. Spec: indexer.md 1.
+# What is dropped there is a gap like any other. Spec: indexer.md 1.
 
 logger = logging.getLogger("lean_selector.kv_events")
 
-# After a replay that failed; doubled each time up to the limit, with jitter.
+# Pause after a failed replay; doubled each time up to the limit, with jitter.
 RETRY_FIRST_S = 1.0
 RETRY_LIMIT_S = 30.0
 # The same kind of trouble is logged once in this time per source.
@@ -122,10 +122,8 @@ LOG_EVERY_S = 10.0
 
 
 class KvListener:
-    """Listens to one rank from start() to close(). Used from the loop's thread only.
-
-    To resume behind a recovered index, call `cursor.resume_at(watermark)` before start().
-    """
+    """Subscribes to one rank from start() to close(). To be used from the loop's thread only. To
+    resume behind a recovered index, call `cursor.resume_at(watermark)` before start()."""
 
     def __init__(
         self,
@@ -142,9 +140,9 @@ class KvListener:
         retry_first_s: float = RETRY_FIRST_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`replays`: of all sources, so many may run at once. `has_work()`: the rank has requests
-        now. `on_lost()`: there was a connection, and is none. `grace_s`: before a source that
-        is not heard of is a warning."""
+        """`replays`: limits the simultaneous replays of all sources. `has_work()`: the rank has
+        requests now. `on_lost()`: the connection was lost. `grace_s`: how long a silent source is
+        no warning yet."""
         # for good
         self._on_lost = on_lost
         self.endpoint = endpoint
@@ -161,28 +159,27 @@ class KvListener:
         # from start() to close()
         self._live = open_live(links, endpoint, self._wake, self._note_link)
         self._is_draining = False  # waiting for a turn, or in it
-        # while batches are missing that a replay may bring
+        # set while batches are missing that a replay may bring
         self._replaying: asyncio.Task[None] | None = None
         self._replay: KvReplay | None = None
-        self._old_messages = -1  # that wait, of the connection before; -1: the cursor knows of it
-        # what was seen
+        # messages waiting from the previous connection; -1: the cursor knows of the new one
+        self._old_messages = -1
+        # the last seen
         self._messages = 0
         self._last_message_at: float | None = None  # monotonic seconds
         self._last_error: str | None = None
-        self._told_of: str | None = None  # why there is no connection, as logged last
-        self._no_replay = ""  # why the last one did not end
+        self._told_of: str | None = None  # why there is no connection, as last logged
+        self._no_replay = ""  # why the last replay did not end
         self._watch = SourceWatch(self._log, has_work, grace_s)
         self._quiet_until: dict[str, float] = {}  # by kind of log line
 
     def start(self) -> None:
-        """Connect and listen; an engine that is not there yet is connected to when it comes."""
+        """Connect and subscribe; an engine that starts later is connected to then."""
         self._live.start()
 
     def stop(self) -> "asyncio.Future[list[BaseException | None]]":
-        """Unsubscribe: nothing more is applied once this returns. The index keeps what it has.
-
-        Returns what to await for the tasks to be gone.
-        """
+        """Unsubscribe: nothing more is applied after this returns. The index is kept. Returns an
+        awaitable for the end of the tasks."""
         self._work.drop()
         self._held.set(0)
         tasks = [self._live.close(), self._replaying]
@@ -197,7 +194,7 @@ class KvListener:
 
     @property
     def watermark(self) -> int | None:
-        """The last batch that the index holds with all before it; None if there is none such."""
+        """The last batch up to which the index is complete; None if there is none."""
         return None if self._work.is_under_way else self.cursor.complete_to
 
     def status(self) -> SourceStatus:
@@ -228,8 +225,7 @@ class KvListener:
         )
 
     def look(self, now: float) -> SourceCondition:
-        """How it is at this monotonic time. Tells the log of what is wrong, if it is time for that;
-        to be called now and then."""
+        """The state at this monotonic time. Logs faults when it is time; call it regularly."""
         live, ingest, cursor = self._live, self.ingest, self.cursor
         state, what = condition(live, ingest, cursor, self.replay_endpoint, self._no_replay)
         self._watch.look(state, what, now)
@@ -240,11 +236,11 @@ class KvListener:
         waiting = 0 if replay is None else replay.link.waiting_bytes
         return self._live.waiting_bytes + self._held.bytes + waiting
 
-    # The connection
+    # the connection
 
     def _note_link(self) -> None:
-        """A new connection is asked what it missed. Why there is none any more is logged once,
-        until there is one or another reason; an engine that was never there may be starting."""
+        """On a new connection, request what was missed. Why there is none is logged once per
+        reason; an engine that was never connected may be starting."""
         live = self._live
         if live.state is LinkState.CONNECTED:
             self._told_of = None
@@ -266,10 +262,10 @@ class KvListener:
     def _no_connection(self) -> str:
         return f"no connection: {self._live.error}"
 
-    # Live batches
+    # live batches
 
     def _wake(self) -> None:
-        """Take what has arrived. The link tells only of the first: a drain goes to the end."""
+        """Take the waiting messages. The link only signals the first: a drain goes to the end."""
         if not self._is_draining:
             self._is_draining = True
             self._turns.start(self._drain_live, self._drained)
@@ -277,7 +273,7 @@ class KvListener:
     def _drained(self, error: Exception | None) -> None:
         self._is_draining = False
         if error is not None:
-            # Our bug, not the engine's: no payload raises. Carry on with the next message.
+            # An internal error: no payload raises. Continue with the next message.
             self.cursor.lose()
             self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
             self._replay_if_due()
@@ -316,12 +312,12 @@ class KvListener:
         verdict = self.cursor.live(seq, payload)
         self._account()
         if verdict is BatchVerdict.RESTART:
-            self._stop_replay()  # it was asked of an engine that is gone
+            self._stop_replay()  # it was requested from an engine that is gone
             self.ingest.clear()
             self._report("restart", logging.WARNING, f"engine restarted: {last_seq} then {seq}")
         if self.cursor.gaps > gaps:
             remedy = "replay" if self.cursor.can_replay else "batches lost"
-            level = logging.INFO if last_seq is None else logging.WARNING  # the first heard
+            level = logging.INFO if last_seq is None else logging.WARNING  # the first batch
             self._report("gap", level, f"gap: {last_seq} then {seq}, {remedy}")
         if verdict is BatchVerdict.APPLY or verdict is BatchVerdict.RESTART:
             self._work.take(payload)
@@ -334,18 +330,18 @@ class KvListener:
             self._replaying = supervise("kv replay", self._replay_until_settled)
 
     def _has_applied(self, deadline: float) -> bool:
-        """Whether the batch taken last is in to its end; works on it until the deadline."""
+        """Whether the last batch is fully applied; works on it until the deadline."""
         if not self._work.is_under_way:
             return True
         if not self._work.go_on(deadline):
             return False
-        if self.cursor.is_settled:  # it may have held a clear
+        if self.cursor.is_settled:  # it may have contained a clear
             self._stop_replay()
             self._account()
         return True
 
     def _account(self) -> None:
-        """For what the cursor keeps."""
+        """Account the bytes that the cursor keeps."""
         if self.cursor.held_bytes != self._held.bytes:
             self._held.set(self.cursor.held_bytes)
 
@@ -353,7 +349,7 @@ class KvListener:
         self.cursor.shed(size)
         self._account()
 
-    # Replay
+    # replay
 
     def _stop_replay(self) -> None:
         if self._replaying is not None:
@@ -362,7 +358,7 @@ class KvListener:
 
     async def _replay_until_settled(self) -> None:
         pause_s = self._retry_first_s
-        if self.cursor.replay_interrupted():  # a bug ended the run before this one
+        if self.cursor.replay_interrupted():  # an internal error ended the previous run
             self.cursor.lose()
             self._work.drop()
             await self._turns.run(self._drain_held)
@@ -371,7 +367,7 @@ class KvListener:
             async with self._replays:
                 end = await self._ask()
             if self.cursor.restarts > restarts:
-                continue  # the replay showed that the engine is a new one: all of it is wanted
+                continue  # the replay showed a new engine: everything is requested
             if end is ReplayEnd.COMPLETE:
                 if self.cursor.replay_finished() is BatchVerdict.RESTART:
                     self._work.drop()
@@ -394,7 +390,7 @@ class KvListener:
             self._report("recovered", logging.INFO, f"recovered at {self.cursor.watermark}")
 
     async def _ask(self) -> ReplayEnd:
-        """One replay, of what is wanted now."""
+        """One replay, of what is missing now."""
         assert self.replay_endpoint is not None
         start = self.cursor.replay_from
         assert start is not None, "what settles the cursor ends this task"
@@ -417,13 +413,13 @@ class KvListener:
         return end
 
     def _report_failure(self) -> None:
-        """A gap that stays is a warning at once; what was only asked for, after a while."""
+        """A gap that stays is a warning at once; other failures only after a while."""
         if self.cursor.state is SourceState.DEGRADED:
             text = f"no full replay from {self.replay_endpoint}: {self._no_replay}"
             self._report("degraded", logging.WARNING, f"degraded: {text}")
 
     def _on_reply(self, frames: list[bytes]) -> bool:
-        """Take in one frame list of a replay; True if no more of it is wanted."""
+        """Judge one frame list of a replay; True if nothing more is wanted."""
         reply = replay_frames(frames)
         if reply is None:
             self.ingest.counts.skip("message", "bad_replay_frames")

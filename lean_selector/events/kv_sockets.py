@@ -1,8 +1,5 @@
 """The links to an engine: SUB for live batches, DEALER for one replay, SUB for its load; and their
-frames.
-
-Knows socket types and frame layouts, nothing that lasts. Spec: indexer.md 1.1, 1.2 and 1.5.
-"""
+frames. Knows socket types and frame layouts; no state. Spec: indexer.md 1.1, 1.2 and 1.5."""
 
 import struct
 from collections.abc import Callable
@@ -14,7 +11,7 @@ from lean_selector.events.link import Link
 from lean_selector.events.links import Links
 from lean_selector.wire.kv_events import MAX_BATCH_BYTES
 
-MAX_LOAD_BYTES: Final = 4096  # of a report of load, which has some forty
+MAX_LOAD_BYTES: Final = 4096  # of a load report, which has some forty
 
 _SEQ = struct.Struct(">Q")
 
@@ -22,7 +19,8 @@ _SEQ = struct.Struct(">Q")
 def open_live(
     links: Links, endpoint: str, on_message: Callable[[], None], on_state: Callable[[], None]
 ) -> Link:
-    """What follows an engine's PUB, from start() on. What falls behind loses its oldest."""
+    """A subscription to an engine's events, from start() on. If it falls behind, the oldest are
+    dropped."""
     return Link(
         links,
         endpoint,
@@ -36,7 +34,7 @@ def open_live(
 
 
 def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Link:
-    """What follows an engine's load, from start() on. Only the newest report counts."""
+    """A subscription to an engine's load, from start() on. Only the newest report counts."""
     return Link(
         links,
         endpoint,
@@ -50,11 +48,9 @@ def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Li
 
 
 def open_replay(links: Links, endpoint: str, first: int, on_news: Callable[[], None]) -> Link:
-    """One request for what is numbered from `first`, and its answers, from start() on.
-
-    A replay comes at once and whole (vLLM: 10 000 batches), and an engine drops what we do not
-    read. So it is all read, and ends when too much waits; the rest is asked for again.
-    """
+    """One replay request from `first` on, and its answers, from start() on. A replay arrives at
+    once and whole (vLLM: 10 000 batches), and an engine drops what is not read. So all of it is
+    read; if too much waits, the link ends, and the rest is requested again."""
     return Link(
         links,
         endpoint,

@@ -1,17 +1,17 @@
-"""One connection that we keep up to a ZMQ socket which listens elsewhere.
+"""One persistent connection to a remote ZMQ socket.
 
-libzmq itself tries again what is refused or silent, so a listener that appears is heard within
-RECONNECT_MAX_MS, or twice that where a thousand others are missing; it is given an address, never a
-name. Every other end comes back to us (RECONNECT_STOP), and the next attempt, on a socket of its
-own, comes after a pause that grows: after a message that is too large or a wrong mechanism libzmq
-would never connect again, and before a listener that is not ZMQ it would hammer. What arrives waits
-here until its owner takes it; beyond a bound in bytes the oldest is dropped and counted. Spec:
-indexer.md 1.1, slot_tracker.md 3.1.
+libzmq itself retries an address that refuses or is silent, so a new listener is heard within
+RECONNECT_MAX_MS, or twice that if a thousand others are missing; it gets an address, never a name.
+Every other end is reported to us (RECONNECT_STOP), and the next attempt, on a new socket, follows
+after a growing pause: after a message that is too large or a wrong mechanism libzmq would never
+reconnect, and a listener that is not ZMQ it would retry without pause. Messages wait here until the
+owner takes them; beyond a bound in bytes the oldest are dropped and counted. Spec: indexer.md 1.1,
+slot_tracker.md 3.1.
 
-Messages are taken from a plain socket when its descriptor says that something has come. A monitor
-tells how an attempt goes; it costs two more descriptors, so it is taken down once hands are shaken,
-and from then on the connection's own descriptor, which the monitor named, is looked at now and
-then: libzmq closes it when the connection is lost.
+Messages are read from a plain socket when its descriptor signals. A monitor reports the progress of
+an attempt; it costs two more descriptors, so it is closed after the handshake. From then on the
+connection's own descriptor, which the monitor reported, is checked regularly: libzmq closes it when
+the connection is lost.
 """
 
 import asyncio
@@ -40,56 +40,57 @@ if TYPE_CHECKING:
 Message = list[bytes]  # its frames
 Opening = Callable[["zmq.Socket[bytes]"], None]
 
-# Our own attempts. An engine that comes back is found again within 5 s, whatever stood in its place
+# Our own attempts. An engine that returns is found within 5 s, whatever answered at its address
 # meanwhile.
 RETRY_FIRST_S = 0.1
 RETRY_LIMIT_S = 5.0
-# libzmq's, to an address that refuses.
+# libzmq's attempts, to an address that refuses.
 RECONNECT_FIRST_MS: Final = 100
 RECONNECT_MAX_MS: Final = 450
-# Beyond so many links without a connection, each further one is tried half as often: 4 096 refused
-# sources cost libzmq 14 % of a core, and 24 % if all were tried alike.
+# Above this many links without a connection, each further one is retried half as often: 4 096
+# refused sources cost libzmq 14 % of a core, and 24 % at the same rate for all.
 OFTEN_TRIED: Final = 1_024
 _RECONNECT_STOP: Final = 109  # ZMQ_RECONNECT_STOP; pyzmq has no name for it everywhere
 HANDSHAKE_S = 5.0
-# Each of libzmq's attempts, at an address that was seen not to answer. libzmq looks through the
-# timers of all sockets for the one that an attempt no longer needs: were each to have one, 4 096
-# refused sources would cost nearly twice as much.
+# Timeout of libzmq's attempts, at an address that did not answer before. libzmq searches the timers
+# of all sockets when an attempt ends: with a timer for each, 4 096 refused sources would cost
+# nearly twice as much.
 CONNECT_MS: Final = 5_000
-# Why an attempt still goes on is asked after 0.1 s, and then ever more rarely, by a connection of
-# our own. A name is looked up again each RETRY_LIMIT_S; where it has several addresses, libzmq
-# tries one, and we look whether something listens at the others.
+# A probe of our own finds why an attempt still goes on, after 0.1 s, and then at growing intervals.
+# A name is resolved again each RETRY_LIMIT_S; if it has several addresses, libzmq tries one, and
+# probes try the others.
 LOOK_FIRST_S = 0.1
 LOOK_LIMIT_S = 60.0
 OTHERS_S = 0.3
 _PROBE_S = 1.0
 _SILENT: Final = "no answer"
-# A host that is gone is noticed within 20 s. No ZMTP heartbeats, whatever the reference does: a SUB
-# that sends them while its queue is full for longer than their time-out aborts the process when it
-# is read again (libzmq 4.3.5, issue 4767).
+# A vanished host is noticed within 20 s. No ZMTP heartbeats, unlike the reference: a SUB that sends
+# them while its queue is full for longer than their timeout aborts the process when it is read
+# again (libzmq 4.3.5, issue 4767).
 KEEPALIVE_S: Final = 5
 KEEPALIVE_PROBES: Final = 3
-# Messages that libzmq may hold for us while the loop stands still, of up to MAXMSGSIZE each. They
-# are read as they come, and wait in the link, whose bytes are bounded; with 32, bursts of
-# 50 small ones cost a tenth more. When even these are too many, the sender waits or drops.
+# Messages that libzmq may hold while the loop is busy, of up to MAXMSGSIZE each. They are read as
+# they arrive, and wait in the link, whose bytes are bounded; with 32, bursts of 50 small ones cost
+# a tenth more. Beyond this, the sender waits or drops.
 RCVHWM: Final = 64
-# Larger messages than the owner takes are brought to it whole, to be refused and counted, up to so
-# many times its bound: libzmq answers its own by ending the connection.
+# Messages up to this multiple of the owner's bound are received whole, to be refused and counted:
+# above libzmq's own bound it ends the connection.
 _OVERSIZE: Final = 2
-# A source gives way to the next after this many messages, whatever they cost.
+# A source yields to the next after this many messages.
 _MESSAGES_PER_READ: Final = 64
-# What a message costs us besides its bytes: a list and an object for each frame.
+# Memory of a message besides its bytes: a list and an object for each frame.
 MESSAGE_OVERHEAD = 256
-# As libzmq: what it refuses at once, before any look-up. A port may not begin with a sign.
+# As libzmq: what it refuses before any look-up. A port may not begin with a sign.
 _TCP_ADDRESS = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.\-:%;\[\]_*]*:[0-9]+\Z", re.ASCII)
 _MAX_PATH = 107  # of a UNIX socket
 
 _NOW: Final = int(zmq.DONTWAIT)
-# What ZMTP 3 begins with, signature and version; then come mechanism, side and filler. A client
-# that sends so much is sent all; one that asks for another mechanism may be cut off first.
+# The start of ZMTP 3, signature and version; then follow mechanism, side and filler. A server sends
+# everything to a client that sends this much; a client with another mechanism may be cut off
+# earlier.
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 _GREETING_BYTES: Final = 64
-# Never MONITOR_STOPPED, which can block `disable_monitor`.
+# Without MONITOR_STOPPED, which can block `disable_monitor`.
 _EVENTS: Final = (
     zmq.Event.CONNECTED
     | zmq.Event.DISCONNECTED
@@ -102,8 +103,8 @@ _OPTIONS: Final = {
     zmq.LINGER: 0,
     zmq.RCVHWM: RCVHWM,
     zmq.RECONNECT_IVL: RECONNECT_FIRST_MS,
-    _RECONNECT_STOP: 0x2 | 0x4,  # where a handshake failed, and after a loss
-    zmq.HANDSHAKE_IVL: 0,  # ours: libzmq does not say that it was that
+    _RECONNECT_STOP: 0x2 | 0x4,  # after a failed handshake, and after a loss
+    zmq.HANDSHAKE_IVL: 0,  # our own; libzmq does not report it
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_S,
     zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_S,
@@ -113,7 +114,7 @@ _monitors = itertools.count()
 
 
 class _TryAt(OSError):
-    """A new attempt is to be made now, at this address of the name."""
+    """Make a new attempt now, at this address of the name."""
 
     def __init__(self, address: Address) -> None:
         super().__init__("another address of its name is tried")
@@ -130,15 +131,14 @@ class LinkState(Enum):
     RESOLVING = "resolving"
     CONNECTING = "connecting"
     CONNECTED = "connected"
-    RETRYING = "retrying"  # the last attempt failed, or the connection was lost; after a pause
+    # the last attempt failed, or the connection was lost; retried after a pause
+    RETRYING = "retrying"
     CLOSED = "closed"
 
 
 def check_link(endpoint: str) -> None:
-    """Raise ValueError for an endpoint that cannot be connected to, whatever its name resolves to.
-
-    `endpoint` passes `check_endpoint`.
-    """
+    """Raise ValueError for an endpoint that can never be connected to, whatever its name resolves
+    to. `endpoint` passes `check_endpoint`."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "tcp" and not _TCP_ADDRESS.match(address):
         raise ValueError("no address to connect to")
@@ -147,11 +147,9 @@ def check_link(endpoint: str) -> None:
 
 
 class Link:
-    """A connection from start() to close(). From the thread of the loop only.
-
-    `on_message()` is called when a message has come and none waited before it; `on_state()` after
-    each change of `state`. Neither is called after close().
-    """
+    """A connection from start() to close(). To be used from the loop's thread only. `on_message()`
+    is called when a message arrives and none was waiting; `on_state()` after each change of
+    `state`. Neither is called after close()."""
 
     def __init__(
         self,
@@ -167,10 +165,10 @@ class Link:
         once: bool = False,
         curve: "CurveClient | None" = None,
     ) -> None:
-        """`socket_type` is zmq's. `opening(socket)` is called with each socket that connects: to
-        subscribe, or to say what is to be sent. `once`: after one attempt, or one connection, the
-        link is closed; what has arrived can still be taken. With `curve` only servers with
-        one of its keys are spoken to."""
+        """`socket_type` is zmq's. `opening(socket)` is called with each new socket: to subscribe,
+        or to send. `once`: after one attempt, or one connection, the link is closed; waiting
+        messages can still be taken. With `curve` only servers with one of its keys are connected
+        to."""
         # for good
         self.endpoint = endpoint
         self._links = links
@@ -182,7 +180,7 @@ class Link:
         self._max_backlog_bytes = max_backlog_bytes
         self._once = once
         self._curve = curve
-        self._server_key: bytes | None = None  # the one that was right last
+        self._server_key: bytes | None = None  # the last successful key
         # from start() to close()
         self._task: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
@@ -191,23 +189,23 @@ class Link:
         self._failure: str | None = None  # of the attempt
         self._is_refused_for_key = False
         self._is_silent = False  # the address did not even refuse
-        self._reasons: dict[str, str | None] = {}  # better ones, by what libzmq says
+        self._reasons: dict[str, str | None] = {}  # better reasons, by libzmq's events
         self._news: asyncio.Timeout | None = None  # ends the wait for the attempt
         self._descriptor: tuple[int, int] | None = None  # of the connection, and its inode
         self._lost: asyncio.Future[str] | None = None
         self._is_put_off = False
         self._queue: deque[tuple[Message, int]] = deque()
         self._backlog = links.waiting.backlog(self._shed)
-        # what was seen
+        # the last seen
         self.state = LinkState.CONNECTING
         self.was_connected = False
         self.retries = 0  # attempts since the connection was lost, or since start()
-        self.dropped = 0  # messages that nobody took, for there were too many
-        self.has_overflowed = False  # it was to be there once, and ended because of its bounds
+        self.dropped = 0  # dropped messages, because too many waited
+        self.has_overflowed = False  # a link for one connection, which its bounds ended
         self.error: str | None = None  # why there is no connection now
 
     def start(self) -> None:
-        """Soon: many that start at once take turns."""
+        """Start soon: many links that start at once take turns."""
         self._links.call(self._begin)
 
     def _begin(self) -> None:
@@ -216,7 +214,7 @@ class Link:
             self._task = supervise("zmq link", self._run)
 
     def close(self) -> "asyncio.Task[None] | None":
-        """Nothing is called any more once this returns. Returns what is left to wait for."""
+        """No callback follows once this returns. Returns what is left to await."""
         self._on_message = self._on_state = lambda: None
         self.state = LinkState.CLOSED
         self._queue.clear()
@@ -230,11 +228,11 @@ class Link:
             self._task.cancel()
         self._drop()
 
-    # what has arrived
+    # waiting messages
 
     @property
     def waiting(self) -> int:
-        """Messages."""
+        """Number of waiting messages."""
         return len(self._queue)
 
     @property
@@ -263,9 +261,9 @@ class Link:
             self._on_message()
 
     def _shed(self, size: int) -> None:
-        """Drop the oldest, but not the newest: it tells what is missing. A link that is there once
-        ends, and drops its newest: what it keeps is in order, and the rest can be asked for
-        again."""
+        """Drop the oldest message, but not the newest, which shows the gap. A link for one
+        connection ends instead, and drops its newest: what it keeps is in order, and the rest can
+        be requested again."""
         held = self._backlog.bytes
         goal = held - size
         while held > goal and len(self._queue) > 1:
@@ -280,7 +278,7 @@ class Link:
 
     async def _run(self) -> None:
         pause_s = RETRY_FIRST_S
-        if self._socket is not None:  # a bug ended the run before this one
+        if self._socket is not None:  # an internal error ended the previous run
             self._drop()
             self.state = LinkState.RETRYING
         while True:
@@ -315,7 +313,7 @@ class Link:
             self._on_state()
 
     async def _connect(self) -> None:
-        """Until hands are shaken, by the first address that does. Raises OSError."""
+        """Until the handshake is done, at the first address that completes it. Raises OSError."""
         host = self.endpoint.partition("://")[2].rpartition(":")[0]
         is_name = self.endpoint.startswith("tcp:") and numeric(host) is None
         if is_name:
@@ -333,9 +331,9 @@ class Link:
                     raise
 
     async def _reach(self, address: Address, is_name: bool) -> None:
-        """As `_connect`, at this address, with the first key that is right."""
+        """Like `_connect`, at this address, with the first key that works."""
         keys: list[bytes | None] = [None]
-        if self._curve is not None:  # the one that was right last comes first
+        if self._curve is not None:  # the last successful one comes first
             keys = [*sorted(self._curve.believed, key=lambda key: key != self._server_key)]
         for key in keys:
             self._open(address, key)
@@ -362,8 +360,8 @@ class Link:
         raise OSError(self._reasons.get(failure) or failure)
 
     async def _look_into(self, address: Address, is_name: bool) -> None:
-        """Tells why there is no connection yet, until there is one. Raises OSError where it is not
-        to be waited for, or another address is to be tried."""
+        """Find why there is no connection yet, until there is one. Raises OSError if waiting is
+        useless, or another address is to be tried."""
         loop = asyncio.get_running_loop()
         pause_s = again_s = LOOK_FIRST_S
         ask_at = loop.time() + pause_s
@@ -447,7 +445,7 @@ class Link:
             raise OSError(error.errno, error.strerror) from None
 
     def _hear(self) -> None:
-        """Take what the monitor tells; end the wait where the attempt has ended."""
+        """Read the monitor's events; end the wait if the attempt has ended."""
         assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:
@@ -481,13 +479,13 @@ class Link:
         return self._step.value if self._curve is None else "it has no server key that we believe"
 
     def _end_monitor(self) -> None:
-        """From here on the connection is seen to by its descriptor: libzmq tells of a loss before
-        it closes it, so one whose inode was read before this last look is the connection's own."""
-        if self._monitor is not None and not self._monitor.closed:  # as with its context
+        """From here on the connection is watched by its descriptor: libzmq reports a loss before it
+        closes it, so one whose inode was read before this last look belongs to the connection."""
+        if self._monitor is not None and not self._monitor.closed:  # closed with its context
             self._hear()
             asyncio.get_running_loop().remove_reader(self._monitor.fileno())
             if self._socket is not None and not self._socket.closed:
-                self._socket.disable_monitor()  # first: what it tells nobody waits for ever
+                self._socket.disable_monitor()  # first: nothing must wait for its events for ever
             self._monitor.close(linger=0)
         self._monitor = None
 
@@ -503,7 +501,7 @@ class Link:
     # a connection
 
     def look(self) -> None:
-        """Notice that the connection is lost: its descriptor is closed, or is another's."""
+        """Notice a lost connection: its descriptor is closed, or reused."""
         if self._descriptor is not None:
             number, inode = self._descriptor
             with contextlib.suppress(OSError):
@@ -519,19 +517,20 @@ class Link:
             self._lost.set_result(reason)
 
     def _give_up(self, reason: str) -> None:
-        """Nothing more is brought, and the connection counts as lost."""
+        """Nothing more is received, and the connection counts as lost."""
         self._lose(reason)
         self._drop()
 
     def _begin_reading(self) -> None:
-        """Not before the owner knows of the connection, and not while there is none."""
+        """Not before the owner knows of the connection, and not without one."""
         assert self._socket is not None
         self._links.watch(self)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
         self._read()
 
     def _read(self) -> None:
-        """Take what has arrived. The descriptor tells only of changes: a read goes to the end."""
+        """Read the waiting messages. The descriptor only signals changes: a read goes to the
+        end."""
         if not self._is_put_off:
             self._read_on()
 
@@ -543,13 +542,13 @@ class Link:
             if self._links.may_read():
                 more = self._take(_MESSAGES_PER_READ)
                 self._links.has_read(began)
-        finally:  # the descriptor does not tell again of what is behind a message that fails
+        finally:  # the descriptor does not signal again for messages behind a failing one
             if more:
                 self._is_put_off = True
                 self._links.put_off(self._read_on)
 
     def _take(self, most: int) -> bool:
-        """Bring at most so many messages; True when there may be more."""
+        """Receive at most this many messages; True when there may be more."""
         for _ in range(most):
             made = self._socket
             if made is None:
@@ -557,14 +556,14 @@ class Link:
             try:
                 frame = made.recv(_NOW, copy=False)
                 frames = [frame.bytes]
-                # Asking each frame whether more follow costs half of what asking the socket does.
+                # Asking each frame whether more follow costs half of asking the socket.
                 while frame.more:
                     frame = made.recv(_NOW, copy=False)
                     frames.append(frame.bytes)
             except zmq.Again:
                 return False
             except zmq.ZMQError as error:
-                if not made.closed:  # as with its context
+                if not made.closed:  # closed with its context
                     self._give_up(error_text(error))
                 return False
             self._arrived(frames)
@@ -582,7 +581,7 @@ def _endpoint(address: Address) -> str:
 
 
 async def why_unreachable(address: Address) -> str | None:
-    """The system's own reason why nothing listens there; None where something does."""
+    """The system's own reason why nothing listens there; None if something does."""
     try:
         await _ask(address, b"", 0)
     except TimeoutError:
@@ -626,8 +625,8 @@ async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
 
 
 async def _ask(address: Address, question: bytes, size: int) -> bytes:
-    """What a connection of our own is answered: so many bytes, or fewer before its end. Raises
-    OSError, and TimeoutError where all takes more than a second."""
+    """The answer to a connection of our own: this many bytes, or fewer before its end. Raises
+    OSError, and TimeoutError if it takes more than a second."""
     loop = asyncio.get_running_loop()
     family, where = address
     answer = b""

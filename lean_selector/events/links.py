@@ -1,8 +1,9 @@
-"""What all links of a process share: names, the work of a turn, and the bytes that may wait.
+"""What all links of a process share: name resolution, the work of a turn, and the bytes that may
+wait.
 
-Links are opened, closed and read a few per turn of the loop, however many ask at once. Bytes that
-were received and not used yet are accounted for; when all together are too many, whoever has most
-gives up its oldest.
+Links are opened, closed and read a few per turn of the loop, however many are due at once. Received
+bytes that are not used yet are accounted for; if they are too many in total, the largest backlog
+drops its oldest.
 """
 
 import asyncio
@@ -20,31 +21,31 @@ if TYPE_CHECKING:
     from lean_selector.events.curve_keys import CurveClient
     from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
-# What all sources together may have waiting. One that falls behind may have MAX_BACKLOG_BYTES: a
-# second's worth at 64 MB/s, or 300 000 small batches.
+# The total bytes that may wait. A source that falls behind may have MAX_BACKLOG_BYTES: a second's
+# worth at 64 MB/s, or 300 000 small batches.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-# What is given up at once when that is too much, so that finding the greediest is not for each
-# message.
+# Bytes dropped at once above that, so that not every message searches the largest backlog.
 _SHED_PART = 16
 # Sockets opened or closed per turn: each costs some 50 us.
 STEPS_PER_TURN = 16
-# Reading, of all links together. Who comes later in the turn waits for the next.
+# Time for reading, of all links together. Later ones wait for the next turn.
 READ_SLICE_S = 0.001
-# Connections of our own that ask why there is none, of all links together. With 4 096 sources that
-# refuse, each has its reason within 82 s, for some 3 % of a core.
+# Rate of probes for the reason of a missing connection, of all links together. With 4 096 sources
+# that refuse, each has its reason within 82 s, for some 3 % of a core.
 PROBES_PER_S = 50
-# A connection that is lost is noticed so soon; a look takes a microsecond.
+# Interval of checks for a lost connection; a check takes a microsecond.
 LOOK_EVERY_S = 0.25
 LOOKS_PER_TURN = 256
-# One for each engine's rank and peer, three while it connects, and one while a rank replays.
+# Descriptors: one for each engine's rank and peer, three while it connects, and one while a rank
+# replays.
 MAX_ZMQ_SOCKETS = 65_536
 
 _T = TypeVar("_T")
 
 
 class Backlog:
-    """The bytes that one holder has waiting; `shed(bytes)` asks it to give up its oldest."""
+    """The waiting bytes of one holder; `shed(bytes)` makes it drop its oldest."""
 
     def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0
@@ -78,7 +79,7 @@ class Backlogs:
             self._make_room()
 
     def _make_room(self) -> None:
-        """The greediest first; one that has a single message left keeps it."""
+        """The largest backlog first; one with a single message keeps it."""
         goal = self.limit - self.limit // _SHED_PART
         for backlog in sorted(self._backlogs, key=lambda each: -each.bytes):
             if self.bytes <= goal:
@@ -87,15 +88,15 @@ class Backlogs:
 
 
 class Watched(Protocol):
-    """A connection that is looked at now and then."""
+    """A connection that is checked regularly."""
 
     def look(self) -> None: ...
 
 
 class Rounds(Generic[_T]):
-    """Looks at all of `members` now and then, some in each turn of the loop; those after one that
-    fails, too. `members` may change meanwhile, and one that has left is not looked at; when there
-    are none, it ends until start()."""
+    """Checks all `members` regularly, some in each turn of the loop, also after one that fails.
+    `members` may change meanwhile, and removed ones are skipped; without any, it ends until
+    start()."""
 
     def __init__(self, members: Collection[_T], look: Callable[[_T], None], every_s: float) -> None:
         self._members: Final = members
@@ -130,7 +131,7 @@ class Rounds(Generic[_T]):
 
 
 class Links:
-    """One per process. Only from the thread of its loop."""
+    """One per process. To be used from its loop's thread only."""
 
     def __init__(
         self,
@@ -140,8 +141,8 @@ class Links:
         allowed: "AllowedEndpoints | None" = None,
         engine_keys: "CurveClient | None" = None,
     ) -> None:
-        """`context` has no socket yet; without one it is pyzmq's own of the process. `allowed`:
-        what is connected to; None: everything. With `engine_keys` engines speak CURVE."""
+        """`context` has no socket yet; the default is pyzmq's own of the process. `allowed`
+        restricts the destinations; None: all. With `engine_keys`, engines use CURVE."""
         self.allowed = allowed
         self.engine_keys = engine_keys
         self.context = context or zmq.asyncio.Context.instance()
@@ -153,7 +154,7 @@ class Links:
         self._probe_at = 0.0
         self._steps: deque[Callable[[], None]] = deque()
         self._is_stepping = False
-        self.is_ending = False  # no link begins any more
+        self.is_ending = False  # no link starts any more
         self._read_s = 0.0  # in this turn
         self._is_reading = False
         self._put_off: deque[Callable[[], None]] = deque()
@@ -164,19 +165,19 @@ class Links:
     # opening and closing
 
     def socket(self, kind: int) -> "zmq.Socket[bytes]":
-        """A plain one, that ends with the context."""
+        """A plain socket, which ends with the context."""
         make: Any = self.context.socket
         return cast("zmq.Socket[bytes]", make(kind, socket_class=zmq.Socket))
 
     def call(self, step: Callable[[], None]) -> None:
-        """Soon, in the order of the calls, not too many in one turn."""
+        """Call it soon, in the order of the calls, not too many in one turn."""
         self._steps.append(step)
         if not self._is_stepping:
             self._is_stepping = True
             asyncio.get_running_loop().call_soon(self._step)
 
     async def turn(self, after_s: float = 0.0) -> None:
-        """Until it is the caller's turn to open a socket, so much later."""
+        """The delay until it is the caller's turn to open a socket."""
         loop = asyncio.get_running_loop()
         mine = loop.create_future()
         later = loop.call_later(
@@ -188,14 +189,14 @@ class Links:
             later.cancel()
 
     async def turn_to_probe(self) -> None:
-        """Waits until the caller may probe, in the order of the calls."""
+        """Wait until the caller may probe, in the order of the calls."""
         loop = asyncio.get_running_loop()
         async with self._probing:
             while not self._takes_probe():
                 await self.turn(self._probe_at - loop.time())
 
     def may_probe(self) -> bool:
-        """Whether the caller may probe now; then it does."""
+        """Whether the caller may probe now; then it counts."""
         return not self._probing.locked() and self._takes_probe()
 
     def _takes_probe(self) -> bool:
@@ -207,7 +208,7 @@ class Links:
 
     def _step(self) -> None:
         for _ in range(min(len(self._steps), STEPS_PER_TURN)):
-            asyncio.get_running_loop().call_soon(self._steps.popleft())  # one that fails, alone
+            asyncio.get_running_loop().call_soon(self._steps.popleft())  # a failing one ends alone
         self._is_stepping = bool(self._steps)
         if self._is_stepping:
             asyncio.get_running_loop().call_soon(self._step)
@@ -215,16 +216,16 @@ class Links:
     # reading
 
     def may_read(self) -> bool:
-        """False when reading has had its part of this turn: put it off."""
+        """False when the time for reading in this turn is spent: put it off."""
         return not self._read_s or self._read_s < READ_SLICE_S
 
     def has_read(self, began: float) -> None:
-        """Somebody has read since `began` (perf_counter)."""
+        """Account the time read since `began` (perf_counter)."""
         self._read_s += time.perf_counter() - began
         self._await_turn()
 
     def put_off(self, read_on: Callable[[], None]) -> None:
-        """Calls it in a later turn, after those who were put off before."""
+        """Call it in a later turn, after earlier ones."""
         self._put_off.append(read_on)
         self._await_turn()
 
@@ -241,7 +242,7 @@ class Links:
                 if not self.may_read():
                     break
                 self._put_off.popleft()()
-        finally:  # also behind one that fails
+        finally:  # also after a failing one
             if self._put_off:
                 self._await_turn()
 

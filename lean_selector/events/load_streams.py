@@ -1,7 +1,7 @@
-"""The load that engines publish of themselves, received per rank: SGLang's `LoadStat`.
+"""The load that engines publish, received per rank: SGLang's `LoadStat`.
 
-A report is a gauge: the newest of a rank replaces the one before, whatever its number, and nothing
-is asked for again. A rank's report is that of the socket that is registered for it. Imported when a
+A report is a gauge: the newest of a rank replaces the previous one, whatever its number, and
+nothing is requested again. A rank's report comes from the socket registered for it. Imported when a
 worker with a `load_endpoint` is registered.
 """
 
@@ -29,7 +29,7 @@ _decode = msgspec.msgpack.Decoder(LoadStat).decode
 
 
 def engine_load(payload: bytes) -> EngineLoad:
-    """Raises msgspec.DecodeError for what is no report of load."""
+    """Raises msgspec.DecodeError for anything but a load report."""
     told = _decode(payload)
     busy_us = told.prefill_busy_us
     return EngineLoad(
@@ -56,7 +56,7 @@ class LoadStream:
         slots: Slots,
         counts: Counter[str],
     ) -> None:
-        """`slots` are those of the rank's partition, which keep its reports."""
+        """`slots` are those of the rank's partition, which store its reports."""
         self.endpoint = endpoint
         self.slots = slots
         self._rank = rank
@@ -99,15 +99,15 @@ class LoadStream:
 
 
 class LoadStreams:
-    """One stream for each rank whose load is followed. Used from the loop's thread only."""
+    """One stream for each subscribed rank. To be used from the loop's thread only."""
 
     def __init__(self, links: Links) -> None:
         self.counts = Counter[str]({APPLIED: 0, MALFORMED: 0})
         self._links = links
-        self._streams: dict[int, dict[int, LoadStream]] = {}  # by worker and rank; none is empty
+        self._streams: dict[int, dict[int, LoadStream]] = {}  # by worker and rank; no map is empty
 
     def follow(self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None) -> None:
-        """These streams of a worker, and no others. One that is as it was goes on."""
+        """Subscribe to these streams of a worker, and end its others. Unchanged ones continue."""
         streams = self._streams.pop(worker_id, {})
         for dp_rank, stream in list(streams.items()):
             if endpoints.get(dp_rank) != stream.endpoint or stream.slots is not slots:

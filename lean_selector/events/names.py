@@ -1,4 +1,4 @@
-"""What the resolver keeps: the names that it is looking up, and the answers that hold."""
+"""Name resolution: pending look-ups, and cached answers."""
 
 import asyncio
 import contextlib
@@ -33,27 +33,26 @@ class Answer(msgspec.Struct):
 
 # -- resolver ------------------------------------------------------------------------------------
 #
-# Names to addresses, off the loop: a name that hangs in DNS delays nobody but those who want it.
-#
-# getaddrinfo blocks for as long as its servers are silent, often 30 s. It runs in daemon threads of
-# their own, which are never waited for: also not at the end of the process. A name is looked up
-# once for all who ask at the same time, its answer holds for a moment, and names that hang may not
-# take all threads. An address that is one already takes no thread.
+# Names to addresses, off the loop: a name that hangs in DNS delays only its own users.  getaddrinfo
+# blocks for as long as its servers are silent, often 30 s. It runs in daemon threads, which are
+# never waited for, even at the end of the process. Concurrent look-ups of a name share one call,
+# its answer is cached briefly, and hanging names may not occupy all threads. An address needs no
+# thread.
 
 LookUp = Callable[[str], list[Address]]  # blocks; port 0; raises OSError
 
 MAX_THREADS = 64
-MAX_SLOW_THREADS = 16  # of these, for names known to hang
-# A look-up that takes longer no longer keeps others from their turn.
+MAX_SLOW_THREADS = 16  # threads for names known to hang
+# A look-up that takes longer no longer delays others.
 SLOW_S = 1.0
-# Both for answers and for failures. Names are looked up only to connect, so this decides how late
-# an engine is found that came back elsewhere; 4 096 ranks of one host still ask once.
+# For answers and failures. Names are resolved only to connect, so this determines how late a moved
+# engine is found; 4 096 ranks of one host still share one look-up.
 HOLDS_S = 5.0
-_MAX_ANSWERS = 4096  # beyond, those that are too old are dropped
+_MAX_ANSWERS = 4096  # above this, expired ones are dropped
 
 
 def look_up(name: str) -> list[Address]:
-    """Ask the system: both families, in its order. Raises OSError."""
+    """The system's answer: both families, in its order. Raises OSError."""
     found: list[Address] = []
     try:
         answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
@@ -66,7 +65,7 @@ def look_up(name: str) -> list[Address]:
 
 
 class Resolver:
-    """One per process. From the thread of the loop only."""
+    """One per process. To be used from the loop's thread only."""
 
     def __init__(self, look_up: LookUp = look_up) -> None:
         """`look_up` is called in threads."""
@@ -162,7 +161,7 @@ class Resolver:
             looking_up.done.set_result(addresses)
         else:
             looking_up.done.set_exception(error)
-            looking_up.done.exception()  # nobody may be waiting any more
+            looking_up.done.exception()  # possibly without a waiter
         self._start_waiting()
 
 

@@ -1,7 +1,7 @@
-"""What is wrong with a source: since when, and one log line when it begins and when it ends.
+"""The fault of a source: since when, and one log line when it begins and when it ends.
 
-A fault that a start explains is no warning yet: engines take minutes to load a model. Told what the
-state is, it decides when that is worth a line. D35.
+A fault that a start explains is no warning yet: engines take minutes to load a model. Given the
+state, this decides when it is logged. D35.
 """
 
 import logging
@@ -12,8 +12,8 @@ from lean_selector.core.index.kv_cursor import KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.events.link import Link, LinkState
 
-# How long a source may be unreachable, silent though its rank has work, or without a replay before
-# that is a warning.
+# How long a source may be unreachable, silent although its rank has work, or without a replay
+# before that is a warning.
 GRACE_S: Final = 60.0
 
 MISMATCH: Final = "mismatch"
@@ -33,8 +33,8 @@ def condition(
     replay_endpoint: str | None,
     no_replay: str,
 ) -> tuple[str, str]:
-    """The state of a source, and what is wrong in one line; "" when nothing is, or what is wrong
-    was told of batch by batch. `no_replay`: why the last replay did not end."""
+    """The state of a source, and its fault in one line; "" if there is none, or it was logged batch
+    by batch. `no_replay`: why the last replay did not end."""
     if live.state is not LinkState.CONNECTED:
         if live.error is None:
             return "resolving" if live.state is LinkState.RESOLVING else "connecting", ""
@@ -63,7 +63,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Why no prompt matches blocks of the worker's size."""
+    """Why blocks of the worker's size match no prompt."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events are of less than a block"
     told = str(ingest.is_eagle).lower()
@@ -92,7 +92,7 @@ class SourceWatch:
         self._is_told = False
 
     def look(self, state: str, what: str, now: float) -> None:
-        """`what` tells of the state in one line. Call it now and then, and when it may change."""
+        """`what` describes the state in one line. Call it regularly, and when it may change."""
         if state != self._state:
             if self._is_told:
                 text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"

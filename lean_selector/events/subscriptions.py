@@ -1,7 +1,7 @@
-"""All sources of KV events: one listener per worker rank, made and ended as the catalog says.
+"""All sources of KV events: one listener per worker rank, following the catalog.
 
-Shares the links of the process and one budget of time per loop turn between the listeners. Keeps
-the counts of listeners that ended, so that totals only grow. Knows nothing of what an event means.
+Shares the links of the process and one time budget per loop turn between the listeners. Adds the
+counts of ended listeners, so that totals only grow. Does not interpret events.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from lean_selector.wire.selection_bodies import KvSource, SourceCondition, Sourc
 if TYPE_CHECKING:
     from lean_selector.events.load_streams import LoadStreams
 
-# Replays that run at once. An idle fleet is asked when its selector starts: so many at a time, of
-# which each may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.
+# Replays that run at once. An idle fleet is replayed when its selector starts: this many at a time,
+# of which each may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.
 MAX_REPLAYS: Final = 64
-# How often each source is looked at for what is wrong with it; a look takes two microseconds.
+# Interval of checks of each source; a check takes two microseconds.
 LOOK_EVERY_S: Final = 1.0
 
 
 class KvSubscriptions:
-    """The catalog's SourceSink. Used from the loop's thread only."""
+    """The catalog's SourceSink. To be used from the loop's thread only."""
 
     def __init__(self, links: Links, grace_s: float = GRACE_S) -> None:
         """`grace_s`: how long a source may stay silent before a warning (D35)."""
@@ -44,26 +44,24 @@ class KvSubscriptions:
         self._grace_s = grace_s
         self._turns = IngestTurns()
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
-        self._held: set[RankKey] | None = None  # that wait for a recovery to end
+        self._held: set[RankKey] | None = None  # sources waiting for a recovery to end
         self._listeners: dict[RankKey, KvListener] = {}
         self._looks = Rounds(self._listeners, self._look, LOOK_EVERY_S)
         self._partitions: dict[RankKey, Partition] = {}  # of the same keys
-        # Of the same ranks, by zmq_key; none is empty.
+        # Of the same ranks, by zmq_key; no set is empty.
         self._by_endpoint: dict[str, list[RankKey]] = {}
         self._by_replay: dict[str, list[RankKey]] = {}
-        self.notes_of_ends: list[set[RankKey]] = []  # that `noting_ends` keeps
-        # Told of a worker whose source had a connection and lost it: it may be gone.
+        self.notes_of_ends: list[set[RankKey]] = []  # sets that `noting_ends` updates
+        # Called with a worker whose source lost its connection: it may be gone.
         self.on_lost: Callable[[int], None] | None = None
         self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
-        self._loads: LoadStreams | None = None  # while no worker ever had one
+        self._loads: LoadStreams | None = None  # if no worker ever had one
         self._is_closed = False
 
     def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
-        """Starts listening; an engine that is not there yet is connected to when it comes.
-
-        A rank that came with a recovered index goes on where that ends.
-        """
+        """Subscribe; an engine that starts later is connected to then. A rank with a recovered
+        index resumes where that ends."""
         listener = KvListener(
             self._links,
             KvIngest(partition.index, worker_id, dp_rank, partition.emptied, partition.is_eagle),
@@ -100,14 +98,14 @@ class KvSubscriptions:
         listener.start()
 
     def hold(self) -> None:
-        """Begins what `holding` does: for sources that come before a recovery that is to come."""
+        """Start what `holding` does: for sources that come before a pending recovery."""
         if self._held is None:
             self._held = set()
 
     @contextlib.contextmanager
     def holding(self, at_most_s: float) -> Iterator[None]:
-        """Sources that are subscribed to meanwhile, and can be asked for what they published,
-        listen only when it is over: behind what was recovered, if anything was."""
+        """Sources with a replay endpoint that are subscribed to meanwhile connect only after it:
+        behind the recovered index, if any."""
         self.hold()
         limit = asyncio.get_running_loop().call_later(at_most_s, self._release)
         try:
@@ -125,8 +123,8 @@ class KvSubscriptions:
         self._listeners[rank].look(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
-        """Ends a listener; what it indexed stays, and nothing of it arrives any more. Returns the
-        ranks that it spoke for."""
+        """End a listener; its blocks stay, and none of its events is applied any more. Returns the
+        ranks that it published for."""
         rank = worker_id, dp_rank
         if self._is_closed and rank not in self._listeners:
             return ()
@@ -159,7 +157,7 @@ class KvSubscriptions:
         self._loads.follow(worker_id, endpoints, slots)
 
     def load_reports(self) -> Mapping[str, int]:
-        """Messages of the engines' load streams by what became of them; empty without a stream."""
+        """Messages of the engines' load streams by result; empty without a stream."""
         return {} if self._loads is None else self._loads.counts
 
     def statuses(
@@ -184,21 +182,21 @@ class KvSubscriptions:
             )
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
-        """How the sources of a worker are, those that are listened to."""
+        """The state of a worker's sources."""
         now = time.monotonic()
         listeners = (self._listeners.get((worker_id, dp_rank)) for dp_rank in sorted(dp_ranks))
         return [each.look(now) for each in listeners if each is not None]
 
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]:
-        """Every source, sorted by worker and rank, looked at when it is asked for: a caller that
-        pauses meanwhile misses those that end."""
+        """Every source, sorted by worker and rank, checked on access: a caller that pauses
+        meanwhile misses those that end."""
         for rank in sorted(self._listeners):
             listener = self._listeners.get(rank)
             if listener is not None:
                 yield self._partitions[rank], listener.status()
 
     def watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        """How far the index follows each source of a partition, where nothing before is missing."""
+        """The last batch of each source of a partition up to which the index is complete."""
         watermarks = dict(partition.watermarks)
         for rank, of in self._partitions.items():
             watermark = self._listeners[rank].watermark if of is partition else None
@@ -207,12 +205,11 @@ class KvSubscriptions:
         return watermarks
 
     def listeners(self, key: str) -> Sequence[RankKey]:
-        """The ranks whose events are expected at an endpoint, told by its `zmq_key`: one, where all
-        is well."""
+        """The ranks with this event endpoint, by its `zmq_key`: one, if all is well."""
         return self._by_endpoint.get(key, ())
 
     def askers(self, key: str) -> Sequence[RankKey]:
-        """The ranks whose missed batches are asked for there."""
+        """The ranks with this replay endpoint."""
         return self._by_replay.get(key, ())
 
     def is_listening(self, rank: RankKey) -> bool:
@@ -221,13 +218,13 @@ class KvSubscriptions:
         return self._held is None or rank not in self._held
 
     def is_ahead(self, rank: RankKey) -> bool:
-        """The rank's source has told something."""
+        """Whether the rank's source has published something."""
         listener = self._listeners.get(rank)
         return listener is not None and listener.cursor.has_told
 
     @contextlib.contextmanager
     def noting_ends(self) -> Iterator[set[RankKey]]:
-        """The ranks whose source has ended since this began, kept up to date until it is left."""
+        """The ranks whose source has ended since this began, updated until it is left."""
         ended: set[RankKey] = set()
         self.notes_of_ends.append(ended)
         try:
@@ -244,7 +241,7 @@ class KvSubscriptions:
         return total
 
     async def close(self) -> None:
-        """Ends all; a worker may leave the catalog after that."""
+        """End all; workers may then leave the catalog."""
         self._is_closed = True
         self._looks.stop()
         for key in list(self._listeners):

@@ -1,1 +1,1 @@
-"""What takes raw OpenAI requests: the gateway, POST /route, and what both know of prompts."""
+"""Raw OpenAI requests: the gateway, POST /route, and how both read prompts."""

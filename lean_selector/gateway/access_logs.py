@@ -1,9 +1,9 @@
-"""Lines that gateways write to their access logs at the end of each request, read as ends.
+"""Access-log lines of other gateways, which end reservations.
 
-A line has the word `lean-end` and behind it fields, `name=value` or `name="value"`, in any order;
-whatever stands before the word, such as a syslog header, is not looked at, and fields that are
-not known are ignored, so that a gateway's other figures may stand there too. A value of `-`, or
-none, is absent. A line frees a reservation, and its worker's health hears how the request went.
+A line has the word `lean-end` followed by fields, `name=value` or `name="value"`, in any order.
+Text before the word, such as a syslog header, and unknown fields are ignored. A value of `-`, or
+none, means absent. A line frees a reservation, and reports the request's outcome to its worker's
+health.
 """
 
 import asyncio
@@ -24,11 +24,11 @@ from lean_selector.service.exposition import Families, by, table
 
 _log = logging.getLogger("lean_selector.access_logs")
 
-# -- where lines are read from -------------------------------------------------------------------
+# -- sources of lines ----------------------------------------------------------------------------
 
 
 class LogAddress(NamedTuple):
-    """Where lines come from: a UDP address, or the path of a UNIX socket."""
+    """A source of lines: a UDP address, or the path of a UNIX socket."""
 
     host: str = ""
     port: int = 0
@@ -40,11 +40,11 @@ LOOPBACK: Final[tuple[Network, ...]] = (
     ipaddress.ip_network("127.0.0.0/8"),
     ipaddress.ip_network("::1/128"),
 )
-_MAX_KNOWN: Final = 4096  # senders whose permission is remembered
+_MAX_KNOWN: Final = 4096  # senders whose permission is cached
 
 
 def place_of(text: str) -> LogAddress:
-    """`syslog:HOST:PORT` or `unixgram:PATH`; raises ValueError."""
+    """Parse `syslog:HOST:PORT` or `unixgram:PATH`; raises ValueError."""
     kind, colon, rest = text.partition(":")
     if kind == "unixgram" and rest:
         return LogAddress(path=rest)
@@ -63,7 +63,7 @@ def place_of(text: str) -> LogAddress:
 
 
 def places_of(text: str) -> list[str]:
-    """Comma-separated places, as they are given, each once; raises ValueError."""
+    """Parse comma-separated sources, without duplicates; raises ValueError."""
     items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
     for item in items:
         place_of(item)
@@ -71,20 +71,21 @@ def places_of(text: str) -> list[str]:
 
 
 def networks_of(text: str) -> list[str]:
-    """Comma-separated networks, `10.0.0.0/8`, or addresses, each once; raises ValueError."""
+    """Parse comma-separated networks, `10.0.0.0/8`, or addresses, without duplicates; raises
+    ValueError."""
     items = (item.strip() for item in text.split(",") if item.strip())
     return [str(ipaddress.ip_network(item)) for item in dict.fromkeys(items)]
 
 
 class Senders:
-    """Senders that are allowed: the loopback addresses, and networks besides."""
+    """Allowed senders: the loopback addresses, and given networks."""
 
     def __init__(self, networks: list[str]) -> None:
         self._networks = (*LOOPBACK, *map(ipaddress.ip_network, networks))
         self._known: dict[str, bool] = {}
 
     def may_write(self, host: str) -> bool:
-        """`host` is an address, as a socket gives that of a sender."""
+        """`host` is a sender's address, as a socket returns it."""
         known = self._known.get(host)
         if known is None:
             if len(self._known) >= _MAX_KNOWN:
@@ -98,24 +99,23 @@ class Senders:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is one."""
+    """Whether an address is a loopback address."""
     return Senders([]).may_write(host)
 
 
 # -- outcomes -------------------------------------------------------------------------------------
 #
-# What nginx, HAProxy and envoy say of how a request went, as what became of its worker. The words
-# are theirs: nginx's `$upstream_status`, `$upstream_connect_time` and `$request_completion`,
-# HAProxy's `%ts` and `%rc`, envoy's `%RESPONSE_FLAGS%` and `%UPSTREAM_REQUEST_ATTEMPT_COUNT%`.
-# Where a gateway went on to another worker, the line is about the one that was asked first, which
-# is the one that was booked. None is a request that says nothing of its worker: the client gave it
-# up, or the gateway did, or the worker was full.
+# Translates the outcome fields of nginx, HAProxy and Envoy into the worker's outcome. The fields
+# are nginx's `$upstream_status`, `$upstream_connect_time` and `$request_completion`, HAProxy's
+# `%ts` and `%rc`, Envoy's `%RESPONSE_FLAGS%` and `%UPSTREAM_REQUEST_ATTEMPT_COUNT%`. If a gateway
+# tried several workers, the line is about the first, which is the reserved one. None does not count
+# for the worker: the client or the gateway gave up, or the worker shed the request.
 
-_GAVE_UP: Final = 499  # nginx's word for a client that left
-_LIST: Final = re.compile(r" ?[,:] ")  # between the tries of one request, in nginx's variables
+_GAVE_UP: Final = 499  # nginx's status for a client that disconnected
+_LIST: Final = re.compile(r" ?[,:] ")  # separates the attempts of one request in nginx's variables
 _TERMINATION: Final = re.compile(r"[-A-Za-z]{2,4}")
 _FLAGS: Final = re.compile(r"[A-Za-z]+(?:,[A-Za-z]+)*")
-# Of envoy's flags, in the order in which one decides.
+# Envoy's flags, in the order in which they are checked.
 _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
     ("DC", None),
     ("UF", REFUSED),
@@ -127,7 +127,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """`fields` are those of a line, absent ones left out. Raises ValueError."""
+    """`fields` are those of a line, without absent ones. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -154,7 +154,7 @@ def _of_nginx(fields: Mapping[str, str]) -> str | None:
     if first in ("502", "504") and connects[0] == "-":
         return REFUSED
     outcome = _of_status(int(first))
-    # An answer that broke off: whether by the client or by the worker, nginx does not say.
+    # A truncated answer: nginx does not log which side broke it.
     return None if outcome == OK and fields.get("done") != "OK" else outcome
 
 
@@ -166,8 +166,8 @@ def _of_haproxy(fields: Mapping[str, str], status: int | None) -> str | None:
     if cause in "sS":
         return REFUSED if phase == "C" else None if phase == "Q" else FAILED
     if fields.get("retries", "").startswith("+"):
-        # It was sent to another server: the first took no connection, or ended one that was kept,
-        # which tells of no more than its own request.
+        # It was retried elsewhere: the first worker refused the connection, or closed a kept one,
+        # which says nothing about later requests.
         return FAILED
     return _of_status(status) if cause == "-" else None
 
@@ -193,24 +193,24 @@ LONGEST_LINE: Final = 8192  # bytes; nginx and HAProxy cut theirs earlier
 LONGEST_ID: Final = 256
 _WORD: Final = re.compile(rb"(?:^|[ :])lean-end(?= )")
 _FIELD: Final = re.compile(rb' ([a-z_]+)=(?:"([^"]*)"|([^" ]*))')
-_STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy's -1 and envoy's 0: there was no answer
+_STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy's -1 and Envoy's 0: there was no answer
 
 
 class Ended(NamedTuple):
-    """A request that is over. What a line does not say is None."""
+    """A finished request. Absent fields are None."""
 
     reservation_id: str | None
     worker_id: int | None
     dp_rank: int | None
-    outcome: str | None  # of the worker that was asked first: refused, failed or ok
+    outcome: str | None  # outcome of the first worker: refused, failed or ok
 
 
 class BadLine(ValueError):
-    """A datagram that is no such line. The message says why."""
+    """A datagram that is no valid line. The message says why."""
 
 
 class OtherLine(BadLine):
-    """One without the word: gateways write notices of their own to the same target."""
+    """A datagram without the word: gateways log other notices to the same target."""
 
 
 def ended_of(line: bytes) -> Ended:
@@ -236,7 +236,7 @@ def ended_of(line: bytes) -> Ended:
 
 
 def _fields(text: bytes) -> dict[str, str]:
-    """Fields that are there, by name. Raises BadLine."""
+    """The present fields, by name. Raises BadLine."""
     fields: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -267,26 +267,26 @@ def _number(fields: dict[str, str], name: str, most: int) -> int | None:
     return int(text)
 
 
-# How long an end is remembered that came before its beginning: when a client hangs up while its
-# request waits for a worker, the line of the log may overtake the request.
+# How long an end without a reservation is remembered: if a client disconnects while its request
+# waits for a worker, the log line may overtake the reservation.
 EARLY_MEMORY_S: Final = 30.0
 MAX_EARLY: Final = 10_000
 
-# What became of a line, or of a datagram that was none.
+# Results of a line or datagram.
 FREED: Final = "freed"
 EARLY: Final = "unknown"
-REPORTED: Final = "reported"  # it names no reservation, only a worker
-EMPTY: Final = "empty"  # it names neither: a request without a reservation
-OTHER: Final = "other"  # it has no word lean-end: a notice of the gateway's own
+REPORTED: Final = "reported"  # no reservation, only a worker
+EMPTY: Final = "empty"  # neither: a request without a reservation
+OTHER: Final = "other"  # no word lean-end: another notice of the gateway
 MALFORMED: Final = "malformed"
 NOT_ALLOWED: Final = "not_allowed"
 RESULTS: Final = (FREED, EARLY, REPORTED, EMPTY, OTHER, MALFORMED, NOT_ALLOWED)
 
-_MOST_SHOWN: Final = 200  # characters of a line that is logged
+_MOST_SHOWN: Final = 200  # characters of a line in the log
 
 
 class LogEnds:
-    """All lines of a process pass here."""
+    """Handles all lines of a process."""
 
     def __init__(
         self,
@@ -294,16 +294,17 @@ class LogEnds:
         report: Callable[[int, int | None, str, float], None],
         clock: Callable[[], float],
     ) -> None:
-        """`free` ends a reservation, and `report` tells a worker's health; both raise NotFound."""
+        """`free` ends a reservation, and `report` an outcome for a worker's health; both raise
+        NotFound."""
         self._free = free
         self._report = report
         self._clock = clock
-        self._early: dict[str, float] = {}  # when an end came, by reservation, the oldest first
+        self._early: dict[str, float] = {}  # time of an end by reservation, the oldest first
         self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
         self.unknown_workers = 0  # lines whose worker is not registered
 
     def take(self, line: bytes) -> None:
-        """A datagram of a sender that is allowed; never raises."""
+        """Handle a datagram of an allowed sender; never raises."""
         now = self._clock()
         try:
             ended = ended_of(line)
@@ -336,7 +337,7 @@ class LogEnds:
                 self.unknown_workers += 1
 
     def refuse(self, host: str) -> None:
-        """A datagram of a sender that is not allowed."""
+        """Count a datagram of a sender that is not allowed."""
         self.results[NOT_ALLOWED] += 1
         _log.warning(
             "a line of an access log came from an address that --lifecycle-allow does not name",
@@ -344,7 +345,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether the end of a reservation that is not booked yet has been heard; asked once."""
+        """Whether the end of a reservation arrived before its booking; the answer is given once."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 
@@ -358,19 +359,19 @@ class LogEnds:
 
 LINES_PER_TURN: Final = 64  # some 10 us each
 RECEIVE_BUFFER_BYTES: Final = 4 * 1024 * 1024  # as far as net.core.rmem_max lets us
-ENOUGH_QUEUED: Final = 512  # lines, for what may end between two turns of the loop
+ENOUGH_QUEUED: Final = 512  # lines per turn of the loop
 _QUEUE_LENGTH: Final = Path("/proc/sys/net/unix/max_dgram_qlen")
-_SO_RXQ_OVFL: Final = 40  # Linux: each datagram says how many were dropped before it
+_SO_RXQ_OVFL: Final = 40  # Linux: each datagram carries the number of dropped ones
 _DROPS: Final = struct.Struct("I")
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
 
 
 def warn_of_a_short_queue(place: str) -> None:
-    """Warn if a UNIX socket made now has a short queue: it keeps the sysctl's current value."""
+    """Warn if a UNIX socket created now has a short queue: it keeps the sysctl's current value."""
     try:
         length = int(_QUEUE_LENGTH.read_text())
     except (OSError, ValueError):
-        return  # no Linux, or it shows nothing
+        return  # not Linux, or hidden
     if length < ENOUGH_QUEUED:
         _log.warning(
             "lines of access logs that come in a burst will be lost: net.unix.max_dgram_qlen is %d;"
@@ -382,7 +383,7 @@ def warn_of_a_short_queue(place: str) -> None:
 
 
 class LineReader:
-    """One socket. Begins to read when it is made."""
+    """One socket, read from its creation on."""
 
     def __init__(
         self,
@@ -391,13 +392,13 @@ class LineReader:
         refuse: Callable[[str], None],
         senders: Senders,
     ) -> None:
-        """`take` gets the lines of `senders`, or all that came over a UNIX socket, whose path has
-        permissions; `refuse` hears of the others' addresses."""
+        """`take` gets the lines of `senders`, or all lines of a UNIX socket, whose path has
+        permissions; `refuse` gets the addresses of other senders."""
         self._socket = bound
         self._take = take
         self._refuse = refuse
         self._senders = None if bound.family == socket.AF_UNIX else senders
-        self.dropped = 0  # datagrams that the kernel had no room for
+        self.dropped = 0  # datagrams dropped by the kernel
         bound.setblocking(False)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         if self._senders is not None:
@@ -408,7 +409,7 @@ class LineReader:
     def _read(self) -> None:
         for _ in range(LINES_PER_TURN):
             try:
-                # One byte more than a line may have, so that a longer one is seen to be.
+                # One byte more than a line may have, so that a longer one is noticed.
                 line, ancillary, _, sender = self._socket.recvmsg(
                     LONGEST_LINE + 1, _ANCILLARY_BYTES
                 )
@@ -426,14 +427,14 @@ class LineReader:
                 self._refuse(sender[0])
 
     def close(self) -> None:
-        """Takes what has come already."""
+        """Read what has arrived, then close."""
         self._read()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
 
 def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:
-    """As many series as there are results."""
+    """One series per result."""
     return table({
         "lifecycle_lines_total": (lambda: by("result", dict(sorted(ends.results.items()))),
             "Lines of gateways' access logs by what became of them."),

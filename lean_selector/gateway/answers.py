@@ -1,9 +1,9 @@
-"""What is added to a request that is forwarded, and an engine's answer, from which it is taken out.
+"""Fields that the gateway adds to a forwarded request, and removes from the engine's answer.
 
-The token ids in an answer are read on its way to the client. Works on bytes as they come, streams
-and whole answers alike: in JSON a quote inside a text is escaped, so the name of a field with a
-list of numbers behind it can be nothing else. No more is held back than the end of such a list, and
-of an event where a stream's usage is to be dropped.
+Token ids in an answer are read while it is relayed. Works on bytes as they arrive, for streams and
+whole answers alike: in JSON a quote inside a text is escaped, so a field's name followed by a list
+of numbers is unambiguous. Only the end of such a list is buffered, and that of an event if a
+stream's usage is to be removed.
 """
 
 import re
@@ -23,11 +23,11 @@ _IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[')
 _BEGINNINGS: Final = frozenset(
     name[:length] for name in _NAMES for length in range(1, len(name) + 1)
 )
-_MOST_EVENT_BYTES: Final = 1 << 20  # a longer one is not waited for
+_MOST_EVENT_BYTES: Final = 1 << 20  # a longer one is not buffered
 _USAGE_EVENT: Final = re.compile(
     rb'^data:[^\r\n]*"choices"\s*:\s*\[\s*\][^\r\n]*"usage"[^\r\n]*\r?\n\r?\n', re.MULTILINE
 )
-# Anthropic's API counts what was read from the cache, or written to it, beside `input_tokens`.
+# Anthropic's API counts tokens read from or written to the cache in addition to `input_tokens`.
 _CACHED: Final = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})')
 _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})')
 _BESIDE: Final = tuple(
@@ -38,7 +38,7 @@ _OUTPUT: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
 
 
 class UsageReader:
-    """What an answer's usage says, None where it does not. Looks at the last bytes only."""
+    """The usage in an answer, None if absent. Looks at the last bytes only."""
 
     __slots__ = ("_last",)
 
@@ -47,12 +47,13 @@ class UsageReader:
 
     def feed(self, data: bytes) -> None:
         self._last += data
-        if len(self._last) > 4 * _USAGE_BYTES:  # now and then: a stream comes in small pieces
+        # from time to time: a stream arrives in small pieces
+        if len(self._last) > 4 * _USAGE_BYTES:
             del self._last[:-_USAGE_BYTES]
 
     @property
     def cached_tokens(self) -> int | None:
-        """Of the prompt."""
+        """Cached tokens of the prompt."""
         return self._said(_CACHED)
 
     @property
@@ -69,7 +70,8 @@ class UsageReader:
 
 
 class AnswerReader:
-    """Reads an answer with status 200. At its end `on_ids` is told the ids: JSON lists' insides."""
+    """Reads an answer with status 200. At its end `on_ids` is called with the ids: the contents of
+    JSON lists."""
 
     def __init__(
         self,
@@ -78,22 +80,22 @@ class AnswerReader:
         strips: bool,
         drops_usage: bool = False,
     ) -> None:
-        """`strips`: the client did not ask for the ids, and is sent `null` for each list.
-        `drops_usage`: it did not ask for a stream's last event, which has the usage alone."""
+        """`strips`: the client did not request the ids, and gets `null` for each list.
+        `drops_usage`: it did not request a stream's last event, which has only the usage."""
         self._on_ids = on_ids
         self._strips = strips
         self._drops_usage = drops_usage
-        self._event = b""  # the beginning of one, where any may have to be dropped
+        self._event = b""  # the start of an event, if events may have to be dropped
         self.usage: Final = UsageReader()
-        self._held = b""  # may be the beginning of a list's name
-        self._array: bytearray | None = None  # of the list that goes on
+        self._held = b""  # possibly the start of a list's name
+        self._array: bytearray | None = None  # the current list
         self._is_of_prompt = False
         self._prompt: bytes | None = None
         self._output: list[bytes] = []
         self._is_too_long = False
 
     def feed(self, data: bytes) -> bytes:
-        """What the client is sent for this piece of the answer, possibly nothing."""
+        """The bytes to send to the client for this piece of the answer, possibly none."""
         if (
             self._array is None
             and not self._held
@@ -109,20 +111,20 @@ class AnswerReader:
         return self._without_usage(text) if self._drops_usage else text
 
     def rest(self) -> bytes:
-        """What is still to be sent when all is read; nothing, if the answer was well-formed."""
+        """The bytes left at the end; none for a well-formed answer."""
         rest = self._event + (self._held if self._strips else b"")
         self._event = self._held = b""
         return rest
 
     def end(self) -> bytes:
-        """The answer is whole. Its `rest`."""
+        """The answer is complete. Returns `rest`."""
         rest = self.rest()
         if self._on_ids is not None and self._array is None and not self._is_too_long:
             self._on_ids(self._prompt, b",".join(self._output))
         return rest
 
     def _without_ids(self, data: bytes) -> bytes:
-        """`data` with `null` for each list; its end may be held back for the next piece."""
+        """`data` with `null` for each list; its end may be buffered until the next piece."""
         kept: list[bytes] = []
         at = 0
         self._held = b""
@@ -147,7 +149,7 @@ class AnswerReader:
         return b"".join(kept)
 
     def _without_usage(self, data: bytes) -> bytes:
-        """`data` up to the end of its last event, less the event that tells the usage."""
+        """`data` up to the end of its last event, without the usage event."""
         data = self._event + data
         end = data.rfind(b"\n\n") + 2
         if end < 2:
@@ -176,7 +178,7 @@ class AnswerReader:
 
 
 def _beginning(data: bytes, at: int) -> int:
-    """How many bytes at the end of `data[at:]` may be the beginning of a list's name."""
+    """How many bytes at the end of `data[at:]` may start a list's name."""
     quote = data.find(b'"', max(at, len(data) - _LONGEST_NAME))
     while quote >= 0:
         if data[quote:].translate(None, b" ") in _BEGINNINGS:
@@ -185,7 +187,7 @@ def _beginning(data: bytes, at: int) -> int:
     return 0
 
 
-# As vLLM takes them: it refuses longer ones, and some characters.
+# vLLM's limits: it refuses longer ones, and some characters.
 MOST_SALT_CHARACTERS: Final = 128
 _NOT_IN_SALTS: Final = frozenset("@/\\\0")
 UNMARKABLE: Final = Unknown(
@@ -196,7 +198,7 @@ _USAGE: Final = Raw(b'{"include_usage":true}')
 
 
 class Additions:
-    """What is added to one request that is forwarded, and taken out of its answer again."""
+    """The additions to one forwarded request, and their removal from its answer."""
 
     __slots__ = ("_drops_usage", "_fields", "_on_ids", "_strips")
 
@@ -207,9 +209,9 @@ class Additions:
         self._drops_usage = False
 
     def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
-        """Has the engine tell the salt in its events as one: `request.salt` becomes the salt that
-        the blocks will have there. False where they will have none although the request has.
-        """
+        """Add the prefix that makes the engine report the salt in its events; sets
+        `request.salt` to the salt of the blocks there. False if they will have none although
+        the request has one."""
         salt = request.salt
         if salt is None:
             return True
@@ -229,8 +231,8 @@ class Additions:
     def ask_for_ids(
         self, request: ModelRequest, on_ids: Callable[[bytes | None, bytes], None]
     ) -> None:
-        """`on_ids` is told the ids of the prompt, and of the answer if there is only one. Nothing
-        is asked for where that changes the answer."""
+        """`on_ids` is called with the ids of the prompt, and of the answer if there is only one.
+        Does nothing if that would change the answer."""
         if request.echoes:
             return
         if not request.asks_for_ids:
@@ -242,17 +244,17 @@ class Additions:
             self._on_ids = lambda prompt_ids, _: on_ids(prompt_ids, b"")
 
     def ask_for_usage(self, request: ModelRequest) -> None:
-        """At the end of a stream, where it is not asked for."""
+        """Request the usage at the end of a stream, if the client does not."""
         if request.streams and not request.has("stream_options"):
             self._fields["stream_options"] = _USAGE
             self._drops_usage = True
 
     def body(self, request: ModelRequest) -> bytes:
-        """To be forwarded; the caller's own where nothing is added."""
+        """The body to forward; the caller's own if nothing is added."""
         return request.with_fields(**self._fields) if self._fields else request.body
 
     def reader(self) -> AnswerReader | None:
-        """What reads the answer; None where it is to pass untouched."""
+        """The reader of the answer; None if it is relayed unchanged."""
         if self._on_ids is None and not self._drops_usage:
             return None
         return AnswerReader(self._on_ids, strips=self._strips, drops_usage=self._drops_usage)

@@ -1,8 +1,8 @@
-"""What the engines of a model say: their make, their adapters, and the tokens of a prompt.
+"""What engines report about themselves: make, adapters, and the tokens of a prompt.
 
-They are asked over HTTP when a request needs it, a few of them for their make, all for adapters
-when a request names a model that is not registered. Answers hold for a while, and are refreshed in
-the background.
+They are queried over HTTP when a request needs it: a few of a model for their make, all for
+adapters when a request names an unregistered model. Answers are cached, and refreshed in the
+background.
 """
 
 import asyncio
@@ -31,23 +31,23 @@ TIMEOUT_S: Final = 2.0  # of each question
 FRESH_S: Final = 10.0  # after this a name that is unknown, or an adapter, is looked for again
 MOST_AT_ONCE: Final = 32
 _MAKE_FRESH_S: Final = 60.0
-_ASKED_FOR_MAKE: Final = 3  # of a model's workers; one that answers is enough
-_FROM: Final = 4096  # workers whose answers are kept
-# From this vLLM on, a request may ask for events of the blocks that it reuses.
+_ASKED_FOR_MAKE: Final = 3  # workers of a model; one answer is enough
+_FROM: Final = 4096  # workers whose answers are cached
+# From this vLLM version on, a request may ask for events of the blocks that it reuses.
 _REPORTS_IN_FULL: Final = (0, 32)
 _VERSION: Final = re.compile(rb'"version"\s*:\s*"v?(\d{1,4})\.(\d{1,4})')
 
 
 class _Told(NamedTuple):
-    """What a worker said, and when."""
+    """A worker's answer, and its time."""
 
     at: float
     make: str | None
-    adapters: dict[str, str]  # the model that each adapts
+    adapters: dict[str, str]  # base model of each adapter
 
 
 class EngineAnswers:
-    """From the loop's thread only."""
+    """To be used from the loop's thread only."""
 
     def __init__(
         self, fleet: Fleet, client: OutboundClient, clock: Callable[[], float] = time.monotonic
@@ -60,7 +60,7 @@ class EngineAnswers:
         self._under_way: dict[object, asyncio.Task[None]] = {}
 
     def make(self, served: Served) -> Steps[str | None]:
-        """`vllm`, `sglang`, ...; None where no engine says."""
+        """`vllm`, `sglang`, ...; None if no engine reports it."""
         told = self._any_told(served)
         key = ("make", served.model_name, served.tenant_id)
         if told is None:
@@ -71,15 +71,15 @@ class EngineAnswers:
         return None if told is None else told.make
 
     def reports_in_full(self, base: str) -> bool:
-        """Whether this worker is a vLLM that takes `kv_cache_report_mode`. One that was not asked
-        lately is asked now, and is not known to until it has answered."""
+        """Whether this worker is a vLLM that supports `kv_cache_report_mode`. If its answer is
+        outdated, it is queried now, and False is returned until it answers."""
         at, version = self._versions.get(base, (-inf, (0, 0)))
         if self._clock() - at > _MAKE_FRESH_S:
             self._beside(("version", base), partial(self._ask_version, base))
         return version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
-        """The model that an adapter of this name adapts, and the workers that have it."""
+        """The base model of an adapter, and the workers that have it."""
         found = self._adapted(name, tenant_id)
         bases = (
             self._bases(tenant_id)
@@ -99,7 +99,7 @@ class EngineAnswers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- what was said -------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------
 
     def _any_told(self, served: Served) -> _Told | None:
         bases = well(served.workers, self._fleet).values()
@@ -127,7 +127,7 @@ class EngineAnswers:
         told = self._told.get(base)
         return told is None or self._clock() - told.at > FRESH_S
 
-    # -- asking --------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------
 
     def _bases(self, tenant_id: str) -> list[str]:
         models = (self._fleet.model(name, tenant_id) for name in self._fleet.models(tenant_id))
@@ -155,7 +155,7 @@ class EngineAnswers:
             adapters = {card.id: card.parent for card in cards if card.parent is not None}
             make = next((card.owned_by for card in cards if card.owned_by), None)
         except (OutboundFailed, msgspec.DecodeError, ValueError):
-            old = self._told.get(base)  # it is asked again when this is old, too
+            old = self._told.get(base)  # also queried again once outdated
             if old is not None:
                 make, adapters = old.make, old.adapters
         self._told.pop(base, None)
@@ -180,7 +180,7 @@ class EngineAnswers:
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> "asyncio.Task[None]":
-        """What is asked, perhaps for another request already."""
+        """A query in the background, shared between requests."""
         task = self._under_way.get(key)
         if task is None:
             task = self._under_way[key] = supervise("model lists", work, again=False)
@@ -189,7 +189,7 @@ class EngineAnswers:
 
 
 class NotTokenized(Exception):
-    """The tokens of a prompt could not be had."""
+    """The tokens of a prompt are unavailable."""
 
     def __init__(self, why: Why, text: str) -> None:
         super().__init__(text)
@@ -198,31 +198,31 @@ class NotTokenized(Exception):
 
 class Tokenizer(Protocol):
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """The tokens of a prompt, 4 bytes each; `model` as the engine knows it, adapters too, and
-        `workers` the base URLs of those that have it. Raises NotTokenized."""
+        """The tokens of a prompt, 4 bytes each; `model` as the engine names it, adapters included,
+        and `workers` the base URLs that have it. Raises NotTokenized."""
         ...
 
     def close(self) -> None: ...
 
 
-# Taken by /tokenize as they are; of the rest it takes what goes into the template's arguments.
+# Fields that /tokenize accepts directly; of the others it accepts template arguments.
 _CHAT: Final = (
     *("messages", "tools", "add_generation_prompt", "continue_final_message"),
     *("add_special_tokens", "chat_template"),
 )
 _TEXT: Final = ("prompt", "add_special_tokens")
-# These take the request itself, and answer with its tokens. vLLM has them from 0.29 and 0.30 on,
+# These paths accept the request itself, and return its tokens. vLLM has them from 0.29 and 0.30 on,
 # with --enable-scale-out.
 RENDER_PATHS: Final = {
     Kind.MESSAGES: "/v1/messages/render",
     Kind.RESPONSES: "/v1/responses/render",
 }
-_LACKS_FOR_S: Final = 60.0  # a worker that lacks a path is not asked for it again
-_NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')  # a model that is not there is a 404, too
+_LACKS_FOR_S: Final = 60.0  # how long a worker without a path is not asked for it
+_NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')  # also the status for an unknown model
 
 
 class EngineTokenizer:
-    """Asks over HTTP; two workers at most."""
+    """Queries engines over HTTP; two workers at most."""
 
     def __init__(self, client: OutboundClient, timeout_s: float) -> None:
         self._client = client
@@ -265,7 +265,7 @@ class EngineTokenizer:
         raise NotTokenized(why, text)
 
     def close(self) -> None:
-        """Nothing is kept between two questions."""
+        """Nothing to close."""
 
 
 def _read(url: str, body: bytes) -> bytes:
@@ -280,7 +280,7 @@ def _read(url: str, body: bytes) -> bytes:
 
 
 def tokenize_body(request: ModelRequest, model: str) -> bytes:
-    """What vLLM's /tokenize is asked, so that it does with it what it does with the request; for
+    """The body for vLLM's /tokenize that makes it treat the prompt like the request; for
     RENDER_PATHS, the request."""
     fields: dict[str, object]
     if request.kind in RENDER_PATHS:

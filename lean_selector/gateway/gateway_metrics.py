@@ -1,4 +1,4 @@
-"""What the gateway counts, and its metrics. Labels are statuses, a few words, and base URLs."""
+"""The gateway's counters and metrics. Labels are statuses, a few words, and base URLs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -20,12 +20,12 @@ FIRST_BYTE_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 
 
 
 class RetryBudget:
-    """Bounds how many requests are sent to a further worker: a fifth of all, and some to begin
-    with, so that a fleet in trouble does not get several times its load."""
+    """Bounds retries: a fifth of all requests, plus a few at first, so that a fleet in trouble does
+    not get several times its load."""
 
     SHARE: Final = 0.2
     FIRST: Final = 20.0
-    MOST: Final = 1000.0  # that are saved up
+    MOST: Final = 1000.0  # retries that can be saved up
 
     def __init__(self) -> None:
         self._left = self.FIRST
@@ -36,7 +36,7 @@ class RetryBudget:
         self._left = min(self._left + self.SHARE, self.MOST)
 
     def take(self) -> bool:
-        """For a retry: whether it may be."""
+        """Whether a retry is allowed; it then counts."""
         if self._left < 1.0:
             self.denied += 1
             return False
@@ -45,24 +45,25 @@ class RetryBudget:
 
 
 class Counts:
-    """Ever, since the process began; `active` is now."""
+    """Totals since the process started; `active` is current."""
 
     def __init__(self) -> None:
-        self.active = 0  # requests that have no end yet
-        self.answers: Counter[int] = Counter()  # by status, of those that began
-        self.hung_up = 0  # clients
-        self.broken = 0  # answers that were cut short after their first byte
-        self.retries: Counter[str] = Counter()  # tried elsewhere, by how the worker failed
+        self.active = 0  # unfinished requests
+        self.answers: Counter[int] = Counter()  # answers that began, by status
+        self.hung_up = 0  # client disconnects
+        self.broken = 0  # answers cut short after their first byte
+        self.retries: Counter[str] = Counter()  # retries, by how the worker failed
         self.retry_budget = RetryBudget()
-        # Since the last line of the log: workers' base URLs and what happened to how many requests.
+        # Since the last log line: how many requests each failure affected, by worker URL.
         self.troubles: Counter[tuple[str, str]] = Counter()
-        self.stale = 0  # kept connections that ended under a request, which was asked anew
-        self.unrouted: Counter[str] = Counter()  # sent on in turn, by why no worker was chosen
+        self.stale = 0  # stale connections: the request was sent again
+        # requests sent round-robin, by why no worker was chosen
+        self.unrouted: Counter[str] = Counter()
         self.full_reports = 0  # requests that asked their engine to announce blocks again
         self.connections_made = 0
         self.pieces = 0  # of answers' bodies
         self.passed_on_bytes = 0
-        # Of the answers whose engine told how many tokens were cached: what was predicted.
+        # Answers whose engine reported its cached tokens: predicted tokens.
         self.compared_predicted_tokens = 0
         self.compared_cached_tokens = 0
         self.compared_prompt_tokens = 0
@@ -70,7 +71,7 @@ class Counts:
 
 
 def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
-    """What a scrape of the gateway says beside the selector's figures."""
+    """The gateway's metrics, besides the selector's."""
 
     def of_each(value: Callable[[Upstream], int]) -> Callable[[], list[Sample]]:
         return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]

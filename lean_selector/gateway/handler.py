@@ -1,7 +1,7 @@
-"""The app behind the gateway's port: which requests are proxied, and what is answered at once.
+"""The app of the gateway's port: which requests are proxied, and what is answered directly.
 
-Completions and what is like them (ROUTED) are proxied to the worker that `placing` says, and what
-else may pass to any. Lists of models, /health and /ready are answered here; the rest is 404.
+Completions and similar requests (ROUTED) are proxied to the worker that `placing` chooses, others
+that may pass to any worker. Lists of models, /health and /ready are answered here; the rest is 404.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
 ROUTED: Final = frozenset(path.encode() for path in ROUTED_PATHS)
 MODELS: Final = b"/v1/models"
 OWN: Final = frozenset({b"/health", b"/ready"})
-# What these APIs have beside ROUTED and models. An engine's own routes stand elsewhere.
+# Other paths of these APIs. An engine's own routes are not among them.
 _OPENAI: Final = re.compile(
     rb"/v1/(?:audio|batches|conversations|files|images|messages|moderations|responses|uploads"
     rb"|vector_stores|videos)(?:/(?!\.{1,2}(?:/|\Z))[^/]++)*+"
@@ -49,17 +49,17 @@ _OPENAI: Final = re.compile(
 
 
 def resource_of(path: bytes) -> bytes:
-    """What engines take a path for: escapes are decoded, and a slash at its end does not count."""
+    """A path as engines interpret it: escapes are decoded, and a trailing slash is ignored."""
     return (unquote_to_bytes(path) if b"%" in path else path).rstrip(b"/") or b"/"
 
 
 def http_refusal(error: HttpError) -> bytes:
-    """What is answered to an error of the HTTP level."""
+    """The answer to an HTTP-level error."""
     return OpenAiErrorBody.encoded(error.status, error.text)
 
 
 class GatewayHandler:
-    """The app, and the requests that are under way. From the loop's thread only."""
+    """The app, and its current requests. To be used from the loop's thread only."""
 
     def __init__(
         self,
@@ -77,11 +77,10 @@ class GatewayHandler:
         pass_through: str,
         own: App,
     ) -> None:
-        """`silence_s`: for so long a worker may say nothing; `touch_after_s`: so often a
-        reservation is touched, which the selector would forget. `request_timeout_s`: an answer
-        begins by then, or is 504. `pass_through`: which requests
-        besides completions reach workers: all, openai or none; `own` answers /health and
-        /ready."""
+        """`silence_s`: the longest silence of a worker; `touch_after_s`: how often a reservation is
+        refreshed, so that it does not expire. `request_timeout_s`: an answer that begins later
+        becomes 504. `pass_through`: which other requests are proxied: all, openai or none; `own`
+        answers /health and /ready."""
         self._pass_through = pass_through
         self._own = own
         self._placing = placing
@@ -178,7 +177,7 @@ class GatewayHandler:
         log.info("request", extra=fields)
 
     def sweep(self, now: float) -> None:
-        """About every second."""
+        """Called about every second."""
         self._rotation.sweep(now, self._silence_s)
         self._log_troubles()
         limit_s = self._request_timeout_s
@@ -190,7 +189,8 @@ class GatewayHandler:
                 proxied.lease.touch()
 
     def _log_troubles(self) -> None:
-        """A line for what happened alike to many requests, as when their worker is killed."""
+        """One line for failures that affected many requests alike, as when their worker is
+        killed."""
         troubles = self._counts.troubles
         for (worker, trouble), requests in troubles.items():
             more = {"worker": worker, "requests": requests}
@@ -219,11 +219,11 @@ def _role_for(request: Request) -> Role:
 
 
 def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:
-    """The app where tokens are required: no request gets to a worker without one.
+    """The app with required tokens: no request reaches a worker without one.
 
-    /health and /ready need none, listing models `read`, everything else `write`, for it makes a
-    worker work. The token is for us, so no worker is sent it. Refusals have OpenAI's shape.
-    `connections` are those that it is served on.
+    /health and /ready need none, listing models `read`, everything else `write`, since it uses a
+    worker. The token is for the gateway, so it is not forwarded. Refusals are in OpenAI's format.
+    `connections` are the server's.
     """
     connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 

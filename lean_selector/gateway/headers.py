@@ -1,8 +1,7 @@
-"""Header lines on their way through, the ids of requests, and answers of the gateway itself.
+"""Header lines in transit, request ids, and the gateway's own answers.
 
-What belongs to one connection is taken out: the hop-by-hop fields of RFC 9110 section 7.6.1, and
-those that `connection` names. Sections were judged before: a line break is CRLF, and nothing is
-folded.
+Removes what belongs to one connection: the hop-by-hop fields of RFC 9110 section 7.6.1, and those
+that `connection` names. Sections are validated: a line break is CRLF, and nothing is folded.
 """
 
 import os
@@ -42,8 +41,8 @@ _USUAL: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b""})
 def request_lines(
     section: bytes, *, without_codings: bool = False, drops_authorization: bool = False
 ) -> bytes:
-    """What the worker is sent of a request's section (`1.1 CRLF name: value CRLF ... CRLF CRLF`),
-    each line behind its CRLF."""
+    """The header lines for the worker from a request's section (`1.1 CRLF name: value CRLF ... CRLF
+    CRLF`), each preceded by CRLF."""
     lines = section[3:-4]
     named = _named(lines)
     lines = _NOT_TO_WORKER.sub(b"", lines)
@@ -55,12 +54,12 @@ def request_lines(
 
 
 def without_authorization(section: bytes) -> bytes:
-    """A request's section without such lines: they were for us."""
+    """A request's section without such lines: they were for the gateway."""
     return _AUTHORIZATION.sub(b"", section)
 
 
 def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
-    """What the client is sent of an answer's header lines, each behind its CRLF."""
+    """The header lines for the client from an answer's, each preceded by CRLF."""
     named = _named(lines)
     lines = _NOT_TO_CLIENT.sub(b"", lines)
     if without_length:
@@ -69,7 +68,7 @@ def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
 
 
 def request_id_of(section: bytes) -> bytes | None:
-    """The client's own, if it is one word that a header can carry."""
+    """The client's own id, if it is one word that a header can carry."""
     found = _REQUEST_ID.search(section)
     return None if found is None else found[1]
 
@@ -85,7 +84,7 @@ def wants_websocket(section: bytes) -> bool:
 
 
 def _named(lines: bytes) -> frozenset[bytes]:
-    """The fields that `connection` names, beside those that are taken out anyway."""
+    """The fields that `connection` names, besides those that are always removed."""
     found = _CONNECTION.findall(lines)
     if not found:
         return _NONE
@@ -106,17 +105,17 @@ _numbers: Final = count(1)
 
 
 def new_id() -> str:
-    """An id of ours: it is given once, and no other process gives it."""
+    """A new unique id, also across processes."""
     return f"{_PROCESS}-{next(_numbers):x}"
 
 
 def retry_after(wait_s: float) -> bytes:
-    """The header line for a client that had better wait so long."""
+    """The header line that asks a client to wait."""
     return b"retry-after: %d\r\n" % min(max(1, ceil(wait_s)), _MOST_RETRY_AFTER_S)
 
 
 def id_line(request_id: bytes) -> bytes:
-    """The header line that every answer has."""
+    """The header line of every answer."""
     return b"x-request-id: %b\r\n" % request_id
 
 

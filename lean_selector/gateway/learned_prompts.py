@@ -1,11 +1,10 @@
-"""What prompts became, remembered: chains of messages, and the block hashes that they led to.
+"""Learned prompts: chains of messages, and their block hashes.
 
-Chains are made of values (`prompt_values.py`), however the client wrote them as JSON.
-
-Conversations share what they have in common: a longer prompt takes the place of the one that it
-goes on from, and every beginning of it is an entry that points into the one list of hashes. What
-only began like another prompt is known up to where the two part; until two are known, the place
-where a message ends is guessed from its share of the bytes.
+Chains consist of values (`prompt_values.py`), independent of their JSON text. Conversations share
+their common part: a longer prompt replaces the one that it continues, and every prefix of it is an
+entry that points into the one list of hashes. A prompt that only starts like another is known up to
+where the two diverge; while only one is known, the end of a message is estimated from its share of
+the bytes.
 """
 
 from collections import OrderedDict
@@ -20,13 +19,13 @@ from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_
 
 
 class Chain:
-    """`keys[n]` stands for the first `ends[n]` bytes of the prompt; the first for none of its own,
-    but for the tools. Both have at least one item."""
+    """`keys[n]` stands for the first `ends[n]` bytes of the prompt; the first stands for the tools
+    alone. Both have at least one item."""
 
     __slots__ = ("block_size", "ends", "is_eagle", "keys", "model", "seed")
 
     def __init__(self, served: Served, lora_name: str | None, request: ModelRequest) -> None:
-        self.seed: Final = hash_seed(lora_name, request.salt)  # of the block hashes
+        self.seed: Final = hash_seed(lora_name, request.salt)  # end offsets of the block hashes
         self.block_size: Final = served.block_size
         self.is_eagle: Final = served.is_eagle
         self.model: Final = model_key(served, lora_name)
@@ -50,17 +49,17 @@ class Chain:
 
 
 def model_key(served: Served, lora_name: str | None) -> str:
-    """Names a model or an adapter of it."""
+    """The key of a model or an adapter of it."""
     return f"{served.model_name}\0{lora_name or ''}"
 
 
-# Of an entry without its hashes, as measured with tracemalloc on 64-bit Python 3.11.
+# Memory of an entry without its hashes, measured with tracemalloc on 64-bit Python 3.11.
 ENTRY_BYTES: Final = 344
-_TOKENS_PER_BYTE: Final = 0.25  # until a prompt is known
-_OUTPUT_TOKENS: Final = 128.0  # until the length of an answer is
-_WEIGHT: Final = 0.25  # of the newest, in what is averaged
+_TOKENS_PER_BYTE: Final = 0.25  # default until a prompt is known
+_OUTPUT_TOKENS: Final = 128.0  # default until an answer's length is known
+_WEIGHT: Final = 0.25  # weight of the newest value in averages
 _MOST_TAIL_BLOCKS: Final = 64
-_MOST_MODELS: Final = 1024  # models and adapters of which averages are kept
+_MOST_MODELS: Final = 1024  # models and adapters with averages
 
 
 class _Run:
@@ -74,35 +73,35 @@ class _Run:
 
 
 class _Entry:
-    """One beginning of a prompt. Blocks count from the first of `run`."""
+    """One prefix of a prompt. Blocks count from the first of `run`."""
 
     __slots__ = ("asked", "is_guess", "run", "shared", "tail", "tokens")
 
     def __init__(self, run: _Run, shared: int, tokens: int) -> None:
         self.run = run
-        self.shared = shared  # blocks of whatever begins like this
-        self.is_guess = True  # `shared` is: nothing parted here yet
-        self.tokens = tokens  # of the prompt up to here; a guess unless it was asked
+        self.shared = shared  # blocks of any prompt with this prefix
+        self.is_guess = True  # `shared` is an upper bound: no prompt has diverged here yet
+        self.tokens = tokens  # tokens of this prefix; estimated unless the engine reported them
         self.asked = -1  # blocks of this as a whole prompt; -1: it never was one
-        self.tail = b""  # the last of these, where `run` has others in their place
+        self.tail = b""  # the last of these, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Block hashes of this as a whole prompt; it was one."""
+        """Block hashes of this as a whole prompt, which it was."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
 class Averages:
-    """What requests of one model had lately; it stands for what is not known of the next."""
+    """Recent averages of one model, for estimates of the next request."""
 
     __slots__ = ("answers_hold", "output_tokens", "tokens_per_byte")
 
     def __init__(self) -> None:
         self.tokens_per_byte = _TOKENS_PER_BYTE
         self.output_tokens = _OUTPUT_TOKENS
-        self.answers_hold = 1.0  # how often a prompt went on with the very tokens of the answer
+        self.answers_hold = 1.0  # how often a prompt continued with the exact tokens of the answer
 
     def had(self, prompt_bytes: int, prompt_tokens: int, output_tokens: int | None) -> None:
-        """Takes in a request; of 0 bytes nothing is said of their tokens."""
+        """Add a request; with 0 bytes its tokens are not averaged."""
         if prompt_bytes:
             self.tokens_per_byte += _WEIGHT * (prompt_tokens / prompt_bytes - self.tokens_per_byte)
         if output_tokens is not None:
@@ -110,16 +109,17 @@ class Averages:
 
 
 class Known(NamedTuple):
-    """What is known of a prompt. `hashes`: 8 bytes a block, of its beginning."""
+    """The known part of a prompt. `hashes`: 8 bytes a block, of its prefix."""
 
     hashes: bytes
-    tokens: int  # of all of it; an estimate unless `is_whole`
-    unknown_bytes: int  # of the prompt as compact JSON
+    tokens: int  # tokens of the whole prompt; an estimate unless `is_whole`
+    unknown_bytes: int  # bytes of the prompt as compact JSON
     is_whole: bool
 
 
 class PromptMemory:
-    """Bounded: what was not used for the longest time goes, the ends of prompts first."""
+    """Bounded: the least recently used prefixes are dropped first, and ends of prompts before their
+    starts."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes: Final = most_bytes
@@ -129,11 +129,11 @@ class PromptMemory:
 
     @property
     def used_bytes(self) -> int:
-        """About what it takes of the process's memory."""
+        """Approximate memory in use."""
         return self._hash_bytes + len(self._entries) * ENTRY_BYTES
 
     def look(self, chain: Chain) -> Known:
-        """What is known of a prompt."""
+        """Look up a prompt."""
         at, entry = self._deepest(chain)
         averages = self.averages(chain.model)
         if entry is None:
@@ -149,10 +149,10 @@ class PromptMemory:
         return Known(hashes, tokens, unknown_bytes, False)
 
     def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
-        """Remembers what a prompt is: its tokens and those of the answer, 4 bytes each.
+        """Learn a prompt: its tokens and those of the answer, 4 bytes each.
 
-        The answer counts for prompts that go on after it, as long as those of this model do so with
-        its very tokens. Returns the block hashes of the prompt alone, 8 bytes each.
+        The answer counts for prompts that continue it, as long as those of this model do so with
+        its exact tokens. Returns the block hashes of the prompt alone, 8 bytes each.
         """
         size, seed, is_eagle = chain.block_size, chain.seed, chain.is_eagle
         run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
@@ -177,7 +177,7 @@ class PromptMemory:
     # -- entries -------------------------------------------------------------------------------
 
     def _deepest(self, chain: Chain) -> tuple[int, _Entry | None]:
-        """The longest beginning that is known; -1 and None if none is."""
+        """The longest known prefix; -1 and None if none is."""
         for at in range(len(chain.keys) - 1, -1, -1):
             entry = self._entries.get(chain.keys[at])
             if entry is not None:
@@ -190,17 +190,15 @@ class PromptMemory:
             longest = len(entry.run.hashes) // 8
             own = longest - entry.asked  # blocks that the answer ended
             if own:
-                # The last token of an answer is often put differently, so one block may differ.
+                # The last token of an answer often differs, so one block may differ.
                 holds = common >= longest - (own > 1)
                 averages.answers_hold += _WEIGHT * (holds - averages.answers_hold)
         entry.shared = common if entry.is_guess else min(entry.shared, common)
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Has entries that point into a prompt that this one goes on from point into this one.
-
-        A prompt ends with what asks for an answer, which may be put differently when it goes on.
-        """
+        """Let entries that point into a prompt which this one continues point into this one. The
+        end of a prompt asks for an answer, and may be written differently once it continues."""
         for key in chain.keys[: at + 1]:
             entry = self._entries.get(key)
             if entry is None or entry.run is not old or entry.shared > common:
@@ -224,7 +222,7 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Entries for the beginnings after `at`, at their share of the tokens by their bytes."""
+        """Entries for the prefixes after `at`, at their share of the tokens by bytes."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)
@@ -246,7 +244,7 @@ class PromptMemory:
             entry.shared = shared
             self._point(entry, run)
         elif max(entry.shared, asked) <= _common_blocks(entry.run.hashes, run.hashes):
-            pass  # what goes on from here is known better by those that did
+            pass  # continuations are known better from prompts that continued
         else:
             entry.shared = min(entry.shared, asked)
             self._point(entry, run)
@@ -273,7 +271,7 @@ class PromptMemory:
             self._hash_bytes -= len(run.hashes)
 
     def _touch(self, chain: Chain, at: int) -> None:
-        """The shortest beginning last, so that it goes last."""
+        """Mark as used; the shortest prefix last, so that it is dropped last."""
         move = self._entries.move_to_end
         for key in reversed(chain.keys[: at + 1]):
             if key in self._entries:
@@ -296,11 +294,11 @@ class PromptMemory:
 
 
 def _common_blocks(one: bytes, other: bytes) -> int:
-    """How many blocks two prompts have in common, from the first on."""
+    """The number of common leading blocks of two prompts."""
     low, high = 0, min(len(one), len(other)) // 8
     if one[: 8 * high] == other[: 8 * high]:
         return high
-    while low < high - 1:  # `low` blocks are the same, `high` are not
+    while low < high - 1:  # the first `low` blocks are equal, the first `high` are not
         middle = (low + high) // 2
         if one[8 * low : 8 * middle] == other[8 * low : 8 * middle]:
             low = middle

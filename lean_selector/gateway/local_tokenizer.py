@@ -1,7 +1,7 @@
-"""Tokens by a tokenizer in this process, in threads: other work goes on meanwhile.
+"""A tokenizer in this process, in threads beside the loop.
 
 A chat template is rendered as Hugging Face's tokenizers do it, which engines use. Imported only
-with `--prompts local`: it needs what the extra `tokenizers` names.
+with `--prompts local`: it needs the extra `tokenizers`.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from lean_selector.wire.body_text import has_costly_numbers
 from lean_selector.wire.scalars import packer
 
 _CONTENT: Final = "content"
-# Names of tokenizer_config.json under which it tells special tokens.
+# Names of special tokens in tokenizer_config.json.
 _SPECIAL: Final = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
     "mask_token",
@@ -36,7 +36,7 @@ _SPECIAL: Final = (
 
 
 class ChatTemplate:
-    """The template in the folder of a model. Raises ValueError for one that cannot be used."""
+    """The chat template in the folder of a model. Raises ValueError for an unusable one."""
 
     def __init__(self, folder: Path) -> None:
         config = _config(folder)
@@ -54,7 +54,7 @@ class ChatTemplate:
             raise ValueError(f"{folder}: its chat template cannot be read: {error}") from None
 
     def rendered(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        """The text of a conversation. Raises ValueError where the template says no."""
+        """The text of a conversation. Raises ValueError if the template refuses it."""
         try:
             return self._template.render(
                 messages=[self._prepared(message) for message in messages],
@@ -64,8 +64,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template says: {error}") from None
 
     def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
-        """As engines hand it to the template: a list of texts is one text, for templates that do
-        not take lists; arguments of calls are objects."""
+        """Messages as engines pass them to the template: a list of texts is one text, for templates
+        without support for lists; arguments of calls are objects."""
         prepared = dict(message)
         content = prepared.get(_CONTENT)
         if isinstance(content, list) and not self._takes_parts:
@@ -109,8 +109,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """From a file of its own, else the configuration; of several the one for chats. None where
-    there is none, as with models that only go on with a text."""
+    """From a file of its own, else the configuration; of several the one for chats. None without
+    one, as for models that only complete a text."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def _token(told: object) -> str | None:
 
 
 class _Generation(JinjaExtension):
-    """`{% generation %}`, with which templates mark answers for training: what is in it stands."""
+    """`{% generation %}`, with which templates mark answers for training: its content stays."""
 
     tags = {"generation"}
 
@@ -151,7 +151,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """Jinja's own escapes HTML."""
+    """JSON without HTML escapes, which Jinja's own adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -164,7 +164,7 @@ def _now(layout: str) -> str:
 
 
 def _looks_into_contents(template: nodes.Template) -> bool:
-    """Whether it goes through the parts of a message's content."""
+    """Whether the template reads the parts of a message's content."""
     named = {
         node.target.name
         for node in template.find_all(nodes.Assign)
@@ -184,21 +184,19 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 THREADS: Final = 2
-MOST_WAITING: Final = 64  # beyond, load decides
+MOST_WAITING: Final = 64  # waiting prompts; above this, load decides
 
 
 class LocalTokenizer:
-    """From one folder with `tokenizer.json` and the chat template, for all models that are served.
-
-    Raises ValueError for a folder that cannot be used, and ModuleNotFoundError without the extra.
-    """
+    """A tokenizer from one folder with `tokenizer.json` and the chat template, for all served
+    models. Raises ValueError for an unusable folder, and ModuleNotFoundError without the extra."""
 
     def __init__(self, folder: str, timeout_s: float) -> None:
         path = Path(folder)
         tokenizer_type: Any = import_module("tokenizers").Tokenizer
         try:
             self._tokenizer: Final = tokenizer_type.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # it raises no other kind
+        except Exception as error:  # the only kind that it raises
             raise ValueError(f"{path / 'tokenizer.json'}: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -208,7 +206,7 @@ class LocalTokenizer:
         self._waiting = 0
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """The tokens of a prompt, 4 bytes each, whichever worker serves it. Raises NotTokenized."""
+        """The tokens of a prompt, 4 bytes each, for any worker. Raises NotTokenized."""
         if self._waiting >= MOST_WAITING:
             raise NotTokenized(Why.BUSY, f"{self._waiting} prompts wait for the tokenizer")
         self._waiting += 1
@@ -221,28 +219,29 @@ class LocalTokenizer:
             raise NotTokenized(Why.TIMEOUT, f"not tokenized in {self._timeout_s:g} s") from None
 
     def close(self) -> None:
-        """Does not wait for what has begun."""
+        """Does not wait for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, work: "asyncio.Future[bytes]") -> None:
         self._waiting -= 1
         if not work.cancelled():
-            work.exception()  # the request was told, if it still waited
+            work.exception()  # the request has its error, if it still waited
 
     def _tokens(self, request: ModelRequest) -> bytes:
-        """In a thread."""
+        """Runs in a thread."""
         try:
             text, adds_special = self._text(request)
             ids = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
         except NotTokenized:
             raise
-        # A template is a program that a client feeds, and the tokenizer's panics are no Exception.
+        # A template is a program with client input, and the tokenizer's panics are no Exception.
         except BaseException as error:
             raise NotTokenized(Why.FAILED, str(error)) from None
         return packer(len(ids), "I")(*ids)
 
     def _text(self, request: ModelRequest) -> tuple[str, bool]:
-        """The prompt, and whether the tokenizer begins it as it begins texts."""
+        """The prompt's text, and whether the tokenizer adds its special tokens, as for plain
+        texts."""
         if has_costly_numbers(request.body):
             raise NotTokenized(Why.REFUSED, "it has numbers that are slow to read")
         if request.kind in RENDER_PATHS:

@@ -1,7 +1,7 @@
-"""A request to an engine, read as far as its prompt goes. Nothing of it is judged for the engine.
+"""A request to an engine, parsed as far as its prompt requires.
 
-What an engine would refuse is passed on, so that it says so in its own words; only what names no
-model that could be chosen is refused here.
+Nothing is validated for the engine: an invalid request is forwarded, so that the engine's own error
+is returned. Only a request without a usable model is refused here.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
 
-# Of an engine's list of ids: what holds 2 million, the longest prompt that we know of.
+# Characters of an engine's list of ids: enough for 2 million, the longest known prompt.
 MOST_ID_BYTES: Final = 16 << 20
-# What is made of a body takes a few MiB beside it, and a look at 16 MiB some 50 ms: an object is
-# made only for what has a field, and the fields of all objects are counted before.
+# Parsing takes a few MiB besides the body, and scanning 16 MiB some 50 ms: objects are made only
+# for fields, which are counted first.
 MOST_FIELDS: Final = 65_536
 MOST_IDS: Final = 1 << 20
 MOST_MESSAGES: Final = 8192
-_LONG_BODY_BYTES: Final = 32 * 1024  # a shorter one costs little, whatever it says
+_LONG_BODY_BYTES: Final = 32 * 1024  # a shorter one is cheap, whatever its content
 _TEXT_BYTES: Final = 64 * 1024  # checked at a time
 # The end of a field's name. A quote behind a single backslash is part of a text.
 _NAME_END: Final = re.compile(rb'"(?<![^\\]\\")[ \t\r\n]*+:')
@@ -52,14 +52,14 @@ TOO_MANY_MESSAGES: Final = Unknown(Why.FORM, f"more than {MOST_MESSAGES} message
 TOO_MANY_IDS: Final = Unknown(Why.FORM, f"more than {MOST_IDS} token ids")
 NO_PROMPT: Final = Unknown(Why.PATH, "no prompt that is known on this path")
 
-# What a worker is chosen for; the prompts of the last three are in no index.
+# Requests for which a worker is chosen; the prompts of the last three are in no index.
 ROUTED_PATHS: Final = frozenset({
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
     *("/v1/embeddings", "/v1/rerank", "/v1/score"),
 })  # fmt: skip
 _WITHOUT_OUTPUT: Final = ("/embeddings", "/rerank", "/score")
 
-# With these the engine's prompt is not what the messages or the text make.
+# Fields with which the engine's prompt differs from the messages or the text.
 _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
 _KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")  # of /v1/responses
 _TEXT_PARTS: Final = frozenset(
@@ -69,11 +69,11 @@ _TEXT_PARTS: Final = frozenset(
 _MEDIA_PART: Final = re.compile(
     rb'"type"\s*+:\s*+"(?:image|document|input_image|input_file|input_audio|computer_screenshot)"'
 )
-# Clients put it on another part in every turn, and engines ignore it.
+# Clients move it to another part in every turn, and engines ignore it.
 _CACHE_CONTROL: Final = re.compile(rb',\s*+"cache_control"\s*+:\s*+\{[^{}]*+\}')
 _MOST_CACHE_CONTROLS: Final = 64  # the API allows 4
 _EMPTY: Final = re.compile(rb"\{[ \t\r\n]*+\}")
-TOKENS_OF_MEDIA: Final = 1024  # of one image or recording; engines have some 250 to 2 000
+TOKENS_OF_MEDIA: Final = 1024  # tokens of one image or recording; engines use some 250 to 2 000
 _NULL: Final = b"null"
 _RAW_NULL: Final = Raw(_NULL)
 _read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -101,7 +101,7 @@ CHATS: Final = frozenset({Kind.CHAT, Kind.MESSAGES, Kind.RESPONSES})
 
 class ModelRequest:
     """`fields` are those of the body, as JSON text. Raises BadRequest for a body that is no object
-    or costs too much to read, and for a model, a salt or a flag that is none."""
+    or too expensive to parse, and for an invalid model, salt or flag."""
 
     def __init__(self, path: str, body: bytes) -> None:
         self.fields = _fields(body)
@@ -112,12 +112,12 @@ class ModelRequest:
         self.kind = Kind.NONE
         self.why_not: Unknown | None = None  # why its blocks cannot be known
         self.messages: list[Raw] = []
-        self.read_messages: list[Message] = []  # of each, what is read
-        self.text = Raw(b"")  # of the prompt, as JSON
+        self.read_messages: list[Message] = []  # the parsed part of each message
+        self.text = Raw(b"")  # bytes of the prompt, as JSON
         self.ids: bytes = b""  # packed, 4 bytes each
         self._media = 0  # parts of messages that are not text
-        self._part_text_bytes = 0  # of those that are
-        path = unquote(path.partition("?")[0]).rstrip("/")  # as engines take it
+        self._part_text_bytes = 0  # bytes of those that are
+        path = unquote(path.partition("?")[0]).rstrip("/")  # in the form that engines accept
         self._has_output = not path.endswith(_WITHOUT_OUTPUT)
         changing: tuple[str, ...] = _CHANGING
         if path.endswith("/chat/completions"):
@@ -136,12 +136,12 @@ class ModelRequest:
                 self.why_not = Unknown(Why.CHANGED, f"`{name}` changes the prompt")
 
     def has(self, name: str) -> bool:
-        """Whether a field is there, and not null."""
+        """Whether a field is present, and not null."""
         raw = self.fields.get(name)
         return raw is not None and raw != _RAW_NULL
 
     def flag(self, name: str, default: bool) -> bool:
-        """The default where a field is no flag, too."""
+        """A boolean field; the default also if it is no boolean."""
         return {b"true": True, b"false": False}.get(bytes(self.fields.get(name, b"")), default)
 
     @property
@@ -154,13 +154,13 @@ class ModelRequest:
 
     @property
     def answers(self) -> int:
-        """How many the client wants."""
+        """The number of answers that the client wants."""
         given = bytes(self.fields.get("n", b"1"))
         return max(1, int(given)) if given.isdigit() and len(given) < 4 else 1
 
     @property
     def session_id(self) -> str | None:
-        """The conversation, as clients of engines, Anthropic's and OpenAI's name it."""
+        """The conversation, by the names that clients of engines, Anthropic's and OpenAI's use."""
         for name in ("session_id", "metadata", "prompt_cache_key"):
             raw = self.fields.get(name)
             if raw is None:
@@ -175,12 +175,12 @@ class ModelRequest:
 
     @property
     def echoes(self) -> bool:
-        """The prompt is part of the answer; vLLM leaves its text out where ids are asked for."""
+        """The prompt is part of the answer; vLLM leaves its text out if ids are requested."""
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)
 
     @property
     def text_bytes(self) -> int:
-        """Of the prompt, as it was written; 0 where that says nothing of its tokens."""
+        """Bytes of the prompt, as sent; 0 if they do not indicate its tokens."""
         if self._media or self.ids:
             return 0
         if self.kind in CHATS:
@@ -188,7 +188,7 @@ class ModelRequest:
         return size_of(self.fields.get("prompt", self.body))
 
     def estimated_tokens(self, tokens_per_byte: float) -> int:
-        """The tokens of a prompt of which nothing is known: a file says little by its length."""
+        """Estimated tokens of an unknown prompt: a file's size says little."""
         if self._media:
             text = round(self._part_text_bytes * tokens_per_byte)
             return text + self._media * TOKENS_OF_MEDIA
@@ -196,7 +196,7 @@ class ModelRequest:
 
     @property
     def most_output_tokens(self) -> int | None:
-        """What the client allows the answer to have."""
+        """The maximum length of the answer, from the request."""
         if not self._has_output:
             return 0
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
@@ -206,12 +206,13 @@ class ModelRequest:
         return None
 
     def with_fields(self, **changed: object) -> bytes:
-        """The body with these fields added, or in the place of those that it has."""
+        """The body with these fields added or replaced."""
         fields: dict[str, object] = {**self.fields, **changed}
         return msgspec.json.encode(fields)
 
     def _read_chat(self, kind: Kind, name: str, system: str | None = None) -> None:
-        """The messages are in the field `name`; one more is before them in the field `system`."""
+        """The messages are in the field `name`; one more, before them, may be in the field
+        `system`."""
         text = self.fields.get(name, Raw(b""))
         try:
             if kind is not Kind.CHAT:
@@ -283,7 +284,7 @@ class ModelRequest:
 
 
 def _without_odd_forms(text: Raw, kind: Kind) -> Raw:
-    """The messages as a list, in which each is written alike in every turn."""
+    """The messages as a list, each in the same form in every turn."""
     if kind is Kind.RESPONSES:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
@@ -296,7 +297,7 @@ def _without_odd_forms(text: Raw, kind: Kind) -> Raw:
 
 
 def session_id_of(name: str) -> str:
-    """The name of a session, or its hash where it is too long to be kept."""
+    """The name of a session, or its hash if it is too long."""
     return name if len(name.encode()) <= MAX_ID_BYTES else xxh3_128_hexdigest(name.encode())
 
 
@@ -316,7 +317,7 @@ def _fields(body: bytes) -> dict[str, Raw]:
 
 
 def _check_text(body: bytes) -> None:
-    """Raises UnicodeDecodeError for what is not UTF-8."""
+    """Raises UnicodeDecodeError for invalid UTF-8."""
     decode = getincrementaldecoder("utf-8")().decode
     for at in range(0, len(body), _TEXT_BYTES):
         decode(body[at : at + _TEXT_BYTES])
@@ -335,7 +336,7 @@ _ARGUMENTS: Final = ("documents", "reasoning_effort")
 
 
 def template_arguments(request: ModelRequest) -> dict[str, object]:
-    """`chat_template_kwargs`, and the fields that are arguments too, as JSON; by name."""
+    """`chat_template_kwargs`, and other fields that are template arguments, as JSON by name."""
     given: dict[str, object] = {}
     if request.has("chat_template_kwargs"):
         try:

@@ -1,9 +1,8 @@
-"""From a request to a worker that is asked: its prompt, the choice, the connection.
+"""From a request to a connection: its prompt, the choice of a worker, connecting.
 
-The one part of a request's way that may wait: for an engine that is asked of the prompt, for room,
-for a connection. A request that waits for none of these has no task, and is sent in the turn of the
-loop that read it. Otherwise a client that hangs up cancels the task, and what was leased by then is
-ended with the request.
+The only part of a request's way that may wait: for an engine's tokens, for room, for a connection.
+A request that waits for none of these has no task, and is sent in the turn of the loop that read
+it. Otherwise a client disconnect cancels the task, and its lease ends with the request.
 """
 
 import asyncio
@@ -44,7 +43,8 @@ log = logging.getLogger("lean_selector.gateway")
 
 CONNECT_S: Final = 5.0
 MOST_ATTEMPTS: Final = 5
-# Of the tokens that a worker had cached lately; with more it is asked to announce blocks again.
+# Share of a worker's recently cached tokens that the index lacks, above which the worker is asked
+# to announce blocks again.
 MOST_MISSED: Final = 0.01
 
 _NOBODY: Final = frozenset[int]()
@@ -53,9 +53,8 @@ _decode = msgspec.json.Decoder(NamesModel).decode
 
 
 class NotChosen(Exception):
-    """The selector has no worker for the request: it goes to the workers in turn.
-
-    `why` is a word for the metrics."""
+    """The selector chose no worker: the request is sent round-robin. `why` is a word for the
+    metrics."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -63,7 +62,7 @@ class NotChosen(Exception):
 
 
 class Shed(Exception):
-    """All workers are busy: the client is to come again, when `line` says."""
+    """All workers are busy: `line` tells the client when to retry."""
 
     def __init__(self, message: str, line: bytes) -> None:
         super().__init__(message)
@@ -71,7 +70,7 @@ class Shed(Exception):
 
 
 class Chooser:
-    """Asks the selector for the worker of a completion, and books it there."""
+    """Chooses and reserves a worker for a completion, through the selector."""
 
     def __init__(
         self,
@@ -90,10 +89,8 @@ class Chooser:
     def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> Steps[WorkerLease]:
-        """Chooses a worker that is not in `avoided`, and books it. Raises NotChosen and Shed.
-
-        A caller that cancels it holds nothing.
-        """
+        """Choose and reserve a worker that is not in `avoided`. Raises NotChosen and Shed. A
+        cancelled call holds nothing."""
         started, status = perf_counter(), 499
         try:
             lease = yield from self._choose(routed, reservation_id, avoided)
@@ -115,14 +112,15 @@ class Chooser:
             self.meter.add(perf_counter() - started, b"%d" % status)
 
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
-        """How long this one or those first in line have waited, at most: a guess for the next."""
+        """The longest wait so far of this request and the first in line: an estimate for the
+        next."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.parked.lines()
         now = monotonic()
         return max(waited_s, *(now - each.items[0].arrived_at for each in lines if each.items), 0.0)
 
     def knows_no(self, error: UnknownModel) -> None:
-        """A request was given no worker because none serves its model."""
+        """Count a request that got no worker because none serves its model."""
         self.meter.refused(error)
         self.meter.add(0.0, b"503")
 
@@ -187,7 +185,7 @@ class Chooser:
         return frozenset(full)
 
     def _parked(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
-        """Waits for room, if need be."""
+        """Wait for room, if necessary."""
         answer: asyncio.Future[Placement | Exception] | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
@@ -206,7 +204,7 @@ class Chooser:
         try:
             given: Placement | Exception = yield within(limit_s, answer)
         except (TimeoutError, asyncio.CancelledError, GeneratorExit) as error:
-            # Leaves the queue; what was booked in the same moment is freed.
+            # Leave the queue; a reservation made at the same moment is freed.
             now = monotonic()
             if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
                 selector.free(request.reservation_id, now)
@@ -238,7 +236,7 @@ def _allowed(
 
 
 class Reservation(WorkerLease):
-    """A lease that is booked at the selector."""
+    """A lease with a reservation at the selector."""
 
     def __init__(
         self,
@@ -250,14 +248,14 @@ class Reservation(WorkerLease):
         overlap_tokens: int,
         known_tokens: int | None,
     ) -> None:
-        """`known_tokens`: of the prompt, those that went by their own blocks; None: all."""
+        """`known_tokens`: tokens of the prompt whose blocks are known; None: all."""
         super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
         self._selector = selector
         self._id = reservation_id
         self._known_tokens = known_tokens
 
     def _begun(self, ttft_s: float | None) -> None:
-        with contextlib.suppress(NotFound):  # it went with its worker's registration
+        with contextlib.suppress(NotFound):  # it was removed with its worker
             self._selector.prefill_complete(self._id, monotonic(), ttft_s)
 
     def _touched(self) -> None:
@@ -274,7 +272,7 @@ class Reservation(WorkerLease):
 
 
 def peeked_model(body: bytes | bytearray) -> str | None:
-    """The model that a JSON body names; None where it is no such object."""
+    """The model that a JSON body names; None if it is no such object."""
     if not body.startswith(b"{"):
         return None
     try:
@@ -284,7 +282,7 @@ def peeked_model(body: bytes | bytearray) -> str | None:
 
 
 class Placing:
-    """From the loop's thread only."""
+    """To be used from the loop's thread only."""
 
     def __init__(
         self,
@@ -298,8 +296,8 @@ class Placing:
         allowed: AllowedEndpoints | None,
         overload_status: int,
     ) -> None:
-        """`tls` is asked for where a worker's URL is https, and may raise OSError; `allowed`
-        says which workers are connected to."""
+        """`tls` is called if a worker's URL is https, and may raise OSError; `allowed` restricts
+        the workers."""
         self._allowed = allowed
         self._prompts = prompts
         self._chooser = chooser
@@ -311,7 +309,7 @@ class Placing:
         self._overload_status = overload_status
 
     def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
-        """Sends it now; or the task in which it waits."""
+        """Send the request now, or return the task in which it waits."""
         return stepped(self._place(proxied, is_completion))
 
     def _place(self, proxied: ProxiedRequest, is_completion: bool) -> Steps[None]:
@@ -329,7 +327,7 @@ class Placing:
             body = request.body = bytes(request.body)  # one copy of it
             try:
                 proxied.routed = yield from self._prompts.read(request.path.decode(), body)
-                request.body = b""  # what is sent is `routed.body`
+                request.body = b""  # the forwarded body is `routed.body`
                 session = session_of(request.section)
                 if session is not None and proxied.routed.session_id is None:
                     proxied.routed.session_id = session_id_of(session)
@@ -346,7 +344,7 @@ class Placing:
         if proxied.attempts >= MOST_ATTEMPTS:
             proxied.fail(502, none_served, "bad_gateway")
             return
-        lease = proxied.lease  # of a connection that had gone stale: it is the worker's turn again
+        lease = proxied.lease  # after a stale connection: it is the worker's turn again
         if lease is None:
             try:
                 lease = yield from self._lease(proxied)
@@ -376,7 +374,7 @@ class Placing:
         proxied.sent(connection)
 
     def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
-        """A worker that did not fail this request yet; None: there is none."""
+        """A worker that has not failed this request; None if there is none."""
         routed, directory = proxied.routed, self._directory
         if routed is not None:
             avoided = frozenset(directory.ids_of(proxied.tried))
@@ -388,7 +386,7 @@ class Placing:
             among = (
                 directory.may_serve(routed.model_name)
                 if routed.worker_ids is None
-                else directory.bases_of(routed.worker_ids)  # those that have the adapter
+                else directory.bases_of(routed.worker_ids)  # the workers that have the adapter
             )
         else:
             is_post = proxied.request.method == b"POST"

@@ -1,4 +1,4 @@
-"""Shapes of what is known of prompts and models: settings, and bodies as far as they are read."""
+"""Structs of prompts and models: settings, and the parsed parts of bodies."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -7,19 +7,19 @@ import msgspec
 
 
 class Mode(StrEnum):
-    """Where the tokens of a prompt come from."""
+    """The source of a prompt's tokens."""
 
     LEARN = "learn"  # from the engines' own answers
     TOKENIZE = "tokenize"  # from the engines' /tokenize
     LOCAL = "local"  # from a tokenizer in this process
-    OFF = "off"  # from nowhere: load decides alone
+    OFF = "off"  # none: load decides alone
 
 
 class PromptSettings(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
     tokenizer: str | None = None  # the folder of `local`
     memory_bytes: int = 128 << 20
-    # Tokens are asked for when so many bytes of a prompt, or more, were not seen before.
+    # Tokenize only if at least this many bytes of a prompt are unknown.
     ask_from_bytes: int = 0
     render_from_bytes: int = 0  # on paths whose answers have no tokens to learn
     ask_timeout_s: float = 2.0
@@ -36,7 +36,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Why(StrEnum):
-    """In a word, for headers, the access log and the metric: docs/guide/prompts.md has them."""
+    """One word, for headers, the access log and the metric: docs/guide/prompts.md lists them."""
 
     OFF = "off"
     PATH = "path"
@@ -54,21 +54,21 @@ class Why(StrEnum):
 
 
 class Unknown(NamedTuple):
-    """The word, and what exactly it was in this request, for people."""
+    """The word, and a description for people."""
 
     why: Why
     text: str
 
 
 class Message(msgspec.Struct):
-    """A message of a chat, as far as it is read."""
+    """A message of a chat, its parsed part."""
 
     role: msgspec.Raw
     content: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Item(Message):
-    """A message of /v1/responses, or something else that has no role, such as a call of a tool."""
+    """Item of /v1/responses: a message, or something without a role, such as a tool call."""
 
     role: msgspec.Raw = msgspec.Raw(b"")
 
@@ -81,20 +81,20 @@ class ContentPart(msgspec.Struct):
 
 
 class Texts(msgspec.Struct, array_like=True):
-    """The beginning of a list of prompts: whether there are several."""
+    """The start of a list of prompts: whether there are several."""
 
     first: msgspec.Raw = msgspec.Raw(b"")
     second: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Metadata(msgspec.Struct):
-    """Of a request; Anthropic's clients name the user there, and some the session."""
+    """Metadata of a request; Anthropic's clients name the user there, and some the session."""
 
     user_id: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class ModelCard(msgspec.Struct):
-    """An adapter (LoRA) has the model that it adapts as its parent."""
+    """An adapter (LoRA) has its base model as parent."""
 
     id: str
     owned_by: str | None = None

@@ -1,7 +1,7 @@
-"""The values of a request that make its prompt, as bytes that are equal where the values are.
+"""The values of a request that form its prompt, as canonical bytes.
 
 JSON has many texts for one value: blanks, escapes, another order of a message's fields. Messages,
-and `tools` and their like, come again and again: what a text stands for is kept by its hash.
+`tools` and the like repeat: the canonical form of a text is cached by its hash.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 from lean_selector.gateway.model_request import CHATS, Kind, ModelRequest, size_of
 from lean_selector.gateway.prompt_shapes import ContentPart, Message
 
-# Whatever else has a hand in what the engine makes of the messages or of the text.
+# Other fields that affect what the engine makes of the messages or the text.
 CHAT_FIELDS: Final = (
     *("tools", "tool_choice", "documents", "reasoning_effort", "chat_template"),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
@@ -30,20 +30,20 @@ _FIELDS: Final = {
     Kind.RESPONSES: ("tools", "tool_choice", "reasoning", "text", "chat_template_kwargs"),
 }
 
-# A value is decoded to be written anew, which takes up to 5 times the memory of a text, and 25
-# times that of anything else. A longer one counts as it was written.
+# A value is decoded to be rewritten, which takes up to 5 times the memory of a text, and 25 times
+# that of anything else. A longer one is compared as sent.
 MOST_TEXT_BYTES: Final = 4 << 20
 MOST_VALUE_BYTES: Final = 256 << 10
 # A link of a long message. Some 250 to 500 tokens: prompts that differ within one are compared by
-# their blocks when both are known.
+# their blocks once both are known.
 LINK_BYTES: Final = 2048
-# What is kept: some 4 MB, and 12 if all are the longest that are kept.
+# Cache size: some 4 MB, and 12 if all entries have the maximum length.
 _MOST_KEPT: Final = 16_384
 _MOST_KEPT_LINKS: Final = 64
 
 _ROLE: Final = b'{"role":'
 _BARE: Final = len(b'{"role":,"content":}')
-# Escapes that a text can do without. An escaped backslash before one of these only costs time.
+# Unnecessary escapes in a text. An escaped backslash before one of these only costs time.
 _NEEDLESS: Final = re.compile(rb"\\[/u]")
 _NULL: Final = b"null"
 _TEXT_TYPES: Final = frozenset({b'"text"', b'"input_text"', b'"output_text"'})
@@ -58,7 +58,7 @@ class Links(NamedTuple):
     size: int
 
 
-# By the hash of the text as it was written.
+# By the hash of the text as sent.
 _kept_keys: Final[dict[int, int]] = {}
 _kept_links: Final[dict[int, Links]] = {}
 K = TypeVar("K")
@@ -71,10 +71,9 @@ def _keep(kept: dict[int, K], written: int, value: K) -> None:
 
 
 def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -> int:
-    """Stands for `shape` and for what is neither a message nor the text. Null is as good as none.
-
-    The order of fields counts below the top: templates write tools and arguments in that order.
-    """
+    """The key of `shape` and of everything that is neither a message nor the text. Null counts as
+    absent. The order of fields matters below the top level: templates render tools and arguments in
+    that order."""
     names = _FIELDS[request.kind]
     fields = request.fields
     given = [(name, _key(fields[name])) for name in names if name in fields and request.has(name)]
@@ -112,7 +111,7 @@ def _cut(text: Raw | bytes) -> Links:
 
 
 def _message(raw: Raw, message: Message) -> Raw | bytes:
-    """`{"role":...,"content":...}`, and what else it has by name."""
+    """`{"role":...,"content":...}`, and other fields by name."""
     role, content = size_of(message.role), size_of(message.content)
     is_bare = bool(role and content) and size_of(raw) == _BARE + role + content
     if is_bare:
@@ -130,7 +129,7 @@ def _message(raw: Raw, message: Message) -> Raw | bytes:
 
 
 def _content(content: Raw) -> Raw | bytes:
-    """One part of text counts as that text: so it is rendered."""
+    """A single text part equals that text: it is rendered alike."""
     if bytes(memoryview(content)[:1]) == b"[":
         with contextlib.suppress(msgspec.DecodeError):
             parts = _read_parts(content)
@@ -140,7 +139,7 @@ def _content(content: Raw) -> Raw | bytes:
 
 
 def _compact(value: Raw) -> Raw | bytes:
-    """A JSON value without blanks or needless escapes."""
+    """A JSON value without blanks or unnecessary escapes."""
     is_text = bytes(memoryview(value)[:1]) == b'"'
     if size_of(value) > (MOST_TEXT_BYTES if is_text else MOST_VALUE_BYTES):
         return value
@@ -149,5 +148,5 @@ def _compact(value: Raw) -> Raw | bytes:
         return text
     try:
         return msgspec.json.encode(msgspec.json.decode(text))
-    except (ValueError, RecursionError):  # half a surrogate pair, and their like
+    except (ValueError, RecursionError):  # half a surrogate pair, and the like
         return text

@@ -1,4 +1,4 @@
-"""From a raw request to its prompt's blocks, whichever way they are found."""
+"""From a raw request to its prompt's blocks, from any source of tokens."""
 
 import os
 from collections import Counter
@@ -33,25 +33,26 @@ from lean_selector.wire.scalars import packed_u32
 class Routed:
     """One request, ready to be routed.
 
-    Where `why_not` is None the blocks are those of the whole prompt. Otherwise it says why they are
-    not: behind those of its beginning (none, where load alone decides) are blocks like no other's,
-    as many as `prompt.isl_tokens`, an estimate, makes; or its salt is not in them.
+    If `why_not` is None the blocks are those of the whole prompt. Otherwise it says why they are
+    not: after the blocks of the known prefix (none, if load alone decides) follow random ones, up
+    to `prompt.isl_tokens`, an estimate; or the blocks lack its salt.
     """
 
-    model_name: str  # as it is registered: the base model of an adapter
+    model_name: str  # as registered: the base model of an adapter
     tenant_id: str
     prompt: Prompt  # isl_tokens >= 1
     body: bytes  # to be forwarded
     why_not: Unknown | None
     streams: bool
-    output_tokens: int = 0  # that the answer is expected to have
+    output_tokens: int = 0  # expected tokens of the answer
     session_id: str | None = None
     worker_ids: frozenset[int] | None = None  # only these have the adapter; None: any
-    answer: AnswerReader | None = None  # reads the answer; None: it passes untouched
-    on_lengths: Callable[[int, int], None] | None = None  # is told tokens of prompt and answer
-    takes_reports: bool = True  # `vllm_xargs` have an effect on its path
-    opens_early: bool = False  # the first bytes of a stream come before the first token
-    known_tokens: int | None = None  # of the prompt, in blocks of its own; None: all
+    answer: AnswerReader | None = None  # reads the answer; None: it is relayed unchanged
+    # called with the tokens of prompt and answer
+    on_lengths: Callable[[int, int], None] | None = None
+    takes_reports: bool = True  # `vllm_xargs` work on its path
+    opens_early: bool = False  # the first bytes of a stream precede the first token
+    known_tokens: int | None = None  # tokens of the prompt with known blocks; None: all
 
 
 OFF: Final = Unknown(Why.OFF, "prompts are off")
@@ -61,13 +62,13 @@ UNMARKED: Final = Unknown(
 NEW: Final = Unknown(Why.NEW, "it was not seen before")
 BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
 _REPORT_MODE: Final = "kv_cache_report_mode"
-_MOST_GUESSED_TOKENS: Final = 1 << 21  # longer prompts than any engine takes
-# Engines that take `stream_options`, and say so in no other way.
+_MOST_GUESSED_TOKENS: Final = 1 << 21  # longer prompts than any engine accepts
+# Engines that support `stream_options`, without reporting it.
 _KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
 
 
 class Prompts:
-    """From the loop's thread only."""
+    """To be used from the loop's thread only."""
 
     def __init__(
         self,
@@ -76,9 +77,9 @@ class Prompts:
         client: OutboundClient,
         local: Tokenizer | None = None,
     ) -> None:
-        """`local` tokenizes where the mode says so."""
+        """`local` tokenizes in that mode."""
         self.memory = PromptMemory(settings.memory_bytes)
-        self.unknown: Counter[str] = Counter()  # prompts, by why not all of their blocks are known
+        self.unknown: Counter[str] = Counter()  # prompts with unknown blocks, by reason
         self._settings = settings
         self._fleet = fleet
         self._engines = EngineAnswers(fleet, client)
@@ -87,17 +88,14 @@ class Prompts:
     def of(
         self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
     ) -> Coroutine[Any, Any, Routed]:
-        """As `read`, for a caller that awaits it."""
+        """Like `read`, for a caller that awaits it."""
         return finished(self.read(path, body, tenant_id, forwards))
 
     def read(
         self, path: str, body: bytes, tenant_id: str = "default", forwards: bool = True
     ) -> Steps[Routed]:
-        """What is known of the prompt of a request to `path`.
-
-        `forwards`: what is sent to the engine, and comes from it, passes through the caller, so
-        that something can be added to it. Raises BadRequest and UnknownModel.
-        """
+        """The known part of a prompt of a request to `path`. `forwards`: the request and its answer
+        pass through the caller, so fields can be added. Raises BadRequest and UnknownModel."""
         request = ModelRequest(path, body)
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         if self._settings.mode is Mode.OFF:
@@ -143,8 +141,8 @@ class Prompts:
         )
 
     def with_report(self, body: bytes, base: str) -> bytes | None:
-        """The body of a request with the wish that its engine, at `base`, announces the blocks
-        again that it reuses. None where that is no engine that does, or the client says how."""
+        """The body of a request, with the wish that its engine, at `base`, announces the blocks
+        that it reuses. None if the engine does not support it, or the client sets it."""
         if not self._engines.reports_in_full(base):
             return None
         try:
@@ -168,7 +166,8 @@ class Prompts:
     def _served(
         self, model: str | None, tenant_id: str
     ) -> Steps[tuple[Served, str | None, frozenset[int] | None]]:
-        """The model that a request names, or adapts; the adapter; the workers that have it."""
+        """The model that a request names, or whose adapter it names; the adapter; the workers that
+        have it."""
         if model is None:
             models = self._fleet.models(tenant_id)
             if len(models) > 1:
@@ -192,7 +191,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """The prompt, why it is known no further, and the block hashes of what is known then."""
+        """The prompt, why it is not fully known, and the known block hashes."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
@@ -225,7 +224,7 @@ class Prompts:
         return prompt, why_not, known.hashes
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
-        """What is done with the ids of an answer."""
+        """The consumer of an answer's ids."""
 
         def learn(prompt_ids: bytes | None, output_ids: bytes) -> None:
             if prompt_ids is None:
@@ -238,8 +237,8 @@ class Prompts:
 
 
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
-    """The prompt that is so long and begins like this: the load that it makes is that of all its
-    blocks, so those that are not known are random, like no other prompt's."""
+    """A prompt of this length with this prefix. Its load is that of all its blocks, so unknown ones
+    are random, and equal no other prompt's."""
     tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
     rest = os.urandom(8 * (tokens // block_size) - len(known))
     return _prompt_of(known, tokens, lora_name, rest)

@@ -1,10 +1,11 @@
-"""One request of a client, brought to a worker and its answer back.
+"""One proxied request of a client, from choosing a worker to the end of its answer.
 
-Owns what can happen on the way, in whatever order: the choice, the connection, the answer's pieces,
-a worker that fails, a client that hangs up; and that the lease is ended once. Waits for nothing
-itself: `placing` does, before the request is sent. Until the first byte of the answer's body is
-here nothing was said to the client, so another worker can still be tried; from then on pieces go
-through as they come, as fast as the client takes them.
+Handles every event on the way, in any order: the choice, the connection, the answer's pieces, a
+failing worker, a client that disconnects; and ends the lease exactly once. Waits for nothing
+itself: `placing` does, before the request is sent.
+
+Until the first byte of the answer's body the client has received nothing, so another worker can be
+tried; from then on pieces are relayed as they come, at the client's pace.
 """
 
 import asyncio
@@ -27,14 +28,14 @@ from lean_selector.http.streaming import StreamedReply
 
 log = logging.getLogger("lean_selector.gateway")
 
-# Tried once elsewhere: an engine whose core has died answers so to all that wait. A second worker's
-# is passed on, for then it may be the request.
+# Retried once: an engine whose core has died answers all waiting requests like this. A second
+# worker's is relayed, for then the request may be the cause.
 _ERRORS: Final = frozenset({500, 502})
 _STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
-_MOST_SHED_BYTES: Final = 64 * 1024  # kept of an answer that may not be passed on
-_LAST_PIECES: Final = 4  # of an answer, in which its usage is looked for
-# That end a stream of completions, of messages and of responses.
+_MOST_SHED_BYTES: Final = 64 * 1024  # buffered bytes of an answer that may not be relayed
+_LAST_PIECES: Final = 4  # of an answer, in which its usage is searched
+# Final events of streams of completions, messages and responses.
 _LAST_EVENTS: Final = b"data: [DONE]", b'"message_stop"', b'"response.completed"'
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
@@ -53,15 +54,14 @@ class ProxiedRequest:
         on_over: "Callable[[ProxiedRequest], None]",
         token: Callable[[], bytes] | None = None,
     ) -> None:
-        """`place` looks for a worker, and calls `refused`, `fail` or `sent`, at once or in the task
-        that it returns;
-        `on_failed` hears of workers that failed before another was tried. `token` replaces the
-        client's authorization."""
+        """`place` finds a worker, and calls `refused`, `fail` or `sent`, at once or in the task
+        that it returns; `on_failed` is called with workers that failed before another was tried.
+        `token` replaces the client's authorization."""
         self.request = request
-        self.request_id = request_id  # perhaps the client's own
-        self.lease_id = lease_id  # ours, so it is unique
+        self.request_id = request_id  # possibly the client's own
+        self.lease_id = lease_id  # generated, so it is unique
         self.reply = StreamedReply(self._hung_up, self._pause, self._resume)
-        self.routed: Routed | None = None  # of a completion, once its prompt was looked at
+        self.routed: Routed | None = None  # of a completion, once its prompt was parsed
         self.lease: WorkerLease | None = None
         self.lease_since = 0.0
         self._sent_at = 0.0
@@ -81,15 +81,15 @@ class ProxiedRequest:
         self._head: AnswerHead | None = None
         self._was_error = False  # a worker answered with one of _ERRORS
         self._is_chunking = False
-        self._waits_for_token = False  # what came of the stream so far is no part of the answer
-        self._is_written = False  # to its end, where it is read on the way
-        # The body of an answer by which a worker sheds, while it comes; and the last one, complete.
+        self._waits_for_token = False  # the stream so far has no part of the answer
+        self._is_written = False  # to its end, if the answer is read
+        # The body of a shed answer while it arrives; and the last complete one.
         self._shedding: bytearray | None = None
         self._shed: tuple[WorkerLease, AnswerHead, bytes] | None = None
         self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # by reference
         counts.active += 1
         counts.retry_budget.add()
-        self.placing: asyncio.Task[None] | None = None  # while a worker is looked for
+        self.placing: asyncio.Task[None] | None = None  # while a worker is being found
         self._look()
 
     @property
@@ -98,10 +98,10 @@ class ProxiedRequest:
 
     @property
     def why_unknown(self) -> Unknown | None:
-        """Why not all blocks of the prompt are known, if one was looked at."""
+        """Why the prompt has unknown blocks, if it was parsed."""
         return None if self.routed is None else self.routed.why_not
 
-    # -- on the way there ----------------------------------------------------------------------
+    # -- choosing and sending ------------------------------------------------------------------
 
     def _look(self) -> None:
         placing = self._place(self)
@@ -109,12 +109,12 @@ class ProxiedRequest:
             self.placing = placing
 
     def takes(self, lease: WorkerLease) -> None:
-        """A worker was chosen; the lease is ours to end."""
+        """A worker was chosen; the lease is now ours to end."""
         self.lease = lease
         self.lease_since = monotonic()
 
     def sent(self, connection: ClientConnection) -> None:
-        """Ask the worker, on a connection to it."""
+        """Send the request to the worker, on a connection to it."""
         lease = self.lease
         assert lease is not None
         assert not self.is_over
@@ -129,12 +129,12 @@ class ProxiedRequest:
             connection.pause()
 
     def refused(self, reason: str) -> None:
-        """There is no connection to the worker that was chosen: another is looked for."""
+        """The connection to the chosen worker was refused: try another one."""
         self.attempts += 1
         self._retry(REFUSED, REFUSED, reason)
 
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
-        """No worker will answer: the client is told so, in the words of the last that shed it."""
+        """No worker can answer: send the client the last shed answer, or an error."""
         self.placing = None
         if self._shed is not None:
             self._pass_shed(*self._shed)
@@ -153,7 +153,7 @@ class ProxiedRequest:
         self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
 
     def _let_go(self) -> None:
-        """Stops looking for a worker, or asking it: it sees that, and stops computing."""
+        """Stop finding a worker, or the request to it: the worker notices, and stops computing."""
         placing, self.placing = self.placing, None
         if placing is not None:
             placing.cancel()
@@ -245,8 +245,8 @@ class ProxiedRequest:
             self._retry(FAILED, FAILED, reason)
 
     def _was_shed(self, body: bytes) -> None:
-        """The worker is not free, or fails: another is tried. Its answer is kept in case that none
-        can be."""
+        """The worker shed the request, or failed: try another. Its answer is kept in case there is
+        none."""
         lease, head = self.lease, self._head
         assert lease is not None
         assert head is not None
@@ -306,7 +306,7 @@ class ProxiedRequest:
             parts.append(_CHUNKED_LINE)
         parts.append(self.reply.begin(closes=is_unframed or (reads and is_http10)))
         parts.append(b"\r\n")
-        self.request.body = b""  # no other worker will be asked
+        self.request.body = b""  # no further retry
         if self.routed is not None:
             self.routed.body = b""
         if data:
@@ -318,18 +318,18 @@ class ProxiedRequest:
         self.reply.write(b"".join(parts))
 
     def _prefilled(self) -> None:
-        """The first token of a stream is here."""
+        """The first token of a stream has arrived."""
         assert self.lease is not None
         self._waits_for_token = False
         self.lease.prefill_complete(monotonic() - self._sent_at)
 
     @property
     def _reader(self) -> AnswerReader | None:
-        """What takes out of the answer what was added to the request."""
+        """The reader that removes from the answer what was added to the request."""
         return None if self.routed is None or self.status != 200 else self.routed.answer
 
     def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
-        """What the client is sent for a piece of an answer that is read on the way."""
+        """The bytes for the client from a piece of an answer that is read."""
         text = reader.feed(data) if data else b""
         if is_last:
             text += reader.rest()
@@ -354,7 +354,8 @@ class ProxiedRequest:
     # -- the end -------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """The client is gone, perhaps with all of a stream: OpenAI's own closes at its end."""
+        """The client has disconnected, perhaps after a complete stream: OpenAI's own client closes
+        at its end."""
         last = b"".join(self._last_pieces)
         is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
         self._counts.hung_up += not is_whole
@@ -407,7 +408,7 @@ class ProxiedRequest:
         self._on_over(self)
 
     def _usage(self) -> UsageReader | None:
-        """What the engine counted, of a completion's answer that is whole."""
+        """The engine's counts, from a complete answer."""
         if self._reader is not None:
             return self._reader.usage
         if self.routed is None or self.status != 200:
@@ -417,7 +418,7 @@ class ProxiedRequest:
         return usage
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:
-        """What was predicted, with what the engine says."""
+        """Compare the prediction with the engine's count."""
         if self.routed is not None and lease.overlap_tokens is not None:
             counts = self._counts
             counts.compared_cached_tokens += cached
@@ -425,14 +426,14 @@ class ProxiedRequest:
             counts.compared_prompt_tokens += self.routed.prompt.isl_tokens
 
     def _note(self, reason: str, consequence: str) -> None:
-        """For the log: how many requests it happened to, and for each by its id."""
+        """Count a failure for the log, and note it for this request's id."""
         assert self.lease is not None
         text, trouble = self.lease.endpoint.text, f"{reason}; {consequence}"
         self.why = f"{text}: {reason}"
         self._counts.troubles[text, trouble] += 1
         log.debug("request %s: worker %s: %s", self.request_id.decode("latin-1"), text, trouble)
 
-    # -- as fast as the client takes it --------------------------------------------------------
+    # -- back-pressure -------------------------------------------------------------------------
 
     def _pause(self) -> None:
         if self._connection is not None:

@@ -1,9 +1,9 @@
-"""POST /route/<original path>: the worker for a raw OpenAI request, booked.
+"""POST /route/<original path>: reserve a worker for a raw OpenAI request.
 
-The answer is a worker in headers, with the selection as its body where JSON is accepted; or an
-error in OpenAI's shape, as a gateway may hand it to its client. The prompt may have to be asked of
-an engine, so the answer comes later. A client that hangs up meanwhile books nothing; an end that
-the access log tells before the booking undoes it.
+The answer names a worker in headers, with the selection as its body if JSON is accepted; or it is
+an error in OpenAI's format, which a gateway may pass to its client. The prompt may have to be
+requested from an engine, so the answer comes later. A client that disconnects meanwhile reserves
+nothing; an end in the access log that arrives before the reservation undoes it.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ from lean_selector.tasks import watched
 from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.selection_bodies import SelectAndReserveRequest
 
-SHED: Final = 429  # some gateways rewrite a 503, or take it for ours being down
-# No worker is known for a model: a gateway that balances by itself then may know one.
+SHED: Final = 429  # some gateways rewrite a 503, or take it as the selector being down
+# No worker is known for the model: a gateway that balances by itself may know one.
 UNKNOWN: Final = 503
 _MAX_KNOWN: Final = 4096
 
-_authorities: dict[str, bytes] = {}  # of endpoints
+_authorities: dict[str, bytes] = {}  # number of endpoints
 
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
-    """A 200 that names the worker, and says `why_not` all blocks of the prompt are known; with or
-    without the selection as its body. Raises Unavailable for a worker that speaks no HTTP."""
+    """A 200 that names the worker, and why blocks of the prompt are unknown (`why_not`); with or
+    without the selection as its body. Raises Unavailable for a worker without an HTTP endpoint."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
@@ -77,7 +77,7 @@ def _authority_of(endpoint: str) -> bytes:
 
 
 def error_of(error: SelectorError) -> bytes:
-    """The answer that tells of it."""
+    """The answer for an error."""
     if isinstance(error, NotFound):
         return refusal(UNKNOWN, error.message, "model_not_found", RETRY_AFTER)
     status = SHED if isinstance(error, (AllWorkersBusy, WaitedTooLong)) else error.status
@@ -85,11 +85,11 @@ def error_of(error: SelectorError) -> bytes:
 
 
 def unauthorized(refused: Refusal) -> bytes:
-    """To a gateway whose token may not ask."""
+    """The answer to a gateway whose token is insufficient."""
     return refusal(refused.status, refused.text, refused.code, refused.line)
 
 
-_ID: Final = re.compile(rb"[!#-~]{1,256}")  # what a line of an access log can name
+_ID: Final = re.compile(rb"[!#-~]{1,256}")  # characters that an access log can carry
 TOO_LARGE: Final = "the request body is larger than 8 MiB"
 
 _log = logging.getLogger("lean_selector.route")
@@ -102,7 +102,7 @@ class Prompts(Protocol):
 
 
 class RouteHandler:
-    """The route, and the requests under way on it."""
+    """The route, and its current requests."""
 
     def __init__(
         self,
@@ -112,9 +112,9 @@ class RouteHandler:
         expect_output: Callable[[str, int], object],
         has_ended: Callable[[str], bool],
     ) -> None:
-        """`select_and_reserve` gives a Selection, or a LaterReply of one; `expect_output` adds the
-        tokens that an answer will have to what is booked; `has_ended` tells of the end of a
-        reservation that came before its booking."""
+        """`select_and_reserve` returns a Selection, or a LaterReply of one; `expect_output` adds
+        the expected tokens of an answer to the reservation; `has_ended` says whether the end of a
+        reservation came before its booking."""
         self._prompts = prompts
         self._select = select_and_reserve
         self._free = free
@@ -169,7 +169,7 @@ class RouteHandler:
     def _wait(
         self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
-        """The request is in the queue: its answer is made here when it leaves."""
+        """The request is queued: its answer is made here when it leaves."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):
@@ -186,7 +186,7 @@ class RouteHandler:
     def _told(
         self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool
     ) -> Response:
-        """The answer to what is booked by now; what cannot be told is freed again."""
+        """The answer for a reservation; one that cannot be delivered is freed again."""
         try:
             self._check_live(reservation_id)
             self._expect_output(reservation_id, routed.output_tokens)
@@ -204,15 +204,15 @@ class RouteHandler:
             raise Conflict(f"reservation {reservation_id} has ended already")
 
     async def close(self) -> None:
-        """Gives up what is under way."""
+        """End the current requests."""
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
 
 def _reservation_id(given: bytes | None) -> str:
-    """The gateway's own id, so that its log can name it whatever becomes of our answer; or one of
-    ours."""
+    """The gateway's own id, so that its log can name it even without our answer; or a generated
+    one."""
     if given is None:
         return str(uuid.uuid4())
     if _ID.fullmatch(given) is None:

@@ -1,7 +1,7 @@
-"""The workers as upstreams: which there are, whose turn it is, and what a request holds of one.
+"""The workers as upstreams: the list, the rotation, and a request's lease of one.
 
-What the gateway sees of workers is judged as the selector judges reports (`core.health`): after
-some failures in a row a worker is passed over for a while, and while the selector has it ejected.
+The gateway judges failures that it sees like the selector judges reports (`core.health`): after
+consecutive failures a worker is skipped for a while, as are those that the selector ejected.
 """
 
 import contextlib
@@ -16,9 +16,10 @@ from lean_selector.http.client import Upstream
 
 
 class WorkerLease:
-    """What a request holds of its worker, from the choice to its end: freed once, whatever happens.
+    """A request's hold of its worker, from the choice to its end: freed exactly once.
 
-    This one, of a worker in turn, books nothing; subclasses do, in `_begun`, `_touched`, `_freed`.
+    This one, of a worker in rotation, reserves nothing; subclasses do, in `_begun`, `_touched`,
+    `_freed`.
     """
 
     def __init__(
@@ -28,19 +29,19 @@ class WorkerLease:
         dp_rank: int | None = None,
         overlap_tokens: int | None = None,
     ) -> None:
-        """`dp_rank` where the worker has several; `overlap_tokens` is None where the selector
-        did not choose."""
+        """`dp_rank` if the worker has several; `overlap_tokens` is None if the selector did not
+        choose."""
         self.endpoint = endpoint
         endpoint.users += 1
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.overlap_tokens = overlap_tokens
         self.misses_blocks = False  # the index lacks blocks that the worker has
-        self.body: bytes | None = None  # for this worker alone, in place of the request's
+        self.body: bytes | None = None  # for this worker only, instead of the request's
         self.is_over = False
 
     def prefill_complete(self, ttft_s: float | None = None) -> None:
-        """The first byte of the answer came; `ttft_s` if that is its first token."""
+        """The first byte of the answer arrived; `ttft_s` if that is its first token."""
         if not self.is_over:
             self._begun(ttft_s)
 
@@ -50,8 +51,8 @@ class WorkerLease:
             self._touched()
 
     def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
-        """It is over; only the first call counts. `outcome` is `ok`, `failed` or `refused` of the
-        worker; None where the worker is not to be judged by it."""
+        """End the lease; only the first call counts. `outcome` of the worker is `ok`, `failed` or
+        `refused`; None does not count for the worker."""
         if not self.is_over:
             self.is_over = True
             self.endpoint.users -= 1
@@ -68,7 +69,7 @@ class WorkerLease:
 
 
 class Rotation:
-    """Endpoints by their base URLs; each is made once, and kept while it is known."""
+    """Endpoints by their base URLs; each is created once, and kept while it is known."""
 
     def __init__(self, settings: EjectionSettings, now: float) -> None:
         self._health: Final = Ejections(settings)
@@ -76,13 +77,13 @@ class Rotation:
         self._made = 0
         self._turn = 0
         self.endpoints: dict[str, Upstream] = {}  # by origin
-        self._by_text: dict[str, Upstream] = {}  # by URLs as workers are registered with them
+        self._by_text: dict[str, Upstream] = {}  # by the URLs of the registrations
         self.in_turn: list[Upstream] = []
-        self.ejected: frozenset[str] = frozenset()  # origins, by the selector
-        self.draining: frozenset[str] = frozenset()  # origins; they get nothing new
+        self.ejected: frozenset[str] = frozenset()  # origins ejected by the selector
+        self.draining: frozenset[str] = frozenset()  # draining origins, which get nothing new
 
     def endpoint(self, text: str) -> Upstream:
-        """The upstream of a base URL, also of one that is not in turn. Raises ValueError."""
+        """The upstream of a base URL, also outside the rotation. Raises ValueError."""
         known = self._by_text.get(text)
         if known is None:
             origin = base_of(text)
@@ -94,9 +95,9 @@ class Rotation:
         return known
 
     def set(self, urls: Iterable[str]) -> None:
-        """The workers in turn from now on. One that was there and is no more keeps its requests."""
+        """Set the workers in rotation. A removed one keeps its current requests."""
         self.in_turn = [self.endpoint(url) for url in dict.fromkeys(map(base_of, urls))]
-        self._by_text.clear()  # they are few until the workers change again
+        self._by_text.clear()  # few until the workers change again
         keys = {(each.number, 0) for each in self.in_turn}
         gone = [key for key in self._health.ranks if key not in keys]
         self._health.forget(gone)
@@ -105,8 +106,8 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """The next in turn that is not in `avoided`, and one of `among` if that is given: one that
-        is well, or else any."""
+        """The next in rotation that is not in `avoided`, and is in `among` if given: a healthy one,
+        or else any."""
         candidates = [
             each
             for each in self.in_turn
@@ -140,12 +141,12 @@ class Rotation:
 
 
 def base_of(text: str) -> str:
-    """One spelling of each worker's URL, which ends at its port. Raises ValueError."""
+    """A canonical form of a worker's URL, which ends at its port. Raises ValueError."""
     return Url(url_at(text, "") or text).origin
 
 
 class Directory:
-    """Keeps the rotation in step. `named` are the URLs of the command line."""
+    """Keeps the rotation in step with the catalog. `named` are the URLs of the command line."""
 
     def __init__(self, named: Sequence[str], rotation: Rotation, catalog: Catalog) -> None:
         self._named = [base_of(url) for url in named]
@@ -153,12 +154,12 @@ class Directory:
         self._catalog = catalog
         self._models: dict[str, set[str]] = {}  # by base URL
         self._ids: dict[str, set[int]] = {}
-        self._ready: set[str] = set()  # where a worker can be chosen
+        self._ready: set[str] = set()  # of schedulable workers
         self._revision = -1
         rotation.set(self._named)
 
     def look(self) -> None:
-        """Reads the catalog again if it has changed."""
+        """Read the catalog again if it has changed."""
         if self._revision == self._catalog.revision:
             return
         self._revision = self._catalog.revision
@@ -182,7 +183,7 @@ class Directory:
         self._rotation.draining = frozenset(ids.keys() - working)
 
     def pass_over(self, ejected: Iterable[str]) -> None:
-        """The selector has these endpoints ejected."""
+        """Skip these endpoints, which the selector has ejected."""
         found = set()
         for endpoint in ejected:
             with contextlib.suppress(ValueError):
@@ -191,13 +192,13 @@ class Directory:
 
     @property
     def is_complete(self) -> bool:
-        """Every worker that was named can be chosen: a model that none serves is not there.
-        Never where none was named, because more may be found."""
+        """Whether every named worker can be chosen: then a model that none serves does not exist.
+        False if none was named, because more may be found."""
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Base URLs of the workers that may serve a model: those that do, else those of which
-        nothing is known, else None: any."""
+        """Base URLs of the workers that may serve a model: those that do, else those with unknown
+        models, else None: any."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]

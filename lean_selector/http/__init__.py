@@ -1,1 +1,1 @@
-"""HTTP/1.1 over one connection, by hand on httptools. Knows nothing of selectors."""
+"""HTTP/1.1: the server's side of a connection on httptools, and the client. Knows no selector."""

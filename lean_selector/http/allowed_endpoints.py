@@ -1,10 +1,10 @@
-"""Endpoints that we connect to: URLs taken apart, and the patterns of `--allow-endpoint`.
+"""Endpoints that we connect to: URL parsing, and the patterns of `--allow-endpoint`.
 
-A pattern is `SCHEME://HOST:PORT`, or a path for `ipc` and `inproc` (docs/guide/operations.md says
-it for users). An endpoint's host is an address or a name. An address, however it is spelled, is
-judged by the networks among the patterns; a name by the names, and where no pattern has it, the
-addresses that it resolves to are judged when we connect, and those that are judged are those that
-are connected to. What cannot be read for sure matches nothing.
+A pattern is `SCHEME://HOST:PORT`, or a path for `ipc` and `inproc` (docs/guide/operations.md
+describes it for users). The host of an endpoint is an address or a name. An address, in any
+spelling, is checked against the networks among the patterns. A name is checked against the name
+patterns; if none matches, the addresses that it resolves to are checked at connect time, and the
+connection goes to a checked address. What cannot be parsed for certain matches nothing.
 """
 
 import ipaddress
@@ -15,12 +15,12 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 _HTTP_PORTS: Final = {"http": 80, "https": 443}
-# What a request line and a host header can carry as it stands.
+# Characters allowed unescaped in a request line and a host header.
 _PLAIN: Final = re.compile(r"[!-~]+")
 
 
 class Url:
-    """A URL taken apart. Raises ValueError, saying what is wrong with it."""
+    """A parsed URL. Raises ValueError, saying what is wrong with it."""
 
     __slots__ = ("authority", "host", "is_secure", "port", "target")
 
@@ -48,19 +48,18 @@ class Url:
 
     @property
     def origin(self) -> str:
-        """`http://host:port`: the same for every spelling of one endpoint."""
+        """`http://host:port`: equal for every spelling of one endpoint."""
         return f"{'https' if self.is_secure else 'http'}://{self.authority}"
 
 
 def endpoint_url(endpoint: str) -> Url:
-    """That of a worker's endpoint, which is plain HTTP where it says no scheme. Raises
-    ValueError."""
+    """The URL of a worker's endpoint; without a scheme it is plain HTTP. Raises ValueError."""
     return Url(_with_scheme(endpoint))
 
 
 def base_without_version(endpoint: str) -> str:
-    """What `/v1/...` is put behind, of an endpoint that may have no scheme, and end in /v1 itself,
-    as the base URLs of OpenAI's clients do."""
+    """The base URL for `/v1/...`, from an endpoint that may lack a scheme, and may end in /v1 like
+    the base URLs of OpenAI's clients."""
     if not endpoint:
         return ""
     scheme, separator, rest = _with_scheme(endpoint).rstrip("/").rpartition("://")
@@ -68,10 +67,9 @@ def base_without_version(endpoint: str) -> str:
 
 
 def url_at(endpoint: str | None, path: str) -> str | None:
-    """The URL of a path of the worker with this endpoint; None: it is none that speaks HTTP.
+    """The URL of a path on the worker with this endpoint; None if it is not HTTP.
 
-    An endpoint is where requests go, with or without a scheme, with or without /v1; the path
-    begins at the root of its host.
+    An endpoint may have a scheme or not, and /v1 or not; the path starts at the root of its host.
     """
     if not endpoint:
         return None
@@ -79,7 +77,7 @@ def url_at(endpoint: str | None, path: str) -> str | None:
         url = urlsplit(_with_scheme(endpoint))
         if url.scheme not in ("http", "https") or not url.hostname:
             return None
-        _ = url.port  # raises for what is none
+        _ = url.port  # raises for an invalid one
     except ValueError:
         return None
     return f"{url.scheme}://{url.netloc}{path}"
@@ -89,10 +87,10 @@ def _with_scheme(endpoint: str) -> str:
     return endpoint if "://" in endpoint else f"http://{endpoint}"
 
 
-# -- which are allowed ----------------------------------------------------------------------------
+# -- patterns -------------------------------------------------------------------------------------
 
 FLAG: Final = "--allow-endpoint"
-_LOCAL: Final = ("ipc", "inproc")  # a path or a name, no host
+_LOCAL: Final = ("ipc", "inproc")  # a path or a name, without a host
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _GLOB: Final = re.compile(r"[a-z0-9_*-]+(\.[a-z0-9_*-]+)*")
@@ -119,7 +117,7 @@ class _Pattern:
             raise ValueError(f"`{text}` has no valid scheme")
         self.is_local: Final = self.scheme in _LOCAL
         self.network: Network | None = None
-        self.name: re.Pattern[str] | None = None  # None with no network: any host, or any path
+        self.name: re.Pattern[str] | None = None  # None without a network: any host, or any path
         self.ports = range(_PORT_MAX + 1)
         if self.is_local:
             self.name = None if rest == "*" else _glob(rest, "[^/]*")
@@ -149,13 +147,13 @@ class _Pattern:
         self.name = _glob(host, "[^.]*")
 
     def concerns(self, target: "_Target") -> bool:
-        """Whether it judges endpoints with this scheme and port."""
+        """Whether the pattern applies to endpoints with this scheme and port."""
         if self.is_local or target.scheme in _LOCAL:
             return self.scheme == target.scheme
         return self.scheme in (target.scheme, "*") and target.port in self.ports
 
     def has_name(self, name: str) -> bool:
-        """Any host is, where the pattern names none."""
+        """Whether the name matches; a pattern without a host matches any."""
         if self.name is not None:
             return self.name.fullmatch(name) is not None
         return self.network is None
@@ -167,13 +165,13 @@ class _Pattern:
 
 
 class _Target:
-    """An endpoint, taken apart. Raises ValueError for what is none for sure."""
+    """A parsed endpoint. Raises ValueError for a certainly invalid one."""
 
     __slots__ = ("address", "name", "port", "scheme")
 
     def __init__(self, endpoint: str) -> None:
         scheme, separator, rest = endpoint.partition("://")
-        if not separator:  # of a worker: where we would send HTTP
+        if not separator:  # a worker's endpoint, for HTTP
             scheme, rest = "http", endpoint
         self.scheme: Final = scheme.lower()
         self.port = 0
@@ -200,15 +198,15 @@ class _Target:
 
 
 class AllowedEndpoints:
-    """What the patterns allow. None of them allows nothing."""
+    """The patterns in force. An empty list allows nothing."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         """Raises ValueError, naming the pattern and what is wrong with it."""
         self._patterns: Final = [_Pattern(text) for text in patterns]
 
     def refusal(self, endpoint: str) -> str | None:
-        """Why an endpoint is not connected to, in one line; None where it is, or where that is
-        known only when its name is resolved."""
+        """Why an endpoint is refused, in one line; None if it is allowed, or if that depends on the
+        addresses of its name."""
         try:
             target, patterns = self._judged(endpoint)
         except ValueError:
@@ -222,13 +220,13 @@ class AllowedEndpoints:
         return f"`{endpoint}` is not allowed by {FLAG}"
 
     def check(self, endpoint: str) -> None:
-        """Raise PermissionError where `refusal` has a reason."""
+        """Raise PermissionError if `refusal` has a reason."""
         reason = self.refusal(endpoint)
         if reason is not None:
             raise PermissionError(reason)
 
     def among(self, endpoint: str, addresses: Sequence[A]) -> list[A]:
-        """Those of `addresses`, which `endpoint` resolves to, that may be connected to; never
+        """The addresses that may be connected to, of those that `endpoint` resolves to; never
         empty. Raises PermissionError."""
         self.check(endpoint)
         target, patterns = self._judged(endpoint)
@@ -246,7 +244,7 @@ class AllowedEndpoints:
         return allowed
 
     def _judged(self, endpoint: str) -> tuple[_Target, list[_Pattern]]:
-        """An endpoint, and the patterns for its scheme and port. Raises ValueError."""
+        """A parsed endpoint, and the patterns for its scheme and port. Raises ValueError."""
         target = _Target(endpoint)
         return target, [each for each in self._patterns if each.concerns(target)]
 
@@ -268,7 +266,7 @@ def _ports(text: str, port: str) -> range:
 
 
 def _address(host: str) -> IpAddress | None:
-    """The address that `host` is, in whatever spelling the system takes; None for a name."""
+    """The address that `host` is, in any spelling that the system accepts; None for a name."""
     text = host[1:-1] if host.startswith("[") else host
     try:
         found: IpAddress = ipaddress.ip_address(text)

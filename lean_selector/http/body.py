@@ -1,9 +1,9 @@
-"""The two ways a request body is framed: by a length told beforehand, and in chunks.
+"""The two framings of a request body: by content length, and chunked.
 
-Owns where a body ends and how much of it is kept: one over the limit is read to its end but
-dropped. Follows RFC 9112 sections 6.2 and 7.1, strictly: what the grammar does not allow is an
-error, since a proxy in front may read it differently. Both classes have the same five public
-names. No I/O.
+Finds where a body ends and how much of it is kept: one over the limit is read to its end but
+dropped. Follows RFC 9112 sections 6.2 and 7.1, strictly: anything outside the grammar is an error,
+since a proxy in front may read it differently. Both classes have the same five public names. No
+I/O.
 """
 
 import re
@@ -13,27 +13,26 @@ from lean_selector.http.head import HttpError, Limits
 
 # 15 digits cannot overflow anything; no real chunk needs 8.
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?+)")
-# The beginning of nearly every chunk.
+# The start of nearly every chunk.
 _PLAIN_CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n")
 _TRAILER: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+")
 
 _MAX_LINE_BYTES = 4096
-# All chunk extensions of one body together; nobody uses them. The bound is node's, after
-# CVE-2024-22019.
+# All chunk extensions of one body together; they are not used in practice. The bound is node's,
+# after CVE-2024-22019.
 _MAX_EXTENSION_BYTES = 16 * 1024
 
-# Taken in one go, of chunks and of lines: those of one byte cost a microsecond or more each, and a
-# read of 256 KiB can hold 43 690 of them.
+# Chunks or lines parsed at once: those of one byte cost a microsecond or more each, and a read of
+# 256 KiB can contain 43 690 of them.
 _MOST_CHUNKS = 512
 
 _SIZE, _DATA, _DATA_END, _TRAILERS = range(4)
 
 
 class _Kept:
-    """What is stored of a body: the first piece by reference, a bytearray from the second on.
-
-    Growing bytes is quadratic: 1 MiB in 64 KiB pieces costs 9.7 ms that way and 0.75 ms this way.
-    """
+    """The stored part of a body: the first piece by reference, a bytearray from the second on.
+    Growing bytes is quadratic: 1 MiB in 64 KiB pieces costs 9.7 ms that way and 0.75 ms this
+    way."""
 
     __slots__ = ("_max_bytes", "content", "error", "is_done", "is_too_large", "wire_bytes")
 
@@ -45,7 +44,7 @@ class _Kept:
         self.is_too_large = False
         self.is_done = False
         self.error: HttpError | None = None
-        self.wire_bytes = 0  # taken from the connection, framing included
+        self.wire_bytes = 0  # bytes read from the connection, framing included
 
     def _keep(self, piece: bytes) -> None:
         if self.is_too_large:
@@ -73,9 +72,9 @@ class SizedBody(_Kept):
         self.is_too_large = length > limits.max_body_bytes
 
     def feed(self, data: bytes, at: int) -> int:
-        """Take what belongs to the body from data[at:]; returns where the rest begins."""
+        """Consume the body's bytes from data[at:]; returns where the rest begins."""
         stop = min(len(data), at + self._left)
-        # All of a piece is the piece itself, not a copy; a compiled slice would be one.
+        # A whole piece is used as it is, not copied; a compiled slice would be a copy.
         self._keep(data if stop - at == len(data) else data[at:stop])
         self._left -= stop - at
         self.wire_bytes += stop - at
@@ -84,7 +83,8 @@ class SizedBody(_Kept):
 
 
 class ChunkedBody(_Kept):
-    """A body in chunks. Trailers are read and dropped; their room is that of a header section."""
+    """A chunked body. Trailers are read and dropped; they have the size limit of a header
+    section."""
 
     __slots__ = (
         "_extension_bytes",
@@ -98,17 +98,15 @@ class ChunkedBody(_Kept):
     def __init__(self, limits: Limits) -> None:
         super().__init__(limits)
         self._state = _SIZE
-        self._left = 0  # bytes of the current chunk still to come
-        self._line = bytearray()  # an unfinished line
+        self._left = 0  # remaining bytes of the current chunk
+        self._line = bytearray()  # an incomplete line
         self._extension_bytes = 0
         self._trailer_bytes = 0
         self._max_trailer_bytes = limits.max_head_bytes
 
     def feed(self, data: bytes, at: int) -> int:
-        """Take what belongs to the body from data[at:]; returns where the rest begins.
-
-        Stops where `error` is set, and after _MOST_CHUNKS: what is left is for another call.
-        """
+        """Consume the body's bytes from data[at:]; returns where the rest begins. Stops where
+        `error` is set, and after _MOST_CHUNKS: the rest is for another call."""
         begin, steps = at, 0
         while at < len(data) and not self.is_done and self.error is None and steps < _MOST_CHUNKS:
             steps += 1
@@ -139,9 +137,8 @@ class ChunkedBody(_Kept):
         return at
 
     def _take_whole(self, data: bytes, at: int) -> tuple[int, int]:
-        """Take chunks that are here from begin to end, and have no extensions; returns where the
-        next one begins, and how many they were. Of a byte each they cost a fifth of what `feed`
-        takes for one."""
+        """Consume complete chunks without extensions; returns where the next one begins, and their
+        number. For chunks of a byte this takes a fifth of `feed`'s time."""
         pieces: list[bytes] = []
         begins = _PLAIN_CHUNK.match
         while len(pieces) < _MOST_CHUNKS:
@@ -151,7 +148,7 @@ class ChunkedBody(_Kept):
             start = size.end()
             stop = start + int(size[1], 16)
             if stop == start or data[stop : stop + 2] != b"\r\n":
-                break  # the last one, one that is not all here, or a malformed one
+                break  # the last chunk, an incomplete one, or a malformed one
             pieces.append(data[start:stop])
             at = stop + 2
         if pieces:

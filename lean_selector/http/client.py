@@ -1,7 +1,7 @@
-"""The client half of HTTP/1.1: requests on a connection, their answers, and kept connections.
+"""The client half of HTTP/1.1: requests on a connection, their answers, and keep-alive connections.
 
 A connection has one request at a time. It finds where the answer's body ends (RFC 9112 section
-6.3), and hands each piece on as it came; nothing is kept but an unfinished head. There is no
+6.3), and passes each piece on as it arrives; only an incomplete head is buffered. There is no
 coroutine, task or timer: the loop calls the connection, and `Upstream.sweep` is the clock.
 """
 
@@ -17,24 +17,24 @@ from lean_selector.http.head import HttpError, Limits
 
 MOST_HEAD_BYTES: Final = 64 * 1024
 # Less than the five seconds after which uvicorn, under vLLM and SGLang, closes an idle connection:
-# a request on one in that moment has to be sent again.
+# a request sent at that moment has to be sent again.
 IDLE_S: Final = 3.5
 _MOST_IDLE: Final = 256  # connections to one upstream
-# Below, a request goes out as one piece: joining costs less than a second segment.
+# Below this size a request is sent as one piece: joining costs less than a second segment.
 _JOINED_BYTES: Final = 64 * 1024
 _WITHOUT_BODY: Final = (204, 304)
-_MOST_INTERIM: Final = 16  # answers before the answer
+_MOST_INTERIM: Final = 16  # interim answers before the final one
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] [1-9][0-9]{2}(?: [\t -~\x80-\xff]*+)?+\r\n")
 _SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
-# What is bounded in answers is the head; a receiver bounds the body.
+# Only the head of an answer is bounded here; a receiver bounds the body.
 _UNBOUNDED: Final = Limits(max_body_bytes=1 << 62, max_discard_bytes=1 << 62)
 
 
 class MalformedAnswer(Exception):
-    """What came is no answer that can be used; the message says why."""
+    """The bytes are no usable answer; the message says why."""
 
 
-# -- where a body ends ----------------------------------------------------------------------------
+# -- the end of a body ----------------------------------------------------------------------------
 
 
 class SizedRelay:
@@ -48,8 +48,8 @@ class SizedRelay:
         self.error: HttpError | None = None
 
     def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """Where in `data` the body ends, or its length. What is not framing is added to `payload`,
-        if that is wanted."""
+        """Where in `data` the body ends, or its length. Body bytes without framing are appended to
+        `payload`, if given."""
         stop = min(len(data), self.left)
         self.left -= stop
         self.is_done = self.left == 0
@@ -59,7 +59,7 @@ class SizedRelay:
 
 
 class UnboundedRelay:
-    """All that comes until the connection ends."""
+    """Everything until the connection ends."""
 
     __slots__ = ("error", "is_done")
 
@@ -74,7 +74,7 @@ class UnboundedRelay:
 
 
 class ChunkedRelay(ChunkedBody):
-    """Chunks as they come. A chunk that is whole, as a token of a stream, takes one look."""
+    """A chunked body. A complete chunk, such as a token of a stream, takes one look."""
 
     __slots__ = ("_payload",)
 
@@ -83,7 +83,7 @@ class ChunkedRelay(ChunkedBody):
         self._payload: list[bytes] | None = None
 
     def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """As `SizedRelay.relay`. Stops where `error` is set."""
+        """Like `SizedRelay.relay`. Stops where `error` is set."""
         self._payload = payload
         at, size = 0, len(data)
         while at < size and self._state == _SIZE and not self._line:
@@ -113,7 +113,7 @@ BodyRelay = SizedRelay | ChunkedRelay | UnboundedRelay
 
 
 class AnswerHead:
-    """`lines` are the header lines as they came, each behind its CRLF."""
+    """`lines` are the header lines as received, each preceded by its CRLF."""
 
     __slots__ = ("is_chunked", "keeps", "lines", "relay", "start", "status")
 
@@ -131,14 +131,14 @@ class AnswerHead:
         self.lines = lines
         self.relay = relay
         self.is_chunked = is_chunked
-        self.keeps = keeps  # the connection can be used again when the body is over
+        self.keeps = keeps  # the connection can be reused after the body
 
 
 _READ: Final = (b"connection", b"content-length", b"transfer-encoding")
 
 
 class _Collector:
-    """What httptools calls; keeps what is read of an answer."""
+    """httptools' callbacks; collects the fields of an answer."""
 
     __slots__ = ("fields",)
 
@@ -153,7 +153,7 @@ class _Collector:
 
 
 class _Judged:
-    """What the head of an answer says, whatever was asked. Servers repeat theirs."""
+    """The parsed head of an answer, independent of its request. Servers repeat theirs."""
 
     __slots__ = ("fault", "is_chunked", "keeps", "length", "lines", "start", "status")
 
@@ -164,8 +164,8 @@ class _Judged:
         self.lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
         self.keeps = keeps
         self.is_chunked = False
-        self.length = -1  # where none is given
-        self.fault = ""  # why the end of its body cannot be found
+        self.length = -1  # if none is given
+        self.fault = ""  # why the end of its body cannot be determined
 
 
 _judged: Final[dict[bytes, _Judged]] = {}  # by their bytes
@@ -174,10 +174,8 @@ _MOST_JUDGED_BYTES: Final = 2048
 
 
 def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
-    """`HTTP/1.1 200 OK CRLF ... CRLF CRLF`; None for an interim answer, after which another comes.
-
-    `answers_head`: of a HEAD request, so that no body follows. Raises MalformedAnswer.
-    """
+    """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`; None for an interim answer, which another one
+    follows. `answers_head`: for a HEAD request, so that no body follows. Raises MalformedAnswer."""
     known = _judged.get(text)
     if known is None:
         known = _judge(text)
@@ -239,14 +237,15 @@ def _judge(text: bytes) -> _Judged:
 
 
 class Receiver(Protocol):
-    """What waits for an answer. After `on_end` and `on_lost` nothing more is called."""
+    """The consumer of an answer. After `on_end` or `on_lost` it is not called any more."""
 
     def on_head(self, head: AnswerHead) -> bool:
-        """The answer begins. Whether pieces of its body are wanted without their framing."""
+        """The answer begins. Returns whether pieces of its body are wanted without their
+        framing."""
         ...
 
     def on_body(self, data: bytes, is_last: bool) -> None:
-        """A piece of the body, never empty. `is_last`: the answer is complete with it, so `on_end`
+        """A piece of the body, never empty. `is_last`: the answer is complete with it; `on_end`
         follows at once."""
         ...
 
@@ -255,13 +254,13 @@ class Receiver(Protocol):
         ...
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
-        """It will not be completed. `is_stale`: the connection had been kept, and ended before the
-        first byte of this answer, as one does that the other side has just closed."""
+        """The answer will not be completed. `is_stale`: a reused connection ended before the first
+        byte of this answer, as one that the other side has just closed."""
         ...
 
 
 class ClientConnection(asyncio.Protocol):
-    """Idle, or at one request."""
+    """Idle, or with one request."""
 
     __slots__ = (
         "_answers_head",
@@ -283,12 +282,13 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, upstream: "Upstream") -> None:
         self.upstream = upstream
         self.requests = 0
-        self.heard_at = upstream.now  # or asked, or put aside; monotonic seconds of the last sweep
+        # time of the last use, request or release; monotonic seconds of the last sweep
+        self.heard_at = upstream.now
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._answers_head = False
         self._head = bytearray()
-        self._interim = 0  # answers before this one
+        self._interim = 0  # interim answers before this one
         self._is_long = False  # the request's body is
         self._relay: BodyRelay | None = None
         self._unframes = False
@@ -302,7 +302,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _is_sent(self) -> bool:
-        """Nothing waits to be written."""
+        """All of the request is written."""
         return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
     @property
@@ -312,13 +312,14 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def waits(self) -> bool:
-        """For the upstream: neither idle, nor held back because the client does not read."""
+        """Whether it waits for the upstream: not idle, and not paused because the client does not
+        read."""
         return self._receiver is not None and not self._is_paused
 
     def send(
         self, head: bytes, body: bytes | bytearray, receiver: Receiver, answers_head: bool = False
     ) -> None:
-        """Ask; `receiver` hears what comes of it, not before this returns."""
+        """Send a request; `receiver` is called after this returns, not before."""
         transport = self._transport
         assert transport is not None
         assert self._receiver is None, "one request at a time"
@@ -335,7 +336,7 @@ class ClientConnection(asyncio.Protocol):
             transport.write(head + body)
 
     def pause(self) -> None:
-        """Read nothing until `resume`: what came is not taken."""
+        """Stop reading until `resume`."""
         if not self._is_paused and self.is_open:
             self._is_paused = True
             assert self._transport is not None
@@ -350,20 +351,20 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def drop(self) -> None:
-        """End it at once: the answer under way is not wanted, and the upstream is to see that."""
+        """Abort the connection: the answer is not wanted, and the upstream should notice."""
         self._receiver = None
         self.upstream.closed(self)
         if self._transport is not None:
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
-        """End it at once, and tell the receiver why."""
+        """Abort the connection, and tell the receiver why."""
         receiver = self._receiver
         self.drop()
         if receiver is not None:
             receiver.on_lost(reason, False)
 
-    # -- what the loop tells -------------------------------------------------------------------
+    # -- called by the loop --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
@@ -372,7 +373,7 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         receiver, relay = self._receiver, self._relay
         if receiver is None:
-            self.drop()  # nothing was asked
+            self.drop()  # data without a request
             return
         self.heard_at = self.upstream.now
         if relay is None:
@@ -408,7 +409,7 @@ class ClientConnection(asyncio.Protocol):
         self.upstream.closed(self)
         self._ended(exc)
 
-    # -- inside --------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------
 
     def _ended(self, exc: Exception | None) -> None:
         receiver, self._receiver = self._receiver, None
@@ -422,7 +423,7 @@ class ClientConnection(asyncio.Protocol):
         receiver.on_lost(f"{what} {when}", self.requests > 1 and not self._has_answer)
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """What follows the head, once that is here."""
+        """Handle a complete head, and the bytes after it."""
         receiver = self._receiver
         assert receiver is not None
         while True:
@@ -458,7 +459,8 @@ class ClientConnection(asyncio.Protocol):
             if self._interim > _MOST_INTERIM:
                 self.fail(f"more than {_MOST_INTERIM} interim answers came")
                 return None
-        # What refuses a long body may not read it, and what is not read fills the kernel's buffers.
+        # An upstream that refuses a long body may not read it, and unread data fills the kernel's
+        # buffers.
         self._relay = head.relay
         self._keeps = head.keeps and not (self._is_long and head.status >= 400)
         self._unframes = receiver.on_head(head)
@@ -467,8 +469,8 @@ class ClientConnection(asyncio.Protocol):
         return data
 
     def _end(self, receiver: Receiver, is_clean: bool) -> None:
-        """The answer is complete. The connection is kept for another, if it can be: not where the
-        other side answered before it took the whole request."""
+        """The answer is complete. The connection is kept for reuse if possible: not if the other
+        side answered before it read the whole request."""
         self._receiver = self._relay = None
         self.resume()
         if self._keeps and is_clean and self._is_sent and self.is_open:
@@ -479,18 +481,18 @@ class ClientConnection(asyncio.Protocol):
 
 
 class Upstream:
-    """A server, by its base URL, and the connections to it. From the loop's thread only."""
+    """A server, by its base URL, and its connections. To be used from the loop's thread only."""
 
     __slots__ = ("_idle", "host_line", "now", "number", "open", "text", "url", "users")
 
     def __init__(self, text: str, number: int = 0, now: float = 0.0) -> None:
-        """Raises ValueError for what is no URL."""
+        """Raises ValueError for an invalid URL."""
         self.text: Final = text.rstrip("/")
         self.number: Final = number
         self.url: Final = Url(self.text)
         self.host_line: Final = b"host: %b" % self.url.authority.encode()
         self.now = now  # monotonic seconds at the last sweep
-        self.users = 0  # requests that were given it; they may be connecting
+        self.users = 0  # current requests, perhaps still connecting
         self.open: set[ClientConnection] = set()
         self._idle: list[ClientConnection] = []
 
@@ -499,7 +501,7 @@ class Upstream:
         return bool(self.open or self.users)
 
     def kept(self) -> ClientConnection | None:
-        """A connection that may be used at once: the one that was used last."""
+        """An idle connection, the most recently used one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -519,7 +521,7 @@ class Upstream:
         self._idle.append(connection)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Closes what is idle for too long, or waits for too long for an answer."""
+        """Close connections that were idle, or waited for an answer, for too long."""
         self.now = now
         for connection in list(self.open):
             age_s = now - connection.heard_at

@@ -10,17 +10,13 @@ from typing import Final
 import httptools
 
 # --------------------------------------------------------------------------------------------------
-# The sizes that one request may have, and the error that ends a connection.
-# Figures: spec selection.md 1.1.
+# Size limits of a request, and the error that ends a connection. Figures: spec selection.md 1.1.
 
 
 class Limits:
-    """Sizes in bytes, inclusive.
-
-    The request line and the header section may each have max_head_bytes. A body over
-    max_body_bytes is read and dropped, up to max_discard_bytes of it, so that the client gets to
-    read why it was refused.
-    """
+    """Sizes in bytes, inclusive. The request line and the header section may each have
+    max_head_bytes. A body over max_body_bytes is read and dropped, up to max_discard_bytes of it,
+    so that the client can read the refusal."""
 
     def __init__(
         self,
@@ -34,7 +30,7 @@ class Limits:
 
 
 class HttpError:
-    """Why no more requests can come from a connection, and the status that says so."""
+    """Why no more requests can come from a connection, with its status."""
 
     __slots__ = ("status", "text")
 
@@ -44,36 +40,34 @@ class HttpError:
 
 
 # --------------------------------------------------------------------------------------------------
-# A header section: judged by httptools (llhttp), and what the service needs of it.
+# The header section: validated by httptools (llhttp), and its fields that the service needs.
 #
 # Knows nothing of connections, nor of where a body ends; `reader` does.
 
 _VERSION: Final = re.compile(rb"[0-9]\.[0-9]\r\n")
 
 # RFC 9110 section 7.2, as far as characters go: a name, an IPv4 address or a bracketed one, and
-# perhaps a port. Empty is allowed: a client that has no name for us says so.
+# perhaps a port. Empty is allowed: a client without a name for us sends that.
 _HOST: Final = re.compile(
     rb"(?:\[[0-9A-Za-z:.~_%!$&'()*+,;=-]++\]|[0-9A-Za-z._~%!$&'()*+,;=-]*+)(?::[0-9]*+)?+"
 )
 
-_MAX_HEADERS = 100  # as hyper, under the reference, has it
+_MAX_HEADERS = 100  # as in hyper, which the reference uses
 
-_RESERVATION_ID_LENGTH: Final = len(b"x-reservation-id")  # of the varying names the only one
+_RESERVATION_ID_LENGTH: Final = len(b"x-reservation-id")  # the only one among the varying names
 
-CHUNKED = -1  # in place of a content length
+CHUNKED = -1  # instead of a content length
 
 
 def length_of(digits: bytes) -> int:
-    """A content length; -1 if that is for the parser to judge."""
+    """A content length; -1 if the parser must judge it."""
     return int(digits) if digits.isdigit() and len(digits) <= 15 else -1
 
 
 class HeaderBlock:
-    """What a version and a header section say. Read only: requests that repeat it share it.
-
-    `content_length` is that of the section which was judged; by a `frame`, where only the length is
-    cut out of a section, others are read.
-    """
+    """The fields of a version and a header section. Read only: requests that repeat it share it.
+    `content_length` is that of the judged section; with a `frame`, where only the length is cut out
+    of a section, others are read."""
 
     __slots__ = (
         "accept",
@@ -134,35 +128,35 @@ class HeaderBlock:
 
 
 class LengthFrame:
-    """What stands around the length in header sections that differ in nothing else."""
+    """The text around the length in header sections that differ in nothing else."""
 
     __slots__ = ("_prefix", "_prefix_bytes", "_suffix", "_suffix_bytes", "block", "lengths")
 
     def __init__(self, prefix: bytes, suffix: bytes, block: HeaderBlock) -> None:
-        """`prefix` goes to the first digit, `suffix` is not empty."""
+        """`prefix` ends before the first digit, `suffix` is not empty."""
         self._prefix, self._prefix_bytes = prefix, len(prefix)
         self._suffix, self._suffix_bytes = suffix, len(suffix)
         self.block = block
-        self.lengths = 0  # whose sections are remembered whole
+        self.lengths = 0  # number of such sections that are cached whole
 
     def length_in(self, section: bytes) -> int:
-        """The length that a section says; -1 if it is not one of these."""
+        """The length in a section; -1 if it does not have this frame."""
         if section.startswith(self._prefix) and section.endswith(self._suffix):
             return length_of(section[self._prefix_bytes : -self._suffix_bytes])
         return -1
 
 
 def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> HeaderBlock:
-    """What `fields` say, by lower-case name, as llhttp let them through: lengths are digits."""
+    """The block of `fields`, by lower-case name, as llhttp accepted them: lengths are digits."""
     options = fields.get(b"connection", b"").lower().translate(None, b" \t").split(b",")
     keep_alive = (
         b"close" not in options
         and (not is_http10 or b"keep-alive" in options)
-        and not is_upgrade  # not granted: answered as if it had not been asked for, then closed
+        and not is_upgrade  # not granted: answered normally, then closed
     )
     is_chunked = b"transfer-encoding" in fields
     expect = fields.get(b"expect")
-    # RFC 9110 section 10.1.1: never of an HTTP/1.0 client.
+    # RFC 9110 section 10.1.1: never for an HTTP/1.0 client.
     expects_continue = expect is not None and not is_http10 and expect.lower() == b"100-continue"
     return HeaderBlock(
         is_http10,
@@ -176,13 +170,13 @@ def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> H
     )
 
 
-# Judged sections: whole ones by their bytes, and what is left of one without its varying lines by
-# the pieces around those and their names, so that no two sections share a key.
+# Judged sections: whole ones by their bytes, and the rest of one without its varying lines by the
+# pieces around those and their names, so that no two sections share a key.
 HeaderBlocks = dict[bytes | tuple[bytes, ...], HeaderBlock]
 
 
 class _Collector:
-    """What httptools calls: it looks the callback up by name, as an attribute."""
+    """httptools' callbacks, found by attribute name."""
 
     __slots__ = ("on_header",)
 
@@ -209,19 +203,19 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
         is_upgrade = True
     except httptools.HttpParserError as error:
         return HttpError(400, f"malformed request header: {error}".replace('"', "'"))
-    # llhttp leaves the blanks after a value, which are no part of it (RFC 9110 section 5.5).
+    # llhttp keeps the blanks after a value, which are not part of it (RFC 9110 section 5.5).
     fields = {name.lower(): value.strip(b" \t") for name, value in first_values.items()}
     hosts = 1 if b"host" in fields else 0
     if len(fields) != header_count:
         fields, hosts = _merged_fields(head)
-    # RFC 9112 section 3.2. Two hosts are one request to two servers, for whoever reads the other.
+    # RFC 9112 section 3.2. With two hosts, another reader may see a request to another server.
     if hosts > 1 or (hosts == 0 and not is_http10):
         return HttpError(400, "exactly one host header is required")
     if hosts and _HOST.fullmatch(fields[b"host"]) is None:
         return HttpError(400, "malformed host header")
     coding = fields.get(b"transfer-encoding")
     if coding is not None:
-        if is_http10:  # RFC 9112 section 6.1: such framing is faulty
+        if is_http10:  # RFC 9112 section 6.1: such framing is invalid
             return HttpError(400, "transfer-encoding in an HTTP/1.0 request")
         if coding.lower() != b"chunked":
             return HttpError(501, "transfer-encoding is not supported, except chunked")
@@ -229,10 +223,8 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
 
 
 def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
-    """Fields of a head that repeats a name: the values are one list (RFC 9110 section 5.3).
-
-    And how often `host` stands there, whose values are none.
-    """
+    """Fields of a head that repeats a name, whose values form one list (RFC 9110 section 5.3), and
+    the number of `host` lines, whose values do not."""
     fields: dict[bytes, bytes] = {}
     hosts = 0
 
@@ -249,13 +241,13 @@ def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
 
 # --------------------------------------------------------------------------------------------------
 # The `authorization` line of a connection's requests: cut out of their header sections before those
-# are remembered, and known again by a keyed digest.
+# are cached, and recognized by a keyed digest.
 #
-# Nothing here, nor in what the reader remembers, holds a credential: only where its line stood, and
-# digests by keys that this process drew for itself. Whose token it is, is for others to say. RFC
-# 9110 section 11.6.2, RFC 6750 section 2.1.
+# Neither this nor the reader's caches hold a credential: only where its line was, and digests with
+# random keys of this process. Whose token it is, others decide. RFC 9110 section 11.6.2, RFC 6750
+# section 2.1.
 
-# One line whose value no parser objects to, in any spelling of its name.
+# One line whose value every parser accepts, in any spelling of its name.
 _LINE: Final = re.compile(rb"\r\n(?i:authorization):([\t -~\x80-\xff]*+)(?=\r\n)")
 _NAME: Final = b"\r\nauthorization:"
 
@@ -267,14 +259,14 @@ UNUSABLE: Final = b""  # there is a credential, and it is no single bearer token
 
 
 def digest_of(text: bytes) -> bytes:
-    """A digest to keep instead of a secret, keyed per process."""
-    made = _KEYED.copy()  # a third cheaper than with the key again
+    """A digest to store instead of a secret, keyed per process."""
+    made = _KEYED.copy()  # a third cheaper than hashing the key again
     made.update(text)
     return made.digest()
 
 
 def has_credentials(section: bytes) -> bool:
-    """Whether there is such a line in a header section: version, lines, each after its CRLF."""
+    """Whether a header section has such a line: version, lines, each after its CRLF."""
     return _NAME in section.lower()
 
 
@@ -285,14 +277,14 @@ def _credential_of(value: bytes) -> bytes:
 
 
 class CredentialLine:
-    """Where the last line with a credential stood, and what it said. One for a connection.
+    """Where the last line with a credential was, and its digest. One for a connection.
 
     `credential` is that of the section seen last by `rest_of`: the digest of a bearer token,
     UNUSABLE, or None.
 
-    The line is known again by Python's own hash of a key and its text: SipHash, a third of the time
-    of the digest that says whose token it is. It only tells whether this connection said the same
-    before, where another text has one chance in 2**64.
+    The line is recognized by Python's own hash of a key and its text: SipHash, a third of the time
+    of the token's digest. It only shows whether this connection sent the same line before; another
+    text matches with one chance in 2**64.
     """
 
     __slots__ = ("_begin", "_known", "_size", "_start", "_value", "credential")
@@ -301,8 +293,8 @@ class CredentialLine:
         """`section` has credentials."""
         self.credential: bytes | None = UNUSABLE
         self._begin = 0
-        self._size = 0  # of the line, with both its line breaks
-        self._start = b""  # CRLF and the name, as they are spelled
+        self._size = 0  # position of the line, with both its line breaks
+        self._start = b""  # CRLF and the name, as spelled
         self._known = 0  # the line, as its hash
         self._value = UNUSABLE
         found = _LINE.search(section)
@@ -316,10 +308,10 @@ class CredentialLine:
         self._value = _credential_of(found[1])
 
     def rest_of(self, section: bytes) -> bytes:
-        """The section without its line, if that is the one that is known; or all of it."""
+        """The section without its line, if that is the known one; or all of it."""
         begin, size = self._begin, self._size
         if not size or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
-            # Other lines before it are shorter or longer now, as a length.
+            # Lines before it may have changed in length, such as a content length.
             begin = section.find(self._start) if size else -1
             if begin < 0 or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
                 self.credential = None
@@ -330,9 +322,11 @@ class CredentialLine:
 
 
 class Request:
-    """One request as the client sent it. `path` and `query` are raw; the body is not kept if too
-    large. `section` is the head behind `HTTP/`: the version, and the header lines with their ends.
-    `credential` is the digest of its bearer token, `credentials.UNUSABLE`, or None.
+    """One request as the client sent it.
+
+    `path` and `query` are raw; the body is dropped if too large. `section` is the head after
+    `HTTP/`: the version, and the header lines with their ends. `credential` is the digest of its
+    bearer token, `credentials.UNUSABLE`, or None.
     """
 
     __slots__ = (

@@ -1,8 +1,8 @@
-"""Where connections come in: sockets bound, accepted in bulk, and given up without a loss.
+"""Listeners: sockets bound, connections accepted in bulk, and shutdown without a loss.
 
-Owns listening sockets, the path of a UNIX socket and what becomes of errors of accept(2). uvloop's
-own server takes one connection per turn of the loop, so newcomers starve while turns are long; here
-a turn takes many. Knows nothing of what is said on a connection (decisions D14, D19 and D27).
+Owns listening sockets, the path of a UNIX socket and the errors of accept(2). uvloop's own server
+accepts one connection per turn of the loop, so new clients starve while turns are long; here a turn
+accepts many. Knows nothing of a connection's protocol (decisions D14, D19 and D27).
 """
 
 import asyncio
@@ -25,14 +25,14 @@ log = logging.getLogger("lean_selector.server")
 
 BACKLOG: Final = 1024
 
-# 20 to 50 us each, so that a turn that takes as many as it may is 3 ms long.
+# 20 to 50 us each, so a full turn takes 3 ms.
 ACCEPTS_PER_TURN: Final = 64
 
-# After an accept that failed for want of descriptors or memory. Those who wait stay in the backlog,
-# and a listener that is readable and not read would turn the loop without end.
+# Pause after an accept that failed for lack of descriptors or memory. Waiting clients stay in the
+# backlog, and a readable listener that is not read would spin the loop.
 ACCEPT_PAUSE_S: Final = 0.5
 
-# accept(2): errors of one connection, which is gone, and of nothing else.
+# accept(2): errors of a single connection, which is gone.
 _OF_ONE: Final = frozenset(
     {
         errno.ECONNABORTED,
@@ -48,9 +48,9 @@ _OF_ONE: Final = frozenset(
     }
 )
 
-# A client whose host vanished is noticed after 30 s, also one that waits for a worker and to whom
-# nothing is sent meanwhile: probes from the 15th second on, and nothing sent stays unconfirmed
-# longer. Accepted sockets inherit all of these from the listening one.
+# A client whose host vanished is noticed after 30 s, even if it waits for a worker and nothing is
+# sent to it: probes start at the 15th second, and no sent data stays unconfirmed longer. Accepted
+# sockets inherit these options from the listening one.
 _OF_TCP: Final = (
     (socket.SOL_SOCKET, "SO_REUSEADDR", 1),
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
@@ -62,24 +62,23 @@ _OF_TCP: Final = (
 
 _MAX_PATH_BYTES: Final = 107  # sun_path, without its last byte
 
-# struct sock_filter: load the flags of the TCP header, drop a segment with SYN, take any other.
+# struct sock_filter: load the flags of the TCP header, drop a segment with SYN, accept any other.
 _DROP_SYN: Final = struct.pack(
     "HBBIHBBIHBBIHBBI", 0x30, 0, 0, 13, 0x45, 0, 1, 0x02, 0x06, 0, 0, 0, 0x06, 0, 0, 0x40000
 )
-_DROP_SYN_PROGRAM: Final = ctypes.create_string_buffer(_DROP_SYN)  # stays where the kernel reads it
+# must stay alive while the kernel reads it
+_DROP_SYN_PROGRAM: Final = ctypes.create_string_buffer(_DROP_SYN)
 _SO_ATTACH_FILTER: Final = 26
 
 
 def inet_socket(
     host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> socket.socket:
-    """Bound; of TCP also listening, and set up for the connections to come. Raises OSError.
-
-    Resolved here: the loop's own resolver would leave four threads behind.
-    """
+    """A bound socket; TCP ones also listen, with options for accepted connections. Raises OSError.
+    Resolved here: the loop's own resolver would leave four threads behind."""
     try:
         found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
-    except UnicodeError:  # a part of it is too long for DNS
+    except UnicodeError:  # a label is too long for DNS
         raise OSError("not a host name") from None
     family, _, proto, _, address = found[0]
     bound = socket.socket(family, kind, proto)
@@ -99,26 +98,21 @@ def inet_socket(
 
 
 class UnixPath:
-    """The path of a UNIX socket: taken in one step, and let go of only while it is ours.
-
-    A successor takes it as soon as we have let go, long before we end; what lies there then is not
-    ours to delete.
-    """
+    """The path of a UNIX socket: taken in one step, and unlinked only while it is ours. A
+    successor takes it as soon as it is released, long before we end; a file there then is not
+    ours to delete."""
 
     def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
-        """`kind` may be SOCK_DGRAM, for what is not listened to but read."""
+        """`kind` may be SOCK_DGRAM, for a socket that is only read."""
         self._path = path
         self._kind = kind
         self._ours: tuple[int, int] | None = None  # device and inode
 
     def take(self) -> socket.socket:
-        """Bound and listening (or just bound), mode 0660 from its first moment. Raises OSError.
-
-        Replaces a socket that nobody serves. Until the last step nothing is at the path that does
-        not answer.
-        """
+        """A bound and listening (or just bound) socket, mode 0660 from the start. Raises OSError.
+        Replaces a stale socket. The path always leads to a socket that answers."""
         if len(os.fsencode(self._path)) > _MAX_PATH_BYTES:
-            raise OSError("AF_UNIX path too long")  # in the words of Python's own bind
+            raise OSError("AF_UNIX path too long")  # with the error text of Python's own bind
         if self._is_taken():
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         listening = socket.socket(socket.AF_UNIX, self._kind)
@@ -159,8 +153,8 @@ class UnixPath:
         return True
 
     def let_go(self) -> None:
-        """Leave the path free. Before the socket is closed: only until then no other file can have
-        the same inode."""
+        """Unlink the path. Do it before the socket is closed: after that, another file may get the
+        same inode."""
         ours, self._ours = self._ours, None
         if ours is None:
             return
@@ -171,7 +165,7 @@ class UnixPath:
 
 
 def _bind_beside(listening: socket.socket, path: str) -> str:
-    """Binds to a name of its own in the same directory, where it can be renamed from."""
+    """Bind to a temporary name in the same directory, to be renamed."""
     folder = os.path.dirname(path)
     while True:
         # Short, because it may not be longer than the path of a socket may be.
@@ -186,7 +180,7 @@ def _bind_beside(listening: socket.socket, path: str) -> str:
 
 
 class Listener:
-    """One listening socket on the running loop, and whatever connects to it."""
+    """One listening socket on the running loop; accepts its connections."""
 
     def __init__(
         self,
@@ -208,7 +202,7 @@ class Listener:
 
     @property
     def is_done(self) -> bool:
-        """Closed, and all that was accepted is open."""
+        """Closed, and all accepted connections are open."""
         return self._is_closed and not self._opening
 
     def start(self) -> None:
@@ -216,17 +210,16 @@ class Listener:
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def stop_inviting(self) -> None:
-        """Let nobody connect any more; who has is still accepted.
+        """Keep new clients away; those that have connected are still accepted.
 
-        A listening socket that is closed resets whoever has connected and was not accepted, with
-        the request that it may have sent. So newcomers are kept away first: of a UNIX socket by its
-        path, of TCP by dropping the first segment of each handshake, which clients send again
-        after a second, when it is refused.
+        Closing a listening socket resets connections that were not accepted yet, and their
+        requests. So new clients are kept away first: from a UNIX socket by unlinking its path, from
+        TCP by dropping SYNs, which clients send again after a second, when they are refused.
         """
         if self._path is not None:
             self._path.let_go()
         elif self._socket.family in (socket.AF_INET, socket.AF_INET6):
-            # Where it cannot be had, some microseconds remain in which one may be reset.
+            # If the filter is unavailable, a connection can be reset within some microseconds.
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(
                     socket.SOL_SOCKET,
@@ -235,7 +228,7 @@ class Listener:
                 )
 
     def close(self) -> None:
-        """Accept whoever has connected, and close."""
+        """Accept all connected clients, and close."""
         if self._is_closed:
             return
         if self._path is not None:
@@ -247,8 +240,8 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> bool:
-        """Called when somebody has connected; once more if not all could be taken. Take as many as
-        one turn bears. True when more may be there."""
+        """Accept up to a turn's number of connections; called when the listener is readable, and
+        again while there may be more. True when there may be more."""
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, _ = self._socket.accept()
@@ -274,16 +267,16 @@ class Listener:
     def _opened(self, accepted: socket.socket, task: "asyncio.Task[object]") -> None:
         self._opening.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, OSError):  # the client's, who is gone
+        if isinstance(error, OSError):  # of the client, which is gone
             log.debug("a connection could not be opened", extra={"error": str(error)})
         elif error is not None:
-            with contextlib.suppress(RuntimeError):  # a transport has it
+            with contextlib.suppress(RuntimeError):  # a transport owns it
                 accepted.close()
             message = "a connection could not be opened"
             self._loop.call_exception_handler({"message": message, "exception": error})
 
     def _starve(self, error: OSError) -> None:
-        """No descriptor or no memory is left: say so once, and come back later."""
+        """No descriptor or no memory is left: log it once, and try again later."""
         self._connections.accept_failures += 1
         if not self._is_starved:
             self._is_starved = True

@@ -1,9 +1,8 @@
-"""Requests that we make ourselves, on the service's own loop: HTTP/1.1, also over TLS.
+"""Our own HTTP/1.1 requests, on the service's loop, also over TLS.
 
-Each request has a connection of its own, so that none meets one that the other side has just
-closed. Names are looked up by a resolver that the client is given, beside the loop (D29); a TLS
-handshake costs the loop a millisecond or two. Redirects are answers like others. Proxies of the
-environment are for other traffic.
+Each request has its own connection, so that it never uses one that the other side has just closed.
+Names are resolved by a given resolver, off the loop (D29); a TLS handshake costs the loop a
+millisecond or two. Redirects are not followed. The environment's proxies are not used.
 """
 
 import asyncio
@@ -24,17 +23,17 @@ from lean_selector.http.trust import Credentials
 TIMEOUT_S: Final = 5.0
 MOST_BODY_BYTES: Final = 4 << 20
 MOST_LINE_BYTES: Final = 4 << 20
-# Of a body, that wait to be taken. What the kernel hands over at once comes on top.
+# Unread bytes of a body at which reading pauses. One read of the kernel may exceed it.
 MOST_WAITING_BYTES: Final = 256 * 1024
-_CITED_CHARACTERS: Final = 200  # of an answer that is an error, in the line that reports it
+_CITED_CHARACTERS: Final = 200  # characters of an error's body, in the line that reports it
 
-# (ip, port), or more of IPv6; with the family. As resolvers give them.
+# (ip, port), or more for IPv6; with the family. As resolvers return them.
 SocketAddress = tuple[int, tuple[Any, ...] | bytes]
 Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
 
 
 class OutboundFailed(Exception):
-    """One clear line, which names what was asked; `status` is that of the answer, if one came."""
+    """One line, which names the request; `status` is that of the answer, if one arrived."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -47,7 +46,7 @@ class OutboundTimedOut(OutboundFailed):
 
 
 class OutboundAnswer(NamedTuple):
-    """A whole answer, whatever its status."""
+    """A complete answer with any status."""
 
     status: int
     body: bytes
@@ -64,9 +63,9 @@ async def connect(
     allowed: AllowedEndpoints | None = None,
     tls_name: str | None = None,
 ) -> None:
-    """Connects it to its upstream, if that is `allowed`. One address that is silent leaves some
-    time to the others. `tls_name` is what the certificate must be for, in place of the host.
-    Raises OSError."""
+    """Connect to the upstream, if that is `allowed`. A silent address leaves some time for the
+    others. `tls_name` is the name that the certificate must have, instead of the host. Raises
+    OSError."""
     to, ends = connection.upstream.url, time.monotonic() + timeout_s
     if allowed is not None:
         allowed.check(to.origin)
@@ -110,7 +109,7 @@ async def _connect(
 
 
 def reason(error: Exception) -> str:
-    """Why there is no connection, in a few words."""
+    """Why there is no connection, briefly."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError | socket.gaierror):  # numbers of their own
@@ -124,8 +123,10 @@ def reason(error: Exception) -> str:
 
 
 class Exchange:
-    """The answer to a request on `connection`, taken in pieces. While too much waits to be taken,
-    nothing more is read. The failures that it raises do not say what was asked."""
+    """The answer to a request on `connection`, read in pieces.
+
+    Reading pauses while too much waits. The errors that it raises do not name the request.
+    """
 
     def __init__(self, connection: ClientConnection) -> None:
         self.status = 0  # until `head` returns
@@ -137,7 +138,7 @@ class Exchange:
         self._news: asyncio.Future[None] | None = None
 
     async def head(self) -> None:
-        """Returns when the answer has begun. Raises OutboundFailed."""
+        """Wait for the head of the answer. Raises OutboundFailed."""
         while not self.status:
             await self._wait()
 
@@ -154,7 +155,7 @@ class Exchange:
         return taken
 
     async def body(self, most_bytes: int) -> bytes:
-        """All of it. Raises OutboundFailed, also for more than `most_bytes`."""
+        """The whole body. Raises OutboundFailed, also for more than `most_bytes`."""
         pieces: list[bytes] = []
         size = 0
         while (piece := await self.piece()) is not None:
@@ -177,7 +178,7 @@ class Exchange:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    # -- what the connection tells -------------------------------------------------------------
+    # -- called by the connection --------------------------------------------------------------
 
     def on_head(self, head: AnswerHead) -> bool:
         self.status = head.status
@@ -201,7 +202,7 @@ class Exchange:
 
 
 class Lines:
-    """The lines of one answer, in order. What is not asked for is not read."""
+    """The lines of one answer, in order; read on demand."""
 
     def __init__(self, exchange: Exchange, silence_s: float, most_bytes: int) -> None:
         """`silence_s` bounds the wait for more, `most_bytes` a line."""
@@ -246,7 +247,8 @@ class Lines:
 
 
 class OutboundClient:
-    """From the loop's thread only. Keeps nothing between two requests but its credentials."""
+    """To be used from the loop's thread only. Keeps nothing between requests except its
+    credentials."""
 
     def __init__(
         self,
@@ -254,7 +256,7 @@ class OutboundClient:
         credentials: Credentials | None = None,
         allowed: AllowedEndpoints | None = None,
     ) -> None:
-        """`credentials` go with every request; `allowed` says where a request may go at all."""
+        """`credentials` are sent with every request; `allowed` restricts the destinations."""
         self._allowed = allowed
         self._resolve = resolve
         self._credentials = Credentials() if credentials is None else credentials
@@ -274,10 +276,8 @@ class OutboundClient:
         timeout_s: float = TIMEOUT_S,
         most_bytes: int = MOST_BODY_BYTES,
     ) -> OutboundAnswer:
-        """The answer, whatever its status. All of it takes `timeout_s` at most. A body is JSON.
-
-        Raises OutboundFailed where there is none, and for a body of more than `most_bytes`.
-        """
+        """The answer, with any status. `timeout_s` bounds it in total. A body is JSON. Raises
+        OutboundFailed without an answer, and for a body of more than `most_bytes`."""
         with _failures_of(f"{method} {url}", timeout_s):
             async with (
                 asyncio.timeout(timeout_s),
@@ -288,7 +288,7 @@ class OutboundClient:
     async def text(
         self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
     ) -> bytes:
-        """The body of a 2xx answer to a GET; any other is an OutboundFailed that cites it."""
+        """The body of a 2xx answer to a GET; any other is an OutboundFailed that quotes it."""
         answer = await self.get(url, timeout_s=timeout_s, most_bytes=most_bytes)
         if not 200 <= answer.status < 300:
             raise OutboundFailed(f"GET {url}: {_cited(answer.status, answer.body)}", answer.status)
@@ -303,11 +303,9 @@ class OutboundClient:
         silence_s: float,
         most_bytes: int = MOST_LINE_BYTES,
     ) -> AsyncIterator[Lines]:
-        """A GET whose 2xx answer comes line by line; leaving the context ends it.
-
-        `timeout_s` bounds the wait for its head, `silence_s` that for more of it, `most_bytes` a
-        line. Raises OutboundFailed, and so do the lines.
-        """
+        """A GET whose 2xx answer is read line by line; leaving the context ends it. `timeout_s`
+        bounds the wait for its head, `silence_s` that for more of it, `most_bytes` a line. Raises
+        OutboundFailed, as do the lines."""
         with _failures_of(f"GET {url}", timeout_s):
             async with AsyncExitStack() as open_:
                 async with asyncio.timeout(timeout_s):
@@ -321,8 +319,8 @@ class OutboundClient:
     async def exchange(
         self, method: str, url: str, body: bytes, timeout_s: float
     ) -> AsyncIterator[Exchange]:
-        """One whose answer has begun; leaving the context ends it. `timeout_s` bounds connecting
-        alone. Raises OutboundFailed, OSError and ValueError."""
+        """A request whose answer has begun; leaving the context ends it. `timeout_s` bounds
+        connecting alone. Raises OutboundFailed, OSError and ValueError."""
         to, credentials = Url(url), self._credentials
         context = credentials.trust.context() if to.is_secure else None
         connection = ClientConnection(Upstream(to.origin))
@@ -356,7 +354,7 @@ class OutboundClient:
 
 
 async def succeeded(exchange: Exchange) -> None:
-    """Raises OutboundFailed, with the beginning of the answer, where its status is not 2xx."""
+    """Raise OutboundFailed, quoting the start of the answer, if its status is not 2xx."""
     if not 200 <= exchange.status < 300:
         said = b""
         while len(said) < _CITED_CHARACTERS and (piece := await exchange.piece()) is not None:
@@ -366,7 +364,7 @@ async def succeeded(exchange: Exchange) -> None:
 
 @contextmanager
 def _failures_of(asked: str, timeout_s: float) -> Iterator[None]:
-    """Whatever goes wrong inside becomes an OutboundFailed that begins with what was asked."""
+    """Turn exceptions inside into an OutboundFailed that starts with the request."""
     try:
         yield
     except TimeoutError:

@@ -1,9 +1,9 @@
-"""The asyncio shell around one connection: reader -> app -> one write.
+"""The asyncio protocol of one connection: reader -> app -> one write.
 
-Owns order (answers leave in the order of the requests, also when one waits), back-pressure,
-time-outs and closing. Knows no route and no body. The app is a plain function; nothing here
-awaits, and no task or timer is made per request: `Connections.sweep`, called about once a second,
-is the only clock (spec: slot_tracker.md 1.2; decisions D11, D14 and D27).
+Owns order (answers leave in the order of the requests, even if one waits), back-pressure, timeouts
+and closing. Knows no route and no body. The app is a plain function; nothing here awaits, and no
+task or timer is made per request: `Connections.sweep`, called about once a second, is the only
+clock (spec: slot_tracker.md 1.2; decisions D11, D14 and D27).
 """
 
 import array
@@ -36,26 +36,25 @@ _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 # 2 000 answers to /dump would not fit in memory.
 _MAX_PASS_BYTES = 256 * 1024
 
-# The beginning of a request, and perhaps all of it, is read at once, in whatever turn: what is read
-# of others is put off while the time of a turn is spent (`Connections.put_off`).
+# The start of a request, and often all of it, is read at once in any turn; other input is put off
+# once the time of a turn is spent (`Connections.put_off`).
 _SMALL_READ_BYTES = 16 * 1024
 
-# What waits unread, for a later turn or behind a parked request; beyond this, reading stops, and
-# then a hang-up goes unnoticed until the parked one is answered. Clients that pipeline send a few
-# requests, and few do.
+# Bytes that wait for a later turn or behind a queued request; above this, reading stops, and a
+# disconnect goes unnoticed until the queued one is answered. Few clients pipeline, and those send
+# few requests.
 _MAX_WAITING_BYTES = 64 * 1024
 _MAX_PARKED_BYTES = 1024 * 1024
-_REQUEST_BYTES = 512  # of a request beside its bytes
+_REQUEST_BYTES = 512  # bytes of a request besides its text
 
-# What a client may still send after its last answer, so that it gets to read that: a close with
-# unread input makes the kernel send RST, which destroys what the client has not read yet.
+# What a client may still send after its last answer, so that it can read that: closing with unread
+# input makes the kernel send RST, which destroys what the client has not read yet.
 _MAX_LINGER_BYTES = 64 * 1024 * 1024
 
-# A slow but honest sender: 16 KiB/s of body extends the time-out. 30 s alone would ask for 280
-# KB/s.
+# A slow but honest sender: 16 KiB/s of body extends the timeout. 30 s alone would require 280 KB/s.
 _MIN_BODY_BYTES_PER_S = 16 * 1024
 
-# Why a connection does not handle what is queued; bits of HttpProtocol._holds.
+# Reasons why a connection does not handle what is queued; bits of HttpProtocol._holds.
 _PARKED: Final = 1
 _WRITE_PAUSED: Final = 2
 _SCHEDULED: Final = 4
@@ -63,7 +62,7 @@ _ANSWERED_LAST: Final = 8
 _ENDED: Final = 16
 
 
-# In place of the headers of a parked request, whose values may be long.
+# Replaces the headers of a queued request, whose values may be long.
 _HTTP10: Final = HeaderBlock(True, False, 0, None, None, None, False)
 _HTTP11: Final = HeaderBlock(False, True, 0, None, None, None, False)
 
@@ -94,28 +93,29 @@ class HttpProtocol(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, app: App, connections: Connections) -> None:
-        # Server lifetime.
+        # For the server's lifetime.
         self._app = app
         self._connections = connections
-        # Connection lifetime.
+        # For the connection's lifetime.
         self._reader = RequestReader(
             connections.limits, connections.header_blocks, connections.refuses
         )
-        self._holds = 0  # 0: whatever is queued may be handled
+        self._holds = 0  # 0: queued requests may be handled
         self._reading_paused = False
         self._got_eof = False
-        self.since = connections.now  # when the present state began, for the time-outs
-        self._unwritten_bytes = 0  # at the last sweep of a client that does not read
-        self._linger_bytes = 0  # thrown away since the last answer
-        self.held_bytes = 0  # of requests that are not answered; 0 where none waits
-        # Requests not handled yet, of one `feed` at most, and the one whose answer is awaited.
-        # While something is queued, or waits in the reader, something holds the connection.
+        self.since = connections.now  # start of the current state, for the timeouts
+        # unwritten bytes at the last sweep, of a client that does not read
+        self._unwritten_bytes = 0
+        self._linger_bytes = 0  # bytes thrown away since the last answer
+        self.held_bytes = 0  # bytes of unanswered requests; 0 if none waits
+        # Unhandled requests, of one `feed` at most, and the one whose answer is awaited. While
+        # something is queued, or waits in the reader, some hold is set.
         self._queue: deque[Request] = deque()
         self._parked: PendingReply | None = None
         self._parked_request: Request | None = None
-        self._parked_bytes = 0  # that it takes
+        self._parked_bytes = 0  # memory that it takes
 
-    # Called by the transport.
+    # called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
@@ -131,7 +131,7 @@ class HttpProtocol(asyncio.Protocol):
         connections = self._connections
         if holds:
             reader.hold(data)
-        elif not reader.is_unfinished and len(data) <= _SMALL_READ_BYTES:  # as nearly always
+        elif not reader.is_unfinished and len(data) <= _SMALL_READ_BYTES:  # nearly always
             self.since = connections.now
             requests = reader.feed(data)
             if len(requests) == 1 and not reader.waiting:
@@ -159,7 +159,7 @@ class HttpProtocol(asyncio.Protocol):
         self._got_eof = True
         parked = self._parked
         if parked is not None and not parked.is_being_made:
-            self._hang_up()  # D11: nobody waits for this answer, as far as can be known
+            self._hang_up()  # D11: as far as can be known, the client does not wait for this answer
             self._holds |= _ENDED
             return False
         return self._has_more or parked is not None
@@ -181,20 +181,20 @@ class HttpProtocol(asyncio.Protocol):
         self._hang_up()
         self._let_go()
 
-    # Called by Connections.
+    # called by Connections
 
     def expire(self, now: float) -> None:
-        """Close if a time-out has passed. See Timeouts."""
+        """Close if a timeout has passed. See Timeouts."""
         connections = self._connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since
         if self._holds & (_ENDED | _WRITE_PAUSED):
             unwritten = self.transport.get_write_buffer_size()
-            # Who has its answer while we drain need only notice that we closed.
+            # A client with its answer, while we drain, only has to notice the close.
             is_read = is_draining and not self._reader.has_unread_input
             linger_s = timeouts.quiet_s if is_read else timeouts.linger_s
             if unwritten < self._unwritten_bytes:
-                self.since = now  # slow, but it takes something
+                self.since = now  # slow, but it reads something
             elif age_s > (timeouts.write_s if unwritten else linger_s):
                 self.transport.abort()
             self._unwritten_bytes = unwritten
@@ -205,12 +205,12 @@ class HttpProtocol(asyncio.Protocol):
                 self._refuse(HttpError(408, "request not received in time"))
         else:
             is_quiet = is_draining and min(age_s, now - connections.quiet_from) > timeouts.quiet_s
-            # A request that the loop has not got to yet is one.
+            # A request that has not been handled yet counts as one.
             if (age_s > timeouts.idle_s or is_quiet) and not _has_unread(self.transport):
                 self._end(lingers=is_draining)
 
     def turn_away(self, reason: str) -> None:
-        """Answer 503 in place of what is parked, queued or being received, and close."""
+        """Answer 503 instead of what is queued or being received, and close."""
         if not self._holds & (_ENDED | _ANSWERED_LAST) and not self.transport.is_closing():
             self._hang_up()
             self._refuse(HttpError(503, reason))
@@ -219,7 +219,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport.abort()
 
     def settle(self) -> None:
-        """Look at what is to be done once all complete requests are answered."""
+        """Check what to do next once all complete requests are answered."""
         reader = self._reader
         if self._holds & _ENDED:
             return
@@ -238,15 +238,15 @@ class HttpProtocol(asyncio.Protocol):
             reader.wants_continue = reader.notice = False
             self.transport.write(_CONTINUE)
 
-    # Inside.
+    # internals
 
     @property
     def _has_more(self) -> bool:
-        """Whether requests, or bytes not looked at, wait behind the last one that was handled."""
+        """Whether requests, or unread bytes, wait behind the last handled one."""
         return bool(self._queue) or bool(self._reader.waiting)
 
     def _take(self, data: bytes) -> None:
-        """Read a slice of `data` and what waited before it, and answer what it completes."""
+        """Read a slice of the waiting bytes and `data`, and answer completed requests."""
         begins = not self._reader.is_unfinished
         requests = self._reader.feed(data)
         if begins or requests:
@@ -255,7 +255,7 @@ class HttpProtocol(asyncio.Protocol):
         self._serve()
 
     def _serve(self) -> None:
-        """Answer what is queued, until it is empty or something holds it; write once."""
+        """Answer queued requests until none is left or a hold is set; write once."""
         queue = self._queue
         replies: list[Response] = []
         reply_bytes = 0
@@ -275,7 +275,8 @@ class HttpProtocol(asyncio.Protocol):
             self.settle()
 
     def _answer(self, request: Request) -> Response | None:
-        """What to write for a request; None when that comes later, and the request is parked."""
+        """The bytes to write for a request; None if the answer comes later: the request is
+        parked."""
         try:
             answer = self._app(request)
         except Exception:
@@ -299,7 +300,7 @@ class HttpProtocol(asyncio.Protocol):
         return reply
 
     def _framed(self, request: Request, reply: Response) -> Response:
-        """The reply, without its body for HEAD, and with a `connection` header if it needs one."""
+        """The reply, without its body for HEAD, and with a `connection` header if needed."""
         if request.method == b"HEAD":
             reply = without_body(reply)
         if self._is_last(request):
@@ -317,7 +318,7 @@ class HttpProtocol(asyncio.Protocol):
         return is_last or not request.keep_alive
 
     def _park(self, reply: PendingReply, request: Request) -> None:
-        # What is still needed of the request; the app has taken what it needs of the body.
+        # What is still needed of the request; the app has read the body.
         headers = _HTTP10 if request.headers.is_http10 else _HTTP11
         parked = Request(request.method, b"", None, b"", headers)
         parked.keep_alive = request.keep_alive
@@ -328,7 +329,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _finish_parked(self, response: Response) -> None:
-        """Write the answer that was awaited, and go on with what is queued in a pass of its own."""
+        """Write the awaited answer, and continue with queued requests in a new pass."""
         request = self._parked_request
         assert request is not None
         self._unpark()
@@ -349,7 +350,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _hang_up(self) -> None:
-        """Drop what is parked or queued: the client will not read it."""
+        """Drop parked and queued requests: the client will not read their answers."""
         self._queue.clear()
         self._reader.drop()
         parked = self._parked
@@ -362,7 +363,8 @@ class HttpProtocol(asyncio.Protocol):
                 log.exception("on_disconnect failed")
 
     def _schedule(self) -> None:
-        """Go on in a later turn of the loop: others first, and never inside the app's own call."""
+        """Continue in a later turn of the loop: others first, and never inside the app's own
+        call."""
         self._holds |= _SCHEDULED
         self._connections.put_off(self._go_on)
         self._update_reading()
@@ -372,7 +374,7 @@ class HttpProtocol(asyncio.Protocol):
         self._proceed()
 
     def _proceed(self) -> None:
-        """Something that held the connection does so no more."""
+        """A hold of the connection was cleared."""
         if not self._holds:
             if self._reader.waiting and not self._queue:
                 self._take(b"")
@@ -381,7 +383,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Read unless the client does not take its answers, or too much of its input waits."""
+        """Read unless the client does not read its answers, or too much of its input waits."""
         holds, reader = self._holds, self._reader
         queued_bytes = sum(map(_size_of, self._queue)) if self._queue else 0
         most = _MAX_PARKED_BYTES if holds & _PARKED else _MAX_WAITING_BYTES
@@ -399,7 +401,7 @@ class HttpProtocol(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer an error of the HTTP level, and close."""
+        """Answer an HTTP-level error, and close."""
         self.transport.write(
             encode_response(
                 error.status, self._connections.refusal(error), extra=b"connection: close\r\n"
@@ -408,9 +410,7 @@ class HttpProtocol(asyncio.Protocol):
         self._end(lingers=True)
 
     def _end(self, lingers: bool) -> None:
-        """Close when everything written is sent; lingering, not before the client is done
-        sending.
-        """
+        """Close when everything is sent; lingering, not before the client has stopped sending."""
         self._holds |= _ENDED
         self._let_go()
         self.since = self._connections.now
@@ -422,7 +422,7 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.close()
 
     def _let_go(self) -> None:
-        """Keep nothing of requests that will not be handled."""
+        """Release requests that will not be handled."""
         self._queue.clear()
         self._reader.drop()
         self._connections.held_bytes -= self.held_bytes
@@ -430,14 +430,14 @@ class HttpProtocol(asyncio.Protocol):
 
 
 def _size_of(request: Request) -> int:
-    """What a request takes in memory."""
+    """The memory that a request takes."""
     query = 0 if request.query is None else len(request.query)
     head = len(request.path) + query + len(request.section)
     return _REQUEST_BYTES + head + len(request.body)
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:
-    """Whether the client has sent what we have not read: a close would reset the connection."""
+    """Whether unread input is left: a close would then reset the connection."""
     sock = transport.get_extra_info("socket")
     if sock is None:
         return False

@@ -45,8 +45,8 @@ _ABSOLUTE_FORM: Final = re.compile(rb"(?i:https?)://[^/]*+")
 _BLANK_LINES: Final = re.compile(rb"(?:\r\n)++")
 _METHOD_BYTE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z\r]")
 
-# Header lines that differ from request to request, in the spellings that clients use, with a value
-# that llhttp cannot object to. Only whole lines: the line break is looked at and left.
+# Header lines that differ from request to request, in the spellings of clients, with a value that
+# llhttp always accepts. Whole lines only: the line break is matched and left.
 _VARYING: Final = re.compile(
     rb"\r\n([cC]ontent-[lL]ength|traceparent|Traceparent|[xX]-[rR]equest-[iI][dD]"
     rb"|[xX]-[rR]eservation-[iI][dD]): "
@@ -55,20 +55,22 @@ _VARYING: Final = re.compile(
 
 _MAX_REMEMBERED_BLOCKS = 1024  # times the next figure: 2 MiB at the very most
 _MAX_REMEMBERED_BLOCK_BYTES = 2048
-_MOST_LENGTHS = 64  # remembered of sections that differ in nothing else
+_MOST_LENGTHS = 64  # cached sections that differ in nothing else
 
-# Cut out in one go; a header section that was not seen before takes some 20 us.
+# Requests cut out at once; a new header section takes some 20 us.
 MOST_REQUESTS: Final = 64
 
 
 class RequestReader:
     """Cuts the bytes of one connection into requests.
 
-    After each `feed` the caller must answer the requests it returned, in order, and then look at:
-    `error`, an answer to give before closing; `wants_continue`, a client that holds its body back
+    After each `feed` the caller must answer the requests it returned, in order, and then check:
+    `error`, an answer to send before closing; `wants_continue`, a client that holds its body back
     until it reads `100 Continue` (the caller resets it). `notice` is true when either is set.
+
     A `feed` does bounded work. What it leaves `waiting` comes before any further bytes, and is read
     by a `feed` of nothing.
+
     Once a request has keep_alive false, or `error` is set, further bytes are ignored;
     `has_unread_input` then tells whether the client may still be sending.
     """
@@ -99,22 +101,21 @@ class RequestReader:
         blocks: HeaderBlocks | None = None,
         refuses: Callable[[Request], bool] | None = None,
     ) -> None:
-        """`blocks` remembers judged header sections; connections should share one. `refuses`: of
-        a request whose body is still to come, whether it is refused whatever that says, so that it
-        is not read."""
-        # Connection lifetime.
+        """`blocks` caches judged header sections; connections should share one. `refuses`: whether
+        a request is refused whatever its body, so that the body is not read."""
+        # For the connection's lifetime.
         self._limits = limits
         self._refuses = refuses
         self._max_head_bytes = limits.max_head_bytes
         self._max_body_bytes = limits.max_body_bytes
         self._blocks: HeaderBlocks = {} if blocks is None else blocks
         self._credentials: CredentialLine | None = None  # once a request had such a line
-        self._frame: LengthFrame | None = None  # where lengths vary too much
+        self._frame: LengthFrame | None = None  # if lengths vary too much to cache each
         self.error: HttpError | None = None
         self.is_finished = False  # nothing more is read
         self.has_unread_input = False
-        self.waiting = bytearray()  # received, and not looked at
-        # The request that is not complete: its head so far, or itself and its body so far.
+        self.waiting = bytearray()  # received, and not read yet
+        # The incomplete request: its head so far, or itself and its body so far.
         self.is_unfinished = False
         self._head = bytearray()
         self._request: Request | None = None
@@ -125,29 +126,29 @@ class RequestReader:
 
     @property
     def received_bytes(self) -> int:
-        """How much of the unfinished request is here; 0 between requests."""
+        """The bytes of the incomplete request so far; 0 between requests."""
         return len(self._head) if self._body is None else self._body.wire_bytes
 
     @property
     def held_bytes(self) -> int:
-        """How much memory the unfinished request takes, and what waits; of a body too large nothing
-        is kept."""
+        """The memory of the incomplete request and of waiting bytes; a body too large is
+        dropped."""
         kept = len(self._head) if self._body is None else len(self._body.content)
         return kept + len(self.waiting)
 
     def drop(self) -> None:
-        """Keep nothing of an unfinished request, and read nothing more."""
+        """Drop an incomplete request, and read nothing more."""
         self._finish()
 
     def hold(self, data: bytes) -> None:
-        """Take bytes that are to be read later."""
+        """Store bytes to be read later."""
         if self.is_finished:
             self.has_unread_input = True
         else:
             self.waiting += data
 
     def feed(self, data: bytes) -> list[Request]:
-        """The requests that `data` completes, in order; never raises."""
+        """The requests completed by `data`, in order; never raises."""
         requests: list[Request] = []
         if self.waiting:
             data = bytes(self.waiting) + data
@@ -165,8 +166,7 @@ class RequestReader:
 
     def _read_heads(self, data: bytes, at: int, requests: list[Request]) -> None:
         """Read from a boundary between requests. The hot path: every line here is paid per
-        request.
-        """
+        request."""
         size = len(data)
         method: bytes
         path: bytes
@@ -221,7 +221,7 @@ class RequestReader:
                 at = self._begin_body(request, length, data, end, requests)
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
-        """What a header section not seen before says, or None and the error set."""
+        """The block of a new header section, or None with the error set."""
         self._frame = None
         if len(text) > self._limits.max_head_bytes:
             self._fail(HttpError(431, "request header section too large"))
@@ -235,9 +235,9 @@ class RequestReader:
             if varied is not None:
                 frame = known.frame
                 if frame is not None and frame.lengths < _MOST_LENGTHS:
-                    frame.lengths += 1  # a length may come again, an id does not
+                    frame.lengths += 1  # a length may repeat, an id does not
                     self._remember(text, varied)
-                else:  # to look for one that never comes again costs more than to read it
+                else:  # looking up one that never repeats costs more than parsing it
                     self._frame = frame
                 return varied
         if has_credentials(text):
@@ -253,9 +253,9 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """Judge a section with credentials: only what is left without them is remembered."""
+        """Judge a section with credentials: only the rest without them is cached."""
         credentials = self._credentials
-        # What was known is cut out of this one already: then it has two.
+        # The known line is cut out already: a remaining one makes two.
         is_second = credentials is not None and credentials.credential is not None
         self._credentials = credentials = CredentialLine(text)
         rest = text if is_second else credentials.rest_of(text)
@@ -277,7 +277,7 @@ class RequestReader:
         self._blocks[key] = block
 
     def _hold_head(self, data: bytes, at: int) -> None:
-        """Keep an unfinished head, unless it can be refused already."""
+        """Store an incomplete head, unless it can be refused already."""
         max_head_bytes = self._limits.max_head_bytes
         line_end = data.find(b"\r\n", at)
         line_bytes = (len(data) if line_end < 0 else line_end) - at
@@ -294,7 +294,7 @@ class RequestReader:
     def _continue_head(self, data: bytes, requests: list[Request]) -> None:
         head = self._head
         head += data
-        # No line ended, so the head did not either: nothing to look at but its size.
+        # No line ended, so the head did not either: only check its size.
         if b"\n" not in data and len(head) <= self._limits.max_head_bytes:
             return
         whole = bytes(head)
@@ -305,12 +305,12 @@ class RequestReader:
     def _begin_body(
         self, request: Request, length: int, data: bytes, at: int, requests: list[Request]
     ) -> int:
-        """A body that is chunked, too large, or not all here. Returns where reading goes on."""
+        """Handle a body that is chunked, too large, or incomplete. Returns where reading
+        continues."""
         limits = self._limits
         is_held_back = request.headers.expects_continue and at == len(data)
         if length > limits.max_body_bytes and (is_held_back or length > limits.max_discard_bytes):
-            # Asking for the body, or waiting for its end, would only delay the answer that is
-            # known.
+            # Requesting the body, or waiting for its end, would only delay the known answer.
             return self._cut_short(request, data, requests)
         if self._refuses is not None and self._refuses(request):
             return self._cut_short(request, data, requests)
@@ -335,7 +335,7 @@ class RequestReader:
             self.is_finished = not request.keep_alive
         elif body.wire_bytes > self._limits.max_discard_bytes:
             return self._cut_short(request, data, requests)
-        elif at < len(data):  # as many chunks as one go may take
+        elif at < len(data):  # as many chunks as one call may parse
             self.waiting += memoryview(data)[at:]
             return len(data)
         return at
@@ -366,12 +366,13 @@ class RequestReader:
 
 
 def _each_stands_once(names: list[bytes], text: bytes) -> bool:
-    """Whether no line cut out of a section has a namesake, with which it would be one list."""
+    """Whether no cut-out line has a second one of its name, with which it would form a list."""
     lines = text.lower()
     return all(lines.count(b"\r\n%b:" % name.lower()) == 1 for name in names)
 
 
 def _origin_form(target: bytes) -> bytes:
-    """The path of a target in absolute form, which RFC 9112 section 3.2.2 makes servers accept."""
+    """The path of an absolute-form target, which RFC 9112 section 3.2.2 requires servers to
+    accept."""
     authority = _ABSOLUTE_FORM.match(target)
     return target if authority is None else target[authority.end() :] or b"/"

@@ -2,8 +2,8 @@
 
 Owns status lines, the framing headers and the cached `date`. Knows neither what a body means nor
 when a connection closes: the protocol adds `connection` to a finished response. Header names are
-lower case, as the reference writes them (spec: selection.md section 1.1). No I/O, no clock:
-whoever owns the loop calls `date_header.set` about once a second.
+lower case, as in the reference (spec: selection.md section 1.1). No I/O, no clock: the owner of the
+loop calls `date_header.set` about once a second.
 """
 
 from collections.abc import Callable
@@ -13,32 +13,29 @@ from typing import Final
 
 JSON: Final = b"application/json"
 
-Response = bytes | bytearray  # a whole one; what grew is not copied once more
+Response = bytes | bytearray  # a whole one; a grown one is not copied again
 
 _STATUS_LINES: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
-_STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded\r\n"  # not registered, but asked for
+_STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded\r\n"  # not registered, but possible
 
-# The end of a head for the lengths that nearly every answer has; formatting one costs as much as
-# the rest of encode_response. 1 024 entries are 60 KB.
+# The end of a head for common lengths; formatting one costs as much as the rest of encode_response.
+# 1 024 entries are 60 KB.
 _LENGTH_ENDS: Final = tuple(b"content-length: %d\r\n\r\n" % length for length in range(1024))
 
 
 class DateHeader:
-    """The `date` line of every response, one for the process because there is one wall clock.
-
-    There is no such line until the first `set`. Changing it forgets the heads built with the old
-    one.
-    """
+    """The `date` line of every response, one for the process because there is one wall clock. There
+    is none until the first `set`. A change drops the heads built with the old one."""
 
     def __init__(self) -> None:
         self.line = b""
         self._second = -1
 
     def set(self, unix_time: float) -> None:
-        """Take over the wall clock, in seconds since 1970; cheap when the second is the same."""
+        """Set the wall clock, in seconds since 1970; cheap within the same second."""
         second = int(unix_time)
         if second != self._second:
             self._second = second
@@ -86,7 +83,7 @@ class GrowingResponse:
 
     __slots__ = ("_data", "_head_bytes")
 
-    _WIDTH = 20  # digits of 2**64; blanks before a field's value do not count (RFC 9110, 5.5)
+    _WIDTH = 20  # digits of 2**64; blanks before a field's value are allowed (RFC 9110, 5.5)
 
     def __init__(self, content_type: bytes = JSON) -> None:
         start, blank = _start_of_head(200, content_type), b" " * self._WIDTH
@@ -106,11 +103,11 @@ class GrowingResponse:
 
 def status_of(response: Response) -> bytes:
     """The three digits of a response's status."""
-    return bytes(response[9:12])  # behind b"HTTP/1.1 "
+    return bytes(response[9:12])  # after b"HTTP/1.1 "
 
 
 def without_body(response: Response) -> Response:
-    """The answer to HEAD: the head of what GET would get, its content-length included."""
+    """The answer to HEAD: the head of the GET's answer, its content-length included."""
     return response[: response.index(b"\r\n\r\n") + 4]
 
 
@@ -124,17 +121,15 @@ def with_connection(response: Response, option: bytes) -> bytes:
 # --------------------------------------------------------------------------------------------------
 # An answer that comes later, between the app that makes it and the connection that waits for it.
 #
-# Owns who is told of its end, and in which order. Knows neither bytes of HTTP nor transports.
+# Defines who is called at its end, and in which order. Knows neither bytes of HTTP nor transports.
 
 
 class PendingReply:
     """An answer that comes later. The app keeps it, returns it, and calls `resolve` once.
 
-    `on_disconnect` is called, at most once, if the client hangs up first; `resolve` then does
-    nothing.
-
-    A client that closes only its sending side, as `nc -N` does after its request, is taken to have
-    hung up, unless the answer `is_being_made`: that it gets, as it gets one that is made at once.
+    `on_disconnect` is called, at most once, if the client disconnects first; `resolve` then does
+    nothing. A client that half-closes, as `nc -N` does after its request, counts as disconnected,
+    unless the answer `is_being_made`: it gets that one, like an immediate answer.
     """
 
     __slots__ = ("_observers", "_send", "held_bytes", "is_being_made", "on_disconnect", "response")
@@ -142,28 +137,27 @@ class PendingReply:
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
     ) -> None:
-        """`is_being_made`: the answer waits for nothing but the turns of the loop."""
+        """`is_being_made`: the answer waits only for turns of the loop."""
         self.on_disconnect = on_disconnect
         self.is_being_made = is_being_made
         self.response: Response | None = None
-        self.held_bytes = 0  # that the app keeps of the request meanwhile, if it is much
+        self.held_bytes = 0  # memory that the app keeps for the request meanwhile, if much
         self._observers: list[tuple[Callable[[Response], None], Callable[[], None]]] = []
         self._send: Callable[[Response], None] | None = None
 
     def observe(
         self, on_answer: Callable[[Response], None], on_hang_up: Callable[[], None]
     ) -> None:
-        """Hear of the end, once: of the response, at once if it is there, or of a hang-up.
-
-        Observers hear in the order in which they came, and of a hang-up before `on_disconnect`.
-        """
+        """Call `observer` once at the end: with the response (at once if it exists), or for a
+        disconnect. Observers are called in order, and before `on_disconnect`."""
         if self.response is not None:
             on_answer(self.response)
         else:
             self._observers.append((on_answer, on_hang_up))
 
     def resolve(self, response: Response) -> None:
-        """Send the complete response. Requests queued behind it are handled later, not in here."""
+        """Send the complete response. Requests queued behind it are handled later, not inside this
+        call."""
         assert self.response is None, "a reply is resolved once"
         self.response = response
         self.on_disconnect = None
@@ -175,11 +169,11 @@ class PendingReply:
             send(response)
 
     def park(self, send: Callable[[Response], None]) -> None:
-        """For the protocol: where the response goes."""
+        """For the protocol: where to send the response."""
         self._send = send
 
     def hang_up(self) -> None:
-        """For the protocol: the client is gone."""
+        """For the protocol: the client has disconnected."""
         self._send = None
         on_disconnect, self.on_disconnect = self.on_disconnect, None
         observers, self._observers = self._observers, []

@@ -1,9 +1,8 @@
-"""Which resource does a path name, and is the method right for it?
+"""The table of routes of one service: which resource a path names, and whether it has the method.
 
-Owns the table of routes of one service and the decoding of the two parts of a target that are
-data: one path parameter, and the query. Does not know what a route's value is; services choose.
-Paths are compared literally: no decoding, no case folding, no trailing slash (spec: selection.md
-1.1, slot_tracker.md 1.2).
+Also decodes the two parts of a target that are data: one path parameter, and the query. Does not
+interpret a route's value. Paths are compared literally: no decoding, no case folding, no trailing
+slash (spec: selection.md 1.1, slot_tracker.md 1.2).
 """
 
 from collections.abc import Iterable
@@ -33,7 +32,7 @@ class MethodNotAllowed:
 
 
 class _Resource(Generic[T]):
-    """The routes of one path: what each method leads to, in the order declared."""
+    """The routes of one path: the value of each method, in the order declared."""
 
     def __init__(self) -> None:
         self.by_method: dict[bytes, Match[T]] = {}
@@ -52,13 +51,13 @@ class RouteTable(Generic[T]):
     """Routes declared once as (method, template, value): `("DELETE", "/workers/{worker_id}", ...)`.
 
     A template may have one parameter, its second segment, in braces; `{path*}` at its end is that
-    segment and all behind it. HEAD is answered by GET. ValueError for a route declared twice, and
-    for a parameter anywhere else.
+    segment and everything after it. HEAD is answered by GET. ValueError for a route declared twice,
+    and for a parameter anywhere else.
     """
 
     def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
         self._literal: dict[bytes, _Resource[T]] = {}
-        # By the first segment, and then by what stands behind the parameter and its slash, if any.
+        # By the first segment, then by the text after the parameter and its slash, if any.
         self._parametric: dict[bytes, dict[bytes | None, _Resource[T]]] = {}
         self._tails: dict[bytes, _Resource[T]] = {}  # by the first segment
         for method, template, value in routes:
@@ -78,8 +77,7 @@ class RouteTable(Generic[T]):
         return behind.setdefault(rest, _Resource())
 
     def match(self, method: bytes, path: bytes) -> Match[T] | MethodNotAllowed | None:
-        """The route of a request, None where no route has its path; a literal path goes before a
-        parameter."""
+        """The route of a request, None if no route has its path; literal paths take precedence."""
         resource = self._literal.get(path)
         if resource is not None:
             return resource.by_method.get(method) or resource.method_not_allowed
@@ -88,7 +86,7 @@ class RouteTable(Generic[T]):
         if behind is None:
             return self._with_tail(method, path, segments)
         param = segments[2]
-        # An empty parameter between slashes is one, as in the reference; at the end it is none.
+        # An empty parameter between slashes counts, as in the reference; at the end it does not.
         if len(segments) > 3:
             resource = behind.get(segments[3])
         else:
@@ -101,7 +99,7 @@ class RouteTable(Generic[T]):
     def _with_tail(
         self, method: bytes, path: bytes, segments: list[bytes]
     ) -> Match[T] | MethodNotAllowed | None:
-        """For a path that no other template has; the parameter is what stands behind its slash."""
+        """Match a path against `{path*}` templates; the parameter is the text after their slash."""
         resource = self._tails.get(segments[1]) if len(segments) > 2 else None
         if resource is None:
             return None
@@ -112,15 +110,14 @@ class RouteTable(Generic[T]):
 
 
 def percent_decode(segment: bytes) -> str:
-    """A path parameter as text. Malformed escapes stay as they are; ValueError if it is not
-    UTF-8.
-    """
-    # A byte is looked for by its number: by itself it costs 200 ns more.
+    """A path parameter as text. Malformed escapes stay as they are; ValueError for invalid
+    UTF-8."""
+    # Searching for a byte by its number: as bytes it costs 200 ns more.
     return (unquote_to_bytes(segment) if _PERCENT in segment else segment).decode()
 
 
 class RepeatedQueryField(ValueError):
-    """A known field stands twice in a query string."""
+    """A known field is repeated in a query string."""
 
     def __init__(self, field: str) -> None:
         super().__init__(f"duplicate field `{field}`")
@@ -128,10 +125,10 @@ class RepeatedQueryField(ValueError):
 
 
 def parse_query(query: bytes, known: frozenset[str]) -> dict[str, str]:
-    """The known fields of a query string; others are ignored, however often they stand there.
+    """The known fields of a query string; others are ignored, even if repeated.
 
     Form rules: `+` is a space, a bare key is an empty value, malformed escapes stay as they are,
-    bytes that are not UTF-8 become U+FFFD. Raises RepeatedQueryField.
+    invalid UTF-8 becomes U+FFFD. Raises RepeatedQueryField.
     """
     fields: dict[str, str] = {}
     for pair in query.split(b"&"):

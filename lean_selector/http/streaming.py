@@ -1,7 +1,7 @@
-"""Answers that go out in pieces, as fast as their client takes them, and a connection with such.
+"""Streamed answers: pieces at the pace of the client, and a connection that supports them.
 
-Owns what is between the app that passes pieces on and the connection that writes them. Knows
-neither heads nor framing: what is written is the app's, to the byte.
+Connects the app that produces pieces and the connection that writes them. Knows neither heads nor
+framing: the app's bytes are written unchanged.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ CLOSE_LINE: Final = b"connection: close\r\n"
 
 
 class StreamedReply(PendingReply):
-    """The app returns it, and later either calls `resolve` with a whole response, or `begin`,
-    `write` as often as it likes, and at last `finish` or `break_off`.
+    """A streamed answer. The app returns it, and later either calls `resolve` with a whole
+    response, or `begin`, `write` any number of times, and finally `finish` or `break_off`.
 
-    A client that hangs up before the last of these calls is told to `on_disconnect`, once; from
-    then on nothing is to be called any more. While `is_paused` the client does not take what was
-    written; `on_pause` and `on_resume` tell when that changes.
+    If the client disconnects before that, `on_disconnect` is called, once, and nothing may be
+    called any more. While `is_paused` the client does not read; `on_pause` and `on_resume` report
+    changes.
     """
 
     __slots__ = (
@@ -45,15 +45,15 @@ class StreamedReply(PendingReply):
         self.is_paused = False
         self.begun = False
         self._closes = False
-        # Of the connection; nothing is begun before it is there.
+        # The connection; required before an answer begins.
         self.write: Callable[[bytes], None] = _too_early
         self._protocol: StreamingProtocol | None = None
 
     # -- for the app ---------------------------------------------------------------------------
 
     def begin(self, *, closes: bool = False) -> bytes:
-        """From here on pieces are written. Returns the `connection` line that belongs into the
-        head, or nothing. `closes`: only the end of the connection says where the answer ends."""
+        """Begin writing pieces. Returns the `connection` line for the head, or nothing. `closes`:
+        only the end of the connection marks the end of the answer."""
         assert self._protocol is not None, "the request is not parked yet"
         self.begun = True
         line = self._protocol.connection_line()
@@ -67,8 +67,8 @@ class StreamedReply(PendingReply):
             protocol.finish(self._closes)
 
     def break_off(self) -> None:
-        """There will be no more, and the client shall see it: where the answer's framing does not
-        show that it is cut short, the connection is reset."""
+        """End the answer early, visibly: if its framing does not show that it is cut short, the
+        connection is reset."""
         protocol = self._ended()
         if protocol is not None:
             protocol.break_off(self._closes)
@@ -76,7 +76,7 @@ class StreamedReply(PendingReply):
     # -- for the protocol ----------------------------------------------------------------------
 
     def attach(self, protocol: "StreamingProtocol") -> None:
-        """The connection on which it goes out."""
+        """The connection that it is sent on."""
         self.write, self._protocol = protocol.transport.write, protocol
 
     def pause(self) -> None:
@@ -105,16 +105,16 @@ def _too_early(data: bytes) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A connection whose answers may also go out in pieces.
+# A connection whose answers may also be streamed.
 #
-# What `protocol` does for answers that come later, and beside it what those need that stream: how
-# each ends, and who is told while the client does not take them.
+# Adds to `protocol`'s answers that come later what streaming needs: how each ends, and reports
+# while the client does not read.
 
 _KEPT_LINE: Final = b"connection: keep-alive\r\n"
 
 
 class StreamingProtocol(HttpProtocol):
-    """One connection, of an app that may answer with a StreamedReply."""
+    """One connection of an app that may answer with a StreamedReply."""
 
     __slots__ = ()
 
@@ -132,7 +132,7 @@ class StreamingProtocol(HttpProtocol):
     def turn_away(self, reason: str) -> None:
         parked = self._parked
         if isinstance(parked, StreamedReply) and parked.begun:
-            self.transport.abort()  # nothing else can be said in the middle of an answer
+            self.transport.abort()  # no error can be sent in the middle of an answer
         else:
             super().turn_away(reason)
 
@@ -158,7 +158,7 @@ class StreamingProtocol(HttpProtocol):
             self._after_parked()
 
     def break_off(self, resets: bool) -> None:
-        """A streamed answer will have no end."""
+        """A streamed answer was cut short."""
         self._unpark()
         if resets:
             self.transport.abort()

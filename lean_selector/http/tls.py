@@ -1,10 +1,9 @@
-"""TLS between a connection of the loop and the protocol spoken on it. Imported where it is on.
+"""TLS between a connection of the loop and the protocol spoken on it. Imported if enabled.
 
-The protocol sees a transport that half-closes, reads on and counts what is unwritten as a bare
-one does, which the loop's own TLS does not (D27, D46). Handshakes cost half a millisecond each,
-so that a turn of the loop does a few; whoever is in one has a place among the connections, and
-`Connections.sweep` is its clock. Knows no file and no HTTP but the one answer to who speaks no
-TLS.
+The protocol sees a transport that half-closes, reads on and counts unwritten bytes like a plain
+one, unlike the loop's own TLS (D27, D46). Handshakes cost half a millisecond each, so a turn of the
+loop does a few; a connection in its handshake counts among the connections, and `Connections.sweep`
+is its clock. Knows no file, and of HTTP only the one answer to clients without TLS.
 """
 
 import asyncio
@@ -57,29 +56,29 @@ def text_of(error: ssl.SSLError) -> str:
     return f"it says: {words.partition(' alert ')[2]}" if " alert " in words else words
 
 
-# OpenSSL takes 0.25 ms for one with an ECDSA key, 0.5 ms with RSA of 2 048 bits: a turn stays below
-# 5 ms, and who is connected already gets a turn in between.
+# OpenSSL takes 0.25 ms for a handshake with an ECDSA key, 0.5 ms with RSA of 2 048 bits: a turn
+# stays below 5 ms, and open connections get a turn in between.
 HANDSHAKES_PER_TURN: Final = 4
 
-# All that a handshake may take of a client. OpenSSL takes 100 KB of certificates. What comes behind
-# it waits for its turn, too: beyond this, unread.
+# Bytes that a handshake may read from a client. OpenSSL accepts 100 KB of certificates. Bytes
+# behind it wait for their turn too: above this, unread.
 _MAX_GREETING_BYTES: Final = 128 * 1024
-# What a client whose handshake failed may still send, so that it gets to read why.
+# What a client with a failed handshake may still send, so that it can read why.
 _MAX_LINGER_BYTES: Final = 1024 * 1024
 
-_RECORD_BYTES: Final = 16 * 1024  # the plain text of one, at most
-# OpenSSL's buffers do not shrink: what passes at a time is what a connection keeps for good.
+_RECORD_BYTES: Final = 16 * 1024  # plain text of one record, at most
+# OpenSSL's buffers do not shrink: the size of a piece is what a connection keeps for good.
 _FED_BYTES: Final = 32 * 1024
 _SMALL_READ_BYTES: Final = 4 * 1024  # 180 records of a byte
 
-_HANDSHAKE: Final = 0x16  # the first byte of who speaks TLS
+_HANDSHAKE: Final = 0x16  # the first byte of a TLS client
 _PLAIN: Final = encode_response(
     400, b'{"error":"this port speaks TLS: use https://"}', extra=b"connection: close\r\n"
 )
 
 
 class TlsDoor:
-    """What the TLS connections of one server share. Only for the thread of the loop."""
+    """What the TLS connections of one server share. To be used from the loop's thread only."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class TlsDoor:
         return TlsConnection(self)
 
     def enqueue(self, connection: "TlsConnection") -> None:
-        """Something came that its handshake needs."""
+        """Input arrived that its handshake needs."""
         self._waiting[connection] = None
         self._schedule()
 
@@ -125,7 +124,7 @@ class TlsDoor:
 
 
 class TlsConnection(asyncio.Protocol):
-    """One connection: a protocol to the loop's transport, a transport to the protocol inside."""
+    """One connection: a protocol to the loop's transport, a transport to the inner protocol."""
 
     __slots__ = (
         "_door",
@@ -157,19 +156,19 @@ class TlsConnection(asyncio.Protocol):
         self._tls: Final = door.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._inside: asyncio.Protocol | None = None  # once the handshake is over
         self._has_said = False  # a byte, or more
-        self._early = bytearray()  # what waits for its turn
-        self._is_told = False  # of its failed handshake, or dropped: counted, if it counts
-        self._is_deaf = False  # nothing that still comes is decrypted
+        self._early = bytearray()  # input that waits for its turn
+        self._is_told = False  # failed, or dropped: counted, if it counts
+        self._is_deaf = False  # later input is not decrypted
         self._got_eof = False
         self._keeps_open = False  # after that
-        self._is_put_off = False  # a turn is coming that decrypts what waits
-        self._is_paused = False  # the protocol inside wants nothing more
+        self._is_put_off = False  # a turn is scheduled that decrypts the waiting input
+        self._is_paused = False  # the inner protocol has closed
         self._writing_paused = False
         self._linger_bytes = 0
-        self.held_bytes = 0  # received in the handshake, while that lasts
+        self.held_bytes = 0  # bytes received during the handshake
         self.since = door.connections.now
 
-    # Called by the loop's transport.
+    # called by the loop's transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._raw = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
@@ -182,17 +181,17 @@ class TlsConnection(asyncio.Protocol):
         elif inside is None:
             self._greet(data)
         elif self._got_eof:
-            pass  # RFC 8446, 6.1: behind a farewell is nothing
+            pass  # RFC 8446, 6.1: nothing follows a close_notify
         elif self._is_put_off:
             self._early += data
-        elif len(data) <= _SMALL_READ_BYTES:  # in whatever turn, as in `protocol`
+        elif len(data) <= _SMALL_READ_BYTES:  # in any turn, as in `protocol`
             self._incoming.write(data)
             self._read(inside)
         else:
             self._decrypt(inside, data)
 
     def eof_received(self) -> bool:
-        """Also of a client that ends without saying so in TLS: requests say how long they are."""
+        """Also for a client that disconnects without close_notify: requests state their length."""
         return self._inside is not None and self._end_of_input(self._inside)
 
     def pause_writing(self) -> None:
@@ -214,13 +213,13 @@ class TlsConnection(asyncio.Protocol):
             return
         self._door.leave(self)
         self._door.connections.forget(self)
-        if self._has_said:  # who only looks whether a port is open does not
+        if self._has_said:  # a port probe, which does not count
             self._count("closed", "the client closed the connection in its TLS handshake")
 
-    # Called by Connections, while the handshake lasts.
+    # called by Connections, during the handshake
 
     def expire(self, now: float) -> None:
-        """Drop it if its time has passed. See Timeouts."""
+        """Drop the connection if its time has passed. See Timeouts."""
         connections = self._door.connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since
@@ -236,10 +235,10 @@ class TlsConnection(asyncio.Protocol):
             self.abort()
 
     def turn_away(self, reason: str) -> None:
-        """Nothing can be said to it yet."""
+        """No answer can be sent yet."""
         self.abort()
 
-    # The handshake.
+    # the handshake
 
     def _greet(self, data: bytes) -> None:
         if not self._has_said:
@@ -258,7 +257,7 @@ class TlsConnection(asyncio.Protocol):
         self._door.connections.make_room()
 
     def _let_go(self) -> None:
-        """What came in the handshake is not held any more."""
+        """Release the handshake's input."""
         self._door.connections.held_bytes -= self.held_bytes
         self.held_bytes = 0
         self._early = bytearray()
@@ -282,7 +281,7 @@ class TlsConnection(asyncio.Protocol):
             self._fail("other", f"more than {_MAX_GREETING_BYTES} bytes in a TLS handshake")
 
     def _shake_hands(self) -> None:
-        """As far as it goes with what is here."""
+        """Continue the handshake with the input so far."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -307,7 +306,7 @@ class TlsConnection(asyncio.Protocol):
             self._read(inside)
 
     def _fail(self, reason: str, text: str) -> None:
-        """Half-closed, so that no reset overtakes what it was told."""
+        """Half-close, so that no reset overtakes the alert."""
         self._count(reason, text)
         self._is_deaf = True
         self._let_go()
@@ -324,10 +323,10 @@ class TlsConnection(asyncio.Protocol):
             counts.failures[reason] += 1
             counts.last_failure = f"{who}: {text}"
 
-    # What is received.
+    # input
 
     def _decrypt(self, inside: asyncio.Protocol, data: bytes) -> None:
-        """As much of it as a turn may take; records of a byte cost a hundred times as much as those
+        """Decrypt as much as a turn allows; records of a byte cost a hundred times as much as those
         of 16 KiB."""
         connections = self._door.connections
         before, began = connections.spent_s, connections.clock()
@@ -344,7 +343,7 @@ class TlsConnection(asyncio.Protocol):
             connections.spent_s = before + connections.clock() - began
 
     def _put_off(self) -> None:
-        """Decrypt what waits in a later turn, and read nothing until then."""
+        """Decrypt the rest in a later turn, and read nothing until then."""
         if not self._is_put_off:
             self._is_put_off = True
             self._raw.pause_reading()
@@ -363,7 +362,7 @@ class TlsConnection(asyncio.Protocol):
             self._raw.resume_reading()
 
     def _read(self, inside: asyncio.Protocol) -> None:
-        """Hand on whatever can be decrypted, in one piece."""
+        """Pass on all decrypted bytes, in one piece."""
         tls, incoming = self._tls, self._incoming
         pieces: list[bytes] = []
         is_over = is_broken = False
@@ -375,13 +374,13 @@ class TlsConnection(asyncio.Protocol):
                     break
                 pieces.append(piece)
         except ssl.SSLWantReadError:
-            pass  # the rest of a record is still to come
+            pass  # the record is incomplete
         except ssl.SSLZeroReturnError:
             is_over = True
         except ssl.SSLError:
             is_broken = True
         if self._outgoing.pending:
-            self._flush()  # an alert, or the other half of an exchange of keys
+            self._flush()  # an alert, or a part of a key update
         if pieces:
             inside.data_received(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if is_broken:
@@ -398,7 +397,7 @@ class TlsConnection(asyncio.Protocol):
         return self._keeps_open
 
     def _hear_on(self, data: bytes) -> None:
-        """It is counted, and thrown away: by the protocol inside, if there is one."""
+        """Count further input and drop it: by the inner protocol, if there is one."""
         inside = self._inside
         if inside is not None:
             inside.data_received(data)
@@ -407,16 +406,16 @@ class TlsConnection(asyncio.Protocol):
         if self._linger_bytes > _MAX_LINGER_BYTES:
             self.abort()
 
-    # Called by the protocol inside.
+    # called by the inner protocol
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """All of it is encrypted at once; `data` is the caller's again."""
+        """Encrypt all of it at once; `data` may then be reused."""
         if self._is_deaf or self._raw.is_closing():
             return
         tls, size = self._tls, len(data)
         try:
             written = tls.write(data)
-            if written < size:  # OpenSSL takes a record at a time
+            if written < size:  # OpenSSL writes one record at a time
                 view = memoryview(data)
                 while written < size:
                     if self._outgoing.pending >= _FED_BYTES:
@@ -431,14 +430,15 @@ class TlsConnection(asyncio.Protocol):
         return True
 
     def write_eof(self) -> None:
-        """Say that no more comes; what still comes from there is thrown away."""
+        """Half-close; later input is dropped."""
         if not self._is_deaf:
             self._is_deaf = True
             self._say_farewell()
             self._raw.write_eof()
 
     def close(self) -> None:
-        """Once all is written. Nobody waits for the other side's farewell (RFC 8446, 6.1)."""
+        """Close once everything is written, without waiting for the peer's close_notify (RFC 8446,
+        6.1)."""
         if not self._raw.is_closing():
             if not self._is_deaf:
                 self._is_deaf = True
@@ -470,7 +470,7 @@ class TlsConnection(asyncio.Protocol):
         return self._raw.get_extra_info(name, default)
 
     def _say_farewell(self) -> None:
-        with contextlib.suppress(ssl.SSLError):  # as nearly always: it would like an answer
+        with contextlib.suppress(ssl.SSLError):  # nearly always: it expects an answer
             self._tls.unwrap()
         self._flush()
 
@@ -481,10 +481,10 @@ class TlsConnection(asyncio.Protocol):
 
 
 # --------------------------------------------------------------------------------------------------
-# The last second of a certificate: what operators must hear of in time.
+# The expiry time of a certificate, for monitoring.
 #
-# `ssl` tells it of a peer's certificate alone, and only while that is valid. So the one field is
-# read here, from the DER of what OpenSSL has judged before (RFC 5280, section 4.1).
+# `ssl` reports it only for a peer's valid certificate. So the field is read here, from the DER that
+# OpenSSL has validated (RFC 5280, section 4.1).
 
 _PEM: Final = re.compile(rb"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----(.*?)-----END", re.DOTALL)
 _VERSION: Final = 0xA0  # absent in certificates of version 1
@@ -505,14 +505,14 @@ def not_after_of(pem: bytes) -> int | None:
 
 def _not_after(der: bytes) -> int:
     _, at, _ = _element(der, 0)  # the certificate
-    _, at, _ = _element(der, at)  # what is signed of it
+    _, at, _ = _element(der, at)  # the signed part
     tag, _, end = _element(der, at)
     if tag == _VERSION:
         at = end
-    _, _, at = _element(der, at)  # its number
+    _, _, at = _element(der, at)  # serial number
     _, _, at = _element(der, at)  # the algorithm
     _, _, at = _element(der, at)  # the issuer
-    _, at, _ = _element(der, at)  # from when until when
+    _, at, _ = _element(der, at)  # the validity
     _, _, at = _element(der, at)
     tag, begin, end = _element(der, at)
     text = der[begin:end].decode("ascii")
@@ -525,7 +525,7 @@ def _not_after(der: bytes) -> int:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """The tag of what begins there, and where its content begins and ends."""
+    """The tag of the element at a position, and where its content begins and ends."""
     size, begin = der[at + 1], at + 2
     if size & 0x80:
         begin += size & 0x7F

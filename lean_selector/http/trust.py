@@ -1,7 +1,7 @@
-"""What our own requests bring along, from files that may be replaced while we run.
+"""Credentials of our own requests, from files that may be replaced at run time: a bearer token,
+trusted CAs, a certificate.
 
-A bearer token; the authorities that are believed over TLS; a certificate of ours. Files that change
-are read again, and while they cannot be used the last ones are.
+Changed files are read again; while they are invalid the last version is used.
 """
 
 import logging
@@ -13,15 +13,16 @@ from typing import Final, NoReturn
 log = logging.getLogger("lean_selector.outbound")
 
 MOST_FILE_BYTES: Final = 1 << 20
-_TOKEN: Final = re.compile(rb"[!-~]+")  # what a header can carry; the rest is not for us to judge
+_TOKEN: Final = re.compile(rb"[!-~]+")  # characters allowed in a header
 _MOST_TOKEN_BYTES: Final = 64 * 1024
 
 
 class WatchedFile:
-    """Its bytes as they are now. A look costs a stat, which follows links as those of secrets."""
+    """A file's current content. Checking costs a stat, which follows links, as secrets have
+    them."""
 
     def __init__(self, path: str, most_bytes: int = MOST_FILE_BYTES, *, keeps: bool = True) -> None:
-        """Not `keeps`: what it holds is not kept here, and read only when it is new."""
+        """Without `keeps` the content is not cached, and read only when it has changed."""
         self.path: Final = path
         self._keeps = keeps
         self._most_bytes = most_bytes
@@ -29,10 +30,8 @@ class WatchedFile:
         self._bytes = b""
 
     def read(self) -> tuple[bytes, bool]:
-        """What it holds, and whether it changed since the last read. Raises OSError.
-
-        Unchanged and not kept: nothing.
-        """
+        """The content, and whether it changed since the last read. Raises OSError. Empty if
+        unchanged and not cached."""
         status = os.stat(self.path)
         known = status.st_mtime_ns, status.st_ino, status.st_size
         if known == self._known:
@@ -47,15 +46,15 @@ class WatchedFile:
         return found, True
 
     def forget(self) -> None:
-        """The next read is of the file, however it looks."""
+        """Read the file at the next call, even if it looks unchanged."""
         self._known = None
 
 
 class TokenFile:
-    """The token of now. While a file cannot be read, the token that it held last is used."""
+    """The current token. While the file cannot be read, the last token is used."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError or ValueError, in one clear line, where there is no token at first."""
+        """Raises OSError or ValueError, with a one-line message, if there is no token at first."""
         self._file = WatchedFile(path, _MOST_TOKEN_BYTES)
         self._complains = False
         self._token = _token(path, self._file.read()[0])
@@ -81,31 +80,29 @@ def _token(path: str, text: bytes) -> bytes:
 
 
 class Trust:
-    """Makes the TLS context when it is first needed, and anew when a file has changed.
-
-    From any thread: two at once make it twice, which does no harm.
-    """
+    """Creates the TLS context on first use, and again when a file has changed. From any thread: two
+    at once create it twice, harmlessly."""
 
     def __init__(
         self, ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
     ) -> None:
-        """`ca_file` holds PEM certificates, which then are the only authorities; `cert_file` our
-        own with its chain, and `key_file` its key, unless that is in there too."""
+        """`ca_file` holds PEM certificates, which are then the only CAs; `cert_file` our own with
+        its chain, and `key_file` its key, unless that is in there too."""
         self._ca_file: Final = ca_file
         self._cert_file: Final = cert_file
         self._key_file: Final = key_file
         self._files: Final = [WatchedFile(path) for path in (ca_file, cert_file, key_file) if path]
         self._context: ssl.SSLContext | None = None
-        self._held: list[bytes] = []  # by the files when they were used, or tried, last
+        self._held: list[bytes] = []  # state of the files when last used or tried
         self._is_unfit = False  # what they held
         self._complains = False
 
     def context(self) -> ssl.SSLContext:
-        """Raises OSError when the files cannot be used, and could not be before."""
+        """Raises OSError if the files cannot be used, and never could."""
         try:
             held = [file.read()[0] for file in self._files]
             if self._context is None or held != self._held:
-                # Once for each change: the system's authorities alone take some 20 ms.
+                # Once for each change: loading the system's CAs takes some 20 ms.
                 self._held, self._is_unfit = held, True
                 self._context = self._made()
                 self._is_unfit = False
@@ -141,7 +138,7 @@ class LockedKey(Exception):
 
 
 def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
-    """Raises LockedKey; for a passphrase OpenSSL would ask on the terminal, and wait."""
+    """Raises LockedKey: for a passphrase OpenSSL would prompt on the terminal, and wait."""
 
     def refuse() -> NoReturn:
         raise LockedKey(f"{key_file}: a key with a passphrase is not supported")
@@ -150,7 +147,7 @@ def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> 
 
 
 class Credentials:
-    """Read again when their files change."""
+    """Reloaded when their files change."""
 
     def __init__(
         self,
@@ -158,7 +155,7 @@ class Credentials:
         trust: Trust | None = None,
         tls_name: str | None = None,
     ) -> None:
-        """`tls_name` is what certificates must be for, in place of the host of the URL."""
+        """`tls_name` is the name that certificates must have, instead of the host of the URL."""
         self.token: Final = token
         self.trust: Final = Trust() if trust is None else trust
         self.tls_name: Final = tls_name

@@ -1,1 +1,2 @@
-"""Routes and handlers of both services, and what observes them: the gate, access, metrics, logs."""
+"""Routes and handlers of both services, and what every request passes: the gate, access, metrics,
+logs."""

@@ -10,7 +10,7 @@ from lean_selector.http.head import digest_of
 
 
 class Role(IntEnum):
-    """What a route needs; each role may do what those before it may. OPEN needs no token."""
+    """The role that a route requires; each role includes the previous ones. OPEN needs no token."""
 
     OPEN = 0  # whether the service is up
     READ = 1  # inspection
@@ -23,18 +23,18 @@ READ: Final = Role.READ
 WRITE: Final = Role.WRITE
 ADMIN: Final = Role.ADMIN
 
-ROLES: Final = {b"read": READ, b"write": WRITE, b"admin": ADMIN}  # as a token file names them
+ROLES: Final = {b"read": READ, b"write": WRITE, b"admin": ADMIN}  # their names in a token file
 NAMES: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 
 
 # -- refusals -------------------------------------------------------------------------------------
-# RFC 6750 section 3: the line names no error to a request without a bearer token.
+# RFC 6750 section 3: a request without a bearer token gets no error code in the header.
 
 _CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
 
 
 class Refusal:
-    """One answer; `line` is a whole header line, `code` the word for programs in OpenAI's shape."""
+    """One refusal; `line` is a whole header line, `code` the error code in OpenAI's format."""
 
     __slots__ = ("code", "line", "status", "text")
 
@@ -50,7 +50,7 @@ UNKNOWN_TOKEN: Final = Refusal(401, "the bearer token is not known", b', error="
 
 
 def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
-    """To a request with this credential, whose `role` is below the one that is needed."""
+    """The refusal for a request with this credential, whose `role` is insufficient."""
     if role == OPEN:
         return UNKNOWN_TOKEN if credential else NO_TOKEN
     name = NAMES[needed]
@@ -61,7 +61,7 @@ def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
     )
 
 
-# -- the file of tokens ---------------------------------------------------------------------------
+# -- the token file -------------------------------------------------------------------------------
 # A line `ROLE TOKEN` each, read at the start and again when it changes. Only digests are kept
 # (`http.head`), and no message repeats a token.
 
@@ -74,14 +74,16 @@ _TOKEN: Final = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1
 
 
 class AccessTokens:
-    """The tokens of now, and whose role each is. While a file cannot be used, the last ones hold.
+    """The current tokens and their roles. While the file is invalid, the previous ones stay in
+    force.
 
-    `seen` has the roles of tokens that came in, by digest, for the gate, which asks at every
-    request. It is emptied in place when the tokens change.
+    `seen` caches the roles of received tokens by digest, for the gate, which looks them up at every
+    request. It is cleared in place when the tokens change.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises OSError or ValueError, in one clear line, where there are no tokens at first."""
+        """Raises OSError or ValueError, with a one-line message, if there are no tokens at
+        first."""
         from lean_selector.http.trust import WatchedFile
 
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
@@ -90,10 +92,8 @@ class AccessTokens:
         self.seen: dict[bytes | None, int] = {}
 
     def role_of(self, credential: bytes | None) -> Role:
-        """The role of a token by its digest; OPEN for one that is not known.
-
-        Every known digest is looked at, each in the same time, whichever it is.
-        """
+        """The role of a token by its digest; OPEN for an unknown one. Every known digest is
+        compared, in constant time."""
         if credential is None:
             return OPEN
         found = OPEN
@@ -105,7 +105,7 @@ class AccessTokens:
         return found
 
     def look(self, again: bool = False) -> None:
-        """Take over what the file holds now, if it has changed; or in any case, `again`."""
+        """Reload the file if it has changed; or in any case, with `again`."""
         if again:
             self._file.forget()
         try:
@@ -122,7 +122,7 @@ class AccessTokens:
 
 
 def _roles_of(path: str, text: bytes) -> dict[bytes, Role]:
-    """By the digest of the token. Raises ValueError, naming the line."""
+    """Roles by the digest of the token. Raises ValueError, naming the line."""
     roles: dict[bytes, Role] = {}
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -130,7 +130,7 @@ def _roles_of(path: str, text: bytes) -> dict[bytes, Role]:
         if not words or words[0].startswith(b"#"):
             continue
         where = f"{path}, line {number}"
-        if words[0] not in ROLES:  # which may be a token: it is not repeated
+        if words[0] not in ROLES:  # the text may be a token: it is not repeated
             raise ValueError(f"{where}: the first word is none of {', '.join(NAMES.values())}")
         if len(words) != 2:
             raise ValueError(f"{where}: expected a role and one token, and nothing else")

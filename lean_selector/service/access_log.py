@@ -1,7 +1,7 @@
-"""The access log: one line per request, wrapped around the gate when it is asked for.
+"""The access log: one line per request, wrapped around the gate if enabled.
 
-Without it nothing of this runs. Ids come from the path, the body and the answer; bodies that are
-not JSON objects have none. Text of clients is cut, and escaped by `logs`.
+Ids come from the path, the body and the answer; bodies that are not JSON objects have none. Text
+from clients is truncated, and escaped by `logs`.
 """
 
 import logging
@@ -20,10 +20,10 @@ from lean_selector.service.gate import HUNG_UP, Route
 from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.wire.selection_bodies import BodyIds
 
-MAX_ID_CHARACTERS = 256  # of what a client sends; uuids have 36
+MAX_ID_CHARACTERS = 256  # of text from a client; uuids have 36
 MAX_TARGET_CHARACTERS = 1024
 
-# Answers of POST /route, and the fields that they fill.
+# Headers in answers of POST /route, and the fields of the line that they fill.
 _IN_HEADERS: Final = {b"x-reservation-id": "reservation_id", b"x-lean-prompt": "prompt"}
 _HEADERS: Final = re.compile(rb"\r\n(%b): ([!-~]+)" % b"|".join(_IN_HEADERS))
 
@@ -36,7 +36,7 @@ ID_FIELDS = BodyIds.__struct_fields__
 def with_access_log(
     app: App, routes: tuple[Route, ...], clock: Callable[[], float] = perf_counter
 ) -> App:
-    """`app` with a line for every answer, at the time of the answer."""
+    """`app` with a line for every answer, logged at the time of the answer."""
     table: RouteTable[str] = RouteTable([(method, path, path) for method, path, *_ in routes])
 
     def logged(request: Request) -> bytes | PendingReply:
@@ -61,7 +61,7 @@ def with_access_log(
 
 
 def _said_in(table: RouteTable[str], request: Request) -> dict[str, object]:
-    """The fields of a line that are known before the answer, each at its place."""
+    """The fields of a line that are known before the answer, in order."""
     found = table.match(request.method, request.path)
     fields: dict[str, object] = {
         "method": request.method.decode("latin-1")[:MAX_ID_CHARACTERS],
@@ -95,7 +95,7 @@ def _write(fields: dict[str, object], status: bytes, response: Response, seconds
 
 
 def _told_in(head: bytes | bytearray) -> dict[str, object]:
-    """The fields of an answer whose figures are in its headers."""
+    """The fields of an answer from its headers."""
     return {
         _IN_HEADERS[bytes(name)]: value.decode("latin-1")[:MAX_ID_CHARACTERS]
         for name, value in _HEADERS.findall(head)

@@ -1,6 +1,5 @@
-"""The application that a server runs: the routes of a service behind the gate, with GET /metrics,
-GET /openapi.json, and the access log if it is asked for.
-"""
+"""The application of a server: the routes of a service behind the gate, with GET /metrics, GET
+/openapi.json, and the access log if enabled."""
 
 import asyncio
 import logging
@@ -31,7 +30,7 @@ from lean_selector.service.replies import INTERNAL_ERROR, CallSoon, LaterReply, 
 # Made in slices of the loop's turns: a fleet of 512 ranks has thousands of samples, at a
 # microsecond or so each.
 
-PIECES_PER_PART = 32  # a part is what is made between two looks at the clock: about 40 us
+PIECES_PER_PART = 32  # pieces between two looks at the clock: about 40 us
 
 
 def metrics_route(
@@ -47,18 +46,18 @@ def metrics_route(
             yield "".join(part).encode()
 
     sliced = SlicedAnswers("a scrape", parts, call_soon, CONTENT_TYPE, clock)
-    # Not `plain`: this text has no other form.
+    # Not `plain`: this text is never MessagePack.
     return "GET", "/metrics", READ, Endpoint(lambda request, param: sliced.answer(at_once=False))
 
 
 # -- GET /openapi.json ----------------------------------------------------------------------------
-# Made when it is first asked for, in a thread, and kept. Until then nothing of it is imported.
+# Made on the first request, in a thread, and cached. Nothing of it is imported before.
 
 _log = logging.getLogger("lean_selector.http")
 
 
 class OpenApiRoutes:
-    """`document`: its name in `openapi.document`; `routes`: all that it tells of but this one."""
+    """`document`: its name in `openapi.document`; `routes`: all routes except this one."""
 
     def __init__(
         self, document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False
@@ -83,7 +82,7 @@ class OpenApiRoutes:
         return pending
 
     def _made(self) -> bytes:
-        """In a thread."""
+        """Make the document, in a thread."""
         from lean_selector.service.openapi.document import service_document
 
         return service_document(self._document, self._routes, asks_tokens=self._asks_tokens)
@@ -91,7 +90,7 @@ class OpenApiRoutes:
     def _tell(self, work: "asyncio.Future[bytes]") -> None:
         waiting, self._waiting = self._waiting, []
         if work.cancelled():
-            return  # with the loop
+            return  # the loop is closed
         error = work.exception()
         if error is not None:
             _log.error("GET /openapi.json failed", exc_info=error)
@@ -120,10 +119,12 @@ def observed(
     meters: Sequence[RouteMeter] = (),
     connections: Connections,
 ) -> App:
-    """The application for `routes` on the running loop; `families_of` gets the meters of all of
-    them, and `meters`. `service` is its name in the metrics, `document` that of its description in
-    `openapi.document`; `lines` are the gate's; `tokens` are those that are required, if any;
-    `connections` are those that it is served on."""
+    """The application for `routes` on the running loop.
+
+    `families_of` gets the meters of all routes, and `meters`. `service` is its name in the metrics,
+    `document` that of its description in `openapi.document`; `lines` are the gate's; `tokens` are
+    those required, if any; `connections` are the server's.
+    """
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))

@@ -1,7 +1,7 @@
-"""What a request says, checked: its body, its query, the id in its path.
+"""Reading a request: its body, its query, the id in its path.
 
-Content type, size, decoding, and what is wrong with a body that cannot be decoded. The order of the
-checks is that of spec selection.md 1.1; strictness of JSON as decision D8.
+Checks content type and size, decodes, and reports what is wrong with a body. The order of the
+checks is that of spec selection.md 1.1; strictness of JSON as in decision D8.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 NOT_JSON = "Expected request with `Content-Type: application/json`"
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
-# A body as short as this cannot hold the loop for long, whatever it says.
+# A body this short cannot hold the loop for long, whatever its content.
 LONG_BODY_BYTES: Final = 32 * 1024
 COSTLY_NUMBERS = f"more than {MOST_COSTLY_NUMBERS} numbers with an exponent of three digits"
 SCOPE_FIELDS = frozenset({"model_name", "tenant_id", "routing_group"})
@@ -43,7 +43,7 @@ _WORDS = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
 class BadBody(SelectorError):
-    """A body that is not what its route takes."""
+    """A body that its route does not accept."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -59,10 +59,8 @@ class BadQuery(BadRequest):
 
 
 def body_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """What decodes the body of a request: JSON; where it holds a prompt, or MessagePack.
-
-    That raises BadBody; msgspec.ValidationError for a wrong shape, which `shape_fault` judges.
-    """
+    """The decoder of a route's body: JSON; with a prompt, also MessagePack. It raises BadBody, or
+    msgspec.ValidationError for a wrong shape, which `shape_fault` classifies."""
     decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
     if issubclass(body_type, PromptFields):
         return _prompt_reader(body_type, decode)
@@ -94,7 +92,7 @@ def _prompt_reader(
         if len(request.body) < LONG_PROMPT_BYTES:
             try:
                 return _read_json(decode_short, request.body)
-            except msgspec.ValidationError:  # maybe of a list that a later key replaces
+            except msgspec.ValidationError:  # perhaps in a list that a later key replaces
                 return _read_json(decode, request.body)
         fields = read_long(request.body)
         return _read_json(decode, request.body) if fields is None else fields
@@ -152,7 +150,7 @@ def _read_json(decode: Callable[[bytes | bytearray], T], body: bytes | bytearray
 
 
 def shape_fault(request: Request, error: msgspec.ValidationError) -> BadBody:
-    """What a body of the wrong shape is told: 400 if it is broken as a whole (D8), else 422."""
+    """The error for a body of the wrong shape: 400 if it is broken as a whole (D8), else 422."""
     is_binary = names_msgpack(request.headers.content_type)
     form = "MessagePack" if is_binary else "JSON"
     fault = messagepack_fault(request.body) if is_binary else json_fault(request.body)
@@ -169,7 +167,7 @@ def _not_parsed(form: str, fault: object) -> BadBody:
 
 
 def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
-    """The known fields of a query, a routing group under the name of tenant_id."""
+    """The known fields of a query; a routing group is renamed to tenant_id."""
     if not request.query:
         return {}
     try:
@@ -183,7 +181,7 @@ def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
 
 
 def wants_detail(query: Query) -> bool:
-    """Whether a query has `detail`, and means it."""
+    """Whether a query has `detail` set to true."""
     try:
         return _WORDS[query.get("detail", "false").lower()]
     except KeyError:

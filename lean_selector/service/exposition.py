@@ -1,4 +1,4 @@
-"""What metrics are made of: counters of the hot path, and their text in the exposition format.
+"""Building blocks of metrics: counters of the hot path, and their text in the exposition format.
 
 The hot path only adds to ints. A scrape is a generator of text that its caller runs in slices,
 because one sample costs about a microsecond and a large fleet has thousands; so counters of
@@ -18,8 +18,8 @@ from lean_selector.core.errors import AllWorkersBusy, NoWorkers, UnknownModel, W
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
-# Seconds. An 8-block selection takes about 12 us, so the first bucket is the normal case; parked
-# requests fill the last.
+# Seconds. An 8-block selection takes about 12 us, so the first bucket is the normal case; queued
+# requests are in the last.
 LATENCY_BOUNDS_S: Final[tuple[float, ...]] = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 0.1, 0.5, 1.0, 5.0, 30.0,
 )  # fmt: skip
@@ -27,19 +27,20 @@ FASTEST_S: Final = LATENCY_BOUNDS_S[0]
 LAG_BOUNDS_S = (0.5e-3, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 1.0)
 LAG_EVERY_S = 0.05  # 20 wake-ups a second cost 0.01 % of a core
 
-# All but the line feed, which the format has an escape for; and changes of direction.
+# Control characters except the line feed, which the format escapes itself; and bidirectional marks.
 _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 Number = int | float
-Sample = tuple[str, Number] | None  # labels as `labels` writes them, value; None: nothing, go on
-# What a metric of several things says of one of them. None: it has no value; a list: it has
-# several, each with one more label, `name="value"`.
+# labels as `labels` writes them, value; None: a pause without a sample
+Sample = tuple[str, Number] | None
+# The value of a metric for one of several things. None: no value; a list: several values, each with
+# one more label, `name="value"`.
 Value = Number | None | list[tuple[str, Number]]
 T = TypeVar("T")
 
 
 class Histogram:
-    """Counts of values by upper bound. The last bucket has none."""
+    """Counts of values by upper bound. The last bucket is unbounded."""
 
     __slots__ = ("bounds", "buckets", "total")
 
@@ -54,10 +55,10 @@ class Histogram:
 
 
 class RouteMeter:
-    """The answers of one route: how long each took, and its status.
+    """The answers of one route: durations and statuses.
 
-    What is not in `others` was a 200: the hot path keeps no count of those. It is spelled out where
-    it is used, because a call costs as much as the rest: see `Gate`.
+    What is not in `others` was a 200: the hot path does not count those. It is inlined where it is
+    used, because a call costs as much as the rest: see `Gate`.
     """
 
     __slots__ = (
@@ -78,12 +79,12 @@ class RouteMeter:
         self.route = route
         self.label = labels(method=method, route=route)
         self.fastest = 0  # answers in the first bucket
-        self.slower = [0] * (len(LATENCY_BOUNDS_S) + 1)  # by bucket, the first of them empty
+        self.slower = [0] * (len(LATENCY_BOUNDS_S) + 1)  # by bucket; the first is unused
         self.seconds = 0.0
         self.others: dict[bytes, int] = {}  # by status, all but 200; at most one per status
-        self.shed = 0  # of those, the requests that were shed
-        self.unknown_models = 0  # and those for models that never had a worker
-        self.unknown_tenants = 0  # and for tenants that never had one of a model that has some
+        self.shed = 0  # the shed requests among them
+        self.unknown_models = 0  # those for models that never had a worker
+        self.unknown_tenants = 0  # those for tenants that never had a worker of a model with some
 
     def add(self, seconds: float, status: bytes) -> None:
         if seconds <= FASTEST_S:
@@ -95,7 +96,7 @@ class RouteMeter:
             self.others[status] = self.others.get(status, 0) + 1
 
     def refused(self, error: Exception) -> None:
-        """Counts why a request was given no worker, where that is told apart."""
+        """Count why a request got no worker, by kind."""
         if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
             self.shed += 1
         elif isinstance(error, UnknownModel):
@@ -119,7 +120,7 @@ class RouteMeter:
 
 
 class LoopLag:
-    """How late the loop runs a timer, compared with the moment that the timer was set for."""
+    """The delay of a timer of the loop, beyond the time it was set for."""
 
     def __init__(
         self,
@@ -142,8 +143,8 @@ class LoopLag:
 
 
 class Family:
-    """One metric. `samples` is called at each scrape, for one number without labels or for samples;
-    its iterator may run across slices, so what it walks must be a copy."""
+    """One metric. `samples` is called at each scrape, and returns one number without labels or
+    samples; its iterator may run across slices, so it must walk copies."""
 
     __slots__ = ("help", "kind", "name", "samples")
 
@@ -170,7 +171,7 @@ class Family:
 
 
 class FamilyGroup(Generic[T]):
-    """Metrics of the same things, which are gathered once for all of them at each scrape."""
+    """Metrics of the same things, which are collected once for all of them at each scrape."""
 
     __slots__ = ("families", "things")
 
@@ -202,7 +203,7 @@ class FamilyGroup(Generic[T]):
                         yield f"{name}{text[:-1]},{more}}} {number}\n"
                 else:
                     yield "" if found is None else f"{name}{text} {found}\n"
-            things = gathered  # the first metric has walked all of them
+            things = gathered  # the first metric has collected all of them
 
 
 class HistogramFamily:
@@ -247,11 +248,9 @@ def labels(**values: Any) -> str:
 
 
 def escaped(value: str) -> str:
-    """A label value; what cannot be written as UTF-8 is replaced.
-
-    Control characters, which the format allows but a terminal or a parser may act upon, are shown
-    as JSON writes them, `\\u001b`: so two names that differ in them stay two series.
-    """
+    """A label value; invalid UTF-8 is replaced. Control characters, which the format allows but a
+    terminal or a parser may interpret, are written as in JSON, `\u001b`: so two names that differ
+    in them stay two series."""
     if not value.isprintable():
         value = value.encode("utf-8", "replace").decode()
         value = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
@@ -259,8 +258,8 @@ def escaped(value: str) -> str:
 
 
 # -- tables of metrics ----------------------------------------------------------------------------
-# A row: the name without its prefix, where its value comes from, and what it means. The name of a
-# counter ends in _total; any other is that of a gauge.
+# A row: the name without its prefix, the source of its value, and its meaning. A name that ends in
+# _total is a counter, any other a gauge.
 
 
 def table(rows: Mapping[str, tuple[Callable[[], Number | Iterable[Sample]], str]]) -> Families:
@@ -287,13 +286,13 @@ def _kind_of(name: str) -> str:
 
 
 def by(label: str, counts: Mapping[str, Number]) -> list[Sample]:
-    """A sample for each entry, its key as the value of this label."""
+    """A sample for each entry, with its key as the value of this label."""
     return [(labels(**{label: key}), count) for key, count in counts.items()]
 
 
 def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample]:
-    """A sample for each entry, its key as the value of one more label behind those of `text`. Keys
-    are words of this program: they need no escaping."""
+    """A sample for each entry, with its key as the value of one more label after those of `text`.
+    Keys are words of this program: they need no escaping."""
     for key, count in counts.items():
         yield f'{text[:-1]},{label}="{key}"}}', count
 
@@ -302,14 +301,14 @@ def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample
 
 
 def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:
-    """The whole answer in small pieces, empty ones among them; the process's own figures last."""
+    """The whole answer in small pieces, some empty; the figures of the process last."""
     for family in families:
         yield from family.text()
     yield _process_text()
 
 
 def _process_text() -> str:
-    """What any process of a Prometheus client shows of itself; nothing where there is no /proc."""
+    """The usual figures of a process in Prometheus clients; empty without /proc."""
     process = Path("/proc/self")
     try:
         stat = (process / "stat").read_bytes().rpartition(b")")[2].split()

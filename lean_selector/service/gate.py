@@ -1,8 +1,7 @@
-"""What every request passes on its way to a handler and back: its route, the role of its token, and
-the route's meter.
+"""The gate, which every request passes: its route, the role of its token, and the route's meter.
 
-What a request says is read by `bodies`, its answer is made by `replies`; handlers translate between
-wire and core and do none of this. Errors become their status and `{"error": ...}`.
+`bodies` reads requests, `replies` makes answers; handlers translate between wire and core and do
+none of this. Errors become their status and `{"error": ...}`.
 """
 
 import logging
@@ -41,11 +40,9 @@ Run = Callable[[Request, bytes | None], Served]  # the second is the path's para
 
 
 class Endpoint:
-    """What answers a route, and the shapes that its description is made of.
-
-    Where tokens are asked for, `brief` answers requests without one in place of `run`; `refused` is
-    the refusal where the caller hands errors on to clients of its own, in the shape that they read.
-    """
+    """The handler of a route, and the types in its description. With tokens enabled, `brief`
+    answers requests without one instead of `run`; `refused` is the refusal of routes whose errors
+    have another format."""
 
     __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
 
@@ -60,9 +57,9 @@ class Endpoint:
         refused: Callable[[Refusal], bytes] | None = None,
     ) -> None:
         self.run = run
-        self.body = body  # a struct
+        self.body = body  # the struct of the body
         self.is_body_optional = is_body_optional
-        self.query = query  # the fields that are read of a query
+        self.query = query  # the known fields of the query
         self.brief = brief
         self.refused = refused
 
@@ -71,27 +68,25 @@ class Endpoint:
         return _NOTHING if self.body is None else frozenset(self.body.__struct_fields__)
 
 
-# Method, path template, the role that it needs where tokens are asked for, what answers. The role
-# has no default: each route has to say it.
+# Method, path template, required role, endpoint. The role has no default: each route must name it.
 Route = tuple[str, str, Role, Endpoint]
 
 _log = logging.getLogger("lean_selector.http")
 
-# Where the document's clients begin: 2 ** 0 seconds, and up to one more by chance.
+# The first interval of the request-rejection document's clients: 2 ** 0 seconds, plus up to one
+# more at random.
 RETRY_AFTER = b"retry-after: 1\r\n"
 _WHERE: Final = b"x-warning: GET /openapi.json lists the routes, GET /metrics says how it is\r\n"
 _TWO: Final = ord("2")
 _ZERO: Final = ord("0")
 _clock: Final = perf_counter
 _EVERYBODY: Final = int(OPEN)  # the role of a request without a token
-HUNG_UP = b"499"  # in the counts only: the client left before its answer
+HUNG_UP = b"499"  # only in the counts: the client disconnected before its answer
 
 
 class Gate:
-    """The application that the HTTP protocol calls: request in, answer out, never raises.
-
-    `meters` count what became of the requests of each route; the last is for those of none.
-    """
+    """The application that the HTTP protocol calls: request in, answer out, never raises. `meters`
+    count the requests of each route by result; the last is for requests without a route."""
 
     def __init__(
         self,
@@ -100,9 +95,9 @@ class Gate:
         lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
         tokens: AccessTokens | None = None,
     ) -> None:
-        """`overload_status` answers what is shed because all workers are busy; `lines` are header
-        lines for the answer to a request that failed so, by the fields of the route's body. With
-        `tokens` each route needs its role."""
+        """`overload_status` is the status of requests shed because all workers are busy; `lines`
+        returns header lines for a failed request, by the fields of the route's body. With `tokens`
+        each route requires its role."""
         self._tokens = tokens
         metered: list[tuple[str, str, tuple[Run, RouteMeter, int, Endpoint]]] = []
         for method, path, role, endpoint in routes:
@@ -125,7 +120,7 @@ class Gate:
         if isinstance(found, Match):
             run, meter, needed, endpoint = found.value
             try:
-                # A token that was seen before costs a look into a dict.
+                # A token seen before costs a look-up in a dict.
                 if needed and self._seen.get(request.credential, _EVERYBODY) < needed:
                     refused = self._refused(request, needed, endpoint)
                     answer = run(request, found.param) if refused is None else refused
@@ -142,21 +137,21 @@ class Gate:
         else:
             meter = self._unrouted
             answer = self._unrouted_answer(request, found)
-        # RouteMeter.add, spelled out: a quarter of a microsecond, and a call would double it
+        # RouteMeter.add, inlined: a quarter of a microsecond, which a call would double
         seconds = _clock() - started
         if seconds <= FASTEST_S:
             meter.fastest += 1
         else:
             meter.slower[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         meter.seconds += seconds
-        # status_of, spelled out for the same reason: not 200, and no other 2?0 is used
+        # status_of, inlined for the same reason: not 200, and no other 2?0 is used
         if answer[9] != _TWO or answer[11] != _ZERO:
             status = status_of(answer)
             meter.others[status] = meter.others.get(status, 0) + 1
         return answer
 
     def refuses(self, request: Request) -> bool:
-        """Whether its token has not the role of its route: its body need not be read."""
+        """Whether its token lacks the role of its route: its body need not be read."""
         if self._tokens is None:
             return False
         found = self._table.match(request.method, request.path)
@@ -173,7 +168,7 @@ class Gate:
     def _refused(
         self, request: Request, needed: int, endpoint: Endpoint | None = None
     ) -> bytes | None:
-        """The answer to a request whose token has not the role; None where it has."""
+        """The refusal of a request whose token lacks the role; None otherwise."""
         if self._tokens is None:
             return None
         role = self._tokens.role_of(request.credential)
@@ -185,7 +180,7 @@ class Gate:
         return error_reply(request, refusal.status, refusal.text, refusal.line)
 
     def _unrouted_answer(self, request: Request, found: MethodNotAllowed | None) -> bytes:
-        # Without a token it is not told which routes there are.
+        # Without a token, unknown routes are refused as well.
         refused = self._refused(request, READ)
         if refused is not None:
             return refused
@@ -197,7 +192,7 @@ class Gate:
     def _failed(
         self, request: Request, meter: RouteMeter, error: Exception, endpoint: Endpoint
     ) -> bytes:
-        """The answer to a request that a handler did not take."""
+        """The answer to a request that failed."""
         meter.refused(error)
         if isinstance(error, AllWorkersBusy):
             status = self._overload_status
@@ -214,7 +209,7 @@ class Gate:
 
 
 def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
-    """Counts an answer that is still to come, or that its client hangs up on."""
+    """Count an answer when it is made later, or when its client disconnects."""
 
     def told(response: Response) -> None:
         if answer.fault is not None:
@@ -224,15 +219,15 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
     answer.observe(told, lambda: meter.add(perf_counter() - started, HUNG_UP))
 
 
-# -- the kinds of routes --------------------------------------------------------------------------
-# A handler returns a body, which is sent with the status of its route, or what `replies.sent` takes
-# in place of one.
+# -- kinds of routes ------------------------------------------------------------------------------
+# A handler returns a body, which is sent with the status of its route, or one of the objects that
+# `replies.sent` accepts.
 
 
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """No input at all. `brief` in place of the handler tells less."""
+    """No input. `brief`, for requests without a token, returns less."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(request, status, handler())
@@ -268,8 +263,8 @@ def with_param_and_optional_body(
     body_type: type[T],
     handler: Callable[[Any, T | None], object],
 ) -> Endpoint:
-    """A path parameter, and a JSON body if there is one. The reference reads none: so whatever the
-    body is, the request is served; what cannot be read is ignored, and the answer warns of it."""
+    """A path parameter, and an optional JSON body. The reference reads none, so the request is
+    served whatever the body is; an invalid one is ignored, and the answer has a warning."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -292,7 +287,7 @@ def with_param_and_optional_body(
 
 
 def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 200) -> Endpoint:
-    """A JSON body; where it holds a prompt, or a MessagePack one."""
+    """A JSON body; with a prompt, also MessagePack."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -301,7 +296,7 @@ def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 
             return sent(request, status, handler(body))
         except SelectorError:
             if isinstance(body, PromptFields):
-                body.check_shape()  # a wrong shape is named before any other fault
+                body.check_shape()  # a wrong shape is reported before any other error
             raise
 
     return Endpoint(answer, body=body_type)
@@ -313,7 +308,7 @@ def with_param_and_body(
     handler: Callable[[Any, T], object],
     status: int = 200,
 ) -> Endpoint:
-    """A path parameter and a JSON body; the parameter is judged first."""
+    """A path parameter and a JSON body; the parameter is checked first."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -325,9 +320,9 @@ def with_param_and_body(
 
 
 # -- changes that are on disk before they are answered --------------------------------------------
-# A handler has done its work by then, and other requests see it (decision D10): only the answer
-# waits. Changes that come together are written together. They are those of admin routes: workers,
-# thresholds and peers.
+# The handler's change is visible to other requests at once (decision D10): only the answer waits.
+# Changes that arrive together are written together. These are the admin routes: workers, thresholds
+# and peers.
 
 
 class Saving(Protocol):
@@ -339,10 +334,8 @@ class Saving(Protocol):
 
 
 def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
-    """The routes; those that change the catalog answer when that is on disk, or cannot be.
-
-    A request that is refused has changed nothing, and is answered at once.
-    """
+    """The routes; those that change the catalog answer once that is on disk, or cannot be. A
+    refused request has changed nothing, and is answered at once."""
     return tuple(
         (method, path, role, _durable(endpoint, saving) if role == ADMIN else endpoint)
         for method, path, role, endpoint in routes

@@ -1,8 +1,8 @@
 """The headers `x-known-models` and `x-warning` of answers whose bodies are recorded: known models,
-fields that are not read, and endpoints of a registration that are probably wrong.
+unknown fields, and endpoints of a registration that are probably wrong.
 
-Looked for only where a request has failed, and where a worker is registered or reported on: no
-request that is given a worker pays for it.
+Computed only for failed requests, and for registrations and reports: a request that gets a worker
+pays nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,10 +23,10 @@ from lean_selector.wire.discovery_states import EVENTS_PORT
 
 _MOST_MODELS: Final = 32
 _MOST_MODELS_BYTES: Final = 2000
-_MOST_FIELDS: Final = 64  # of a body, that are looked at
+_MOST_FIELDS: Final = 64  # of a body, that are checked
 _LONGEST_BODY: Final = 1 << 20
 _LONGEST_FIELD: Final = 64
-# What other APIs call it.
+# Names of the same fields in other APIs.
 _OTHER_NAMES: Final = {
     "model": "model_name",
     "model_id": "model_name",
@@ -60,8 +60,8 @@ _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def known_models_line(models: Iterable[str]) -> bytes:
-    """The header line `x-known-models`: JSON strings joined by ", ", as many as there is room for,
-    and "..." in place of the others; nothing when there are none."""
+    """The header line `x-known-models`: JSON strings joined by ", ", as many as fit, then "..." for
+    the others; empty if there are none."""
     shown: list[str] = []
     size = 0
     for model in models:
@@ -75,7 +75,7 @@ def known_models_line(models: Iterable[str]) -> bytes:
 
 
 def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
-    """Header lines of an answer that is an error, to a request whose body has these fields."""
+    """Header lines of an error answer to a request whose body has these fields."""
     lines, warnings = b"", unread_fields(request, fields)
     if isinstance(error, NoWorkers):
         lines = known_models_line(error.known_models)
@@ -85,7 +85,7 @@ def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) ->
 
 
 def with_warnings(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that warns of unread fields of its body also where it succeeds."""
+    """An endpoint that warns of unknown fields of its body even on success."""
     run, fields = endpoint.run, endpoint.fields()
 
     def answer(request: Request, param: bytes | None) -> Served:
@@ -101,7 +101,7 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
-    """Fields of a JSON body that are none of these, and look like one of them that is absent."""
+    """Unknown fields of a JSON body that resemble a known field that is absent."""
     body = request.body
     if (
         not body
@@ -113,14 +113,14 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
     try:
         given = _read_keys(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []  # which is said already
+        return []  # which is reported already
     warnings = []
     for field in list(given)[:_MOST_FIELDS]:
         if field in fields or len(field) > _LONGEST_FIELD:
             continue
         meant = _OTHER_NAMES.get(field.lower())
         if meant not in fields:
-            from difflib import get_close_matches  # where it is needed: rarely
+            from difflib import get_close_matches  # imported here: rarely needed
 
             close = get_close_matches(field.lower(), fields, 1, 0.8)
             meant = close[0] if close else None
@@ -137,12 +137,13 @@ NO_EVENTS: Final = (
     f"of engines that are discovered with {EVENTS_PORT}"
 )
 
-_LISTENING: Final = ("*", "0.0.0.0", "[::]")  # where a socket binds, not where it is reached
+# wildcards: where a socket binds, not where it can be reached
+_LISTENING: Final = ("*", "0.0.0.0", "[::]")
 _NAMED: Final = 4  # endpoints, and workers that share one; a worker may have 4 096
 
 
 class Sources(Protocol):
-    """The ranks, those of the worker in question included, by the `zmq_key` of their endpoints."""
+    """The ranks by the `zmq_key` of their endpoints, including those of the worker in question."""
 
     def listeners(self, key: str) -> Sequence[RankKey]: ...
 
@@ -152,11 +153,9 @@ class Sources(Protocol):
 def registration_warnings(
     worker: Worker, places: HttpPlaces, sources: Sources, *, listens: bool = True
 ) -> list[str]:
-    """One line for each, in the order of the ranks; few. `places` and `sources` have the worker's
-    own, too.
-
-    Without `listens` no events are subscribed to, and only the worker's own endpoint is judged.
-    """
+    """One line for each warning, in the order of the ranks; a few at most. `places` and `sources`
+    include the worker's own. Without `listens` no events are subscribed to, and only the worker's
+    own endpoint is checked."""
     judgement = _Judgement(worker, places, sources)
     warnings = list(judgement.of_http())
     room = len(warnings) + _NAMED
@@ -171,7 +170,7 @@ def registration_warnings(
 
 
 class _Judgement:
-    """Judges one worker's endpoints, by themselves and beside those of all others."""
+    """Checks one worker's endpoints, alone and against those of all others."""
 
     def __init__(self, worker: Worker, places: HttpPlaces, sources: Sources) -> None:
         self._worker = worker
@@ -219,7 +218,7 @@ class _Judgement:
         return self._asked_there(key) or self._served_there(key)
 
     def _of_replay(self, key: str) -> str | None:
-        """Ranks of one worker may ask at one endpoint: its engine may answer for all of them."""
+        """Ranks of one worker may share one endpoint: its engine may answer for all of them."""
         if key in self._events and key != self._served:
             return "is where the worker's events are expected"
         others = self._of_others(self._sources.askers(key))
@@ -252,7 +251,7 @@ class _Judgement:
 
 
 def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
-    """(field, endpoint, rank): those that are connected to, whatever is wrong with them."""
+    """(field, endpoint, rank): those that are connected to, valid or not."""
     if not spec.kv_events_endpoints and spec.kv_events_endpoint is not None:
         return [("kv_events_endpoint", spec.kv_events_endpoint, spec.ranks.start)]
     return [
@@ -262,7 +261,7 @@ def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
 
 
 def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
-    """(field, endpoint): also those of further ranks, which follow from the first one's."""
+    """(field, endpoint), including the derived ones of further ranks."""
     spec = worker.spec
     if spec.replay_endpoint is not None:
         yield "replay_endpoint", spec.replay_endpoint

@@ -1,7 +1,7 @@
-"""Log lines of workers that come and go, of expired reservations, of shedding and of ejections.
+"""Log lines about workers added and removed, expired reservations, shedding and ejections.
 
-Compared in the tick, not where it happens: it costs a request nothing, and a worker that flaps
-makes one line a tick at most.
+Compared in the tick, not where it happens: it costs a request nothing, and a flapping worker logs
+at most one line per tick.
 """
 
 import logging
@@ -17,24 +17,24 @@ _log = logging.getLogger("lean_selector.lifecycle")
 
 
 class SelectorLog:
-    """The lines of the selection service. Call `look` about every second."""
+    """The log lines of the selection service. Call `look` about every second."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
         self._workers: dict[int, Worker] = {}
-        # By model and tenant, the requests that were shed when last looked at, and before it began
-        # to shed; None while it does not.
+        # By model and tenant, the number of shed requests at the last look, and before shedding
+        # began; None while nothing is shed.
         self._shedding: dict[tuple[str, str], tuple[int, int | None]] = {}
         self._expired: Counter[tuple[str, str]] = Counter()
-        self._ejected: set[tuple[tuple[str, str], int]] = set()  # workers, by where they are
+        self._ejected: set[tuple[tuple[str, str], int]] = set()  # workers, by partition
 
     def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
-        """A slice of what nothing was heard of for too long; said at the next look."""
+        """A slice of expired reservations; logged at the next look."""
         for partition, _ in expired:
             self._expired[partition.model_name, partition.tenant_id] += 1
 
     def look(self) -> None:
-        """One line for a change, and one per model and tenant for what expired since."""
+        """One line for a change, and one per model and tenant for reservations expired since."""
         self._look_at_workers(self._selector.catalog.workers)
         self._look_at_shedding(self._selector.catalog.partitions)
         self._look_at_health(self._selector.catalog.partitions)
@@ -61,7 +61,8 @@ class SelectorLog:
         self._workers = dict(workers)
 
     def _look_at_health(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
-        """One line when the first rank of a worker is ejected, and one when the last is back."""
+        """One line when the first rank of a worker is ejected, and one when the last has
+        returned."""
         if not self._ejected and not any(each.health.out for each in partitions.values()):
             return
         now: set[tuple[tuple[str, str], int]] = set()
@@ -84,7 +85,7 @@ class SelectorLog:
         for key, partition in partitions.items():
             shed = sum(partition.shed.values())
             seen, since = self._shedding.get(key, (0, None))
-            if seen > shed:  # a new partition of that name
+            if seen > shed:  # a new partition with that name
                 seen, since = 0, None
             fields: dict[str, object] = {"model": key[0], "tenant_id": key[1]}
             if shed > seen and since is None:
@@ -114,6 +115,6 @@ def _worker_fields(worker: Worker) -> dict[str, object]:
         "ranks": len(spec.ranks),
     }
     if worker.reasons:
-        # Said of every rank; the API shows all of them.
+        # The same for every rank; the API shows all of them.
         fields["reasons"] = worker.reasons[:3]
     return fields

@@ -1,9 +1,10 @@
-"""Log lines on stderr: one an event, as text or JSON, in UTC, with fields; written by a thread.
+"""Log lines on stderr: one per event, as text or JSON, in UTC, with fields; written by a thread.
 
-Fields are what a log call passes as `extra`. What peers and clients can provoke is bounded for
-every kind of line at once (`RateLimit`), but for the access log, which has one line a request by
-definition. A pipe that is not read fills and blocks its writer: here only the thread. What waits
-for it is bounded in bytes; beyond, lines are dropped and counted, and the next line says how many.
+Fields are passed by a log call as `extra`. What peers and clients can cause is limited for every
+kind of line (`RateLimit`), except in the access log, which has one line per request by definition.
+
+A pipe that is not read fills and blocks its writer: here only the thread. The waiting lines are
+bounded in bytes; beyond that, lines are dropped and counted, and the next line has the number.
 """
 
 import logging
@@ -20,20 +21,20 @@ from types import TracebackType
 import msgspec
 
 MOST_WAITING_BYTES = 4 * 1024 * 1024  # some 20 000 lines: seconds of an access log at full load
-FLUSH_S = 1.0  # at the exit, for what still waits
+FLUSH_S = 1.0  # seconds to write the waiting lines at exit
 
 
 class LineWriter:
     """A queue of lines and its thread. `write` and `dropped` are for one thread at a time."""
 
     def __init__(self, descriptor: int, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
-        self.dropped = 0  # lines, ever
+        self.dropped = 0  # total lines
         self._descriptor = descriptor
         self._most_waiting_bytes = most_waiting_bytes
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
-        self._taken_bytes = 0  # ever, of `write`
-        self._done_bytes = 0  # ever, of the thread; written or given up
-        # A daemon: a reader that sleeps must not keep the process from ending.
+        self._taken_bytes = 0  # total bytes passed to `write`
+        self._done_bytes = 0  # total bytes that the thread has written or dropped
+        # A daemon: a blocked reader must not keep the process from ending.
         threading.Thread(target=self._run, name="log writer", daemon=True).start()
 
     def write(self, line: str) -> bool:
@@ -50,7 +51,7 @@ class LineWriter:
         return True
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until what was taken so far is written; False if that takes too long."""
+        """Wait until the lines so far are written; False if that takes too long."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
@@ -72,7 +73,7 @@ class LineWriter:
                 event.set()
 
     def _waiting(self) -> list[bytes | threading.Event]:
-        """What came in the meantime, to be written in one go."""
+        """The lines that arrived meanwhile, to be written at once."""
         items = []
         try:
             while True:
@@ -87,19 +88,19 @@ class LineWriter:
                 try:
                     written = os.write(self._descriptor, rest)
                     rest = rest[written:]
-                except BlockingIOError:  # another process on the pipe may have set it so
+                except BlockingIOError:  # another process may have made the pipe non-blocking
                     select.select((), (self._descriptor,), ())
         except (OSError, ValueError):
-            return  # the log is no reason to stop
+            return  # a logging error must not stop the process
 
 
 class QueuedLines(logging.Handler):
-    """Formats in the thread that logs, and hands the line to a LineWriter."""
+    """Formats in the thread that logs, and passes the line to a LineWriter."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
         self.writer = writer
-        self._untold = 0  # dropped since the last line that was taken
+        self._untold = 0  # dropped since the last queued line
 
     def emit(self, record: logging.LogRecord) -> None:
         if self._untold:
@@ -112,7 +113,7 @@ class QueuedLines(logging.Handler):
         self._untold = 0 if self.writer.write(line) else self._untold + 1
 
     def flush(self) -> None:
-        """At the exit, by logging.shutdown."""
+        """Called at exit, by logging.shutdown."""
         self.writer.flush(FLUSH_S)
 
 
@@ -122,38 +123,40 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 STDERR = 2
 ACCESS_LOG = "lean_selector.access"
-# A kind of line, which is a logger and an unformatted message, may come in a burst, as when a fleet
-# of 512 workers registers at once; a kind that keeps coming gets one line a second.
+# Lines of one kind, which is a logger and an unformatted message, may come in a burst, as when a
+# fleet of 512 workers registers at once; after that one line a second.
 BURST = 1000
 LINES_PER_S = 1.0
-MAX_KINDS = 1000  # a few dozen exist; messages made of data would pass for more, and share one
+MAX_KINDS = 1000  # a few dozen exist; messages built from data would exceed it, and share one
 
 _STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 _PLAIN_VALUE = re.compile(r"[\w.:/*+@%,\[\]-]+")
-# What JSON need not escape: DEL and the C1 controls, line and paragraph ends, changes of direction.
+# Characters that JSON need not escape: DEL and the C1 controls, line and paragraph ends,
+# bidirectional marks.
 _CONTROLS = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class LogState:
-    """What is still to be written, and the counts of lines that were not."""
+    """The log writer, and counts of the lines that were not written."""
 
     def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
-        self.doubts: tuple[str, ...] = ()  # of the configuration; for the log once it listens
+        # configuration fields, for the log once the server listens
+        self.doubts: tuple[str, ...] = ()
         self._limit = limit
         self._writer = writer
 
     def suppressed(self) -> int:
-        """Lines that the rate limit kept back."""
+        """Lines suppressed by the rate limit."""
         return self._limit.suppressed
 
     def dropped(self) -> int:
-        """Lines for which there was no room, because stderr is not read."""
+        """Lines dropped because stderr is not read."""
         return self._writer.dropped
 
 
 def set_up(level: str, form: str) -> LogState:
-    """Sends all logging of the process to stderr; `form` is "text" or "json"."""
+    """Send all logging of the process to stderr; `form` is "text" or "json"."""
     writer = LineWriter(STDERR)
     handler = QueuedLines(writer)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
@@ -166,8 +169,8 @@ def set_up(level: str, form: str) -> LogState:
 
 
 def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
-    """Writes the traceback that ends the process behind what was logged: Python writes it piece by
-    piece, and lines would come between."""
+    """Write the traceback that ends the process after the queued lines: Python writes it piece by
+    piece, and lines would mix with it."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         handler.flush()
@@ -229,8 +232,8 @@ def _quoted(text: str) -> str:
 
 
 def _one_line(json: bytes) -> str:
-    """JSON with what a terminal or a reader of lines might act upon escaped, as it is in strings
-    only."""
+    """JSON in which characters that a terminal or a line reader may interpret are escaped; they
+    occur in strings only."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
 
 
@@ -247,28 +250,29 @@ class JsonLines(logging.Formatter):
         }
         try:
             return _one_line(_encode(line))
-        except UnicodeEncodeError:  # a lone surrogate in the text of a client
+        except UnicodeEncodeError:  # a lone surrogate in a client's text
             safe = {name: str(value).encode("utf-8", "replace") for name, value in line.items()}
             return _one_line(_encode({name: value.decode() for name, value in safe.items()}))
 
 
 class LineAllowance:
-    """What the limit remembers of one kind of lines."""
+    """The rate limit's state of one kind of lines."""
 
     __slots__ = ("at", "lines", "suppressed")
 
     def __init__(self, lines: float, at: float) -> None:
-        self.lines = lines  # that may still be written
+        self.lines = lines  # lines left in the allowance
         self.at = at
         self.suppressed = 0
 
 
 class RateLimit(logging.Filter):
-    """Keeps back what exceeds BURST and LINES_PER_S of a kind; the next of it says how many."""
+    """Suppresses what exceeds BURST and LINES_PER_S of a kind; the next line of the kind has the
+    number."""
 
     def __init__(self, burst: float = BURST, lines_per_s: float = LINES_PER_S) -> None:
         super().__init__()
-        self.suppressed = 0  # ever
+        self.suppressed = 0  # total
         self._burst = burst
         self._lines_per_s = lines_per_s
         self._buckets: dict[tuple[str, str], LineAllowance] = {}

@@ -1,9 +1,8 @@
-"""The metrics that both services have: a table for each subject, with the name, the source and the
-meaning of each. Those of what is off by default stand where it is wired, in `server/`.
+"""The metrics of both services: a table for each subject, with name, source and meaning of each.
 
-Read when a scrape asks, from counters that other modules keep. Iterators run across slices, so what
-they walk is copied first. Labels are registered models and workers, never an id that a client
-chose.
+Those of optional parts are where these are wired, in `server/`. Read by a scrape, from counters
+that other modules keep. Iterators run across slices, so they walk copies. Labels are registered
+models and workers, never an id that a client chose.
 """
 
 import platform
@@ -97,7 +96,7 @@ def process_families(
 
 
 def connection_families(connections: Connections) -> Families:
-    """How many HTTP connections there are, what they hold, and what was refused (D27)."""
+    """The number of HTTP connections, the bytes they hold, and refusals (D27)."""
     tls = connections.tls
 
     def reloads() -> list[Sample]:
@@ -133,7 +132,7 @@ def connection_families(connections: Connections) -> Families:
 
 
 def load_families(scopes: Callable[[], Sequence[LoadScope]], now: Callable[[], float]) -> Families:
-    """What is active, per model and per rank. `now` is monotonic seconds."""
+    """The active load, per model and per rank. `now` is monotonic seconds."""
 
     def ranks() -> Iterator[tuple[str, RankLoad]]:
         for scope in scopes():

@@ -1,7 +1,7 @@
-"""Answers as complete responses, in the form that their request accepts.
+"""Complete responses, in the form that the request accepts.
 
-JSON, or MessagePack where `accept` names it: chosen before anything is encoded. Dumps and snapshots
-are made as JSON text in slices, once for all requests that wait; they are transcoded while short.
+JSON, or MessagePack if `accept` names it: chosen before anything is encoded. Dumps and snapshots
+are made as JSON text in slices, once for all waiting requests; they are transcoded if short.
 """
 
 import logging
@@ -55,10 +55,8 @@ _log = logging.getLogger("lean_selector.http")
 
 
 class Reply:
-    """What a handler returns whose status depends on what it found, or that warns of something.
-
-    `warnings` go into the header `x-warning`, and change nothing else.
-    """
+    """The result of a handler whose status varies, or that has warnings. `warnings` go into the
+    header `x-warning`."""
 
     __slots__ = ("body", "status", "warnings")
 
@@ -69,14 +67,14 @@ class Reply:
 
 
 class Standing:
-    """A body that is always the same: encoded once, and framed once for each date and status."""
+    """A constant body: encoded once, and framed once for each date and status."""
 
     __slots__ = ("_date", "_responses", "_text", "body")
 
     def __init__(self, body: object) -> None:
         self.body = body
         self._text = json_form(body)
-        self._date = b""  # the line that the responses have
+        self._date = b""  # the date line of these responses
         self._responses: dict[int, bytes] = {}  # by status; a handler has one or two
 
     def response(self, status: int) -> bytes:
@@ -92,10 +90,9 @@ class Standing:
 
 
 class LaterReply(PendingReply):
-    """What a handler returns that answers later, once, in the form that its request accepts.
-
-    A caller in this process sets `take`, and is told the status and the body instead, or the error.
-    """
+    """The result of a handler that answers later, once, in the form that its request accepts. A
+    caller in this process sets `take`, which gets the status and the body, or the error,
+    instead."""
 
     __slots__ = ("fault", "is_packed", "take")
 
@@ -104,12 +101,12 @@ class LaterReply(PendingReply):
     ) -> None:
         super().__init__(on_disconnect, is_being_made=is_being_made)
         self.is_packed = False  # the request accepts MessagePack
-        self.fault: Exception | None = None  # why there is no worker, for the meters
+        self.fault: Exception | None = None  # why no worker was chosen, for the meters
         self.take: Callable[[int, object], None] | None = None
 
     def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:
-        """200 and what `shape` makes of `found`. What it raises is answered here, as the gate
-        would: the caller, which let a parked request go, goes on with the others."""
+        """Answer 200 with `shape(found)`. An exception is answered here, like the gate does,
+        because the caller, which admitted a queued request, continues with others."""
         try:
             body = shape(found)
         except Exception as error:
@@ -118,8 +115,8 @@ class LaterReply(PendingReply):
             self.answer(200, body)
 
     def refuse(self, error: Exception) -> None:
-        """Tells why there is no answer; a caller in this process gets a SelectorError itself for
-        the body. Any other is ours, and is logged."""
+        """Answer with an error; a caller in this process gets a SelectorError itself. Any other
+        exception is an internal error, and is logged."""
         if not isinstance(error, SelectorError):
             _log.error("a request that waited could not be answered", exc_info=error)
             self.answer(500, INTERNAL_ERROR)
@@ -130,7 +127,7 @@ class LaterReply(PendingReply):
         if self.take is not None:
             try:
                 self.take(status, body)
-            except Exception:  # it is the taker's, as above
+            except Exception:  # its consumer handles it, as above
                 _log.exception("an answer could not be taken")
             self.resolve(b"")
         elif self.is_packed:
@@ -139,7 +136,7 @@ class LaterReply(PendingReply):
             self.resolve(encode_response(status, json_form(body), JSON))
 
     def finish(self, response: Response) -> None:
-        """A response that is made already, and perhaps shared with others."""
+        """Answer with a finished response, perhaps shared with other requests."""
         packed = _repacked(response) if self.is_packed else None
         self.resolve(response if packed is None else packed)
 
@@ -148,10 +145,8 @@ Answer = bytes | LaterReply
 
 
 def sent(request: Request, status: int, result: object) -> Answer:
-    """What a handler returned, as the answer to its request: a body, or one of the above.
-
-    Bytes are a finished response.
-    """
+    """The response to a handler's result: a body, or one of the above. Bytes are a finished
+    response."""
     accept = request.headers.accept
     packs = accept is not None and names_msgpack(accept)
     # One by one: compiled, that is a comparison of types each.
@@ -180,9 +175,7 @@ def reply(request: Request, status: int, body: object, extra: bytes = b"") -> by
 
 def warning_line(warnings: Sequence[str]) -> bytes:
     """The header line `x-warning`, for the `extra` of `reply`: joined by "; ", in printable ASCII.
-
-    What else is in them stands as `\\u00e9`, and what is too long ends in "...".
-    """
+    Other characters become `\u00e9`, and a long text is cut with "..."."""
     pieces: list[str] = []
     room = _LONGEST_WARNING
     for letter in "; ".join(warnings):
@@ -196,7 +189,7 @@ def warning_line(warnings: Sequence[str]) -> bytes:
 
 
 def printable(text: str) -> str:
-    """A text as a header may hold it: what is not printable ASCII stands as `\\u00e9`."""
+    """A text for a header: characters outside printable ASCII become `\u00e9`."""
     return "".join(letter if " " <= letter <= "~" else f"\\u{ord(letter):04x}" for letter in text)
 
 
@@ -232,17 +225,17 @@ def _repacked(response: Response) -> bytes | None:
 
 
 # -- answers that may be large --------------------------------------------------------------------
-# Made in slices of the loop's turns, so that other requests are not held. One is made at a time,
-# because each may be as large as the state; requests that come meanwhile share the next. One that
+# Made in slices of the loop's turns, so that other requests do not wait. One is made at a time,
+# because each may be as large as the state; requests that arrive meanwhile share the next. One that
 # no request waits for any more is dropped.
 
-SLICE_S = 0.001  # as KV events: a request meets at most this pause, and what a part takes
+SLICE_S = 0.001  # like KV events: a request waits at most this pause, plus one part
 
 CallSoon = Callable[[Callable[[], None]], object]
 
 
 class SlicedAnswers:
-    """Only from the thread of the loop."""
+    """To be used from the loop's thread only."""
 
     def __init__(
         self,
@@ -252,14 +245,14 @@ class SlicedAnswers:
         content_type: bytes = JSON,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`parts` begins a body; `name` is for the log; `call_soon` is the loop's."""
+        """`parts` starts a body; `name` is for the log; `call_soon` is the loop's."""
         self._name = name
         self._new_parts = parts
         self._call_soon = call_soon
         self._content_type = content_type
         self._clock = clock
-        self._waiting: set[LaterReply] = set()  # for one that has not begun
-        self._served: set[LaterReply] = set()  # for the one that is being made
+        self._waiting: set[LaterReply] = set()  # requests for the next one
+        self._served: set[LaterReply] = set()  # requests for the current one
         self._parts: Iterator[bytes] | None = None
         self._made: GrowingResponse | None = None  # set together with _parts
 
@@ -297,7 +290,7 @@ class SlicedAnswers:
                     self._call_soon(self._go_on)
                     return
             response: Response | None = self._made.finish()
-        except Exception:  # the gate has let go of the request, so its rule is applied here
+        except Exception:  # the gate has finished with the request, so its rule is applied here
             _log.exception("%s failed", self._name)
             response = None
         self._made = self._parts = None

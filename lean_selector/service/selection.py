@@ -1,8 +1,8 @@
-"""The selection service: its routes and handlers, as the source document has them (`--api 1.3`).
+"""The selection service: its routes and handlers, as in the source document (`--api 1.3`).
 
-Handlers translate: struct in, one call into the core, struct out. Rules live in `core`, the checks
-that all routes share in `bodies`. What 1.6 has otherwise is in `selection_16`, workers are
-`worker_handlers`'. Spec: selection.md.
+Handlers translate: struct in, one call into the core, struct out. Rules are in `core`, the checks
+of all routes in `bodies`. Differences of 1.6 are in `selection_16`, workers in `worker_handlers`.
+Spec: selection.md.
 """
 
 import time
@@ -87,7 +87,7 @@ Watermarks = Callable[[Partition], dict[RankKey, int]]
 
 
 class DumpAnswers:
-    """Only from the thread of the loop."""
+    """To be used from the loop's thread only."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class DumpAnswers:
         return self._sliced.answer(at_once=self._is_small())
 
     def answer_16(self) -> Answer:
-        """As 1.6 has it, without what only our own replicas read."""
+        """The dump as in 1.6, without what only our replicas read."""
         return self._sliced_16.answer(at_once=self._is_small())
 
     def _is_small(self) -> bool:
@@ -116,7 +116,7 @@ class DumpAnswers:
         return sum(partition.index.total_blocks for partition in partitions) <= _SMALL_BLOCKS
 
     def parts(self, *, as_1_6: bool = False) -> Iterator[bytes]:
-        """The body, to be joined; each part is small. `as_1_6`: as 1.6 has it."""
+        """The body in small parts, to be joined. `as_1_6`: as in 1.6."""
         from lean_selector.wire.dump import encode_dump
         from lean_selector.wire.dump_shapes import PartitionDump
 
@@ -142,18 +142,18 @@ BODIES: Final[dict[str, Any]] = {
     "/potential_loads": ProjectionRequest,
     "/overlap_scores": ProjectionRequest,
 }
-SHUTDOWN = "endpoint subscriber shutdown"  # the reference's words to requests that waited
+SHUTDOWN = "endpoint subscriber shutdown"  # the reference's text for queued requests
 
-# What a placement is told as.
+# The answer of a placement.
 Shape = Callable[[Placement], object]
 
 
-_PARKED_BYTES: Final = 1024  # of a parked request beside its lists
-_MATCH_BYTES: Final = 200  # of what one rank holds of its prompt
+_PARKED_BYTES: Final = 1024  # bytes of a queued request besides its lists
+_MATCH_BYTES: Final = 200  # bytes of a rank's match with its prompt
 
 
 def _held_by(request: SelectionRequest) -> int:
-    """About how many bytes a parked request takes."""
+    """Approximate memory of a queued request."""
     prompt, allowed = request.prompt, request.allowed_worker_ids
     hashes = len(prompt.local_hashes) + len(prompt.sequence_hashes())
     ids = 0 if allowed is None else 64 * len(allowed)
@@ -161,13 +161,13 @@ def _held_by(request: SelectionRequest) -> int:
 
 
 class Timer(Protocol):
-    """What is to happen later, and can be called off."""
+    """A scheduled call that can be cancelled."""
 
     def cancel(self) -> None: ...
 
 
 class SelectionService(WorkerHandlers):
-    """The handlers of the 1.3 dialect, and what they act on."""
+    """The handlers of the 1.3 dialect, and their state."""
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class SelectionService(WorkerHandlers):
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`call_later` is needed only when waiting in the queue is limited. `bare_dump` is the dump
-        as 1.6 has it. `books_at` is where `select_and_reserve` is asked, in metrics."""
+        """`call_later` is needed only with a limit of the waiting time. `bare_dump` is the dump as
+        in 1.6. `books_at` is the route of `select_and_reserve` in metrics."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
@@ -193,7 +193,7 @@ class SelectionService(WorkerHandlers):
         self._base_terms, self._policy = base_terms(selector.settings), selector.settings.policy
 
     def routes(self) -> tuple[Route, ...]:
-        """All that the selector serves in a dialect."""
+        """All routes of the selector in a dialect."""
         bodies = self.bodies
         patch = with_param_and_body(worker_id_param, bodies["/workers/{worker_id}"], self.patch)
         return (
@@ -227,9 +227,9 @@ class SelectionService(WorkerHandlers):
                 plain(lambda: self._switched_on().session_list())),
         )  # fmt: skip
 
-    # -- what the 1.6 dialect says otherwise, beside `record` and `detail` ---------------------
+    # -- differences of the 1.6 dialect, besides `record` and `detail` -------------------------
 
-    # The structs of the bodies that a dialect has of its own, by path.
+    # The structs of the bodies that a dialect replaces, by path.
     bodies: ClassVar[dict[str, Any]] = BODIES
 
     def dump_endpoint(self) -> Endpoint:
@@ -317,11 +317,8 @@ class SelectionService(WorkerHandlers):
     def _placed_or_parked(
         self, partition: Partition, request: SelectionRequest, shape: Shape
     ) -> object:
-        """The answer to a request that may have to wait: `shape` of what was chosen, now or later.
-
-        What shapes it also does what is to be done with the choice; it is called once, or not at
-        all where there is none.
-        """
+        """The answer to a request that may be queued: `shape` of the placement, now or later.
+        `shape` may also act on the placement; it is called at most once."""
         pending: LaterReply | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
@@ -350,7 +347,7 @@ class SelectionService(WorkerHandlers):
         return pending
 
     def _unclaim(self, request: SelectionRequest) -> None:
-        """It waits no more."""
+        """The request is no longer queued."""
         if request.books:
             self.selector.bookings.claimed.discard(request.reservation_id)
 
@@ -371,7 +368,7 @@ class SelectionService(WorkerHandlers):
                 on_answer(parked, WaitedTooLong(limit))
 
         timer = self._call_later(limit, give_up)
-        # Or the request, and its prompt, would be kept until the limit has passed.
+        # Otherwise the request and its prompt would be kept until the limit has passed.
         pending.observe(lambda _: timer.cancel(), timer.cancel)
 
     def _request(self, partition: Partition, body: SelectFields) -> SelectionRequest:
@@ -380,7 +377,7 @@ class SelectionService(WorkerHandlers):
             session_id = body.session()
             if session_id is not None:
                 if body.pinned_worker is not None or body.affinity_target is not None:
-                    session_id = None  # they leave the session alone
+                    session_id = None  # these ignore the session
                 else:
                     check_session_id(session_id)
         if body.selection_id is not None:
@@ -439,7 +436,7 @@ class SelectionService(WorkerHandlers):
         request: SelectionRequest,
         placement: Placement,
     ) -> None:
-        """What `/select` chose can be booked by its id from now on."""
+        """Cache the choice of `/select`, to be booked by its id."""
         cached = CachedSelection(
             placement.worker_id,
             placement.dp_rank,
@@ -453,7 +450,7 @@ class SelectionService(WorkerHandlers):
         self.selector.selections.put(key, selection_id, cached, self._clock())
 
     def _replayed(self, key: PartitionKey, selection_id: str, reservation_id: str) -> Booked:
-        """Books what was chosen under an id; what cannot be booked now may be later."""
+        """Book the choice of an earlier `/select`; if that fails, it may succeed later."""
         selections, now = self.selector.selections, self._clock()
         cached = selections.get(key, selection_id, now)
         if cached is None:
@@ -540,14 +537,14 @@ class SelectionService(WorkerHandlers):
 
     def dump(self, *, detail: bool = True) -> Answer:
         if self._state.is_recovering:
-            # What a peer would recover of it is not all; peers that start together ask each other.
+            # A peer would recover only a part of it; peers that start together ask each other.
             raise Unavailable("start-up recovery is under way")
         return self._dump() if detail else self._bare_dump()
 
     def kv_sources(self, query: Query) -> Sequence[object]:
         return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))
 
-    # -- busy thresholds: what is shed, read and changed while the service runs ----------------
+    # -- busy thresholds -----------------------------------------------------------------------
     # Shapes of the request-rejection document and slot_tracker.md 4.2; DELETE is ours.
 
     def list_thresholds(self) -> Thresholds:

@@ -1,9 +1,8 @@
-"""The selection service as clients of 1.6 know it (`--api 1.6`): its routes, and the handlers that
-are its own.
+"""The selection service for clients of 1.6 (`--api 1.6`): its routes, and the handlers that differ.
 
-What differs from 1.3: a booking's id is `selection_id`, claimed from the moment its request
-arrives; a prompt may be empty, and its last, partial block is counted; the answers say more. Spec
-selection_16.md. All else is as in `selection`.
+In 1.6 a reservation's id is `selection_id`, claimed once its request arrives; a prompt may be
+empty, and its partial last block counts; answers have more fields. Spec selection_16.md. The rest
+is in `selection`.
 """
 
 import secrets
@@ -86,7 +85,7 @@ class SelectionService16(SelectionService):
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
-        """Where a KV cache is not assumed to be reused, no block is like another."""
+        """With KV reuse off, replace derived sequence hashes by random ones."""
         reuses = None if override is None else override.assume_kv_reuse
         if reuses is None:
             reuses = self.selector.settings.assume_kv_reuse
@@ -143,7 +142,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """What was chosen, and of what was booked the prompt."""
+        """The answer for a placement, and for a reservation also its prompt."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET
@@ -175,7 +174,7 @@ class SelectionService16(SelectionService):
         )
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
-        """Whether the rank has too many blocks with the prompt; unset where it is not known."""
+        """Whether the rank has too many blocks with the prompt; unset if unknown."""
         threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
         if threshold is None or blocks is None:
             return UNSET
@@ -221,6 +220,6 @@ class SelectionService16(SelectionService):
 
 
 def _outlook_of(placement: Placement) -> RankOutlook:
-    """The outlook of a placement that was asked for it."""
+    """The outlook of a placement that was made with one."""
     assert not isinstance(placement.outlook, UnsetType)
     return placement.outlook

@@ -1,7 +1,5 @@
-"""The metrics of the selector: tables of the same form as those of `metrics`.
-
-Labels of single workers and models are bounded by MOST_WORKERS and MOST_MODELS.
-"""
+"""The metrics of the selector: tables in the form of `metrics`. Labels of single workers and models
+are bounded by MOST_WORKERS and MOST_MODELS."""
 
 import time
 from collections import Counter
@@ -35,11 +33,11 @@ from lean_selector.wire.selection_bodies import SourceStatus
 _ASKED_AT: Final = (SELECT, SELECT_AND_RESERVE, ROUTE, GATEWAY)
 SHED: Final = "429"
 
-MOST_WORKERS: Final = 1024  # have labels of their own while they are registered
-MOST_MODELS: Final = 256  # the first by name
+MOST_WORKERS: Final = 1024  # workers with labels of their own while they are registered
+MOST_MODELS: Final = 256  # models with labels, the first by name
 OTHER: Final = "other"  # all others together
 
-# What a status says of the selection; any other is "refused".
+# The outcome of a selection by its status; any other is "refused".
 OUTCOMES = {
     "200": "placed",
     "409": "conflict",
@@ -67,8 +65,8 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """`meters` are those of all routes, and of the gateway; `overload_status` is what shed requests
-    are answered."""
+    """`meters` are those of all routes, and of the gateway; `overload_status` is the status of shed
+    requests."""
     issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
     def partitions() -> list[Partition]:
@@ -125,7 +123,7 @@ def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sa
         counts = Counter[str](placed=0, shed=meter.shed)
         for status, count in meter.by_status().items():
             counts[OUTCOMES.get(status, "refused")] += count
-        # POST /route answers what is shed with a status of its own.
+        # POST /route has a status of its own for shed requests.
         status = SHED if meter.route == ROUTE else str(overload_status)
         counts[OUTCOMES.get(status, "refused")] -= meter.shed
         counts["no_worker"] -= meter.unknown_models + meter.unknown_tenants
@@ -187,7 +185,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
         return by("type", {"stored": counts.blocks_stored, "removed": counts.blocks_removed})
 
     def labelled() -> Iterator[tuple[str, SourceStatus]]:
-        # Not a generator expression: compiled, that looks at all of them in one step.
+        # Not a generator expression: compiled, that would visit all of them in one step.
         for partition, status in sources.each_status():
             yield (
                 scope_labels(partition, worker_id=status.worker_id, dp_rank=status.dp_rank),
@@ -225,7 +223,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
 
 
 class WorkerFigures:
-    """The figures of one worker, or of all that have no labels of their own."""
+    """The figures of one worker, or of all workers without labels of their own."""
 
     __slots__ = (
         "counts",
@@ -243,8 +241,8 @@ class WorkerFigures:
         self.label = label
         self.counts = RankCounts()
         self.ejected_ranks = 0
-        self.ejected_s = 0.0  # of the rank that is out for the longest time
-        # What the engines reported lately, and of how many ranks.
+        self.ejected_s = 0.0  # of its longest ejected rank
+        # The last reports of the engines, and the number of ranks with one.
         self.reports = self.running = self.waiting = self.kv_tokens = self.waiting_uncached = 0
 
     def add(self, report: EngineLoad) -> None:
@@ -256,7 +254,7 @@ class WorkerFigures:
 
 
 class WorkerScrape:
-    """Sums up the figures of each worker over its ranks; remembers which workers have labels."""
+    """Sums up the figures of each worker over its ranks, and tracks which workers have labels."""
 
     def __init__(
         self,
@@ -270,7 +268,7 @@ class WorkerScrape:
         self._labelled: set[tuple[str, str, int]] = set()
 
     def figures(self) -> Iterator[WorkerFigures]:
-        """Those of each worker; workers may come and go between two of them."""
+        """The figures of each worker; workers may be added and removed between two of them."""
         partitions = self._partitions()
         workers = {
             (partition.model_name, partition.tenant_id, worker_id)
@@ -389,8 +387,8 @@ def worker_families(
 def model_outcomes(
     selector: Selector, partitions: list[Partition], most_models: int = MOST_MODELS
 ) -> Iterator[Sample]:
-    """placed, shed and no_worker of each model and tenant; unknown_tenant of a model's others, and
-    unknown_model of all others, together."""
+    """placed, shed and no_worker of each model and tenant; unknown_tenant of a model's other
+    tenants, and unknown_model of all other models, together."""
     counts: dict[tuple[str, str], tuple[int, int, int]] = {}
     for partition in partitions:
         key = partition.model_name, partition.tenant_id
@@ -425,13 +423,13 @@ def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]
     return each(label, "outcome", {"placed": placed, "shed": shed, "no_worker": refused})
 
 
-# -- sessions and remembered selections -----------------------------------------------------------
+# -- sessions and cached selections ---------------------------------------------------------------
 
 
 def session_families(
     partitions: Callable[[], list[Partition]], peers: PeerSessions | None
 ) -> Families:
-    """Nothing while sessions are off, which is where `peers` is None."""
+    """Empty if sessions are off, that is if `peers` is None."""
     if peers is None:
         return []
 
@@ -467,7 +465,7 @@ def session_families(
 
 
 def selection_cache_families(cache: SelectionCache) -> Families:
-    """Selections that are remembered by their ids."""
+    """Selections that are cached by their ids."""
 
     def ended() -> list[Sample]:
         counts = {"booked": cache.used, "expired": cache.expired, "evicted": cache.evicted}

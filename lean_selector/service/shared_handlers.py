@@ -1,4 +1,4 @@
-"""What both services answer about their replicas: peers come, go and are listed; the snapshot.
+"""Routes about replicas, for both services: peers, and the snapshot.
 
 Spec slot_tracker.md 3.6; the details of peers and the snapshot are ours (decision D22).
 """
@@ -19,7 +19,7 @@ OK: Final = Standing(Ok())
 
 
 class Replication(Protocol):
-    """Replica sync, as far as it is asked about."""
+    """The interface of replica sync to its routes."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 
@@ -60,7 +60,8 @@ class ReplicaHandlers:
         return OK
 
     def list_peers(self, query: Query) -> object:
-        """Their endpoints; with `?detail=true` the state of each, and what was dropped why."""
+        """The peers' endpoints; with `?detail=true` the state of each, and dropped events by
+        reason."""
         if wants_detail(query):
             return {} if self._replication is None else self._replication.state()
         return [] if self._replication is None else self._replication.peers()
@@ -73,11 +74,11 @@ class ReplicaHandlers:
 
 # -- discovery routes ----------------------------------------------------------------------------
 #
-# What both services answer about discovery (decision D22).
+# GET /discovery, for both services (decision D22).
 
 NOTHING = DiscoveryReport([], [], [])
 
 
 def discovery_routes(report: Callable[[], DiscoveryReport] | None) -> tuple[Route, ...]:
-    """`report` is None while nothing is to be found."""
+    """`report` is None without discovery."""
     return (("GET", "/discovery", READ, plain(report if report is not None else lambda: NOTHING)),)

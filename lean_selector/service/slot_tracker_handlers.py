@@ -1,8 +1,8 @@
 """The slot tracker: its routes and handlers, its metrics and log lines.
 
-Handlers translate: struct in, one call into the core, struct out. Rules live in `core.trackers`,
-the checks that all routes share in `bodies`. API: the source document, slot_tracker.md 1.3, and
-both families of peer routes (decision D18).
+Handlers translate: struct in, one call into the core, struct out. Rules are in `core.trackers`, the
+checks of all routes in `bodies`. API: the source document, slot_tracker.md 1.3, and both families
+of peer routes (decision D18).
 """
 
 import logging
@@ -35,7 +35,7 @@ _log = logging.getLogger("lean_selector.lifecycle")
 
 
 class SlotTrackerService(ReplicaHandlers):
-    """The handlers, and what they act on."""
+    """The handlers, and their state."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class SlotTrackerService(ReplicaHandlers):
         return self.trackers.workers(query.get("model_name"), query.get("tenant_id"))
 
     def add(self, body: AddRequest) -> Standing:
-        hashes = body.hashes()  # a wrong shape is named before any other fault
+        hashes = body.hashes()  # a wrong shape is reported before any other error
         check_id("request_id", body.request_id)
         self.trackers.add(
             body.model_name,
@@ -113,11 +113,11 @@ class SlotTrackerService(ReplicaHandlers):
         )
 
 
-# -- what observes it -----------------------------------------------------------------------------
+# -- metrics and log lines ------------------------------------------------------------------------
 
 
 def tracker_families(trackers: Trackers, now: Callable[[], float] = time.monotonic) -> Families:
-    """All that the slot tracker knows."""
+    """All metrics of the slot tracker."""
 
     def workers() -> list[Sample]:
         return [
@@ -131,7 +131,7 @@ def tracker_families(trackers: Trackers, now: Callable[[], float] = time.monoton
 
 
 class TrackerLog:
-    """The lines of the slot tracker. Call `look` about every second."""
+    """The log lines of the slot tracker. Call `look` about every second."""
 
     def __init__(self, trackers: Trackers) -> None:
         self._trackers = trackers
@@ -139,7 +139,7 @@ class TrackerLog:
         self._expired = 0
 
     def expired(self, count: int) -> None:
-        """A slice of what nothing was heard of for too long; said at the next look."""
+        """A slice of expired requests; logged at the next look."""
         self._expired += count
 
     def look(self) -> None:

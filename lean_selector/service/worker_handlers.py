@@ -1,7 +1,7 @@
-"""Workers, as both dialects of the selection service have them: registered, changed, listed, and
-reported on; and whether the service is ready for requests.
+"""Workers, in both dialects of the selection service: registration, changes, lists and reports; and
+readiness.
 
-Handlers translate: struct in, one call into the core, struct out. Rules live in `core.selection`.
+Handlers translate: struct in, one call into the core, struct out. Rules are in `core.selection`.
 Spec: selection.md, selection_16.md.
 """
 
@@ -47,8 +47,8 @@ from lean_selector.wire.selection_bodies import (
 
 
 class ServiceState:
-    """`is_recovering` while an index is fetched from a peer; `is_draining` once a stop began: not
-    ready, and what comes is still answered; `state_fault`: why the state directory cannot be
+    """`is_recovering` while the index is recovered from a peer; `is_draining` after a stop began:
+    not ready, but requests are still answered; `state_fault`: why the state directory cannot be
     written."""
 
     __slots__ = ("is_draining", "is_recovering", "state_fault")
@@ -60,25 +60,25 @@ class ServiceState:
 
 
 # -- encoded records ------------------------------------------------------------------------------
-# Probes poll /ready, with all workers in it. Encoding 5 000 of them anew took 46 ms; joining what
-# is encoded takes one, and only after a change.
+# Probes poll /ready, which has all workers. Encoding 5 000 of them took 46 ms; joining cached texts
+# takes one, and only after a change.
 
 
 class WorkerRecords:
-    """Only from the thread of the loop."""
+    """To be used from the loop's thread only."""
 
     def __init__(
         self, catalog: Catalog, record: Callable[[Worker], object] = Worker.record
     ) -> None:
-        """`record` is what is shown of a worker."""
+        """`record` is the API's view of a worker."""
         self._catalog = catalog
         self._record = record
-        self._encoded: dict[int, tuple[Worker, bytes]] = {}  # by worker id; some may have gone
+        self._encoded: dict[int, tuple[Worker, bytes]] = {}  # by worker id; some may be removed
         self._all = b"[]"
-        self._revision = catalog.revision  # that `_all` shows; a catalog begins empty
+        self._revision = catalog.revision  # the catalog's version in `_all`; a catalog begins empty
 
     def one(self, worker: Worker) -> JsonText:
-        """A worker that stands in the catalog: a change of it is a new object."""
+        """A worker in the catalog: a changed worker is a new object."""
         return JsonText(self._text(worker))
 
     def all(self) -> JsonText:
@@ -106,7 +106,7 @@ class WorkerRecords:
         return text
 
     def _forget_gone(self, registered: int) -> None:
-        """Once as many have gone as are registered, which is rarely and pays for the walk."""
+        """Once as many have been removed as are registered, which is rare and pays for the walk."""
         if len(self._encoded) > 2 * registered:
             current = self._catalog.workers
             self._encoded = {
@@ -122,7 +122,7 @@ DETAILED_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
 
 def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetail:
-    """What is held against a worker's ranks at this moment."""
+    """The health of a worker's ranks at this moment."""
     partition = catalog.partitions.get(worker.spec.key)
     rows: list[RankHealthRow] = []
     if partition is None:
@@ -151,7 +151,7 @@ def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetai
 
 
 def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType:
-    """The workers with a rank that is ejected, sorted; nothing at all when there is none."""
+    """The workers with an ejected rank, sorted; UNSET if there is none."""
     found: dict[int, EjectedWorker] = {}
     for partition in catalog.partitions.values():
         for worker_id, dp_rank in sorted(partition.health.out):
@@ -167,7 +167,7 @@ def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType
 
 
 class KvSources(Sources, Protocol):
-    """Where the KV events come from."""
+    """The sources of KV events."""
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
 
@@ -175,7 +175,7 @@ class KvSources(Sources, Protocol):
 
 
 class WorkerHandlers(ReplicaHandlers):
-    """The handlers, and what they act on."""
+    """The handlers, and their state."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class WorkerHandlers(ReplicaHandlers):
             ("POST", "/workers/{worker_id}/report", WRITE, report),
         )  # fmt: skip
 
-    # -- what the 1.6 dialect says otherwise -----------------------------------------------------
+    # -- differences of the 1.6 dialect ----------------------------------------------------------
 
     def record(self, worker: Worker) -> object:
         """A worker as the API shows it."""
@@ -221,7 +221,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._ready(self._records.all(), ejected_workers(self.selector.catalog))
 
     def ready_in_brief(self) -> Reply:
-        """Without a word on any worker."""
+        """Without any information about workers."""
         return self._ready(UNSET, UNSET)
 
     def _ready(
@@ -242,7 +242,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._shown(200, worker)
 
     def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
-        """A worker as it stands now, and what is probably wrong with it."""
+        """A worker's current record, with warnings."""
         record = self._records.one(worker)
         selector = self.selector
         listens = selector.settings.use_kv_events

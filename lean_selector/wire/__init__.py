@@ -1,1 +1,1 @@
-"""What travels: msgspec structs and typed codecs; no behaviour beyond validation."""
+"""Codecs: msgspec structs and typed encoders and decoders; no behaviour beyond validation."""

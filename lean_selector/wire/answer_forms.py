@@ -1,6 +1,6 @@
 """The two forms of an answer: JSON, and MessagePack for clients that accept it.
 
-A part that is kept encoded, because it is shown often and changes rarely, is JSON text.
+A cached part, which is sent often and changes rarely, is JSON text.
 """
 
 import re
@@ -11,12 +11,12 @@ import msgspec
 LONGEST_TRANSCODED = 64 * 1024  # bytes of JSON text: a millisecond of work
 
 
-# A float that is infinite or no number, which JSON writes as null; or else bytes that look like it.
+# An infinite float or NaN, which JSON writes as null; or bytes that look like one.
 _MAYBE_INFINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")
 
 
 class JsonText:
-    """JSON that stands in an answer, or is one, as it is."""
+    """JSON text that is part of an answer, or all of it, sent as it is."""
 
     __slots__ = ("text",)
 
@@ -28,7 +28,7 @@ class _StaysJson(Exception):
     pass
 
 
-# The hooks are asked for what msgspec does not know, which is nothing else in an answer.
+# The hooks are called for types that msgspec does not know: in an answer, only JsonText.
 
 
 def _as_it_is(part: JsonText) -> msgspec.Raw:
@@ -46,11 +46,8 @@ _packed: Final = msgspec.msgpack.Encoder(enc_hook=_taken_apart).encode
 
 
 def messagepack_form(body: object) -> bytes | None:
-    """`body` as MessagePack, saying what its JSON says; None if it stays JSON.
-
-    It does for a long text that is kept as JSON, and for an integer beyond 64 bits, which
-    MessagePack does not have.
-    """
+    """`body` as MessagePack, equivalent to its JSON; None if it stays JSON, because it has a long
+    cached JSON text, or an integer beyond 64 bits, which MessagePack does not have."""
     try:
         packed = _packed(body)
         if _MAYBE_INFINITE.search(packed):

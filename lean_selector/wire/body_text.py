@@ -1,7 +1,7 @@
-"""Bodies as bytes: what breaks one (D8, D32), and how long ones with a prompt are read quickly.
+"""Bodies as bytes: what makes one invalid (D8, D32), and fast decoding of long prompts.
 
-A body of the wrong shape may also be broken, and then that is its fault. 8 MiB of anything are
-judged in a fraction of a second and without an object for each value: all loops are in C.
+A body of the wrong shape may also be broken, which is then the error. 8 MiB of anything are checked
+in a fraction of a second and without an object for each value: all loops are in C.
 """
 
 import re
@@ -21,13 +21,13 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.wire.scalars import HashList, packed_signed, packed_u32
 from lean_selector.wire.selection_bodies import PromptFields
 
-# They check the grammar, and make nothing of it.
+# They check the grammar, and create no objects.
 _skip_json = msgspec.json.Decoder(msgspec.Raw).decode
 _skip_messagepack = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
 # A number beyond f64 has 309 digits before the point, or fewer and an exponent. One with neither
-# 200 digits nor an exponent of three is not; of the others each is looked at. Both expressions
-# begin with what is to be found: a search for that is quick, and one for a condition is not.
+# 200 digits nor an exponent of three digits is smaller; each of the others is checked. Both
+# expressions begin with literal characters: searching for those is fast, for a condition it is not.
 _LONG_RUN = b"0" * 200
 _ANY_DIGIT_AS_0 = bytes.maketrans(b"123456789", b"000000000")
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?+0*+[1-9][0-9]{2}")
@@ -36,15 +36,15 @@ _LARGE_NUMBER = re.compile(
     rb"(?:[0-9]*+(?:\.[0-9]++)?+[eE]\+?+0*+[1-9][0-9]{2,}+"
     rb"|[0-9]{199,}+(?:\.[0-9]++)?+(?:[eE][+-]?+[0-9]++)?+)"
 )
-_STRINGS_BYTES = 256 * 1024  # cut out in one go: what it is cut into takes memory
+_STRINGS_BYTES = 256 * 1024  # cut out in one pass: the pieces take memory
 
 MOST_COSTLY_NUMBERS = 1000
-# The JSON parser needs 10 us for each of these, where other numbers take 0.05.
+# The JSON parser needs 10 us for each of these, and 0.05 for other numbers.
 _COSTLY_NUMBER = re.compile(rb"[eE](?<=[0-9].)[+-]?+0*+[1-9][0-9]{2}")
 
 
 def messagepack_fault(body: bytes | bytearray) -> str:
-    """What makes `body` no MessagePack; "" when it is, of whatever shape."""
+    """Why `body` is not MessagePack; "" if it is, of any shape."""
     try:
         _skip_messagepack(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -53,7 +53,7 @@ def messagepack_fault(body: bytes | bytearray) -> str:
 
 
 def json_fault(text: bytes | bytearray) -> str:
-    """What makes `text` no JSON by the law of D8; "" when it is JSON, of whatever shape."""
+    """Why `text` is not JSON by the rules of D8; "" if it is, of any shape."""
     try:
         _skip_json(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -76,11 +76,11 @@ def _may_be_beyond_f64(text: bytes) -> bool:
 
 
 def _without_strings(text: bytes) -> bytes:
-    """A JSON text but for its strings: what stands outside of quotes."""
+    """A JSON text without its strings: what is outside of quotes."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside: list[bytes] = []
-    first = 0  # of the pieces between quotes, where every other is outside of a string
+    first = 0  # pieces between quotes; every other one is outside of a string
     for at in range(0, len(text), _STRINGS_BYTES):
         pieces = text[at : at + _STRINGS_BYTES].split(b'"')
         outside.append(b"".join(pieces[first::2]))
@@ -89,17 +89,15 @@ def _without_strings(text: bytes) -> bytes:
 
 
 def has_costly_numbers(text: bytes | bytearray) -> bool:
-    """Whether a JSON text has more than MOST_COSTLY_NUMBERS of those that take long to parse.
-
-    For a body of token ids this is two looks for a character that is rare in it.
-    """
+    """Whether a JSON text has more than MOST_COSTLY_NUMBERS numbers that take long to parse. For a
+    body of token ids this takes two searches for a rare character."""
     if not _has_many(text, b"e") and not _has_many(text, b"E"):
         return False
     return _has_many_costly(text) and _has_many_costly(_without_strings(bytes(text)))
 
 
 def _has_many(text: bytes | bytearray, byte: bytes) -> bool:
-    """More than half of MOST_COSTLY_NUMBERS; a search for a byte that is rare takes no time."""
+    """More than half of MOST_COSTLY_NUMBERS; searching for a rare byte takes no time."""
     at = -1
     for _ in range(MOST_COSTLY_NUMBERS // 2):
         at = text.find(byte, at + 1)
@@ -115,22 +113,22 @@ def _has_many_costly(text: bytes | bytearray) -> bool:
 
 # Bodies that would hold the loop ------------------------------------------------------------------
 #
-# 8 MiB of `[1,2],` take a second to decode. What a body may have of each kind takes some 50 ms; a
-# body that is shorter than this cannot take longer, and is not looked at.
+# 8 MiB of `[1,2],` take a second to decode. The bounds of each kind take some 50 ms; a body that is
+# shorter than this cannot take longer, and is not checked.
 
 COSTLY_BODY_BYTES: Final = 256 * 1024
 MOST_STRINGS_AND_LISTS: Final = 1 << 15  # up to 1.5 us each; the name of a field is a string
-MOST_VALUES: Final = 3 << 18  # of lists, as numbers: 0.05 us each
+MOST_VALUES: Final = 3 << 18  # numbers as elements of lists: 0.05 us each
 MOST_ESCAPES: Final = 1 << 18  # 0.1 us each
-MOST_PACKED: Final = 1 << 21  # of a list that is packed, 0.02 us each
-_MOST_FIELDS = 256  # of a MessagePack body; none has 30
+MOST_PACKED: Final = 1 << 21  # numbers of a packed list, 0.02 us each
+_MOST_FIELDS = 256  # of a MessagePack body; no struct has 30
 _LISTS: Final = frozenset({"token_ids", "routing_token_ids", "block_hashes", "sequence_hashes"})
 _MM_NAMES: Final = frozenset({"block_mm_infos"})
 _read_fields = msgspec.msgpack.Decoder(dict[str, Raw]).decode
 
 
 def json_excess(body: bytes | bytearray) -> str:
-    """What a JSON body has too much of to be decoded in one turn of the loop; "" for most."""
+    """Which bound a JSON body exceeds, so that it is not decoded; usually ""."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     values, lists, strings = body.count(b","), body.count(b"["), body.count(b'"') // 2
@@ -142,7 +140,7 @@ def json_excess(body: bytes | bytearray) -> str:
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
         strings = text.count(b'"') // 2
-    if strings <= MOST_STRINGS_AND_LISTS:  # they may hold commas and brackets
+    if strings <= MOST_STRINGS_AND_LISTS:  # strings may contain commas and brackets
         text = _without_strings(text)
         values, lists = text.count(b","), text.count(b"[")
     if strings + lists > MOST_STRINGS_AND_LISTS:
@@ -151,16 +149,16 @@ def json_excess(body: bytes | bytearray) -> str:
 
 
 def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
-    """What a MessagePack body with fields of these names has too much of."""
+    """Which bound a MessagePack body with fields of these names exceeds."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
-    size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that tell how many fields it has
+    size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that encode the number of fields
     if int.from_bytes(body[1 : 1 + size], "big") > _MOST_FIELDS:
         return f"more than {_MOST_FIELDS} fields"
     try:
         fields = _read_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""  # which is said of it when it is decoded
+        return ""  # decoding reports that
     for name, value in fields.items():
         raw = memoryview(value)
         if name == "mm_routing_info":
@@ -176,22 +174,22 @@ def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
 
 # Long bodies with a prompt ------------------------------------------------------------------------
 #
-# Their lists of numbers are cut out and packed: the decoder walks over a few hundred bytes, not
-# over lists only to find where they end, and no integer becomes an object. What stands in a list's
-# place is known to this process alone. A body that is odd in any way is left to the plain
-# decoders, which say what is wrong.
+# Their lists of numbers are cut out and packed: the decoder sees a few hundred bytes instead of
+# walking over lists to find their ends, and no integer becomes an object. The placeholder of a list
+# is known to this process only. A body that is unusual in any way is left to the plain decoders,
+# which report errors.
 
 T = TypeVar("T")
 Body = bytes | bytearray
 
 # Below, cutting costs more than it saves: some 50 hashes in two lists.
 LONG_PROMPT_BYTES: Final = 2048
-# What is left of a body is looked at for numbers that are slow to read (D32) when it may hold so
-# many; of more than this nothing is won by cutting.
+# The rest of a body is checked for numbers that are slow to read (D32) if it may hold this many;
+# cutting gains nothing above this size.
 _SHORT_REST_BYTES: Final = 4096
 _MOST_REST_BYTES: Final = 128 * 1024
 
-# Where a body names its tokens, or its next list of hashes; further on they are not looked for.
+# How far into a body its tokens, or its next list of hashes, are searched for.
 _HEAD_BYTES: Final = 512
 
 _BLOCK_HASHES: Final = b'"block_hashes":'
@@ -205,13 +203,13 @@ _BINARY_BLOCK_HASHES: Final = b"\xacblock_hashes"
 _BINARY_SEQUENCE_HASHES: Final = b"\xafsequence_hashes"
 _CUT_BYTES: Final = secrets.token_bytes(16)
 _CUT_BINARY: Final = b"\xc4\x10" + _CUT_BYTES
-_SIZES: Final = {0xDC: 2, 0xDD: 4}  # bytes that tell the length of an array, by its tag
-_WIDE: Final = b"\xcf\xd3"  # the tags of integers of 8 bytes, which hashes are but for a few
+_SIZES: Final = {0xDC: 2, 0xDD: 4}  # bytes that encode the length of an array, by its tag
+_WIDE: Final = b"\xcf\xd3"  # tags of integers of 8 bytes, as nearly all hashes are
 
 
 def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """What decodes a long JSON body of PromptFields, its lists packed; None: nothing is known of
-    it."""
+    """The decoder of a long JSON body of PromptFields, with its lists packed. It returns None for a
+    body that it does not support."""
     decode = msgspec.json.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:
@@ -239,11 +237,11 @@ def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _list_after(body: Body, key: bytes, start: int, end: int) -> tuple[int, int]:
-    """Where a flat list after a key lies, between `start` and `end`; (0, 0) when none does."""
+    """The flat list after a key, between `start` and `end`; (0, 0) if there is none."""
     at = body.find(key, start, end) + len(key)
     if at < len(key):
         return 0, 0
-    if body.startswith(b" ", at):  # unlike an index, right at the end of a cut body too
+    if body.startswith(b" ", at):  # unlike an index, this also works at the end of a truncated body
         at += 1
     stop = body.find(b"]", at, end) + 1
     return (at, stop) if stop and body.startswith(b"[", at) else (0, 0)
@@ -257,7 +255,7 @@ def _list_text(name: str, body: Body, at: int, end: int) -> bytes:
 
 
 def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
-    """A body with something else in place of its hash lists; an empty span is none."""
+    """The body with its hash lists replaced; an empty span is no list."""
     pieces: list[Body] = []
     done = 0
     for at, end in spans:
@@ -269,7 +267,7 @@ def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
 
 
 def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """`_decoded` for JSON; None, too, for more than ASCII, or much that is slow to read."""
+    """`_decoded` for JSON; also None for non-ASCII text, or many slow numbers."""
     if not rest.isascii():
         return None
     if _SHORT_REST_BYTES < len(rest) <= _MOST_REST_BYTES and has_costly_numbers(rest):
@@ -278,7 +276,7 @@ def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """What is left of a body; None when it is long, or wrong."""
+    """The rest of a body, decoded; None if it is long or invalid."""
     if len(rest) > _MOST_REST_BYTES:
         return None
     try:
@@ -288,10 +286,8 @@ def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) -> T | None:
-    """The fields with the lists that were cut out; None when something else stands there.
-
-    Then a list was part of another field, or its key stands there again.
-    """
+    """The fields with the lists that were cut out; None if a placeholder is missing: then a list
+    was part of another field, or its key is repeated."""
     if not isinstance(fields, PromptFields):
         return None
     if block is not None:
@@ -312,7 +308,7 @@ def _is_cut(hashes: HashList) -> bool:
 
 
 def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
-    """The fields of a JSON body that states its prompt by tokens, packed to 4 bytes each."""
+    """The fields of a JSON body with a token prompt, packed to 4 bytes each."""
     at, end = _list_after(body, _TOKEN_IDS, 0, len(body))
     tokens = packed_u32(_list_text("token_ids", body, at, end)) if end else None
     if tokens is None:
@@ -331,7 +327,7 @@ def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
     def read(body: Body) -> T | None:
         block_at, block_end = _array_after(body, _BINARY_BLOCK_HASHES, 0)
         at, end = _array_after(body, _BINARY_SEQUENCE_HASHES, block_end)
-        if not end:  # not both, or in another order
+        if not end:  # not both lists, or in another order
             return None
         block = array_packed(body, block_at, block_end) if block_end else b""
         sequence = array_packed(body, at, end)
@@ -345,7 +341,7 @@ def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _array_after(body: Body, key: bytes, start: int) -> tuple[int, int]:
-    """Where an array after a key would lie, were all its integers of 8 bytes; (0, 0): nowhere."""
+    """The array after a key, assuming that all its integers have 8 bytes; (0, 0): none."""
     at = body.find(key, start, start + _HEAD_BYTES) + len(key)
     if at < len(key) or at >= len(body):
         return 0, 0

@@ -1,44 +1,45 @@
-"""GET /discovery: what is looked for, what was found, and what became of it (decision D22)."""
+"""GET /discovery: the discoveries, and the state of each discovered worker and peer (decision
+D22)."""
 
 from typing import Final
 
 import msgspec
 
-# For engines that tell no source of events when they are asked, where all have them at one port.
+# For engines that report no event source, if all have them at one port.
 EVENTS_PORT: Final = """--discover-defaults '{"events_port":5557}'"""
 
 
 class DiscoveryState(msgspec.Struct, frozen=True):
-    """One discovery, as a flag asks for it."""
+    """One discovery, as given by a flag."""
 
     discovery: str
     finds: str  # "workers" or "peers"
     state: str  # "starting", "watching" or "failing"
-    since_s: float  # how long it has been so
-    found: int | None  # what it found last, which holds; None before
+    since_s: float  # seconds in this state
+    found: int | None  # number found last, which stays in force; None before
     failures: int
     last_error: str | None
 
 
 class DiscoveredWorker(msgspec.Struct, frozen=True):
-    """A worker that a discovery names, or named until a moment ago."""
+    """A worker that a discovery lists, or listed until a moment ago."""
 
     endpoint: str
     worker_id: int
     discoveries: list[str]
     state: str  # see docs/guide/discovery.md
-    leaves_in_s: float | None  # while no discovery names it any more
-    last_error: str | None  # why it could not be asked or registered
+    leaves_in_s: float | None  # while no discovery lists it any more
+    last_error: str | None  # why it could not be queried or registered
 
 
 class DiscoveredPeer(msgspec.Struct, frozen=True):
-    """A peer that a discovery names, or named until a moment ago."""
+    """A peer that a discovery lists, or listed until a moment ago."""
 
     endpoint: str
     # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "refused" or "itself"
     state: str
     leaves_in_s: float | None
-    last_error: str | None  # why it was refused, or is not caught up from
+    last_error: str | None  # why it was refused, or why catch-up from it fails
 
 
 class DiscoveryReport(msgspec.Struct, frozen=True):
@@ -50,10 +51,10 @@ class DiscoveryReport(msgspec.Struct, frozen=True):
 
 
 class KeptWorker(msgspec.Struct, frozen=True):
-    """A discovered worker as it outlives the process: whose it is, and that it was deleted over
-    HTTP while they name it."""
+    """A discovered worker in the state directory: which discovery found it, and whether it was
+    deleted over HTTP while listed."""
 
-    key: str  # of its endpoint
+    key: str  # hash of its endpoint
     worker_id: int
     discoveries: list[str]
     is_removed: bool

@@ -1,9 +1,9 @@
-"""The text of GET /dump: what a partition's index holds, as events that rebuild it.
+"""The text of GET /dump: a partition's index as the events that rebuild it.
 
-Writes it in parts of bounded work, and reads what any selector or standalone indexer writes. Beside
-the format of the reference an entry of ours says its model_name and tenant_id (the key alone is
-ambiguous once a name holds a colon) and the watermarks of its sources; peers skip keys they do not
-know. Knows neither HTTP nor what becomes of an event. Spec: indexer.md 4.1, 4.2 and 7.5.
+Writes it in parts of bounded work, and reads dumps of any selector or standalone indexer. Beyond
+the reference's format an entry of ours has its model_name and tenant_id (the key alone is ambiguous
+if a name contains a colon) and the watermarks of its sources; peers ignore unknown keys. Knows
+neither HTTP nor the index. Spec: indexer.md 4.1, 4.2 and 7.5.
 """
 
 import struct
@@ -36,7 +36,7 @@ from lean_selector.wire.dump_shapes import (
 
 _TIER_NAMES = {tier: tier.name.lower() for tier in Tier}
 _TIERS = {name: tier for tier, name in _TIER_NAMES.items()}
-# Blocks in one part of the text; encoding them takes some 0.2 ms, as events of one block each 0.5.
+# Blocks in one part of the text; encoding takes some 0.2 ms, or 0.5 as events of one block each.
 _PART_BLOCKS = 512
 
 _encode = msgspec.json.Encoder().encode
@@ -46,11 +46,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_dump(partitions: Sequence[PartitionDump], *, as_1_6: bool = False) -> Iterator[bytes]:
-    """The whole text in parts, entries in the order given; `as_1_6` as 1.6 has it, and no more.
+    """The whole text in parts, entries in the order given; with `as_1_6`, exactly the fields of
+    1.6.
 
-    Partitions whose keys would be the same text (model `a:b` of tenant `c`, model `a` of tenant
-    `b:c`) all appear: the first has the key, the others have it with colons added, and the names
-    inside tell them apart. A peer that reads the key alone gets the first one right.
+    Partitions with equal keys (model `a:b` of tenant `c`, model `a` of tenant `b:c`) all appear:
+    the first has the key, the others have it with colons added, and the names inside distinguish
+    them. A peer that reads the key alone gets the first one right.
     """
     if not partitions:
         yield b"{}"
@@ -129,7 +130,7 @@ class NotADump(ValueError):
 
 
 class BadEvent(ValueError):
-    """One event cannot be read; the others of its entry stand."""
+    """One event cannot be read; the others of its entry count."""
 
 
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -141,10 +142,8 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str]]:
-    """The entries of a dump, and what is wrong with those that are left out.
-
-    A key is split at its last colon unless the names are inside. Raises NotADump.
-    """
+    """The entries of a dump, and why others are left out. A key is split at its last colon unless
+    the entry has names. Raises NotADump."""
     try:
         entries = _decode_keys(body)
     except _UNREADABLE as error:
@@ -172,7 +171,7 @@ def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str
 
 
 def _watermarks(raw: Raw | UnsetType) -> dict[RankKey, int]:
-    """Those that can be read; going without one costs a replay, no more."""
+    """The valid watermarks; a missing one only costs a replay."""
     if raw is UNSET:
         return {}
     try:

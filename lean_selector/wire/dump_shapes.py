@@ -1,6 +1,6 @@
-"""The shapes of a dump: what is to be written, its JSON, and what was read.
+"""The structs of a dump: input of the writer, its JSON, and what the reader accepts.
 
-What we write and what we read have types of their own: a reader takes more than we ever say.
+Reading and writing have separate types: a reader accepts more than we ever write.
 """
 
 from array import array
@@ -16,11 +16,8 @@ from lean_selector.wire.scalars import U32, NonNegative
 
 
 class PartitionDump(msgspec.Struct, frozen=True):
-    """What is to be written of one partition.
-
-    `watermarks` is how far each source had been followed when `runs` began: what its engine tells
-    later may be in `runs` or not, and does no harm when it is applied again.
-    """
+    """One partition to write. `watermarks` are the positions of its sources when `runs` began:
+    later events may be in `runs` or not, and applying them again is harmless."""
 
     model_name: str
     tenant_id: str
@@ -46,7 +43,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoredData(msgspec.Struct, frozen=True, gc=False):
-    """What an event says: here only that blocks are stored."""
+    """The content of an event: here only stored blocks."""
 
     stored: Stored
 
@@ -60,7 +57,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event, and the tier that it is of."""
+    """One event, with its tier."""
 
     worker_id: int
     storage_tier: str
@@ -68,7 +65,7 @@ class TierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
-    """The same in the 1.6 dialect, which says whose residency is meant: here always a worker's."""
+    """The same in the 1.6 dialect, with the domain of the residency: here always a worker's."""
 
     worker_id: int
     storage_tier: str
@@ -77,7 +74,7 @@ class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Names(msgspec.Struct, frozen=True):
-    """What an entry of ours says beyond the reference's; encoded without its braces."""
+    """Fields of an entry beyond the reference's; encoded without its braces."""
 
     model_name: str
     tenant_id: str
@@ -85,7 +82,7 @@ class Names(msgspec.Struct, frozen=True):
 
 
 class DumpedPartition(msgspec.Struct, frozen=True):
-    """One entry as it was read; its events are not, see `decode_event`."""
+    """One entry as read; its events are decoded by `decode_event`."""
 
     model_name: str
     tenant_id: str
@@ -151,7 +148,7 @@ class ReadData(msgspec.Struct, gc=False):
 
 
 class ReadEvent(msgspec.Struct, gc=False):
-    data: ReadData | str  # "cleared" comes as a bare word too
+    data: ReadData | str  # "cleared" may also be a plain string
     dp_rank: U32 | None = None
 
 

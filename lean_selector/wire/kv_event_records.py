@@ -1,8 +1,7 @@
-"""One event of any layout, once decoded, as the record that the index learns from.
+"""One decoded event of any layout, as the record that the index applies.
 
-What its fields mean and what they leave open: tiers, hashes as unsigned, tokens flat, the salt and
-the multimodal hashes among the extra keys. Knows no bytes but those of keys, and no batch.
-Spec: indexer.md 1.4 and 2.2; D26.
+Interprets its fields: tiers, unsigned hashes, flat tokens, the salt and the multimodal hashes among
+the extra keys. Knows no batch, and no bytes except keys. Spec: indexer.md 1.4 and 2.2; D26.
 """
 
 import re
@@ -36,20 +35,20 @@ from lean_selector.wire.kv_event_shapes import (
     Token,
 )
 
-DETAIL_CHARACTERS = 200  # of a peer's text, in what people are shown
+DETAIL_CHARACTERS = 200  # characters of a peer's text in messages
 
-# What msgspec raises for bytes that are no value, of the wrong type, no UTF-8, or nested too deep.
+# What msgspec raises for invalid or truncated values, wrong types, invalid UTF-8, and deep nesting.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _EVENT_TYPES = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
 _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
 
-# Extra keys of an unknown kind, and what they are called where they are counted.
+# Extra keys of an unknown kind, by the name in the counts.
 _KINDS = {type(None): "nil", float: "float", dict: "map", list: "list"}
-_UNKNOWN_KEY_SEED = 26  # any but that of tokens
+_UNKNOWN_KEY_SEED = 26  # any field except that of tokens
 _ANYWHERE = 2**63
 
-# Names and texts that may come as bin.
+# Names and texts that may be sent as bin.
 TEXT_FIELDS = (
     *("type", "medium", "lora_name", "kv_cache_spec_kind", "locality"),
     *("ownership", "cache_salt"),
@@ -57,7 +56,7 @@ TEXT_FIELDS = (
 
 _encode = msgspec.msgpack.Encoder().encode
 
-# Names are compared in upper case. vLLM says STORAGE for what it offloads to disk.
+# Names are compared in upper case. vLLM sends STORAGE for blocks offloaded to disk.
 _TIERS: dict[str | None, Tier] = {
     **dict.fromkeys((None, "", "GPU", "DEVICE"), Tier.DEVICE),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1"), Tier.HOST_PINNED),
@@ -67,16 +66,14 @@ _TIERS: dict[str | None, Tier] = {
 
 
 class Skips:
-    """The events of a slice that could not be read: counts, and a text for the last of each kind.
-
-    A message can hold a million of them, so nothing is made per event.
-    """
+    """The events of a slice that could not be decoded: counts, and a text for the last of each
+    kind. A message can contain a million of them, so no object is created per event."""
 
     def __init__(self) -> None:
         self._by_kind: dict[tuple[str, str], SkippedEvent] = {}
 
     def add(self, tag: object, error: Exception) -> None:
-        """An event of this tag, and why it cannot be read."""
+        """Add an event with this tag, and why it could not be decoded."""
         event_type = _EVENT_TYPES.get(tag) if isinstance(tag, str) else None
         is_unknown = event_type is None and isinstance(tag, str)
         reason = "unknown_type" if is_unknown else "malformed"
@@ -95,7 +92,7 @@ class Skips:
 
 
 def record_of(event: ArrayEvent | MapEvent) -> Event | None:
-    """The layout-free record of a typed event; ValueError where its fields contradict."""
+    """The record of a typed event; ValueError if its fields contradict each other."""
     if isinstance(event, ArrayStored):
         return stored_record(event)
     if isinstance(event, MapStored):
@@ -124,7 +121,8 @@ def stored_record(
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
     mm_hashes, unknown_keys, next_token = None, None, None
-    if salt is not None:  # its engine keeps it apart, but was given it marked all the same
+    # the engine reports it separately, but was given it with the prefix all the same
+    if salt is not None:
         salt = salt.removeprefix(ENGINE_SALT_PREFIX)
     if event.extra_keys:
         salt = salt or _salt_of(event.extra_keys[0])
@@ -157,7 +155,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """The token after the last of so many blocks, if it is told."""
+    """The token after the last of this many blocks, if known."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None
@@ -165,12 +163,12 @@ def _token_behind(lookahead: object, blocks: int) -> int | None:
 
 
 def _u64(value: Hash) -> int:
-    """Negative: the same bits unsigned. Bytes: the last eight, big-endian, as vLLM's own ints."""
+    """Negative: the same bits unsigned. Bytes: the last eight, big-endian, like vLLM's own ints."""
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & U64_MAX
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:
-    """How many blocks have a name and all their tokens; pairs count as tokens."""
+    """Number of blocks that have a hash and all their tokens; pairs count as tokens."""
     size = event.block_size
     return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
 
@@ -181,7 +179,7 @@ def u64s(values: list[Hash]) -> list[int]:
         if (min(numbers) if len(numbers) > 1 else numbers[0] if numbers else 0) >= 0:
             return numbers
         return [value & U64_MAX for value in numbers]
-    except TypeError:  # bytes among them
+    except TypeError:  # bytes among the hashes
         return [_u64(value) for value in values]
 
 
@@ -199,14 +197,14 @@ def _flattened(pairs: list[Token]) -> list[int]:
 
 
 def tier_of(medium: str | None) -> Tier | None:
-    """The tier that a medium names; None for one of unknown name."""
+    """The tier of a medium; None for an unknown name."""
     tier = _TIERS.get(medium)
     return _TIERS.get(medium.upper()) if tier is None and medium is not None else tier
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Text other than LOCAL names blocks elsewhere; a value of another type says nothing. What a
-    secondary tier owns is the worker's where it is LOCAL (D26)."""
+    """Text other than LOCAL means blocks elsewhere; a value of another type is ignored. Blocks of a
+    secondary tier are the worker's if it is LOCAL (D26)."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""
@@ -222,16 +220,14 @@ def _salt_of(keys: list[object] | None) -> str | None:
 def _mm_hashes_of_keys(
     event: ArrayStored | MapStored,
 ) -> tuple[list[list[int] | None] | None, dict[str, int] | None]:
-    """The hashes of each block, and how many keys of an unknown kind there were, by kind.
-
-    Those of a block go into its hash as a number made of them, so that it is held under a hash that
-    no prompt has, and what hangs below it is out of reach (D26).
-    """
+    """The hashes of each block, and the number of keys of an unknown kind, by kind. Such keys enter
+    a block's hash as a number, so that the block has a hash that no prompt has, and its descendants
+    are unreachable (D26)."""
     extra_keys = event.extra_keys[: _blocks(event)] if event.extra_keys else []
     if not any(extra_keys):
         return None, None
     unknown: dict[str, int] = {}
-    # What begins behind the block is in the tokens that its engine's hash looks ahead to.
+    # An object that begins behind the block is in the tokens that the engine's hash looks ahead to.
     end = event.block_size if event.lookahead_token_ids is not None else _ANYWHERE
     mm_hashes = [
         _mm_hashes_of_block(keys, event.lora_name, end, unknown) if keys else None
@@ -243,11 +239,9 @@ def _mm_hashes_of_keys(
 def _mm_hashes_of_block(
     keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
 ) -> list[int] | None:
-    """An identifier is any text before an offset, or 64 hex digits alone, which are no adapter's
-    name. Of 64 hex digits the first 16 are the hash.
-
-    Other texts, bytes and integers name what is hashed elsewhere, if anything: an adapter, say.
-    """
+    """An identifier is any text before an offset, or 64 hex digits alone that are no adapter's
+    name. The first 16 of 64 hex digits are the hash. Other texts, bytes and integers name what is
+    hashed elsewhere, such as an adapter."""
     hashes = []
     others = []
     for key in keys:
@@ -275,15 +269,13 @@ def _mm_hashes_of_block(
 
 
 def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
-    """These win over extra keys, even when they name nothing."""
+    """These take precedence over extra keys, even if they name nothing."""
     return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]
 
 
 def rearranged(event: object) -> dict[str, object]:
-    """The fields of an untyped event, named as in the map form; raises ValueError if it has none.
-
-    Names and texts may come as bin. In the tail of an array a field of the wrong type is left out.
-    """
+    """The fields of an untyped event, named as in the map form; raises ValueError if it is none.
+    Names and texts may be bin. In the tail of an array a field of the wrong type is left out."""
     if isinstance(event, list):
         fields = _by_position(event)
     elif isinstance(event, dict):

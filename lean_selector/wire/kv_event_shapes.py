@@ -27,7 +27,7 @@ BlockSize = Annotated[int, Meta(ge=0)]
 
 class MultimodalObject(Struct, gc=False):
     mm_hash: Annotated[int, Meta(ge=0)]
-    offsets: object  # not hashed, yet an object without them is no object
+    offsets: object  # not hashed, but required
 
 
 class MultimodalInfo(Struct, gc=False):
@@ -35,7 +35,7 @@ class MultimodalInfo(Struct, gc=False):
 
 
 ExtraKeys = list[list[object] | None]
-Lookahead = list[list[int]]  # per block: the tokens after it that its engine's hash covers
+Lookahead = list[list[int]]  # per block: the following tokens that its engine's hash covers
 MultimodalInfos = list[MultimodalInfo | None]
 
 
@@ -125,7 +125,7 @@ class MapEvents(Struct, array_like=True, gc=False):
     dp_rank: int | None = None
 
 
-# What the publisher sends, as the engines themselves would ----------------------------------------
+# What the publisher sends, like the engines themselves --------------------------------------------
 
 
 class PublishedStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):
@@ -166,13 +166,13 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class LoadStat(Struct, array_like=True, tag=True, gc=False):
-    """What SGLang publishes of its load, on a socket of its own: before 0.5.23 up to the rank."""
+    """SGLang's published load, from a socket of its own; before 0.5.23 only up to the rank."""
 
     running_requests: Count
     waiting_requests: Count
     kv_tokens: Count
     kv_token_capacity: Count  # 0: unknown
-    dp_rank: object = None  # of the socket; only informational
+    dp_rank: object = None  # number of the socket; informational
     waiting_uncached_tokens: Count | None = None
     total_tokens: Count | None = None
     max_running_requests: Count | None = None

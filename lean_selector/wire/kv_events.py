@@ -57,24 +57,24 @@ from lean_selector.wire.messagepack import (
     size_of,
 )
 
-# A message is passed over in one go to find its parts: some 10 ms if it is full of small values.
+# A message is scanned once to find its parts: some 10 ms if it is full of small values.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 MAX_BATCH_EVENTS = 1 << 16
 MAX_EVENT_BLOCKS = 1 << 16  # a prompt of 1 M tokens in blocks of 16
 MAX_BLOCK_TOKENS = 4096  # of a block in an event that comes in parts; real ones have 256
-# Of one slice. Events that cannot be read take the longest: some 8 us each.
+# Per slice. Events that cannot be decoded take the longest: some 8 us each.
 SLICE_EVENTS = 256
-# Of one part; what it is read from fits into a window.
+# Per part; its input fits into a window.
 PART_BLOCKS = 512
 PART_BLOCKS_WITH_KEYS = 32
-PART_TOKENS = 4096  # pairs of them take 45 KB
-_MAX_FIELDS = 1024  # of a map or an array that is a batch or a large event; layouts have up to 16
+PART_TOKENS = 4096  # pairs of tokens take 45 KB
+_MAX_FIELDS = 1024  # of a map or array that is a batch or a large event; layouts have up to 16
 _MAX_FIELD_BYTES = 4096  # of a field of a large event that is no list
 
-# The names that the rank of a batch has had, as a map.
+# The names of a batch's rank, as a map.
 _RANK_NAMES = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 _I32 = range(-(2**31), 2**31)
-_POSITIONS = 17  # of an event's array, with the last that is read
+_POSITIONS = 17  # fields of an event's array, up to the last that is read
 _LISTS = ("block_hashes", "token_ids", "extra_keys", "block_mm_infos", "lookahead_token_ids")
 _NAMES: set[object] = {*_LISTS, *TEXT_FIELDS, "parent_block_hash", "block_size", "group_idx"}
 _NAMES |= {str(name).encode() for name in _NAMES}
@@ -95,22 +95,20 @@ _keys = Decoder(list[list[object] | None]).decode
 _infos = Decoder(list[MultimodalInfo | None]).decode
 _lookahead = Decoder(Lookahead).decode
 
-Slices = Iterator[EventBatch | None]  # in order; None: nothing to apply so far
+Slices = Iterator[EventBatch | None]  # in order; None: nothing to apply yet
 
 
 class NotABatch(ValueError):
-    """The payload is no event batch at all: nothing in it can be attributed to a rank."""
+    """The payload is no event batch: nothing in it can be attributed to a rank."""
 
 
 class TooManyEvents(NotABatch):
-    """More events than MAX_BATCH_EVENTS; none of them was looked at."""
+    """More events than MAX_BATCH_EVENTS; none of them was decoded."""
 
 
 def decode_small(payload: Bytes) -> EventBatch | None:
-    """Read an ordinary batch at once; None for what `batch_slices` has to look at.
-
-    Bytes after the first msgpack value are ignored.
-    """
+    """Decode an ordinary batch at once; None if it needs `batch_slices`. Bytes after the first
+    msgpack value are ignored."""
     if len(payload) > WINDOW_BYTES:
         return None
     try:
@@ -123,10 +121,8 @@ def decode_small(payload: Bytes) -> EventBatch | None:
 
 
 def batch_slices(payload: Bytes) -> Slices:
-    """Any batch of at most MAX_BATCH_BYTES in slices of bounded work.
-
-    Raises NotABatch, and nothing else, and only before the first slice.
-    """
+    """Decode any batch of at most MAX_BATCH_BYTES in slices of bounded work. Raises only NotABatch,
+    and only before the first slice."""
     try:
         dp_rank, pieces = _rank_and_pieces(memoryview(payload))
     except NotABatch:
@@ -144,7 +140,7 @@ def batch_slices(payload: Bytes) -> Slices:
 
 
 def _rank_and_pieces(data: memoryview) -> tuple[int | None, list[tuple[memoryview, int]]]:
-    """Take a batch apart, unread: an array, or a map, which one vLLM revision sent."""
+    """Split a batch without decoding its events: an array, or a map, as one vLLM revision sent."""
     count, at = count_of(data)
     if count > _MAX_FIELDS:
         raise NotABatch(f"a batch of more than {_MAX_FIELDS} fields")
@@ -182,7 +178,8 @@ def _pieces(events: ListReader[Raw]) -> list[tuple[memoryview, int]]:
 
 
 def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[bytes, Raw]:
-    """What a large event holds, unread; ValueError if it is neither array nor map, or too long."""
+    """The undecoded fields of a large event; ValueError if it is neither array nor map, or too
+    long."""
     count, _ = count_of(data)
     if count > _MAX_FIELDS:
         raise ValueError(f"more than {_MAX_FIELDS} fields")
@@ -195,7 +192,7 @@ def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[byt
 
 
 def _value(data: memoryview, most: int) -> object:
-    """A value; an empty tuple, which none can be, if it has more bytes than `most`."""
+    """A value; an empty tuple, which no value is, if it has more bytes than `most`."""
     return _untyped(data) if len(data) <= most else ()
 
 
@@ -204,10 +201,8 @@ def _typed(payload: Bytes) -> ArrayEvents | MapEvents:
 
 
 def _first_event_is_array(payload: Bytes) -> bool:
-    """Look past `[float64 ts, [`: every producer met so far starts like that.
-
-    A wrong guess costs time, not correctness.
-    """
+    """Look past `[float64 ts, [`: every known producer starts like that. A wrong guess costs time,
+    not correctness."""
     if len(payload) < 16:
         return False
     start = 11 + {0xDC: 2, 0xDD: 4}.get(payload[10], 0)
@@ -227,8 +222,8 @@ def _of_piece(dp_rank: int | None, piece: memoryview, count: int) -> EventBatch:
 def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> EventBatch:
     events: list[Event] = []
     skips: Skips | None = None
-    removal: BlockRemoved | None = None  # the last record, if it is one that may grow
-    medium: str | None = None  # and its
+    removal: BlockRemoved | None = None  # the last record, if it can be extended
+    medium: str | None = None  # and its event
     for event in typed:
         plain = _plain_removal(event)
         if plain is not None and removal is not None and plain.medium == medium:
@@ -250,7 +245,7 @@ def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> Event
 
 
 def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | None:
-    """The event, if it is a removal that says nothing but which blocks, and where they were."""
+    """The event, if it is a removal with nothing but blocks and their tier."""
     if isinstance(event, ArrayRemoved):
         is_plain = event.group_idx is None and event.kind_or_locality is None
         return event if is_plain and event.ownership is None else None
@@ -273,7 +268,7 @@ def _apart(dp_rank: int | None, raw_events: list[Raw]) -> EventBatch:
 
 
 def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
-    """One event, typed if its layout is known, else brought into one; None for `Ignored`."""
+    """One event, decoded as typed if its layout is known, else normalized; None for `Ignored`."""
     decode = _array_event if is_array(raw[0]) else _map_event
     try:
         return record_of(decode(raw))
@@ -292,9 +287,9 @@ def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
 def _slices_of_large(dp_rank: int | None, data: memoryview) -> Slices:
     """The records of an event that is larger than a window, part by part.
 
-    All that names a block is read before the first part, so that an event that refers to itself is
-    skipped whole. Tokens that cannot be read end the event: the blocks before them stand, as they
-    would if the engine had told of them alone.
+    Everything that names a block is decoded before the first part, so that an event that refers to
+    itself is skipped whole. Invalid tokens end the event: the blocks before them count, as if the
+    engine had sent only those.
     """
     tag: object = None
     try:
@@ -325,7 +320,7 @@ def _slices_of_large(dp_rank: int | None, data: memoryview) -> Slices:
 
 
 def _large_fields(data: memoryview) -> tuple[dict[str, object], dict[str, Raw]]:
-    """The fields of a large event by their names, and apart from them its lists, unread."""
+    """The fields of a large event by name, and separately its undecoded lists."""
     unread = _fields_of(data)
     fields: dict[str, object] = {}
     if isinstance(unread, list):
@@ -348,7 +343,7 @@ def _unless_array(raw: Raw) -> object:
 
 
 def _bound_of(event: MapStored | MapRemoved, blocks: int) -> SkippedEvent | None:
-    """What to say of an event that is over a bound."""
+    """The error for an event above a bound."""
     event_type = "stored" if isinstance(event, MapStored) else "removed"
     if blocks > MAX_EVENT_BLOCKS:
         return SkippedEvent(event_type, "too_many_blocks", f"it has {blocks} blocks")
@@ -373,7 +368,7 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
     above = [] if parent is None else u64s([parent])
     is_twice = len({*above, *hashes}) != len(above) + len(hashes)
     if is_twice:
-        hashes = hashes[:1] * 2  # refused for the same reason, if for no other before it
+        hashes = hashes[:1] * 2  # refused for the same reason, if not for an earlier one
     tokens = ListReader(lists["token_ids"], _tokens)
     keys = ListReader(lists["extra_keys"], _keys) if "extra_keys" in lists else None
     infos = ListReader(lists["block_mm_infos"], _infos) if "block_mm_infos" in lists else None
@@ -404,7 +399,8 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
 
 
 def _checked_rank(rank: object) -> int | None:
-    """A negative rank means what nil means; what is no i32 fits no worker, as in the reference."""
+    """A negative rank means the same as nil; a number beyond i32 fits no worker, as in the
+    reference."""
     if rank is None:
         return None
     if type(rank) is not int or rank not in _I32:

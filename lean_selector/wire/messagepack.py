@@ -1,4 +1,4 @@
-"""What msgspec has no call for: lists read a window at a time, values that other bytes follow."""
+"""What msgspec lacks: reading lists a window at a time, and values followed by other bytes."""
 
 import re
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder
 
-# What is read in one step: at most 2 ms as Python objects, whatever the content.
+# Bytes decoded in one step: at most 2 ms as Python objects, whatever the content.
 WINDOW_BYTES = 64 * 1024
 
 Bytes = bytes | memoryview
 _T = TypeVar("_T")
 
 _skip = Decoder(msgspec.Raw).decode
-# msgspec's only word about bytes after the first value; a test holds it to this text.
+# msgspec's only sign of bytes after the first value; a test holds it to this text.
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 
 
@@ -28,10 +28,8 @@ def array_header(count: int) -> bytes:
 
 
 def count_of(data: Bytes) -> tuple[int, int]:
-    """How many values an array has, or pairs a map, and where they begin.
-
-    Raises ValueError for what is neither; does not look at the values.
-    """
+    """The number of values of an array, or pairs of a map, and where they start. Raises ValueError
+    for anything else; does not check the values."""
     tag = data[0] if len(data) else 0xC1
     if 0x80 <= tag < 0xA0:
         return tag & 15, 1
@@ -53,7 +51,7 @@ def first_value(decode: Callable[[Bytes], _T], data: Bytes) -> _T:
 
 
 def size_of(data: Bytes) -> int:
-    """The bytes of the first value, which others may follow."""
+    """The length of the first value, which other bytes may follow."""
     try:
         return len(memoryview(_skip(data)))
     except msgspec.DecodeError as error:
@@ -70,14 +68,14 @@ def _first_end(error: msgspec.DecodeError) -> int | None:
 
 
 class ListReader(Generic[_T]):
-    """Reads an array from its start, so many values at a time."""
+    """Reads an array from its start, some values at a time."""
 
     def __init__(self, data: Bytes, decode: Callable[[bytes], list[_T]]) -> None:
         """`decode` reads an array of values. Raises ValueError if `data` is no array."""
         self._data = memoryview(data)
         self._decode = decode
         self.left, self._at = count_of(self._data)
-        self._step = self.left  # of the last piece
+        self._step = self.left  # number of values in the last piece
         if not is_array(self._data[0]):
             raise ValueError("not an array")
 
@@ -94,13 +92,13 @@ class ListReader(Generic[_T]):
         return values
 
     def rest(self) -> memoryview:
-        """What comes after the values that were read."""
+        """The bytes after the values that were read."""
         return self._data[self._at :]
 
     def piece(self, most: int) -> tuple[memoryview, int]:
-        """The bytes of the next values, and how many they are: at most `most` that a window holds,
-        or one that is larger. To be asked for while some are left, of an array that is known to be
-        MessagePack."""
+        """The bytes of the next values, and their number: at most `most` that fit into a
+        window, or one larger one. Call it while values are left, on an array that is known to
+        be MessagePack."""
         count = min(2 * self._step, most, self.left)
         end = self._end_of(count)
         while end is None and count > 1:
@@ -115,7 +113,7 @@ class ListReader(Generic[_T]):
         return found, count
 
     def _end_of(self, count: int) -> int | None:
-        """Where so many values end; None if that is beyond the window."""
+        """Where this many values end; None if beyond the window."""
         window = self._data[self._at : self._at + WINDOW_BYTES]
         head = array_header(count)
         try:

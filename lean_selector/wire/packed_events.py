@@ -1,10 +1,10 @@
-"""Event batches as engines mostly send them, read into packed lists: for the compiled form.
+"""Event batches in their usual layouts, decoded into packed lists: for the compiled form.
 
-Takes events as tagged maps, as vLLM and SGLang send them now, and as arrays; hashes that are
-numbers or digests, tokens that are u32, an adapter and a salt, and nothing else that goes into a
-hash. Any other batch is left to `kv_events.py`; what both take they read alike. No object of
-Python's is made per token or hash, which compiled saves most of the work, and costs as much more
-interpreted. Knows nothing of the index. Spec: indexer.md 1.4.
+Supports events as tagged maps, as vLLM and SGLang send them now, and as arrays; hashes that are
+numbers or digests, u32 tokens, an adapter and a salt, and nothing else that is hashed. Any other
+batch is left to `kv_events.py`; both decode the same batches alike. No Python object is created per
+token or hash: this saves most of the work when compiled, and is slower when interpreted. Knows
+nothing of the index. Spec: indexer.md 1.4.
 """
 
 from typing import Final
@@ -35,19 +35,19 @@ from lean_selector.core.index.shapes import (
 from lean_selector.wire.kv_event_records import tier_of
 
 MAX_PACKED_EVENTS: Final[i64] = 256
-PART_BLOCKS: Final[i64] = 512  # of one record, some 0.15 ms to apply
-_MOST_BLOCKS: Final[i64] = 1 << 16  # of an event: MAX_EVENT_BLOCKS
-_MOST_TOKENS: Final[i64] = 1 << 12  # of a block: MAX_BLOCK_TOKENS
+PART_BLOCKS: Final[i64] = 512  # blocks of one record, some 0.15 ms to apply
+_MOST_BLOCKS: Final[i64] = 1 << 16  # blocks of an event: MAX_EVENT_BLOCKS
+_MOST_TOKENS: Final[i64] = 1 << 12  # tokens of a block: MAX_BLOCK_TOKENS
 _MOST_KEY: Final[i64] = 63  # characters of an extra key; 64 may be a hash in hex
-_FEW: Final[i64] = 8  # names that are compared with each other
-_WIDTHS: Final = b"\x04\x08\x01\x02\x04\x08\x01\x02\x04\x08"  # of numbers, from 0xCA to 0xD3
+_FEW: Final[i64] = 8  # hashes that are compared with each other
+_WIDTHS: Final = b"\x04\x08\x01\x02\x04\x08\x01\x02\x04\x08"  # sizes of numbers, from 0xCA to 0xD3
 
 _NIL: Final[i64] = 0xC0
 _STORED: Final = b"\xabBlockStored"
 _REMOVED: Final = b"\xacBlockRemoved"
 _CLEARED: Final = b"\xb0AllBlocksCleared"
 _TYPE: Final = b"\xa4type"
-# The keys of a map that are read; the values of others are stepped over.
+# The keys of a map that are read; the values of others are skipped.
 _BLOCKS: Final[i64] = 1
 _PARENT: Final[i64] = 2
 _TOKENS: Final[i64] = 4
@@ -59,8 +59,8 @@ _GROUP: Final[i64] = 128
 _KIND: Final[i64] = 256
 _LOCALITY: Final[i64] = 512
 _SALT: Final[i64] = 1024
-_OTHER: Final[i64] = 2048  # what is read by the other reader alone, unless it is nil
-_OF_STORED: Final = _PARENT | _TOKENS | _SIZE | _ADAPTER | _KEYS | _SALT  # of no removal
+_OTHER: Final[i64] = 2048  # supported by the other decoder only, unless nil
+_OF_STORED: Final = _PARENT | _TOKENS | _SIZE | _ADAPTER | _KEYS | _SALT  # in no removal
 _FIELDS: Final = {
     b"block_hashes": 1,
     b"parent_block_hash": 2,
@@ -76,19 +76,17 @@ _FIELDS: Final = {
     b"block_mm_infos": 2048,
     b"ownership": 2048,
     b"lookahead_token_ids": 2048,
-    b"type": 2048,  # a second one
+    b"type": 2048,  # a repeated key
 }
 
 
 class _Unusual(Exception):
-    """The batch is for the other reader."""
+    """The batch is for the other decoder."""
 
 
 def packed_batch(payload: bytes) -> EventBatch | None:
-    """Read a whole batch, or None. Events of more than PART_BLOCKS blocks come as several records.
-
-    Bytes after the first value are ignored.
-    """
+    """Decode a whole batch, or return None. Events of more than PART_BLOCKS blocks become several
+    records. Bytes after the first value are ignored."""
     try:
         return _Reader(payload).batch()
     except (_Unusual, IndexError, UnicodeDecodeError):  # IndexError: truncated
@@ -96,19 +94,19 @@ def packed_batch(payload: bytes) -> EventBatch | None:
 
 
 class _Reader:
-    """Reads a message from its start to its end."""
+    """Decodes a message from its start to its end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at: i64 = 0
         self._events: list[Event] = []
-        # Removals in a row that differ in their blocks alone become one record.
+        # Consecutive removals that differ only in their blocks become one record.
         self._gone = BytesWriter()
         self._gone_tier: Tier | None = None
         self._gone_group: int | None = None
         self._gone_events = 0
-        # The fields of the event that is being read.
-        self._first: i64 = 0  # where its block hashes begin
+        # The fields of the current event.
+        self._first: i64 = 0  # where its block hashes start
         self._names = b""
         self._parent: int | None = None
         self._its_tokens = b""
@@ -116,7 +114,7 @@ class _Reader:
         self._medium: str | None = None
         self._adapter: str | None = None
         self._salt: str | None = None
-        self._key_salt: str | None = None  # among the extra keys
+        self._key_salt: str | None = None  # the salt among the extra keys
         self._group: int | None = None
         self._kind: str | None = None
 
@@ -183,7 +181,7 @@ class _Reader:
             raise _Unusual
 
     def _fields(self, count: i64, is_stored: bool) -> i64:
-        """The fields of a map, in any order; returns which of them were there."""
+        """The fields of a map, in any order; returns which of them were present."""
         seen: i64 = 0
         while count > 0:
             count -= 1
@@ -195,7 +193,7 @@ class _Reader:
             self._at += length
             field: i64 = _FIELDS.get(self._data[start : self._at], 0)
             if seen & field & ~_OTHER:
-                raise _Unusual  # twice
+                raise _Unusual  # repeated
             seen |= field
             if field == _BLOCKS:
                 self._first = self._at
@@ -268,7 +266,8 @@ class _Reader:
             raise _Unusual
         tier, group, kind = tier_of(self._medium), self._group, self._kind
         adapter, salt = self._adapter or None, self._salt
-        if salt is not None:  # its engine keeps it apart, but was given it marked all the same
+        # the engine reports it separately, but was given it with the prefix all the same
+        if salt is not None:
             salt = salt.removeprefix(ENGINE_SALT_PREFIX)
         salt = salt or self._key_salt or None
         blocks: i64 = min(i64(len(names)) >> 3, (i64(len(tokens)) >> 2) // size)
@@ -296,13 +295,13 @@ class _Reader:
 
     def _removed(self, fields: i64) -> None:
         self._first = self._at
-        self._step_over()  # only to see what comes after them
+        self._step_over()  # only to find the fields after them
         if fields > 2:
             self._medium = self._text()
         if fields > 3 and not self._passes_nil():
             self._group = self._below(1 << 31)
         if fields > 4:
-            self._here()  # which also stands for a kind
+            self._here()  # which may also be a kind
         if fields > 5:
             self._unused()  # ownership
         self._step_over(fields - 6)
@@ -340,7 +339,7 @@ class _Reader:
         return value
 
     def _array(self) -> i64:
-        """The length of an array, whose header is passed."""
+        """The length of an array; the header is read."""
         tag: i64 = self._byte()
         if tag & 0xF0 == 0x90:
             return tag & 15
@@ -367,7 +366,7 @@ class _Reader:
             write_i64_le(out, self._hash())
 
     def _hash(self) -> i64:
-        """A number of 64 bits, as a signed one; of a digest the last eight bytes."""
+        """A number of 64 bits, as signed; the last eight bytes of a digest."""
         data, at = self._data, self._at
         tag: i64 = data[at]
         if tag == 0xCF or tag == 0xD3:
@@ -460,14 +459,14 @@ class _Reader:
         return self._data[start : self._at].decode()
 
     def _here(self) -> None:
-        """A locality that is this worker's, or nil."""
+        """A locality that means this worker, or nil."""
         word = self._text()
         if word is not None and word.upper() != "LOCAL":
             raise _Unusual
 
     def _plain_keys(self) -> None:
-        """Extra keys that are short texts: an adapter, a salt. Those of the first block may have a
-        salt of ours; other texts name what is hashed elsewhere."""
+        """Extra keys that are short texts: an adapter, a salt. Those of the first block may include
+        a salt of ours; other texts name what is hashed elsewhere."""
         count: i64 = self._array()
         is_first = True
         while count > 0:
@@ -487,7 +486,7 @@ class _Reader:
             is_first = False
 
     def _step_over(self, left: i64 = 1) -> None:
-        """So many values of any kind, and all that is in them."""
+        """Skip this many values of any kind, with all that they contain."""
         data, size = self._data, i64(len(self._data))
         while left > 0:
             left -= 1
@@ -513,13 +512,13 @@ class _Reader:
             elif tag == 0xDD:
                 self._at += 4
                 left += i64(read_i32_be(data, self._at - 4)) & 0xFFFFFFFF
-            else:  # what no engine has there: extensions, large maps and very long texts
+            else:  # kinds that no engine sends here: extensions, large maps and very long texts
                 raise _Unusual
             if self._at > size:
                 raise _Unusual
 
     def _unused(self) -> None:
-        """A value that says nothing, which no text and no list does."""
+        """A value without meaning, which texts and lists are not."""
         tag: i64 = self._data[self._at]
         is_fixed: bool = tag >= 0x90 and tag < 0xC0
         if is_fixed or (tag >= 0xC4 and tag <= 0xC6) or (tag >= 0xD9 and tag <= 0xDD):
@@ -542,7 +541,7 @@ class _Reader:
 
 
 def _differ(names: bytes, parent: int | None) -> bool:
-    """Whether the names differ from each other and from the parent."""
+    """Whether the hashes differ from each other and from the parent."""
     count: i64 = i64(len(names)) >> 3
     others = names
     if parent is not None:

@@ -1,8 +1,8 @@
-"""The forms in which a request may state its prompt, and their normalisation to one.
+"""The forms of a prompt in a request, and their normalisation.
 
-Order and texts of the checks follow spec selection.md 1.4: multimodal routing info, then token
-ids, then hashes with `isl_tokens`; the first form present decides, the others are checked for
-their shape and otherwise ignored. Knows nothing of workers.
+Order and texts of the checks follow spec selection.md 1.4: multimodal routing info, then token ids,
+then hashes with `isl_tokens`; the first form present counts, the others are only validated. Knows
+nothing of workers.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def binary_form(body_type: type[Any]) -> type[Any]:
 
 
 def short_form(body_type: type[Any]) -> type[Any]:
-    """Variant of a body for short JSON: its hash lists are decoded with it."""
+    """Variant of a body for short JSON, which decodes its hash lists directly."""
     return _with_hash_lists(body_type, "Short", list[int] | None)
 
 
@@ -44,11 +44,9 @@ def _with_hash_lists(body_type: type[Any], prefix: str, hashes: object) -> type[
 def prompt_to_select(
     fields: PromptFields, block_size: int, is_eagle: bool, *, may_be_empty: bool = False
 ) -> Prompt:
-    """The prompt of a route that matches it against the index. Tokens may be none only where it
-    `may_be_empty`.
-
-    Raises BadRequest in the documented words; msgspec.ValidationError for a wrong shape.
-    """
+    """The prompt of a route that matches it against the index. It may be without tokens only if
+    `may_be_empty`. Raises BadRequest with the documented text; msgspec.ValidationError for a wrong
+    shape."""
     if fields.token_ids is not None or fields.mm_routing_info is not None:
         prompt = _from_tokens(fields, block_size, is_eagle)
         if prompt is not None:
@@ -61,10 +59,8 @@ def prompt_to_select(
 def prompt_to_book(
     fields: PromptFields, block_size: int, is_eagle: bool, *, is_learned: bool = False
 ) -> Prompt:
-    """The prompt of `/reservations`, which may be empty.
-
-    Block hashes are looked at only if what is booked is learned as cached.
-    """
+    """The prompt of `/reservations`, which may be empty. Block hashes are read only if bookings are
+    predicted as cached."""
     prompt = _from_tokens(fields, block_size, is_eagle)
     if prompt is not None:
         return prompt
@@ -75,7 +71,7 @@ def prompt_to_book(
 
 
 def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
-    """The prompt of the hash form; `with_local`: its block hashes must be there, and match."""
+    """The prompt of the hash form; `with_local`: block hashes are required, and must match."""
     local = b""
     if with_local:
         if is_absent(fields.block_hashes):
@@ -101,7 +97,7 @@ def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
 
 
 def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt | None:
-    """The prompt when it is stated by tokens, else None."""
+    """The prompt if it is given as tokens, else None."""
     info = fields.mm_routing_info
     if info is not None and info.routing_token_ids:
         tokens: list[int] | bytes = info.routing_token_ids

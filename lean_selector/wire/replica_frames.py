@@ -46,12 +46,12 @@ TOPIC = b"dynamo.slot-tracker.v1"
 HEARTBEAT_TOPIC = TOPIC + b".lean-heartbeat"  # subscribed to by its prefix
 
 
-# A prompt of a million tokens is 0.6 MB in blocks of 16, and 9 MB in blocks of one: hashes are 9
-# bytes each. Beside them there are a few hundred.
+# A prompt of a million tokens is 0.6 MB in blocks of 16, and 9 MB in blocks of one: hashes take 9
+# bytes each, everything else a few hundred.
 MAX_EVENT_BYTES = 10 << 20
 MAX_HASHES = 1 << 20
-MAX_OTHER_BYTES = 1 << 20  # beside the hashes
-# Read at once: 1 ms as a rule, 10 as integers that are no hashes. 230 000 tokens in blocks of 16.
+MAX_OTHER_BYTES = 1 << 20  # besides the hashes
+# Decoded at once: usually 1 ms, 10 for integers that are no hashes. 230 000 tokens in blocks of 16.
 QUICK_BYTES = 128 << 10
 _STEP_HASHES = 16_384  # of 9 bytes each
 _STEP_INTEGERS = 4_096  # of any length
@@ -64,11 +64,11 @@ NANOS = 1_000_000_000
 
 
 class UndecodableFrames(ValueError):
-    """What arrived is not a replica event; the message says why."""
+    """The message is no replica event; the error text says why."""
 
 
 class TooBig(UndecodableFrames):
-    """What arrived is larger than an event has reason to be."""
+    """The message is larger than any event."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -130,8 +130,8 @@ def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
 def _token_sequence(hashes: bytes) -> msgspec.Raw:
     """8 bytes LE each as a MessagePack array of integers, each in its shortest form.
 
-    A million take 160 ms as Python integers. In a long prompt as a rule none is below 2^32, which
-    the upper halves of all tell at once; then all are `cf` and 8 bytes, and that takes 15.
+    As Python integers a million take 160 ms. In a long prompt usually none is below 2^32, which the
+    upper halves of all show at once; then all are `cf` and 8 bytes, which takes 15.
     """
     count = len(hashes) // 8
     if count >= _MANY_HASHES:
@@ -202,7 +202,7 @@ def decode_session(frames: Sequence[bytes]) -> SessionEvent:
 
 
 def payload_of(frames: Sequence[bytes]) -> bytes:
-    """What holds the event of a received message; raises UndecodableFrames."""
+    """The payload of a received message; raises UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
     if frames[0] != TOPIC:  # a prefix subscription lets longer topics through
@@ -213,7 +213,7 @@ def payload_of(frames: Sequence[bytes]) -> bytes:
 
 
 def decode_quickly(payload: bytes) -> ReplicaEvent | None:
-    """The event in a second frame as known senders write it; None: it takes `decode_in_steps`."""
+    """The event in a second frame in the usual layout; None: it needs `decode_in_steps`."""
     if len(payload) > QUICK_BYTES:
         return None
     try:
@@ -301,8 +301,8 @@ def _full_size(raw: msgspec.Raw) -> bytes | None:
     """An array of u64 as 8 bytes LE each, if it has at most 65 535 of them, each of full size.
 
     Hashes are nearly always above 2^32, so every element is `cf` and 8 bytes. A header that agrees
-    with the length and a `cf` in each ninth place prove it, and eight strided copies turn the bytes
-    round: 6 us for 815 blocks, where decoding and packing integers takes 23.
+    with the length and a `cf` in each ninth place prove it, and eight strided copies reverse the
+    bytes: 6 us for 815 blocks, where decoding and packing integers takes 23.
     """
     data = bytes(raw)
     if len(data) > 3 and data[0] == 0xDC:

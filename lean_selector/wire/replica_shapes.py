@@ -1,6 +1,5 @@
-"""What replicas send each other, as typed structs: events, heartbeats, snapshots; and the bodies of
-the routes about replicas, under both names of the endpoint (D18, D22).
-"""
+"""Messages between replicas, as typed structs: events, heartbeats, snapshots; and the bodies of the
+routes about replicas, with both names of the endpoint (D18, D22)."""
 
 from typing import Annotated, Literal
 
@@ -56,7 +55,7 @@ class Envelope(msgspec.Struct, gc=False, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, gc=False):
-    """How many events a replica has published."""
+    """The number of events that a replica has published."""
 
     router_id: U64
     lean_sequence: U64
@@ -93,9 +92,9 @@ class SnapshotLine(msgspec.Struct, gc=False):
     request_id: str
     worker_id: NonNegative
     dp_rank: U32
-    router_id: NonNegative  # of the replica that admitted it
-    age_s: _Age  # since it was last heard of
-    prefill_tokens: NonNegative  # outstanding
+    router_id: NonNegative  # id of the replica that admitted it
+    age_s: _Age  # seconds since its last event
+    prefill_tokens: NonNegative  # outstanding tokens
     prefill_done: bool
     prefill_duration_s: _Age | None
     expected_output_tokens: U32 | None
@@ -108,9 +107,9 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """A SnapshotLine, encoded but for its age, and what may change of it."""
+    """A SnapshotLine, encoded except for its age and the fields that may change."""
 
-    before: bytes  # the age
+    before: bytes  # the text after the age
     after: bytes
     prefill_tokens: int
     prefill_done: bool
@@ -130,8 +129,8 @@ class SessionLine(msgspec.Struct, gc=False):
     worker_id: NonNegative
     dp_rank: U32 | None
     sequence: NonNegative
-    writer_id: NonNegative  # of the replica that made the binding
-    idle_s: _Age  # since its session had a reservation there
+    writer_id: NonNegative  # id of the replica that made the binding
+    idle_s: _Age  # seconds since the session's last reservation there
 
     def __post_init__(self) -> None:
         if max(self.worker_id, self.sequence, self.writer_id) > U64_MAX:
@@ -158,26 +157,26 @@ class PeerState(msgspec.Struct, frozen=True):
 
     endpoint: str
     state: str
-    since_s: float  # how long it has been so
-    retries: int  # attempts to connect meanwhile
+    since_s: float  # seconds in this state
+    retries: int  # connection attempts since
     last_error: str | None  # why there is no connection now
 
 
 class PublisherState(msgspec.Struct, frozen=True):
-    """One replica that numbers what it publishes."""
+    """One replica that numbers its events."""
 
     router_id: int
-    sequence: int  # the last that was heard of
-    heard_s: float  # how long ago
+    sequence: int  # number of its last known event
+    heard_s: float  # seconds since its last message
     missed: int
-    is_behind: bool  # something was missed, and not mended since
+    is_behind: bool  # events were missed and not repaired yet
 
 
 class CurveState(msgspec.Struct, frozen=True):
-    """How replicas encrypt; public keys as Z85."""
+    """State of the encryption; public keys as Z85."""
 
-    public_key: str  # ours
-    peer_keys: int  # that are admitted
+    public_key: str  # this replica's
+    peer_keys: int  # number of admitted keys
     refused: int  # handshakes of clients with another key
     last_refused: str | None  # a public key
 
@@ -188,13 +187,13 @@ class PlaneState(msgspec.Struct, frozen=True):
     router_id: int
     peers: list[PeerState]
     published: int
-    refused: int  # not published: too many waited, or too big
-    queue_overflows: int  # times that the queue of a peer began to drop what is published
-    sequence: int  # the number of the last event published or refused
+    refused: int  # not published: too many were waiting, or too big
+    queue_overflows: int  # times that a peer's queue started to drop events
+    sequence: int  # number of the last event published or refused
     received: int
-    missed: int  # published by replicas that number their events, and never arrived
-    publishers: list[PublisherState]  # those replicas
+    missed: int  # published by replicas that number their events, and never received
+    publishers: list[PublisherState]  # the replicas that number their events
     applied: dict[str, int]  # by kind of event
     dropped: dict[str, int]  # by reason
-    catch_up: dict[str, int] | msgspec.UnsetType  # how many reservations met which fate
-    curve: CurveState | msgspec.UnsetType = msgspec.UNSET  # while keys are given
+    catch_up: dict[str, int] | msgspec.UnsetType  # reservations from peers' snapshots, by outcome
+    curve: CurveState | msgspec.UnsetType = msgspec.UNSET  # only with keys

@@ -1,8 +1,8 @@
-"""What a replica tells when asked: its live reservations (GET /replica_sync/snapshot) and its bound
-sessions (GET /replica_sync/sessions), one per line.
+"""A replica's live reservations (GET /replica_sync/snapshot) and bound sessions (GET
+/replica_sync/sessions), one per line.
 
-A text is JSON as a whole, and each item stands on a line of its own, so that a reader can take it
-apart without parsing all of it at once. Ages instead of times: replicas share no clock.
+A text is JSON as a whole, and each item is on a line of its own, so that a reader can split it
+without parsing all of it at once. Ages instead of times: replicas share no clock.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -41,10 +41,8 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
-    """The text in parts; ages are counted by `clock`, monotonic seconds.
-
-    `sequence`: how many events this replica has published; what they tell must be in `listed`.
-    """
+    """The text in parts; ages are measured by `clock`, monotonic seconds. `sequence`: the number of
+    events that this replica has published; their effects must be in `listed`."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:
@@ -54,8 +52,8 @@ def encode_snapshot(
 
 
 def snapshot_head(router_id: int, sequence: int) -> bytes:
-    """What stands before the first line; before each line comes a line feed, between two a comma
-    as well."""
+    """The text before the first line; each line starts with a line feed, and is separated by a
+    comma."""
     return b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
 
 
@@ -84,14 +82,15 @@ def _line(live: LiveBooking, age_s: float) -> bytes:
     )
 
 
-_NO_AGE = b'"age_s":0.0'  # no string has it: in them each quotation mark has a backslash
+_NO_AGE = b'"age_s":0.0'  # in no string: there quotation marks are escaped
 
 
 class SnapshotLines:
-    """Lines for snapshots that follow each other, where most of a line is as it was.
+    """Lines for successive snapshots, where most of a line is unchanged.
 
-    `begin` each snapshot, then ask for the line of each reservation. What was not asked for since
-    is forgotten. Keeps the texts: some 400 bytes for each reservation, and 20 for each block.
+    Call `begin` for each snapshot, then `line` for each reservation. Reservations without a call
+    since are dropped. The cached texts take some 400 bytes for each reservation, and 20 for each
+    block.
     """
 
     def __init__(self, router_id: int) -> None:
@@ -121,12 +120,12 @@ class SnapshotParts(NamedTuple):
     """A snapshot whose reservations are still to be read."""
 
     router_id: int
-    sequence: int  # how many events its replica had published; 0: it does not say
+    sequence: int  # number of events its replica had published; 0: not given
     lines: list[bytes]
 
 
 def split_snapshot(text: bytes) -> SnapshotParts:
-    """Takes the text apart by lines; raises BadSnapshot."""
+    """Split the text by lines; raises BadSnapshot."""
     about, lines = _split(text, _decode_head, "snapshot")
     return SnapshotParts(about.router_id, about.sequence, lines)
 
@@ -144,7 +143,7 @@ def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_H
 
 
 def decode_line(line: bytes, clock: float) -> LiveBooking:
-    """One reservation, times in the clock that says `clock` now; raises BadSnapshot."""
+    """One reservation, times in the clock whose current time is `clock`; raises BadSnapshot."""
     try:
         read = _decode_line(line.removesuffix(b","))
         hashes = hashes_from_json("sequence_hashes", read.sequence_hashes)
@@ -196,7 +195,7 @@ def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:
 
 
 def split_session_list(text: bytes) -> list[bytes]:
-    """Takes the text apart by lines; raises BadSnapshot."""
+    """Split the text by lines; raises BadSnapshot."""
     _, lines = _split(text, _decode_session_head, "list of sessions")
     return lines
 

@@ -1,7 +1,7 @@
 """Scalars of the wire: integers and their lists, hashes, and the names of a partition.
 
-JSON carries hashes as signed 64-bit integers; inside, a list of hashes is `bytes`, 8 per block,
-little-endian (the same bit pattern signed or unsigned). Conversion happens here and nowhere else.
+JSON has hashes as signed 64-bit integers; inside, a list of hashes is `bytes`, 8 per block,
+little-endian (the same bit pattern signed or unsigned). They are converted only here.
 """
 
 import functools
@@ -22,7 +22,7 @@ DEFAULT_GROUP = "default"
 
 
 def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
-    """The tenant, under either of its names; raises BadRequest when both are given and differ."""
+    """The tenant, under either of its names; raises BadRequest if both are given and differ."""
     if tenant_id is UNSET:
         return DEFAULT_GROUP if routing_group is UNSET else routing_group
     if routing_group is not UNSET and routing_group != tenant_id:
@@ -33,13 +33,12 @@ def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
     return tenant_id
 
 
-# JSON lists of integers, packed by simdjson, or by msgspec where there is none.
+# JSON lists of integers, packed by simdjson, or by msgspec without it.
 #
-# Of what is no such list it says only that: the caller has msgspec say what is wrong, so that
-# answers and errors do not depend on what is installed.
+# Other texts only give None: the caller lets msgspec report the error, so that answers do not
+# depend on what is installed.
 
-# A parser keeps some twelve times as many bytes as its longest text had: longer ones are cut at
-# commas.
+# A parser keeps some twelve times its longest text in memory: longer texts are cut at commas.
 KEPT_BYTES: Final = 128 * 1024
 _BLANKS: Final = b" \t\r\n"
 
@@ -47,7 +46,7 @@ _decode_integers = msgspec.json.Decoder(list[int]).decode
 
 
 def _simdjson_parse() -> Callable[[bytes], Any] | None:
-    """What reads a JSON text; None where there is no simdjson."""
+    """simdjson's parser of a JSON text; None without simdjson."""
     try:
         parse: Callable[[bytes], Any] = import_module("simdjson").Parser().parse
     except ImportError:
@@ -68,7 +67,8 @@ def packed_signed(text: bytes) -> bytes | None:
 
 
 def packed_u32(text: bytes) -> bytes | None:
-    """A JSON list of integers from 0 to 2**32 - 1, 4 bytes little-endian each; None likewise."""
+    """A JSON list of integers from 0 to 2**32 - 1, 4 bytes little-endian each; None for any other
+    text."""
     if _parse is None:
         return packed_by_msgspec(text, "I")
     return packed_with(_parse, text, "u")
@@ -76,12 +76,12 @@ def packed_u32(text: bytes) -> bytes | None:
 
 @functools.lru_cache(maxsize=8192)  # by length; 8 192 blocks of 16 are 131 072 tokens
 def packer(count: int, kind: str = "q") -> Callable[..., bytes]:
-    """Packs so many integers of a kind that `struct` knows, little-endian."""
+    """Packs this many integers of a `struct` format, little-endian."""
     return struct.Struct(f"<{count}{kind}").pack
 
 
 def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
-    """A JSON list of integers, each packed as `struct` packs this kind; None for any other text."""
+    """A JSON list of integers, each packed in this `struct` format; None for any other text."""
     try:
         integers = _decode_integers(text)
         return packer(len(integers), kind)(*integers)
@@ -92,10 +92,10 @@ def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
 def packed_with(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """As a parser of simdjson's reads them: signed in 8 bytes each, or unsigned in 4."""
-    if text[:1] != b"[":  # simdjson takes a byte order mark before it
+    """The list as a simdjson parser reads it: signed in 8 bytes each, or unsigned in 4."""
+    if text[:1] != b"[":  # simdjson accepts a leading byte order mark
         text = text.lstrip(_BLANKS)
-    if text[:1] != b"[" or text.rfind(b"[") > 0:  # and flattens lists in a list
+    if text[:1] != b"[" or text.rfind(b"[") > 0:  # and flattens nested lists
         return None
     try:
         if len(text) <= KEPT_BYTES:
@@ -115,7 +115,7 @@ def _packed_piece(
 def _packed_pieces(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """Parse a long text in pieces: if it is no list of integers, a piece of it is none."""
+    """Parse a long text in pieces: if it is no list of integers, neither is a piece of it."""
     end = text.rfind(b"]")
     if end < 0 or text[end + 1 :].strip(_BLANKS):
         return None
@@ -124,7 +124,7 @@ def _packed_pieces(
     while at <= end:
         comma = text.find(b",", at + KEPT_BYTES, end)
         stop = end if comma < 0 else comma
-        if stop - at > 2 * KEPT_BYTES:  # blanks between two commas, or what is no integer
+        if stop - at > 2 * KEPT_BYTES:  # blanks between two commas, or no integer
             return packed_by_msgspec(text, "q" if of_type == "i" else "I")
         piece = _packed_piece(parse, b"[%b]" % text[at:stop], of_type)
         if not piece:  # nothing before or after a comma, or too large a number
@@ -135,7 +135,7 @@ def _packed_pieces(
 
 
 def _halved(wide: bytes) -> bytes | None:
-    """Integers of 8 bytes in 4 bytes each; None when one needs more."""
+    """Integers of 8 bytes as 4 bytes each; None if one needs more."""
     count = len(wide) >> 3
     narrow = bytearray(count << 2)
     for byte in range(4):
@@ -147,8 +147,8 @@ def _halved(wide: bytes) -> bytes | None:
 
 # Integers and hashes ------------------------------------------------------------------------------
 
-_LOOKED_AT_TOGETHER = 4096  # hashes, when one of a long list is at fault
-# msgspec bounds an integer by at most 2**63 - 1: what may be larger is checked by `check_u64`.
+_LOOKED_AT_TOGETHER = 4096  # hashes per step, to find the invalid one of a long list
+# msgspec bounds an integer by at most 2**63 - 1: larger ones are checked by `check_u64`.
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 
@@ -160,8 +160,8 @@ def check_u64(name: str, value: int) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    """Raises BadRequest for an infinity and for what is no number: JSON cannot say either, but
-    MessagePack and Python can."""
+    """Raises BadRequest for an infinity or NaN: JSON has neither, but MessagePack and Python
+    have."""
     if not math.isfinite(value):
         raise BadRequest(f"{name}: expected a number, got {value}")
 
@@ -175,11 +175,9 @@ _decode_hashes = msgspec.json.Decoder(list[int]).decode
 
 
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
-    """A JSON list of signed 64-bit integers, packed.
-
-    Raises msgspec.ValidationError naming `field` for anything else: then the caller,
-    which has the whole body, tells text that is no JSON from a wrong shape.
-    """
+    """A JSON list of signed 64-bit integers, packed. Raises msgspec.ValidationError naming `field`
+    for anything else: then the caller, which has the whole body, distinguishes invalid JSON from a
+    wrong shape."""
     read = packed_signed(bytes(raw))
     if read is not None:
         return read
@@ -206,7 +204,7 @@ def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
     except struct.error:
         if _first_beyond(hashes, 2**64) >= 0:
             raise _out_of_range(field, hashes, 2**64) from None
-    # In C for each of them: a comprehension over 8 MiB of small ones would take a second.
+    # A loop in C: a comprehension over 8 MiB of small ones would take a second.
     return struct.pack(f"<{len(hashes)}Q", *map(U64_MAX.__and__, hashes))
 
 
@@ -219,7 +217,7 @@ def _out_of_range(field: str, hashes: Sequence[int], top: int) -> msgspec.Valida
 
 
 def _first_beyond(hashes: Sequence[int], top: int) -> int:
-    """Where the first stands that is not in -(2**63) <= hash < top; -1 if there is none."""
+    """The index of the first that is not in -(2**63) <= hash < top; -1 if there is none."""
     for start in range(0, len(hashes), _LOOKED_AT_TOGETHER):
         some = hashes[start : start + _LOOKED_AT_TOGETHER]
         if min(some) < -(2**63) or max(some) >= top:
@@ -236,26 +234,27 @@ def f32(value: float) -> float:
 
 
 def f32_shortest(value: float) -> float:
-    """The float of the fewest digits that is `value` in single precision: 0.1, not 0.100000001."""
+    """The float with the fewest digits that equals `value` in single precision: 0.1, not
+    0.100000001."""
     for digits in range(1, 9):
         short = float(f"{value:.{digits}g}")
         if f32(short) == value:
             return short
-    return float(f"{value:.9g}")  # so many tell any two of single precision apart
+    return float(f"{value:.9g}")  # enough digits to distinguish any two of single precision
 
 
 # Lists of hashes in a body ------------------------------------------------------------------------
 
 ABSENT = Raw(b"")
 
-# How a body's form gives a hash list: as JSON text, a JSON list, MessagePack's array, or its bin.
-# A Raw, list[int], tuple[int, ...], bytes or None. No union says so: msgspec's types take a Raw for
-# a kind of bytes, which it is not.
+# A hash list in a body: JSON text, a JSON list, a MessagePack array, or its bin: a Raw, list[int],
+# tuple[int, ...], bytes or None. Not a union, since msgspec's types take a Raw for a kind of bytes,
+# which it is not.
 HashList = object
 
 
 def packed(name: str, hashes: HashList) -> bytes:
-    """The hashes, 8 bytes each; raises msgspec.ValidationError for what is no list of them."""
+    """The hashes, 8 bytes each; raises msgspec.ValidationError for anything else."""
     if isinstance(hashes, Raw):
         return hashes_from_json(name, hashes)
     if isinstance(hashes, bytes):
@@ -285,8 +284,8 @@ def check_ignored(fields: msgspec.Struct, name: str) -> None:
 
 # Sets of workers that requests name ---------------------------------------------------------------
 
-# To look so few up costs as much as to check them. Sets of more workers than can have ranks are
-# not kept: those that are take 6 MB at most.
+# Looking up this few costs as much as checking them. Larger sets than workers can have ranks are
+# not cached: those cached take 6 MB at most.
 _FEW_WORKERS: Final = 8
 _KEPT_SETS: Final = 16
 _MOST_WORKERS: Final = 65_536
@@ -302,7 +301,7 @@ def check_id(name: str, value: str) -> None:
 
 
 def check_count(name: str, count: int, most: int) -> None:
-    """Raises BadRequest where a field has more entries than it may."""
+    """Raises BadRequest if a field has more entries than allowed."""
     if count > most:
         raise BadRequest(f"{name} must not have more than {most} entries, and has {count}")
 
@@ -318,7 +317,7 @@ def allowed_workers(ids: list[int]) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=_KEPT_SETS)
 def _kept(ids: tuple[int, ...]) -> frozenset[int]:
-    """One and the same set each time, which knows its own hash."""
+    """The cached set, which has computed its hash."""
     return _checked(ids)
 
 

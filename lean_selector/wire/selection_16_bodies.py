@@ -1,7 +1,7 @@
-"""Bodies of the selection service in the 1.6 dialect, where they differ from those in `selection`.
+"""Bodies of the selection service in the 1.6 dialect, where they differ from `selection_bodies`.
 
-What is shared comes from there. The partition's second name is `routing_group`, and a booking's id
-is `selection_id`; `tenant_id` is read besides (D2). Spec: selection_16.md 1 to 5, 8.
+The tenant is `routing_group`, and a reservation's id is `selection_id`; `tenant_id` is accepted too
+(D2). Spec: selection_16.md 1 to 5, 8.
 """
 
 import math
@@ -38,7 +38,7 @@ from lean_selector.wire.selection_bodies import (
 
 
 class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
-    """The same fields in wider ranges; of several faults the first is told."""
+    """The same fields with wider ranges; the first error is reported."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -94,7 +94,7 @@ class SelectAndReserveRequest16(SelectFields, kw_only=True):
 
 
 class ReservationRequest16(PromptFields, kw_only=True):
-    """POST /reservations. Without `worker_id` what was selected under the id is booked."""
+    """POST /reservations. Without `worker_id` the selection of this id is booked."""
 
     selection_id: str
     worker_id: NonNegative | None = None
@@ -121,14 +121,14 @@ class ProjectionRequest16(PromptFields, kw_only=True):
 
 
 class FetchPayload(msgspec.Struct, frozen=True):
-    """Blocks that can be fetched, and where."""
+    """Blocks that can be fetched, and from where."""
 
     block_hashes: tuple[int, ...]
     source_control_endpoint: str
 
 
 class FetchAction(msgspec.Struct, frozen=True):
-    """What the engine may do."""
+    """An action for the engine."""
 
     action_id: str
     action_type: str
@@ -277,4 +277,4 @@ class WorkerDetail16(WorkerRecord16, frozen=True, kw_only=True):
     """A worker in GET /workers?detail=true: its record, and how it is."""
 
     health: WorkerHealthDetail
-    kv_sources: list[SourceCondition]  # by rank; none of a worker that is not listened to
+    kv_sources: list[SourceCondition]  # by rank; empty without a subscription

@@ -1,7 +1,7 @@
-"""Bodies of the selection service in the 1.3 dialect, and answers that are no rows of the core.
+"""Bodies of the selection service in the 1.3 dialect, and answers that are no records of the core.
 
-Unknown fields are ignored, `null` counts as absent for optional ones. Which forms of a prompt there
-are, and which decides, is in spec selection.md 1.4; the bodies are in 1.3.
+Unknown fields are ignored, `null` counts as absent for optional ones. The forms of a prompt, and
+which one counts, are in spec selection.md 1.4; the bodies are in 1.3.
 """
 
 import math
@@ -39,9 +39,9 @@ from lean_selector.wire.scalars import (
 
 if TYPE_CHECKING:
     _HashListField = HashList
-    _Tokens = list[int] | bytes  # bytes: those of a long JSON body, 4 each
+    _Tokens = list[int] | bytes  # bytes: tokens of a long JSON body, 4 each
 else:
-    _HashListField = Raw  # of a long JSON body; the other forms have types of their own
+    _HashListField = Raw  # from a long JSON body; other forms have types of their own
     _Tokens = list[U32]
 
 
@@ -57,7 +57,7 @@ class Scoped(msgspec.Struct, kw_only=True):
 
 
 class MmObject(msgspec.Struct, frozen=True):
-    """An image, or another object that a prompt holds."""
+    """An image, or another object in a prompt."""
 
     mm_hash: NonNegative
     offsets: list[Annotated[list[NonNegative], Meta(min_length=2, max_length=2)]]
@@ -75,7 +75,7 @@ class BlockMmInfo(msgspec.Struct, frozen=True):
 
 
 class MmRoutingInfo(msgspec.Struct, frozen=True):
-    """A prompt as it is routed, where it holds multimodal objects."""
+    """The hashed form of a prompt with multimodal objects."""
 
     routing_token_ids: list[U32]
     block_mm_infos: list[BlockMmInfo | None] = []
@@ -95,8 +95,8 @@ class PromptFields(Scoped, kw_only=True):
     is_eagle: bool | None = None
 
     def check_shape(self) -> None:
-        """Raises msgspec.ValidationError for what decoding leaves unchecked, because a request
-        that succeeds meets it anyway: the hash lists, and integers beyond 2**64 - 1."""
+        """Raises msgspec.ValidationError for what decoding does not check, because successful
+        requests check it later anyway: the hash lists, and integers beyond 2**64 - 1."""
         check_ignored(self, "block_hashes")
         check_ignored(self, "sequence_hashes")
         if self.isl_tokens is not None:
@@ -122,22 +122,22 @@ class SourceStatus(msgspec.Struct, frozen=True):
     dp_rank: int
     endpoint: str
     replay_endpoint: str | None
-    # resolving, connecting, replaying, live; or what is wrong: degraded, mismatch, unreachable,
-    # silent, no_replay, partial (D35)
+    # resolving, connecting, replaying, live; or a fault: degraded, mismatch, unreachable, silent,
+    # no_replay, partial (D35)
     state: str
     state_age_s: float
-    problem: str | None  # what is wrong, in one line
+    problem: str | None  # description of the fault, on one line
     connection: str  # resolving, connecting, connected, retrying
-    last_seq: int | None  # of the last live batch
-    lag_batches: int  # known of and not applied, or not to the end
-    lost_batches: int  # in no replay, since the index last was what the engine held
+    last_seq: int | None  # number of the last live batch
+    lag_batches: int  # batches known of and not fully applied
+    lost_batches: int  # batches that no replay had, since the index last matched the engine
     gaps: int
     replayed_batches: int
     restarts: int
-    backlog_bytes: int  # received and waiting, also for a replay
-    dropped_batches: int  # received and given up, for too much waited; a replay may bring them
+    backlog_bytes: int  # received and not applied, replays included
+    dropped_batches: int  # received and dropped, because too much waited; a replay may bring them
     messages: int
-    skipped: dict[str, int]  # "event_type:reason", and "message:reason" for what held no batch
+    skipped: dict[str, int]  # "event_type:reason", and "message:reason" without a batch
     last_message_age_s: float | None
     last_error: str | None
 
@@ -147,60 +147,60 @@ class KvSource(SourceStatus, frozen=True, kw_only=True):
 
     model_name: str
     tenant_id: str
-    index_accuracy: float | None = None  # of its rank, lately; None: nothing was compared
+    index_accuracy: float | None = None  # over recent prompts of its rank; None: no comparison
 
 
-# How a worker did ---------------------------------------------------------------------------------
+# Outcomes and health of workers -------------------------------------------------------------------
 
 Outcome = Literal["refused", "failed", "ok"]
 TokenCount = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class WorkerReport(msgspec.Struct, kw_only=True):
-    """POST /workers/{worker_id}/report. Without `dp_rank` the whole worker is meant."""
+    """POST /workers/{worker_id}/report. Without `dp_rank` it applies to the whole worker."""
 
     outcome: Outcome
     dp_rank: U32 | None = None
     ttft_ms: Annotated[float, Meta(ge=0.0, le=86_400_000.0)] | None = None
-    cached_tokens: TokenCount | None = None  # of the prompt, as the engine counted them
+    cached_tokens: TokenCount | None = None  # prompt tokens cached, as the engine counted them
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    """The body that DELETE /reservations/{reservation_id} may have."""
+    """The optional body of DELETE /reservations/{reservation_id}."""
 
     outcome: Outcome | None = None
     cached_tokens: TokenCount | None = None
 
 
 class RankHealthRow(msgspec.Struct, frozen=True):
-    """A rank that something is held against. Seconds are from now."""
+    """A rank with failures or ejections. Times are seconds from now."""
 
     dp_rank: int
     state: str  # in_service, probation or ejected
     reason: str | None  # why it was ejected, if it was
-    since_s: float | None  # ejected or on probation for so long
-    returns_in_s: float | None  # None: when a poll succeeds, or it is not ejected
-    failures: int  # in a row
-    failed_polls: int  # in a row
-    ejections: int  # what the next one grows with
+    since_s: float | None  # seconds ejected or on probation
+    returns_in_s: float | None  # None: after a successful poll, or not ejected
+    failures: int  # consecutive
+    failed_polls: int  # consecutive
+    ejections: int  # recent ejections, which lengthen the next one
 
 
 class WorkerHealthDetail(msgspec.Struct, frozen=True):
-    """`state` is that of the worst rank; `ranks` those that something is held against."""
+    """`state` is that of the worst rank; `ranks` are those with failures or ejections."""
 
     state: str
     ranks: list[RankHealthRow]
 
 
 class WorkerDetail(WorkerRecord, frozen=True, kw_only=True):
-    """A worker in GET /workers?detail=true: its record, and how it is."""
+    """A worker in GET /workers?detail=true: its record, health and event sources."""
 
     health: WorkerHealthDetail
-    kv_sources: list[SourceCondition]  # by rank; none of a worker that is not listened to
+    kv_sources: list[SourceCondition]  # by rank; empty without a subscription
 
 
 class EjectedWorker(msgspec.Struct, frozen=True):
-    """In GET /ready, only while there are some."""
+    """A worker with ejected ranks, in GET /ready."""
 
     worker_id: int
     dp_ranks: list[int]
@@ -209,7 +209,7 @@ class EjectedWorker(msgspec.Struct, frozen=True):
 
 # Requests -----------------------------------------------------------------------------------------
 
-# The key of a map from ranks: digits as JSON writes a number, so no sign and no leading zero.
+# The key of a map by rank: digits as in a JSON number, without sign and leading zero.
 RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
 Enforcement = Literal["required", "preferred"]
 
@@ -253,7 +253,7 @@ class WorkerFields(msgspec.Struct, kw_only=True):
 
 
 class Registration(WorkerFields, kw_only=True):
-    """What POST /workers has in every dialect."""
+    """The fields of POST /workers in every dialect."""
 
     worker_id: NonNegative
     model_name: str = DEFAULT_GROUP
@@ -281,7 +281,7 @@ class Registration(WorkerFields, kw_only=True):
         )
 
     def more(self) -> dict[str, Any]:
-        """What only this dialect has."""
+        """Fields of this dialect only."""
         raise NotImplementedError
 
 
@@ -295,7 +295,7 @@ class WorkerRequest(Registration, kw_only=True):
 
 
 class Change(WorkerFields, kw_only=True):
-    """What PATCH /workers/{worker_id} has in every dialect: what is present and not null
+    """The fields of PATCH /workers/{worker_id} in every dialect: present and not null
     overwrites."""
 
     lifecycle: str | None = None
@@ -323,19 +323,19 @@ class WorkerPatch(Change, kw_only=True):
 
 
 class RoutingConstraints(msgspec.Struct):
-    """The taints that a request speaks of."""
+    """The taints that a worker must or should have."""
 
     required_taints: list[str] = []
     preferred_taints: dict[str, float] = {}  # single precision
 
     def required(self) -> frozenset[str]:
-        """The taints that a worker must have. Raises BadRequest for more than any can have."""
+        """The required taints. Raises BadRequest for more than a worker can have."""
         check_count("routing_constraints.required_taints", len(self.required_taints), MAX_RANKS)
         return frozenset(self.required_taints)
 
     def weights(self) -> dict[str, float]:
-        """Of the preferred taints, rounded to single precision. Raises BadRequest naming one that
-        is no finite number, or for too many."""
+        """The weights of the preferred taints, rounded to single precision. Raises BadRequest
+        naming one that is not finite, or for too many."""
         check_count("routing_constraints.preferred_taints", len(self.preferred_taints), MAX_RANKS)
         for name, weight in self.preferred_taints.items():
             check_finite(f"routing_constraints.preferred_taints.{name}", weight)
@@ -343,7 +343,7 @@ class RoutingConstraints(msgspec.Struct):
 
 
 class Pinned(msgspec.Struct):
-    """The one rank that a request insists on."""
+    """The rank that a request is pinned to."""
 
     worker_id: NonNegative
     dp_rank: U32
@@ -356,7 +356,7 @@ class Pinned(msgspec.Struct):
 
 
 class SelectionSessionContext(msgspec.Struct):
-    """The session as agents tell it; only its id has an effect."""
+    """The session in the form that agents send; only its id has an effect."""
 
     session_id: str
     parent_session_id: str | None = None
@@ -366,7 +366,7 @@ class SelectionSessionContext(msgspec.Struct):
 
 
 class WorkerAffinityTarget(msgspec.Struct):
-    """Where a request would rather go than elsewhere."""
+    """The worker or rank that a request prefers."""
 
     worker_id: NonNegative
     dp_rank: U32 | None = None
@@ -399,7 +399,7 @@ class SelectFields(PromptFields, kw_only=True):
         self.allowed()
 
     def session(self) -> str | None:
-        """The id of its session, under the name that counts."""
+        """The id of its session, from the field that takes precedence."""
         context = self.session_context
         return self.session_id if context is None else context.session_id
 
@@ -409,7 +409,7 @@ class SelectFields(PromptFields, kw_only=True):
 
 
 class SelectRequest(SelectFields, kw_only=True):
-    """POST /select. An advisory one never waits, and is told the load of the rank."""
+    """POST /select. An advisory one is never queued, and its answer has the rank's load."""
 
     advisory: bool = False
 
@@ -421,8 +421,8 @@ class SelectAndReserveRequest(SelectFields, kw_only=True):
 
 
 class ReservationRequest(PromptFields, kw_only=True):
-    """POST /reservations: a worker that the caller chose, or what was selected under
-    `selection_id`, which then is the reservation's id too unless another is given."""
+    """POST /reservations: a worker that the caller chose, or the selection of `selection_id`, which
+    is then also the default of the reservation's id."""
 
     reservation_id: str | UnsetType = UNSET
     selection_id: str | None = None
@@ -457,13 +457,13 @@ class OutputBlockRequest(msgspec.Struct):
 
 
 class Ok(msgspec.Struct, frozen=True):
-    """What was asked for is done."""
+    """Success."""
 
     status: str = "ok"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Every error but those that gateways may hand to their clients."""
+    """Any error, except those in OpenAI's format."""
 
     error: str
 
@@ -473,10 +473,10 @@ class Readiness(msgspec.Struct, frozen=True):
 
     ready: bool
     schedulable_workers: int
-    # A list of WorkerRecord; not for whoever has no token, where tokens are asked for.
+    # A list of WorkerRecord; absent for clients without a token if tokens are enabled.
     workers: JsonText | UnsetType = UNSET
     recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
-    ejected: list[EjectedWorker] | UnsetType = UNSET  # only while there are some
+    ejected: list[EjectedWorker] | UnsetType = UNSET  # only if there are any
     state_fault: str | UnsetType = UNSET  # only while the state directory cannot be written
 
 
@@ -484,7 +484,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class BodyIds(msgspec.Struct):
-    """The ids that a body of any request or answer may have, for the access log."""
+    """Ids that a request or answer may contain, for the access log."""
 
     request_id: str | UnsetType | None = UNSET
     selection_id: str | UnsetType | None = UNSET
@@ -492,7 +492,7 @@ class BodyIds(msgspec.Struct):
 
 
 class OpenAiError(msgspec.Struct, frozen=True):
-    """`param` is always null: no field is named apart from the message."""
+    """`param` is always null: the message names the field."""
 
     message: str
     type: str
@@ -501,16 +501,14 @@ class OpenAiError(msgspec.Struct, frozen=True):
 
 
 class OpenAiErrorBody(msgspec.Struct, frozen=True):
-    """An error that a gateway may hand to its client."""
+    """An error in OpenAI's format, which gateways may pass to their clients."""
 
     error: OpenAiError
 
     @classmethod
     def encoded(cls, status: int, message: str, code: str | None = None) -> bytes:
-        """The body of an error: `{"error": {"message", "type", "param", "code"}}`.
-
-        `code` is a word for programs, such as `model_not_found`.
-        """
+        """The body of an error: `{"error": {"message", "type", "param", "code"}}`. `code` is a word
+        for programs, such as `model_not_found`."""
         if status == 429:
             kind = "rate_limit_error"
         else:

@@ -1,7 +1,7 @@
 """Request bodies of the slot tracker, as typed structs (spec slot_tracker.md 1.2 and 1.3).
 
-Unlike the selector's, no field may be null; a field that has a default may be left out. Unknown
-fields are ignored. Fields stand in the order in which missing ones are reported.
+Unlike the selector's, no field may be null; a field with a default may be left out. Unknown fields
+are ignored. Fields are in the order in which missing ones are reported.
 """
 
 import msgspec
@@ -12,14 +12,14 @@ from lean_selector.wire.scalars import U32, NonNegative, check_u64, group_of, ha
 
 
 class ScopedBody(msgspec.Struct, kw_only=True):
-    """What every body names: its tracker, the tenant under either of its names (D2)."""
+    """The fields of every body: its tracker, with the tenant under either of its names (D2)."""
 
     model_name: str
     tenant_id: str | UnsetType = UNSET
     routing_group: str | UnsetType = UNSET
 
     def group(self) -> str:
-        """Raises BadRequest when both names are given and differ."""
+        """The tenant. Raises BadRequest if both names are given and differ."""
         return group_of(self.tenant_id, self.routing_group)
 
 
@@ -77,7 +77,7 @@ class AddRequest(ScopedBody, kw_only=True):
         check_u64("new_isl_tokens", self.new_isl_tokens)
 
     def hashes(self) -> bytes:
-        """8 bytes each; raises msgspec.ValidationError."""
+        """The hashes, 8 bytes each; raises msgspec.ValidationError."""
         return hashes_from_json("sequence_hashes", self.sequence_hashes)
 
 
@@ -97,5 +97,5 @@ class PotentialLoadsRequest(ScopedBody, kw_only=True):
         check_u64("new_isl_tokens", self.new_isl_tokens)
 
     def hashes(self) -> bytes:
-        """8 bytes each; raises msgspec.ValidationError."""
+        """The hashes, 8 bytes each; raises msgspec.ValidationError."""
         return hashes_from_json("sequence_hashes", self.sequence_hashes)

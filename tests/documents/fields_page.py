@@ -26,24 +26,29 @@ _SECTIONS: Final = {
 _INTRO: Final = """\
 # Routes and fields
 
-Every route of both services, and every field of every body and answer. This page is made of what
-`GET /openapi.json` says ([for programs](http-api.md#for-programs)) by
-`.venv/bin/python -m tests.documents.fields_page`; a test fails when it is not what that writes.
+Every route of both services, and the fields of their bodies and answers. The page is generated from
+`GET /openapi.json` ([for programs](http-api.md#for-programs)) by
+`.venv/bin/python -m tests.documents.fields_page`, and a test checks that it is current.
 
-A field in **bold** is required: a body must have it, an answer always has it. Another field of an
-answer is absent at times; its meaning tells when. Of bodies, unknown fields are ignored, and
-`null` is the same as absent where the type has it. Errors are [ErrorBody](#errorbody), those of
-requests that are shed [OverloadBody](#overloadbody), and those of `POST /route/{path}`
-[OpenAiErrorBody](#openaierrorbody). The role is that of the token, [where tokens are
-required](../guide/access.md).
+Fields in **bold** are required: always sent in a body, always present in an answer. Unknown fields
+of a body are ignored; `null` means absent if the type has it. Errors are [ErrorBody](#errorbody),
+those of shed requests [OverloadBody](#overloadbody), those of `POST /route/{path}`
+[OpenAiErrorBody](#openaierrorbody). Answers without a link are read by replicas alone; their fields
+are in `/openapi.json`. The role is that of the [token](../guide/access.md), if tokens
+are enabled.
 
-A route that is as an earlier service has it stands there alone. Several bodies and answers have
-these fields; below they are listed there by name, with their type where it is another:
+Several bodies and answers share these fields; tables below list them by name only, with their type
+if it differs:
 """
 _SAME_ROUTES: Final = """\
-Its routes are the selector's; a body or answer that has a namesake with `16` here is that one, but
-for `POST /route/{path}`, which answers the same in both.
+The routes are the selector's. A body or answer with a namesake that ends in `16` is replaced by
+that one, except for `POST /route/{path}`.
 """
+# What only replicas and recovery read, and what is constant: the schemas are in /openapi.json.
+_LEFT_OUT: Final = {
+    *("DumpEntry", "DumpEntry16", "TierEvent", "TierEvent16", "Event", "StoredData", "Stored"),
+    *("Block", "SessionList", "SessionLine", "Snapshot", "SnapshotLine", "SharedCache"),
+}
 _ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")
 _TABLE: Final = ["| field | type, default | meaning |", "|---|---|---|"]
 _ENOUGH: Final = 4  # as alike are two schemas of which the later refers to the earlier
@@ -92,6 +97,7 @@ def page() -> str:
         name: (" ".join(schema["description"].split()), _rows(schema))
         for document in reversed(documents.values())  # of two the first counts
         for name, schema in document["components"]["schemas"].items()
+        if name not in _LEFT_OUT
     }
     shared = _shared(rows for _, rows in schemas.values())
     parts, written = [_INTRO, *_TABLE, *lines_of(shared), ""], dict[str, list[Row]]()
@@ -107,7 +113,7 @@ def page() -> str:
             parts += ["| in the query | of | |", "|---|---|---|", *parameters, ""]
         parts += _TABLE
         for name in document["components"]["schemas"]:
-            if name not in written:
+            if name in schemas and name not in written:
                 parts += _schema(name, *schemas[name], shared, written)
         parts.append("")
     return "\n".join(parts).rstrip("\n") + "\n"
@@ -214,6 +220,8 @@ def _row(name: str, shown: Schema, schema: Schema) -> Row:
 
 
 def _link(name: str) -> str:
+    if name in _LEFT_OUT:
+        return f"`{name}`"
     return f"[{name}](#{name.lower()})"
 
 

@@ -26,14 +26,15 @@ class RankHealth:
     def __init__(self) -> None:
         self.failures = 0  # reported in a row
         self.failed_polls = 0  # in a row
-        self.was_refused = False  # at the last failure nobody listened
+        self.was_refused = False  # the last failure was a refused connection
         self.is_out = False  # ejected: by reports until `returns_at`, by polls while `is_down`
         self.is_down = False
         self.on_probation = False  # back, and ejected again by one failure
-        self.since = 0.0  # when it was ejected, while it is out; when it came back, on probation
+        self.since = 0.0  # when it was ejected, while it is ejected; when it returned, on probation
         self.returns_at = 0.0
         self.probation_ends_at = 0.0
-        self.ejections = 0  # by reports; less one for each `base_s` in service after `healed_at`
+        # ejections by reports; less one for each `base_s` in service after `healed_at`
+        self.ejections = 0
         self.healed_at = 0.0
         self.reason = ""  # why it is, or was last, ejected
 
@@ -47,7 +48,7 @@ class RankHealth:
 OK: Final = "ok"
 FAILED: Final = "failed"
 REFUSED: Final = "refused"
-POLL: Final = "poll"  # beside FAILED and REFUSED: what an ejection came of
+POLL: Final = "poll"  # besides FAILED and REFUSED: the cause of an ejection
 _WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
 
 
@@ -56,8 +57,8 @@ class Ejections:
 
     def __init__(self, settings: EjectionSettings) -> None:
         self._settings = settings
-        self._looks_at = math.inf  # when the first of them comes back, or is healed by time
-        self.ranks: dict[RankKey, RankHealth] = {}  # those of whom there is something to remember
+        self._looks_at = math.inf  # when the first of them returns, or recovers by time
+        self.ranks: dict[RankKey, RankHealth] = {}  # ranks with any failure state
         self.out: set[RankKey] = set()
         # When those came back that are in service again; a reader drops what is too long ago.
         self.returned: dict[RankKey, float] = {}
@@ -80,7 +81,7 @@ class Ejections:
             health.failures += 1
             health.was_refused = outcome == REFUSED
             if health.is_out:
-                continue  # a request that was given to it before
+                continue  # a request that was sent before the ejection
             if health.on_probation or 0 < self._settings.failures <= health.failures:
                 due.append(key)
         if not due or not self._may_go(due, total):
@@ -125,7 +126,7 @@ class Ejections:
             if health.is_down or health.failed_polls < self._settings.failed_polls:
                 continue
             if health.is_out:
-                health.is_down = True  # it will not come back only because its time is over
+                health.is_down = True  # time alone does not restore it
             else:
                 due.append(key)
         if not due or not self._may_go(due, total):
@@ -225,15 +226,13 @@ class Ejections:
             del self.ranks[key]
 
 
-# Of who sheds load or is starting up: that is neither a failure nor a request that was served.
+# Of a worker that sheds load or is starting: neither a failure nor a success.
 NOT_FREE: Final = frozenset({429, 503, 529})
 
 
 def outcome_of_status(status: int) -> str | None:
-    """Outcome of a complete answer by its HTTP status, from 200 on; None: it says nothing.
-
-    Who says that a request makes no sense is well.
-    """
+    """Outcome of a complete answer by its HTTP status, from 200 on; None: it does not count. A
+    worker that rejects an invalid request is healthy."""
     if status in NOT_FREE:
         return None
     return FAILED if status >= 500 else OK

@@ -1,8 +1,8 @@
-"""The device tier: the ranks, their blocks in the trie of prompts, and what each calls them.
+"""The device tier: its ranks, their blocks in the trie of prompts, and their engines' hashes.
 
-Keeps the trie (which blocks, who holds them) and each rank's engine hashes (what its engine calls
-them) in step. Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds
-or events. Spec: indexer.md sections 3.1, 3.2 and 7.
+Keeps the trie (which blocks exist, which ranks hold them) and each rank's engine hashes in step.
+Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds or events. Spec:
+indexer.md sections 3.1, 3.2 and 7.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,14 +22,14 @@ from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 # --------------------------------------------------------------------------------------------------
 # The ranks of a partition's device tier: bits in its trie, records here.
 #
-# A rank that is retired is not seen any more at once, and keeps its bit until its runs have been
-# swept. Spec: indexer.md section 3.1.
+# A retired rank is hidden at once, and keeps its bit until its runs have been swept. Spec:
+# indexer.md section 3.1.
 
-_MAX_CACHED_MASKS = 1024  # sets of ranks that were just matched together
+_MAX_CACHED_MASKS = 1024  # cached sets of ranks that were matched together
 
 
 class DeviceRank:
-    """What one rank holds on the device; `bit` is its place in the masks of the trie."""
+    """The device blocks of one rank; `bit` is its position in the masks of the trie."""
 
     __slots__ = ("bit", "blocks", "key", "names")
 
@@ -37,11 +37,11 @@ class DeviceRank:
         self.key = key
         self.bit = bit
         self.names = names
-        self.blocks = 0  # held in the trie, in reach or not
+        self.blocks = 0  # blocks held in the trie, reachable or not
 
 
 class DeviceRanks:
-    """Which rank has which bit, and whose bits in the trie count."""
+    """The bits of ranks, and which bits of the trie count."""
 
     __slots__ = ("_bits", "_by_bit", "_keys", "_new_names", "_swept", "in_use", "reborn")
 
@@ -51,10 +51,10 @@ class DeviceRanks:
         self._by_bit: list[DeviceRank | None] = []
         self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
         self.in_use = 0  # the bits of all ranks here
-        # By bit, the retired records that are being swept. Until that is done, a run may have the
-        # rank's bit from before. A rank that has been admitted again meanwhile is in `reborn`: it
-        # holds blocks in just the strands of its rows, so a bit in another strand is an old one,
-        # which is to be taken away before anything could mistake it.
+        # Retired records that are being swept, by bit. Until that is done, a run may have the
+        # rank's bit from before. A rank that was admitted again meanwhile is in `reborn`: it holds
+        # blocks only in the strands of its rows, so its bit in another strand is an old one, to be
+        # removed before it is used.
         self._swept: dict[int, int] = {}
         self.reborn = 0
 
@@ -76,14 +76,14 @@ class DeviceRanks:
         self._bits.release(rank.key)
 
     def retire(self, rank: DeviceRank) -> EngineHashes:
-        """See a rank no more. Returns the names of what it held, to be swept; then call `swept`."""
+        """Hide a rank. Returns the names of its blocks, to be swept; then call `swept`."""
         self._hide(rank)
         names, rank.names, rank.blocks = rank.names, self._new_names(), 0
         self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
         return names
 
     def swept(self, rank: DeviceRank) -> None:
-        """Nothing in the trie is left of a record that was retired."""
+        """The trie has nothing left of a retired record."""
         bit = rank.bit
         self._swept[bit] -= 1
         if not self._swept[bit]:
@@ -99,15 +99,13 @@ class DeviceRanks:
         self._keys.clear()
 
     def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
-        """The rank with this bit if it has a row for the strand.
-
-        If not, a bit in the runs of the strand is from before its rank was retired.
-        """
+        """The rank with this bit if it has a row for the strand. Otherwise a bit in the runs of the
+        strand is from before its rank was retired."""
         rank = self._by_bit[bit]
         return rank if rank is not None and strand in rank.names.rows else None
 
     def name_at(self, bit: int, place: int) -> bytes:
-        """What the rank with this bit, which is in use, calls a block that it holds."""
+        """The engine hash of a block on the rank with this bit, which is in use."""
         rank = self._by_bit[bit]
         assert rank is not None
         return rank.names.name_at(place)
@@ -125,12 +123,12 @@ class DeviceRanks:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which ranks may call blocks of a strand otherwise than the other ranks that hold them.
+# Hash aliases: ranks whose engine hashes of a strand differ from those of other holders.
 #
-# Engines that hash alike do not: then what one of them calls a block all do, and a match that asks
-# for the names of many ranks asks one. Spec: indexer.md section 3.2.
+# Engines that hash alike do not differ: then one rank's hash of a block is that of all, and a match
+# looks up the hash of one rank for many. Spec: indexer.md section 3.2.
 
-_MAX_COMPARED = 8  # ranks that are looked at for one to compare names with
+_MAX_COMPARED = 8  # ranks that are checked to find one to compare hashes with
 _MAX_PARTS = 64  # the same for holders of a part of a run
 
 
@@ -147,7 +145,7 @@ class OddNames:
         return len(self._odd)
 
     def of(self, strand: int) -> int:
-        """The set of them."""
+        """The set of ranks with aliases."""
         return self._odd.get(strand, 0)
 
     def forget(self, strand: int, bit: int) -> None:
@@ -160,8 +158,8 @@ class OddNames:
                 del self._odd[strand]
 
     def names_at(self, ranks: int, place: int) -> list[tuple[bytes, int]]:
-        """What these ranks call the block at a place, which all of them hold: each name, and the
-        set of those that use it."""
+        """The hashes that these ranks have for the block at a place, which all of them hold, each
+        with its set of ranks."""
         odd = ranks & self.of(place >> POSITION_BITS)
         alike, found = ranks ^ odd, dict[bytes, int]()
         if alike:
@@ -172,13 +170,13 @@ class OddNames:
         return list(found.items())
 
     def add(self, strand: int, bit: int) -> None:
-        """The rank calls a block of the strand otherwise than it did."""
+        """The rank has its own hash for a block of the strand."""
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
-        """Note whether the rank calls the blocks of this span of a run, which it had not all, as
-        others do. One that holds all of them speaks for all that are not odd. Where that is not
-        told soon, the rank is taken for odd."""
+        """Compare the hashes of a span of a run, newly held by the rank, with those of other ranks.
+        A rank that holds all of them represents all without aliases. If no comparison is found
+        soon, the rank counts as having aliases."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)
@@ -199,7 +197,7 @@ class OddNames:
         self._odd[strand] = odd | mine
 
     def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
-        """Compare with holders of parts, where no other rank holds all of the run."""
+        """Compare with holders of parts, if no other rank holds all of the run."""
         partial, mine = run.partial, 1 << rank.bit
         if partial is None or (len(partial) == 1 and rank.bit in partial):
             return True
@@ -225,21 +223,21 @@ class OddNames:
 
 
 def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> bool:
-    """Whether two ranks call so many blocks from `place` on the same."""
+    """Whether two ranks have the same hashes for this many blocks from `place` on."""
     strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
     end = start + (blocks << 3)
     return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]
 
 
-# A run grows at its end only if few others hold it: each of them becomes a partial holder, which
-# costs every match of that run a step. With more, the new blocks make a run of their own, which
-# costs one step.
+# A run is extended only if few others hold it: each of them becomes a partial holder, which costs
+# every match of that run a step. With more, the new blocks form a run of their own, which costs one
+# step.
 _MAX_OTHERS_TO_GROW = 2
-_TRIM_BLOCKS = 32  # dead blocks at the end of a run before they are worth cutting off
+_TRIM_BLOCKS = 32  # dead blocks at the end of a run before they are cut off
 
 
 class DeviceTier:
-    """All ranks' device blocks of one partition."""
+    """The device blocks of all ranks of one partition."""
 
     __slots__ = ("_odd", "ranks", "trie")
 
@@ -249,10 +247,8 @@ class DeviceTier:
         self._odd = OddNames(self.ranks)
 
     def retire(self, rank: DeviceRank) -> Iterator[None]:
-        """Let go of a rank and all that it holds: nothing of it is seen any more.
-
-        The iterator returned gives the memory back, in steps between which anything may happen.
-        """
+        """Retire a rank: its blocks are hidden at once. The iterator returned frees the memory, in
+        steps between which anything may happen."""
         return self._sweep(rank, self.ranks.retire(rank))
 
     def _sweep(self, rank: DeviceRank, names: EngineHashes) -> Iterator[None]:
@@ -267,14 +263,14 @@ class DeviceTier:
         self.ranks.swept(rank)
 
     def _settle(self, bit: int, strand: int) -> None:
-        """Take an old bit away from all runs of a strand."""
+        """Remove an old bit from all runs of a strand."""
         for run in self.trie.pieces(strand):
             if run.held_by(bit):
                 run.set_held(bit, 0)
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """Take old bits of reborn ranks away from the runs that a prompt leads along."""
+        """Remove old bits of reborn ranks from the runs along a prompt."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -293,7 +289,7 @@ class DeviceTier:
             self._settle(bit, strand)
 
     def has_room(self, blocks: int) -> bool:
-        """Whether the runs of a chain of so many blocks can still be numbered."""
+        """Whether the runs of a chain of this many blocks can still be numbered."""
         # One chain may split a run, and starts a strand per STRAND_BLOCKS.
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
@@ -307,8 +303,8 @@ class DeviceTier:
         return self.trie.match_sets(self.ranks.in_use, local_hashes)
 
     def last_names(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
-        """What these ranks call the last of the `blocks` that all of them hold along `path`: each
-        name, and the set of those that use it."""
+        """The hashes that these ranks have for the last of the `blocks` that all of them hold along
+        `path`, each with its set of ranks."""
         last = blocks - 1
         for run in path:  # pragma: no branch: no rank matches more than the path has
             length = len(run.label) >> 3
@@ -321,10 +317,8 @@ class DeviceTier:
         self, rank: DeviceRank, parent: int, names: bytes, local: bytes, counted: bool = False
     ) -> None:
         """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start).
-
-        Its own names and the local hashes are as many, 8 bytes each. `counted`: what it holds
-        already it has once more.
-        """
+        There are as many engine hashes as local hashes, 8 bytes each. `counted`: a block that it
+        holds already gets one more copy."""
         run, position = self.trie.root, 0
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
@@ -358,7 +352,7 @@ class DeviceTier:
             child = run.children.get(local[done : done + 8]) if run.children else None
             is_reborn = self.ranks.reborn >> rank.bit & 1
             if child and is_reborn and child.strand not in rank.names.rows:
-                self._settle(rank.bit, child.strand)  # which may be all that kept it
+                self._settle(rank.bit, child.strand)  # that bit may have been all that kept it
                 child = run.children.get(local[done : done + 8]) if run.children else None
             if child is not None:
                 run, position = child, 0
@@ -371,10 +365,8 @@ class DeviceTier:
             done = end
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
-        """Add blocks after `run`, up to a strand's end, and let the rank hold them.
-
-        Returns their run, where they begin in it, and the new `done`.
-        """
+        """Add blocks after `run`, up to a strand's end, and let the rank hold them. Returns their
+        run, their start in it, and the new `done`."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
@@ -398,7 +390,7 @@ class DeviceTier:
         return run, length, end
 
     def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes, counted: bool) -> None:
-        """Let the rank hold blocks that exist, from `position` of `run` on."""
+        """Let the rank hold existing blocks, from `position` of `run` on."""
         held = run.held_by(rank.bit)
         span = (1 << (len(names) >> 3)) - 1 << position
         both = held & span
@@ -419,7 +411,7 @@ class DeviceTier:
             run.set_held(rank.bit, held | span)
 
     def announce(self, rank: DeviceRank, place: int, name: int, counted: bool) -> None:
-        """A block that the rank holds was stored again, under the same name or another."""
+        """A block that the rank holds was stored again, under the same hash or another."""
         names = rank.names
         is_first = int.from_bytes(names.name_at(place), "little") == name
         if not is_first and names.aliases.get(name, NOWHERE) != place:
@@ -428,8 +420,8 @@ class DeviceTier:
             names.add_copy(name)
 
     def edge_to(self, rank: DeviceRank, place: int) -> bytes:
-        """The rank's name of the block before the one at a place, nothing for a prompt's first
-        block; then the local hash."""
+        """The rank's hash of the block before the one at a place (empty for a prompt's first
+        block), then the local hash."""
         run, position = self.trie.resolve(place)
         local = bytes(run.label[position << 3 : (position + 1) << 3])
         if not position:
@@ -444,8 +436,8 @@ class DeviceTier:
         return bytes(row[start : start + 8]) + local
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Drop the blocks with these names, 8 bytes each, that have no other name or copy; returns
-        how many."""
+        """Drop the blocks with these hashes, 8 bytes each, unless they have another hash or copy;
+        returns how many."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)
@@ -454,7 +446,7 @@ class DeviceTier:
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the blocks at these positions (a bit mask), whose names are forgotten already."""
+        """Drop the blocks at these positions (a bit mask), whose hashes are removed already."""
         first = self.trie.strands[strand]
         if first.after is None:
             self._drop_blocks(rank, first, positions >> first.start)
@@ -481,10 +473,10 @@ class DeviceTier:
             self._trim(run)
 
     def _held_end(self, rank: DeviceRank, strand: int) -> int:
-        """Positions of a strand up to the last that the rank holds; 0 if it holds none."""
+        """Positions of a strand up to the last that the rank holds; 0 if none."""
         if not rank.names.has_unnamed():
             return rank.names.named_end(strand)
-        # A row cannot tell a block named 0 from none.
+        # A row cannot distinguish a block with hash 0 from none.
         ends = [
             run.start + held.bit_length()
             for run in self.trie.pieces(strand)
@@ -501,7 +493,7 @@ class DeviceTier:
             self._cut(run)
 
     def _cut(self, run: Run) -> None:
-        """Cut off the end of a run, nothing of which is held or hung upon."""
+        """Cut off the end of a run; no rank holds it and no run hangs on it."""
         assert run.partial is not None
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
@@ -525,17 +517,17 @@ class DeviceTier:
         self._drop_positions(rank, strand, positions)
 
     def cut_row(self, rank: DeviceRank, strand: int) -> None:
-        """Give back the memory of names behind the last block of a strand that a rank holds."""
+        """Free the memory of hashes behind the last block of a strand that a rank holds."""
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:
-        """Give back the memory of the blocks at the end of a strand that nobody holds."""
+        """Free the memory of the blocks at the end of a strand that no rank holds."""
         for run in self.trie.pieces(strand)[-1:]:
             if run.partial and not run.whole and not run.children:
                 self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
-        """Drop so many blocks of a rank: the runs stored first, from their ends."""
+        """Drop this many blocks of a rank: the runs stored first, from their ends."""
         while blocks:
             strand = next(iter(rank.names.rows))
             last = self._held_end(rank, strand) - 1

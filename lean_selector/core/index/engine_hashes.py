@@ -1,15 +1,15 @@
-"""Names that an engine gives to the blocks of one rank: engine hash -> place, and back.
+"""Engine hashes of one rank's blocks: engine hash -> place, and back. A place is a u32, `strand <<
+10 | position` (see runs.py).
 
-A place is a u32, `strand << 10 | position` (see runs.py). Owns, per rank, the hashes in place
-order (one row of bytes per strand, 0 where nothing is held), and what is rare: further names and
-copies of a block, and names of several blocks. How a name leads
-to its place is known to the two classes that complete this one: `HashesInDicts`, which is quick as
-plain Python, and `HashesPacked`, which takes a fifth of the memory and is quick when compiled.
-Knows nothing of tokens, tiers or other ranks. Spec: indexer.md sections 3.2 and 7.4.
+Holds, per rank, the hashes in place order (one row of bytes per strand, 0 where nothing is held),
+and the rare cases: further hashes and copies of a block, and one hash for several blocks. "Name"
+below is an engine hash. Two subclasses find the place of a name: `HashesInDicts`, fast in plain
+Python, and `HashesPacked`, which takes a fifth of the memory and is fast when compiled. Knows
+nothing of tokens, tiers or other ranks. Spec: indexer.md sections 3.2 and 7.4.
 
-A hash that stands for two blocks names the newer one, and the older one again after that is
-removed; such hashes have lists of places. A block that its engine has under several hashes, or as
-several copies under one, is there until all of them are removed.
+A hash of two blocks names the newer one, and the older one again after that is removed; such hashes
+have lists of places. A block with several hashes, or several copies under one hash, exists until
+all of them are removed.
 """
 
 from collections import OrderedDict
@@ -26,51 +26,46 @@ NO_NAME: Final = bytes(8)
 
 
 class EngineHashes:
-    """Names and places of one rank's blocks. A name that is not 0 stands in a row where it is held,
-    and nowhere else. Lists of names are bytes, 8 each, little-endian; one name is an int."""
+    """Names and places of one rank's blocks. A name other than 0 is in the row of its place, and
+    nowhere else. Lists of names are bytes, 8 each, little-endian; one name is an int."""
 
     __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "rows")
 
     def __init__(self) -> None:
-        # strand -> 8 bytes per position, oldest strand first. A plain dict would step over all that
-        # left before it, each time the oldest is asked for.
+        # strand -> 8 bytes per position, oldest strand first. Finding the oldest in a plain dict
+        # would step over all that were removed before it.
         self.rows: OrderedDict[int, bytearray] = OrderedDict()
         self.listed: dict[int, list[int]] = {}  # names of several blocks, and 0; newest place last
-        # Further names of blocks that have one, oldest first, and the names by place.
+        # Further names of blocks, oldest first, and the names by place.
         self.aliases: OrderedDict[int, int] = OrderedDict()
         self.alias_at: dict[int, list[int]] = {}
-        self.copies: OrderedDict[int, int] = OrderedDict()  # name -> blocks beyond the first
+        self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
         self.extra = 0  # all of these and the further names
-        self.renamed: list[int] = []  # strands with a block that has another first name now
+        self.renamed: list[int] = []  # strands with a block whose first name has changed
 
     def find(self, name: int) -> int:
         """The place that `name` stands for, or NOWHERE."""
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
-        """Forget the blocks that these names stand for.
-
-        Returns strand -> the positions (a bit mask) of those known.
-        """
+        """Remove the names. Returns strand -> the positions (a bit mask) of the known ones."""
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
-        """Name the blocks at `place` and the following positions, none of which has a name.
-
-        The names differ.
-        """
+        """Name the blocks at `place` and the following positions; none has a name yet. The names
+        differ."""
         raise NotImplementedError
 
     def drop_name(self, name: int, place: int) -> None:
-        """Let `name` no longer stand for the block at `place`, which it was the first name of."""
+        """Remove `name` from the block at `place`, whose first name it was."""
         raise NotImplementedError
 
     def dismantled(self) -> Iterator[None]:
-        """Gives the memory back step by step, but for the rows; of no use afterwards."""
+        """Free the memory step by step, except for the rows; unusable afterwards."""
         raise NotImplementedError
 
     def discard(self, place: int) -> None:
-        """Forget the names of the block at `place`; it must have one."""
+        """Remove all names of the block at `place`; it must have one."""
         start = (place & POSITION_MASK) << 3
         row = self.rows[place >> POSITION_BITS]
         name = int.from_bytes(row[start : start + 8], "little")
@@ -89,7 +84,7 @@ class EngineHashes:
         return bytes(self.rows[place >> POSITION_BITS][start : start + 8])
 
     def alias(self, place: int, name: int) -> None:
-        """Let `name` stand for the block at `place` too."""
+        """Add `name` as a further name of the block at `place`."""
         self.forget_alias(name)
         self.aliases[name] = place
         self.alias_at.setdefault(place, []).append(name)
@@ -106,12 +101,12 @@ class EngineHashes:
                 del self.alias_at[place]
 
     def add_copy(self, name: int) -> None:
-        """Count one more block that the engine holds under a known name."""
+        """Count one more copy of a block under a known name."""
         self.copies[name] = self.copies.get(name, 0) + 1
         self.extra += 1
 
     def take_copy(self, name: int) -> bool:
-        """Whether the engine, which let go of a block of this name, has another one."""
+        """Whether another copy is left after the engine removed one of this name."""
         copies = self.copies.get(name)
         if copies is None:
             return False
@@ -126,7 +121,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Forget at least so many copies and further names, if there are, the oldest first."""
+        """Drop at least this many copies and further names, if there are any, the oldest first."""
         least = self.extra - count
         while self.extra > least and self.copies:
             self.extra -= self.copies.popitem(last=False)[1]
@@ -134,7 +129,7 @@ class EngineHashes:
             self.forget_alias(next(iter(self.aliases)))
 
     def has_unnamed(self) -> bool:
-        """Whether a block is named 0, which a row cannot tell from none."""
+        """Whether a block has the name 0, which a row cannot distinguish from none."""
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
@@ -154,7 +149,7 @@ class EngineHashes:
         return end >> 3
 
     def cut_row(self, strand: int, positions: int) -> None:
-        """Give back the memory of the positions from `positions` on; none of them is held."""
+        """Free the memory of the positions from `positions` on; none of them is held."""
         if positions:
             del self.rows[strand][positions << 3 :]
         else:  # gone already where one event took all of a strand's blocks, run by run
@@ -173,13 +168,13 @@ class EngineHashes:
             row[start : start + len(packed)] = packed
 
     def is_told_apart(self, names: Sequence[int]) -> bool:
-        """Whether `take` has to look at each of these names."""
+        """Whether `take` must look at each of these names."""
         if self.aliases or self.listed:
             return True
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """`take` where blocks have copies or further names, or names stand for several blocks."""
+        """`take` for blocks with copies or further names, or names of several blocks."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
             name = int.from_bytes(packed[at : at + 8], "little")
@@ -198,7 +193,7 @@ class EngineHashes:
         return gone
 
     def _rename(self, place: int, name: int) -> None:
-        """Let the oldest further name of a block be the first, which it loses."""
+        """Make the oldest further name of a block its first name."""
         names = self.alias_at[place]
         alias = names.pop(0)
         if not names:
@@ -211,32 +206,33 @@ class EngineHashes:
 
 
 # --------------------------------------------------------------------------------------------------
-# An engine's names of a rank's blocks in dicts, which lead from a hash to the part of a row that
-# has it: for the interpreted form.
+# Engine hashes in dicts, which lead from a hash to the segment of a row that has it: for the
+# interpreted form.
 
 # A dict of 40 000 entries takes 1 ms to grow, one of 100 000 takes 3, one of 1 000 000 takes 50
 # (measured). So a rank's first dict takes so many blocks; then there are others, a power of 2,
 # chosen by the hash, which costs 0.1 us more per block.
 _FRONT_BLOCKS = 40_000
 _SHARDS = 32
-# Dicts tell a segment of a row, not a place: its int is shared by the blocks in it, and finding a
-# hash among 64 others takes 0.1 us.
+# Dicts map to a segment of a row, not a place: the segment's int is shared by its blocks, and
+# finding a hash among 64 others takes 0.1 us.
 _SEGMENT_BITS = 6
 _STRAND_SHIFT = POSITION_BITS - _SEGMENT_BITS
 _SEGMENT_MASK = (1 << _STRAND_SHIFT) - 1
 _SEGMENT_BYTES = 8 << _SEGMENT_BITS
-_RECENT_SEGMENTS = 256  # ints kept to be shared by events that fill a segment bit by bit
+_RECENT_SEGMENTS = 256  # cached ints, shared by events that fill a segment block by block
 _LISTED = -1  # in a dict: the places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
-    """Flat dicts of ints: nothing for the collector to visit. A name -> its segment."""
+    """Flat dicts of ints, untracked by the garbage collector: name -> segment."""
 
     __slots__ = ("_front", "_recent", "_shards")
 
     def __init__(self) -> None:
         super().__init__()
-        self._front: dict[int, int] = {0: _LISTED}  # a row cannot tell a block named 0 from none
+        # a row cannot distinguish a block with name 0 from none
+        self._front: dict[int, int] = {0: _LISTED}
         self._shards: list[dict[int, int]] = []  # none until the front is full
         self._recent: dict[int, int] = {}  # segment -> the int in use for it
 
@@ -309,11 +305,9 @@ class HashesInDicts(EngineHashes):
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Empty the rows of these names, all in a dict a moment ago; adds to `gone`.
-
-        Engines evict neighbours together, mostly from the end of a prompt: each stretch is found by
-        one search and one comparison.
-        """
+        """Empty the rows of these names, all in a dict a moment ago; adds to `gone`. Engines evict
+        neighbours together, mostly from the end of a prompt: each stretch is found by one search
+        and one comparison."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1
@@ -374,7 +368,7 @@ class HashesInDicts(EngineHashes):
             recent.clear()
         if not shards and len(front) > _FRONT_BLOCKS:
             self._shards = [{} for _ in range(_SHARDS)]
-        # Only now: a name that is in a row already was to be found there, not here.
+        # Only now: a name that was in a row already would be found there, not here.
         self.write_row(place, packed)
 
     def _add_another(self, name: int, place: int) -> None:

@@ -1,4 +1,4 @@
-"""Names of a rank's blocks in a packed hash table: for the compiled form alone."""
+"""Engine hashes of a rank's blocks in a packed hash table: for the compiled form only."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -13,33 +13,33 @@ from lean_selector.core.index.runs import POSITION_BITS, POSITION_MASK
 from lean_selector.core.index.sweeping import emptied
 
 # --------------------------------------------------------------------------------------------------
-# A table of 64-bit hashes, each with a u32, in 20 bytes per entry: for the compiled form.
+# A hash table from 64-bit hashes to u32 values, 20 bytes per entry: for the compiled form.
 #
-# Open addressing in segments of 12 KiB, which the low bits of a mixed hash choose (extendible
-# hashing): a full segment becomes two, so that the table grows by 20 us at a time however large it
-# is, and nothing is moved at a stretch. An emptied one is joined with its other half. Interpreted,
-# the same code works and takes 2 us for a look-up; compiled 20 ns.
+# Open addressing in segments of 12 KiB, chosen by the low bits of a mixed hash (extendible
+# hashing): a full segment is split in two, so the table grows by 20 us at a time, however large it
+# is. An emptied segment is joined with its other half. Interpreted, the same code takes 2 us for a
+# look-up; compiled 20 ns.
 
 ABSENT: Final[i64] = -1
-# No larger: a constant of 63 bits is an object, converted each time it is used.
+# Not larger: a constant of 63 bits is an object, converted at each use.
 _POSITIVE: Final[i64] = 0x3FFFFFFFFFFFFFFF
 _MIX: Final[i64] = 0x1E3779B97F4A7C15
-_HALF_U32: Final[i64] = 1 << 31  # values are kept less this, as i32
+_HALF_U32: Final[i64] = 1 << 31  # values are stored less this, as i32
 _FIRST_SLOTS: Final[i64] = 16
 _MOST_SLOTS: Final[i64] = 1024
-# 2^16 segments take 50 million hashes that are spread. More of a kind that agree in the bits that
-# choose a segment have larger segments.
+# 2^16 segments take 50 million well-spread hashes. If more agree in the bits that choose a segment,
+# their segments are larger.
 _MOST_BITS: Final[i64] = 16
 
 
 def mixed(name: i64) -> i64:
-    """A spread number from 0 to 2^62 - 1, the same for the same hash."""
+    """A well-spread number from 0 to 2^62 - 1 for a hash."""
     product: i64 = ((name ^ (name >> 32)) * _MIX) & _POSITIVE
     return (product ^ (product >> 32)) & _POSITIVE
 
 
 class _Segment:
-    """Hashes that agree in the low `bits` bits when mixed. 0 is none, it marks a free slot."""
+    """Hashes that agree in the low `bits` bits when mixed. 0 marks a free slot."""
 
     def __init__(self, slots: i64, bits: i64) -> None:
         self.names = vec[i64]([0] * slots)
@@ -48,7 +48,7 @@ class _Segment:
         self.bits = bits
 
     def slot_of(self, name: i64, hashed: i64) -> i64:
-        """Where a hash is, or, less than 0, the complement of where it would go."""
+        """The slot of a hash, or, below 0, the complement of the slot where it would go."""
         names = self.names
         mask: i64 = i64(len(names)) - 1
         at: i64 = (hashed >> 20) & mask
@@ -67,7 +67,7 @@ class _Segment:
         self.used += 1
 
     def free(self, hole: i64) -> None:
-        """Empty a slot, and close the hole in what was put behind it."""
+        """Empty a slot, and close the hole in the entries that probe past it."""
         names, values = self.names, self.values
         mask: i64 = i64(len(names)) - 1
         at: i64 = (hole + 1) & mask
@@ -85,7 +85,7 @@ class _Segment:
 
 
 class HashTable:
-    """Distinct hashes, each a signed 64-bit number other than 0, and what each leads to (u32)."""
+    """A map from distinct signed 64-bit hashes other than 0 to u32 values."""
 
     def __init__(self, most_slots: i64 = _MOST_SLOTS) -> None:
         """`most_slots` of a segment, a power of two from 4 on."""
@@ -103,7 +103,7 @@ class HashTable:
         return ABSENT if at < 0 else i64(segment.values[at]) + _HALF_U32
 
     def add(self, name: i64, value: i64) -> bool:
-        """Let a hash lead to a value, unless it leads to one: then False."""
+        """Map a hash to a value, unless it is mapped already: then False."""
         hashed: i64 = mixed(name)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
@@ -119,7 +119,7 @@ class HashTable:
         return True
 
     def pop(self, name: i64) -> i64:
-        """Forget a hash; what it led to, or ABSENT."""
+        """Remove a hash; returns its value, or ABSENT."""
         hashed: i64 = mixed(name)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
@@ -133,7 +133,7 @@ class HashTable:
         return value
 
     def let_go(self) -> bool:
-        """Give back the memory of a segment; True while there are more. Of no use afterwards."""
+        """Free the memory of a segment; True while there are more. Unusable afterwards."""
         if self._segments:
             self._segments.pop()
         return len(self._segments) > 0
@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Let all mixed hashes that agree with `index` in the segment's bits lead to it."""
+        """Let all directory entries that agree with `index` in the segment's bits point to it."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits
@@ -187,7 +187,7 @@ class HashTable:
 
 
 def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
-    """Put all that a segment has into others, by the next bit of their mixed hashes."""
+    """Move all entries of a segment into others, by the next bit of their mixed hashes."""
     names = segment.names
     at: i64 = 0
     end: i64 = i64(len(names))
@@ -201,14 +201,13 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# An engine's names of a rank's blocks in a packed table: for the compiled form.
+# Engine hashes of a rank's blocks in a packed table: for the compiled form.
 #
-# Names are signed here, as the table takes them. 25 bytes per name with the rows, where dicts take
-# 130.
+# Names are signed here, as in the table. 25 bytes per name with the rows; dicts take 130.
 
 
 class HashesPacked(EngineHashes):
-    """All but 0 and names of several blocks are in the table."""
+    """The table has all names except 0 and names of several blocks."""
 
     __slots__ = ("_table",)
 

@@ -1,9 +1,9 @@
-"""Memory that is kept for blocks that are gone, and what is evicted to have it back.
+"""Memory kept for blocks that are gone, and the evictions that free it.
 
-A run's label stays while something hangs below it, and a rank's row of names up to its last block.
-So an engine that lets the starts of prompts go and keeps their ends would keep all of both: 16 KB
-for one block. Such ends cannot be matched before their starts come back. Where too much is kept for
-them they are evicted, and the engine may store them again. A strand at a time, in short steps
+A run's label stays while something hangs below it, and a rank's row of hashes up to its last block.
+So an engine that evicts the starts of prompts and keeps their ends would make the index keep all of
+both: 16 KB for one block. Such ends cannot match before their starts return. If too much is kept
+for them they are evicted, and the engine may store them again. One strand at a time, in short steps
 between which anything may happen. D31.
 """
 
@@ -13,24 +13,24 @@ from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.runs import Run
 from lean_selector.core.rank_bits import bits_of
 
-# Positions (8 bytes each, in labels and rows) for a held block, of a strand and of all together. A
-# block that one rank holds takes two, so this is a strand of which more than half is gone.
+# Allowed positions (8 bytes each, in labels and rows) per held block, in a strand and in total. A
+# block that one rank holds takes two, so above this more than half of a strand is gone.
 MOST_POSITIONS = 4
-SPARED_POSITIONS = 1 << 19  # 4 MiB: with less to spare nothing is evicted
-REVIEW_AFTER = 1 << 17  # blocks dropped, beside half of those that were held at the last review
+SPARED_POSITIONS = 1 << 19  # 4 MiB: nothing is evicted to free less
+REVIEW_AFTER = 1 << 17  # blocks dropped, besides half of those held at the last review
 _STRANDS_PER_STEP = 8  # measured: some 40 us
-_RANKS_PER_STEP = 32  # looked at in a strand that many hold: some 10 us more for each of those
-_BLOCKS_PER_STEP = 64  # dropped: some 50 us
-_MOST_RUNS_ABOVE = 256  # looked at: some 100 us
+_RANKS_PER_STEP = 32  # ranks looked at in a strand with many holders: some 10 us for each of these
+_BLOCKS_PER_STEP = 64  # blocks dropped: some 50 us
+_MOST_RUNS_ABOVE = 256  # blocks looked at: some 100 us
 
 
 def review(
     device: DeviceTier, evicted: Callable[[DeviceRank, int], None]
 ) -> Generator[None, None, int]:
-    """Measures all strands and, where they keep too much, evicts what lies behind their holes.
+    """Measure all strands, and evict blocks behind holes where these take too much memory.
 
-    `evicted` is told of each rank that loses blocks, and how many. In steps of some 50 us; returns
-    the blocks that were held.
+    `evicted` is called with each rank that loses blocks, and their number. In steps of some 50 us;
+    returns the number of held blocks.
     """
     kept = held = 0
     for strand in range(device.trie.numbered):
@@ -51,10 +51,8 @@ def review(
 
 
 def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[int, int, int]]:
-    """Positions that a strand takes, blocks of it that are held, and a set of their ranks.
-
-    All about right: ranks that are being swept count too.
-    """
+    """Positions that a strand takes, its held blocks, and the set of their ranks. Approximate:
+    ranks that are being swept count too."""
     kept = held = holders = looked_at = 0
     for run in device.trie.pieces(strand):
         length = len(run.label) >> 3
@@ -101,25 +99,25 @@ def _kept_above(device: DeviceTier, strand: int) -> float:
 
 
 def _held_end(run: Run) -> int:
-    """Blocks of a run up to the last that anybody holds."""
+    """Blocks of a run up to the last that a rank holds."""
     if run.whole:
         return len(run.label) >> 3
     return max(map(int.bit_length, (run.partial or {}).values()), default=0)
 
 
 def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
-    """The positions of a rank's row that are to be evicted; 0: none."""
+    """The positions of a rank's row to evict; 0: none."""
     held = device.held_in(rank, strand)
     if _kept_above(device, strand):
         return held
-    # All but the leading ones.
+    # All but the leading blocks.
     return held & held + 1 if held.bit_length() > held.bit_count() << 1 else 0
 
 
 def _closed(
     device: DeviceTier, strand: int, holders: int, evicted: Callable[[DeviceRank, int], None]
 ) -> Iterator[None]:
-    """Evicts, of each rank, what lies behind its holes where these are most of its row."""
+    """Evict blocks behind holes, of each rank whose row is mostly holes."""
     for bit in bits_of(holders):
         while (rank := device.ranks.rank_in(strand, bit)) is not None:
             device.cut_row(rank, strand)

@@ -1,23 +1,24 @@
-"""Where one source stands in its engine's sequence: gaps, replays, and engines that start again.
+"""The position of one source in its engine's sequence: gaps, replays, and restarted engines.
 
-A PUB socket neither repeats nor reorders, so a live number that does not grow belongs to a new
+A PUB socket neither repeats nor reorders, so a live number that does not grow comes from a new
 publisher. A replay carries everything from its start to the engine's newest batch. Live batches
-that arrive before its first answer are applied at once, so that a dead replay endpoint holds nobody
-up, and kept; those that arrive after it are only kept. Once the replay ends, what it did not carry
-is applied from there: every batch has then been applied in order after the gap. What is applied a
-second time adds no copy of a block that is held (`is_again`), and so ends with no block that the
+that arrive before its first answer are applied at once, so that a dead replay endpoint delays
+nothing, and kept; later ones are only kept. Once the replay ends, the kept batches that it did not
+carry are applied: every batch after the gap has then been applied in order. A batch applied a
+second time adds no copy of a held block (`is_again`), and so the result has no block that the
 engine has dropped, whatever was applied early.
 
-An engine that starts again may pass our number before we hear of it. So a replay is asked for from
-the batch before the gap, which we have: if the engine's is another one, so is the engine. The
-newest batch applied, as of the last new connection, is compared, too: it may be all that we have of
-a former engine. A buffer that has rolled past either leaves the source degraded. Without a replay
-endpoint such a restart is a gap, and the source is degraded; if the first number heard is just the
-next, nobody can tell.
+A restarted engine may pass our number before its first live batch arrives. So a replay is requested
+from the batch before the gap, which we have: if the engine's batch differs, so does the engine. The
+newest batch applied, as of the last new connection, is compared too: it may be all that we have of
+a former engine. If the engine's buffer has rolled past both, the source is degraded. Without a
+replay endpoint such a restart is a gap, and the source is degraded; if the first number is exactly
+the next, it goes unnoticed.
 
-With each new connection the engine is asked for what we have last and all behind it, also where no
-gap has been heard: an idle engine publishes nothing. One that has nothing from there on is another
-engine (D34). Decides, never applies; no clock, no socket. Spec: indexer.md 1.5.
+On each new connection the engine is asked for our last batch and all behind it, even without a gap:
+an idle engine publishes nothing. One that has nothing from there on is a new engine (D34).
+
+Decides, never applies; no clock, no socket. Spec: indexer.md 1.5.
 """
 
 from collections import deque
@@ -25,13 +26,13 @@ from enum import Enum, auto
 
 from xxhash import xxh3_64_intdigest
 
-# Engines count from 0, some from 1: then batch 0 is not missed where nobody can be asked for it, or
-# where the engine, asked, has it not. At worst it is one batch of blocks that we do not know of.
+# Engines count from 0, some from 1. So batch 0 is not missed if there is no replay endpoint, or the
+# replay does not have it. At worst that is one batch of unknown blocks.
 _LATE_FIRST_SEQ = 1
-UNSET_SEQ = 2**64 - 1  # the mark for "no batch yet"; a batch that bears it leaves a fresh cursor
+UNSET_SEQ = 2**64 - 1  # the mark for "no batch yet"; a batch with this number leaves a fresh cursor
 
-# Live batches kept during a replay. Beyond either the oldest go, which leaves a gap to ask for
-# again. The bytes are 1 s at 64 MB/s.
+# Bounds of the live batches kept during a replay. Beyond either the oldest are dropped, which
+# leaves a gap to request again. The bytes are 1 s at 64 MB/s.
 MAX_HELD = 100_000
 MAX_HELD_BYTES = 64 * 1024 * 1024
 
@@ -41,66 +42,66 @@ class BatchVerdict(Enum):
 
     APPLY = auto()
     IGNORE = auto()  # applied before
-    HOLD = auto()  # it comes back from next_held()
+    HOLD = auto()  # kept: next_held() returns it later
     RESTART = auto()  # drop every block of this source, then apply
 
 
 class SourceState(Enum):
-    """What the index can be taken for, seen from this source."""
+    """How complete the index is for this source."""
 
     CONNECTING = "connecting"  # nothing has arrived yet
-    LIVE = "live"  # what the engine said it holds
-    REPLAYING = "replaying"  # about to be
-    DEGRADED = "degraded"  # batches are missing, and may stay so
-    PARTIAL = "partial"  # all since some batch; its replay does not reach back to the first
-    NO_REPLAY = "no_replay"  # nobody tells what it published before it was heard
-    SILENT = "silent"  # it has published nothing, as its replay says
+    LIVE = "live"  # complete, as far as the engine said
+    REPLAYING = "replaying"  # a replay is due or running
+    DEGRADED = "degraded"  # batches are missing, perhaps for good
+    PARTIAL = "partial"  # complete from some batch on; the replay does not reach back to the first
+    NO_REPLAY = "no_replay"  # nothing tells what was published before the connection
+    SILENT = "silent"  # the engine has published nothing, as its replay says
 
 
 class _Phase(Enum):
     IDLE = auto()
-    ASKED = auto()  # a replay was requested, nothing has come
+    ASKED = auto()  # a replay was requested, and no answer has arrived
     ANSWERING = auto()
     CATCHING_UP = auto()  # the replay is over, kept live batches are not yet applied
 
 
 class KvCursor:
-    """The sequence numbers of one source. With `can_replay` gaps wait for a replay."""
+    """The sequence numbers of one source. With `can_replay`, gaps wait for a replay."""
 
     def __init__(self, can_replay: bool) -> None:
         self.can_replay = can_replay
-        self.gaps = 0  # ever seen
-        self.replayed_batches = 0  # applied out of replays, ever
-        self.restarts = 0  # new publishers noticed, ever
-        # Batches that no replay can bring back, since the index last was what the engine held.
+        self.gaps = 0  # total gaps
+        self.replayed_batches = 0  # total batches applied from replays
+        self.restarts = 0  # total new publishers
+        # Batches that no replay can bring back, since the index last matched the engine.
         self.lost = 0
-        self.unknown = 0  # batches before the first one known that no replay can bring
-        self.last_live: int | None = None  # sequence number; grows until a restart
+        self.unknown = 0  # missing batches before the first known one
+        self.last_live: int | None = None  # starts of this engine; grows with each restart
         self.is_again = False  # the batch to apply now may have been applied before
-        self._next = 0  # the number that continues what is applied; 0 before the first batch
-        self._digest: int | None = None  # of the batch before it; None: unknown, or of no use
+        self._next = 0  # the number that continues what was applied; 0 before the first batch
+        self._digest: int | None = None  # digest of the batch before it; None: unknown or unusable
         self._missing_from: int | None = None  # the first batch that a replay should bring
         self._missing = 0  # batches in gaps from there on; > 0 only with _missing_from
-        # Of what follows _missing_from, the batches that may be applied: from, and up to before.
+        # The batches after _missing_from that may have been applied: from, and up to before.
         self._early_from: int | None = None
         self._early_end = 0  # set when a replay answers
         self._missing_before = 0  # of these, batches before the first one known
         self._proof: int | None = None  # digest of the batch before _missing_from, until compared
-        # The newest batch applied and its digest, which a replay of the same publisher has, too;
-        # held while the connection is a new one and no replay has shown it.
+        # The newest batch applied and its digest, which a replay of the same publisher also has;
+        # set while the connection is new and no replay has shown it.
         self._top: tuple[int, int] | None = None
         self._holds_top = False
-        self._newest = -1  # no live number may be this or less, unless the publisher is a new one
-        self._has_answered = False  # a replay has ended, of this publisher
-        self._asks_again = False  # the connection became a new one while a replay ran
+        self._newest = -1  # a live number up to this one comes from a new publisher
+        self._has_answered = False  # a replay of this publisher has ended
+        self._asks_again = False  # a new connection was made while a replay ran
         self._phase = _Phase.IDLE
         self._asked_next = 0  # _next when the replay was requested
         self._asked_digest: int | None = None  # and _digest
         self._asked_missing = 0  # and _missing
         self._is_blind = False  # it was requested with nothing known beyond its start
-        self._is_shown = False  # it has had _top, or begins behind it
+        self._is_shown = False  # the replay has shown _top, or starts behind it
         self._has_failed = False  # the last replay did not end
-        self.dropped = 0  # kept live batches given up for their number or bytes, ever
+        self.dropped = 0  # total kept live batches dropped for their number or bytes
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
 
@@ -136,21 +137,19 @@ class KvCursor:
 
     @property
     def has_told(self) -> bool:
-        """A batch of this publisher has arrived, live or out of a replay."""
+        """Whether a batch of this publisher has arrived, live or from a replay."""
         return self.last_live is not None or (self._has_answered and self._next > 0)
 
     @property
     def complete_to(self) -> int | None:
-        """The last batch applied, if nothing that was heard of before it is missing."""
+        """The last batch applied, if nothing known before it is missing."""
         is_in_order = self._phase is _Phase.IDLE or self._phase is _Phase.ASKED
         return self.watermark if is_in_order and not self._missing and not self.lost else None
 
     @property
     def replay_from(self) -> int | None:
-        """The number to request a replay from now; None when none is due.
-
-        It is that of a batch which we have, if there is one.
-        """
+        """The number to request a replay from now; None when none is due. We have that batch, if
+        there is one."""
         if self._missing_from is None or self._phase is not _Phase.IDLE:
             return None
         return max(0, self._missing_from - 1)
@@ -163,8 +162,8 @@ class KvCursor:
     def resume_at(self, watermark: int) -> None:
         """Start behind a recovered index. Call it before the socket connects.
 
-        Then whatever arrives live was published after the index was dumped: watermark + 1 follows
-        on, a number at or below it comes from a new publisher.
+        Then every live batch was published after the index was dumped: watermark + 1 continues it,
+        a number at or below it comes from a new publisher.
         """
         assert self.last_live is None
         assert self._next == 0
@@ -172,10 +171,11 @@ class KvCursor:
         self._newest = watermark
 
     def connected(self) -> None:
-        """The live connection is a new one, and nothing of it has been judged. Whatever was
-        published before it may have passed us by: a replay is due, if there may be one.
+        """The live connection is new, and no batch of it has been judged.
 
-        Whoever subscribes now is sent nothing that we have, so that would be a new publisher's.
+        Batches published before it may have been missed: a replay is due, if possible. A new
+        subscriber receives nothing that we already have, so such a number comes from a new
+        publisher.
         """
         self._holds_top = self._top is not None
         if self._phase is not _Phase.IDLE:
@@ -210,7 +210,7 @@ class KvCursor:
         self._advance(seq, payload)
         is_idle = self._phase is _Phase.IDLE
         if self._has_failed and not self._missing and is_idle and not self._holds_top:
-            self._missing_from = None  # nobody answers, and nothing has passed us by
+            self._missing_from = None  # no replay is answered, and nothing was missed
             self._has_failed = False
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
 
@@ -223,8 +223,7 @@ class KvCursor:
 
     def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
         """Judge a replayed batch. APPLY, though it may have been applied live before; IGNORE; or
-        RESTART: drop every block of this source, and the replay, and ask for `replay_from` anew.
-        """
+        RESTART: drop every block of this source and the replay, and request `replay_from` again."""
         if self._phase is _Phase.ASKED:
             assert self._missing_from is not None
             self._phase = _Phase.ANSWERING
@@ -240,22 +239,22 @@ class KvCursor:
             return self._replaced()
         top, top_digest = (-1, None) if self._top is None else self._top
         if seq == top:
-            if digest != top_digest:  # what was heard live is another publisher's
+            if digest != top_digest:  # the live batches came from another publisher
                 self._restarted()
                 self._missing_from = 0
                 return BatchVerdict.RESTART
             self._has_shown_top()
         if seq < self._next:
             return BatchVerdict.IGNORE
-        # The engine's buffer may have rolled past what could be compared.
+        # The engine's buffer may have rolled past the batches to compare.
         is_in_doubt = proof is not None or (seq > top >= 0 and not self._is_shown)
         if seq > top:
             self._has_shown_top()
-        heard = max(0, min(seq, top + 1) - self._next)  # but for the gaps
+        heard = max(0, min(seq, top + 1) - self._next)  # except the gaps
         gone = min(heard, self._missing) + seq - self._next - heard
         if self._next:
             self.lost += max(gone, is_in_doubt)
-        else:  # what was missed behind the first one known is lost
+        else:  # what was missed after the first known batch is lost
             before = gone if top < 0 else min(gone, self._missing_before)
             self.lost += max(gone - before, is_in_doubt)
             self.unknown = before if seq != _LATE_FIRST_SEQ else 0
@@ -266,11 +265,9 @@ class KvCursor:
         return BatchVerdict.APPLY
 
     def replay_finished(self) -> BatchVerdict:
-        """The end marker came: what the replay left out exists no more. Drain next_held().
-
-        Or RESTART, as of `replayed`.
-        """
-        since = 0  # batches in gaps that are younger than the request: it may not know of them
+        """The end marker came: what the replay did not bring no longer exists. Drain next_held().
+        Or RESTART, as in `replayed`."""
+        since = 0  # batches in gaps younger than the request, which the replay may not have
         if self._phase is _Phase.ASKED:
             since = self._missing - self._asked_missing
             if self._missing_from == 0:
@@ -285,7 +282,7 @@ class KvCursor:
             else:
                 self.lost += self._asked_missing
         elif self._phase is _Phase.ANSWERING and self._next < self._asked_next:
-            # It ends before a batch that was heard: that one was not applied in order.
+            # It ends before a known batch: that one was not applied in order.
             self.lost += self._asked_next - self._next
         before = self._missing_before
         self._end_replay(complete=True)
@@ -297,29 +294,27 @@ class KvCursor:
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
-        """No answer, or one that stopped. Drain next_held(), then ask again later."""
+        """No answer, or one that stopped. Drain next_held(), then request it again later."""
         answered = self._phase is _Phase.ANSWERING
         if answered and (self._is_blind or self._next < self._asked_next):
             self._early_from = self._missing_from = self._next
             self._proof = self._digest
             self._missing = min(self._missing, max(0, self._asked_next - self._next))
             self._missing_before = 0
-            self._holds_top = self._top is not None  # what was heard is to be applied after it
+            self._holds_top = self._top is not None  # the kept batches are applied after it
             answered = False
-        self._end_replay(complete=answered)  # only the end marker may be wanting
+        self._end_replay(complete=answered)  # only the end marker may be missing
 
     def replay_interrupted(self) -> bool:
-        """Whoever asked has failed: True if that left a replay, or what was kept meanwhile, open.
-        Then drain next_held(), as after a replay that failed."""
+        """The replaying side failed. True if that left a replay or kept batches open: then drain
+        next_held(), as after a failed replay."""
         if self._phase is _Phase.ASKED or self._phase is _Phase.ANSWERING:
             self.replay_failed()
         return self._phase is not _Phase.IDLE
 
     def shed(self, size: int) -> None:
-        """Give up the oldest kept batches until so many bytes are free: a gap to ask for again.
-
-        The newest stays: without it nobody would see the gap.
-        """
+        """Drop the oldest kept batches until this many bytes are free: a gap to request again. The
+        newest stays, so that the gap is noticed."""
         goal = self._held_bytes - size
         while len(self._held) > 1 and self._held_bytes > goal:
             self._held_bytes -= len(self._held.popleft()[1])
@@ -342,7 +337,7 @@ class KvCursor:
         return None
 
     def cleared(self) -> None:
-        """The batch just applied emptied the source: what was missing before it is of no matter."""
+        """The batch just applied emptied the source: gaps before it no longer matter."""
         self.lost = self.unknown = 0
         if self._phase is _Phase.IDLE or self._phase is _Phase.ASKED:
             self._holds_top = False  # of what was applied before it, too
@@ -358,7 +353,7 @@ class KvCursor:
             self._drop_held()
 
     def lose(self) -> None:
-        """The batch just judged could not be decoded, and would not be on a second reading."""
+        """The batch just judged could not be decoded, and will not be on a second reading."""
         self.lost += 1
 
     def _advance(self, seq: int, payload: bytes) -> None:
@@ -385,7 +380,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Or never will. A replay that is older than the connection says nothing of it."""
+        """Whether the replay has shown _top, or never will. A replay older than the connection says
+        nothing about it."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 
@@ -395,7 +391,7 @@ class KvCursor:
             self._top = seq, digest
 
     def _replaced(self) -> BatchVerdict:
-        """All that was heard since the batch that differs is a new publisher's, and none of it is
+        """Everything since the differing batch came from a new publisher, and none of it is
         applied."""
         newest = None if self._is_blind else self.last_live
         self._restarted()
@@ -425,15 +421,15 @@ class KvCursor:
             self._has_answered = True
         else:
             self._has_failed = True
-        # What was applied live before the request needs no second time.
+        # Batches applied live before the request need no second time.
         if self._next < self._asked_next:
             self._next, self._digest = self._asked_next, self._asked_digest
         self._phase = _Phase.CATCHING_UP
-        if self._asks_again:  # also for what this replay brought, perhaps of the publisher before
+        if self._asks_again:  # also for what this replay brought, perhaps from the publisher before
             self._ask()
 
     def _start_over(self) -> None:
-        """As at registration, but for the totals and what is lost."""
+        """Reset as at registration, except the totals and what is lost."""
         self.last_live = None
         self.unknown = 0
         self._newest = -1

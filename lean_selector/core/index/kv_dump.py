@@ -1,6 +1,6 @@
-"""What a rank holds, told as the stored events that rebuild it.
+"""A rank's blocks as the stored events that rebuild it.
 
-On the device the blocks that can be reached, a run each, parents before children; on a lower tier
+For the device the reachable blocks, one event per run, parents before children; for a lower tier
 every block. The rank may change between two events. Spec: indexer.md sections 4.1 and 7.
 """
 
@@ -17,8 +17,8 @@ _SLICE_BLOCKS = 512  # some 0.1 ms, as blocks of a lower tier 0.5
 
 
 def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
-    """All of a rank, in slices of bounded work, of which the last may be empty: its device tier,
-    then the lower ones, on each the oldest blocks first."""
+    """All blocks of a rank, in slices of bounded work, of which the last may be empty: its device
+    tier, then the lower ones, the oldest blocks of each first."""
     runs: list[StoredRun] = []
     blocks = 0
     for run in chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank)):
@@ -57,22 +57,20 @@ def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
 
 
 class _DeviceWalk:
-    """One walk over the runs that a rank holds on the device."""
+    """One walk over a rank's runs on the device."""
 
     def __init__(self, trie: RunTrie, rank: DeviceRank) -> None:
         self._trie = trie
         self._rank = rank
-        self._told: set[Run] = set()  # whole runs: what hangs on them is in reach
-        self._cut_off: set[Run] = set()  # runs that nothing leads to
+        self._told: set[Run] = set()  # whole runs: runs below them are reachable
+        self._cut_off: set[Run] = set()  # unreachable runs
 
     def runs(self) -> Iterator[StoredRun]:
-        """Oldest first, but parents before children.
-
-        The rank may change meanwhile: each run was in reach when it, or a run before it, was asked
-        for, and what has been there all the time is not left out.
+        """Oldest first, but parents before children. The rank may change meanwhile: each run was
+        reachable when it, or a run before it, was requested, and runs that stay are not left out.
         """
         rows = self._rank.names.rows
-        # dict's own view: an OrderedDict's looks each key up as it goes, at ten times the cost.
+        # dict's own view: an OrderedDict's looks up each key, at ten times the cost.
         for strand in list(dict.keys(rows)):
             # A rank without a row holds nothing there now; its bit may even be another's.
             if strand in self._rank.names.rows:
@@ -80,13 +78,13 @@ class _DeviceWalk:
                 yield from steps
 
     def _path_to(self, run: Run) -> Iterator[StoredRun]:
-        """What there is to tell of the runs from the start of a prompt to this one."""
+        """The runs to list, from the start of a prompt to this one."""
         told, cut_off, names = self._told, self._cut_off, self._rank.names
         path: list[Run] = []
         above: Run | None = run
         while above is not None and above.parent is not None and above not in told:
             if above in cut_off or not (above is run or self._holds_whole(above)):
-                cut_off.update(path)  # without this one: its own start may be in reach
+                cut_off.update(path)  # without this one: its start may be reachable
                 return
             path.append(above)
             above = above.parent

@@ -1,17 +1,19 @@
-"""Which rank holds which block on which tier, for one partition (model_name, tenant_id).
+"""The index of one partition (model_name, tenant_id): which rank holds which block on which tier.
 
-Applies KV events, matches prompts, dumps itself. Composes the device tier, where all ranks share
-a trie, and the lower tiers, which each rank has for itself; bounds both. Knows no sockets, no
-tokens and no registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7;
-D16.
+Applies KV events, matches prompts, dumps itself. Composes and bounds the device tier, one trie for
+all ranks, and the lower tiers, one per rank. Knows no sockets, no tokens and no registrations: any
+rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7; D16.
 
 Rules where the spec leaves a choice:
-- A block has all hashes that its rank stored it under, and where events are counted as many copies
-  under each as were told. It is removed with the last.
+
+- A block has every hash that its rank stored it under, and, if events are counted, as many copies
+under each as were stored. It is removed with the last.
+
 - A hash stored again with other tokens names the newer block. The older one stays held; the hash
-  names it again when the newer is removed. Bounds, clear and drop free it like any other.
-- A removed block leaves those behind it known but out of reach: they count again when it comes
-  back.
+names it again when the newer is removed. Bounds, clear and drop free it like any other.
+
+- When a block is removed, those behind it stay but are unreachable: they count again when it comes
+back.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +30,9 @@ from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tie
 from lean_selector.core.index.sweeping import Sweeps
 from lean_selector.core.rank_bits import RankBits, RankKey
 
-# Holdings of a rank whose size nobody told us: 2^21 blocks of 16 tokens are a cache of 33 million
-# tokens, ten times that of the largest node today. On a lower tier four times as much, for each of
-# the three.
+# Default bound for a rank of unknown size: 2^21 blocks of 16 tokens are a cache of 33 million
+# tokens, ten times that of the largest node today. Four times as many on each of the three lower
+# tiers.
 DEFAULT_DEVICE_BLOCKS = 1 << 21
 DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
 
@@ -42,7 +44,7 @@ class Bounds:
 
     def __init__(self, device_blocks: int, lower_tier_blocks: int) -> None:
         self.default = device_blocks, lower_tier_blocks
-        self._set: dict[int, tuple[int, int]] = {}  # by worker id, those that differ
+        self._set: dict[int, tuple[int, int]] = {}  # exceptions, by worker id
 
     def __len__(self) -> int:
         """Number of workers with their own bound."""
@@ -68,17 +70,17 @@ class Bounds:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which of the two keeps an engine's names: by what this form of the package is quick with.
+# The table of an engine's hashes: the one that is fast in this form of the package.
 #
-# Compiled, the packed table takes as long as the dicts and a fifth of their memory; interpreted it
-# is thirty times slower. Both do the same: the tests of the index run with either.
+# Compiled, the packed table is as fast as dicts and takes a fifth of their memory; interpreted it
+# is thirty times slower. Both behave alike: the index tests run with either.
 
 
 def engine_hashes() -> EngineHashes:
-    """Names for a rank that holds nothing yet."""
+    """The table for a rank that holds nothing yet."""
     if not IS_COMPILED:
         return HashesInDicts()
-    # Not at the top: it needs what the compiled form alone depends on.
+    # Imported here: it needs a dependency of the compiled form only.
     from lean_selector.core.index.hashes_packed import (  # pragma: no cover: compiled only
         HashesPacked,
     )
@@ -86,7 +88,8 @@ def engine_hashes() -> EngineHashes:
     return HashesPacked()  # pragma: no cover: in the compiled form, whose coverage nobody counts
 
 
-# Of giving back, and one for 32 blocks: more than the event leaves behind when it is dropped.
+# Steps of freeing memory per event, plus one per 32 blocks: more than a dropped event leaves
+# behind.
 _STEPS_PER_EVENT = 2
 _EVICTED_PER_STEP = 32
 
@@ -96,10 +99,8 @@ _STORED = StoreResult.STORED
 
 class KvIndex:
     """The index of one partition. Lists of local hashes are bytes, 8 per block, little-endian.
-
-    `evicted` counts holdings dropped because a rank went beyond its bound, or because the holes
-    before them took too much memory.
-    """
+    `evicted` counts blocks dropped because a rank exceeded its bound, or because holes before them
+    took too much memory."""
 
     def __init__(
         self,
@@ -111,25 +112,26 @@ class KvIndex:
         new_names: Callable[[], EngineHashes] = engine_hashes,
         bits: RankBits | None = None,
     ) -> None:
-        """`on_sweep` hears when there is something to give back; `new_names` is for tests; `bits`
-        numbers the ranks, for others too."""
+        """`on_sweep` is called when there is memory to free; `new_names` is for tests; `bits`
+        numbers the ranks, and may be shared."""
         self.block_size = block_size
         self.evicted = 0
         self.bounds = Bounds(device_bound, lower_tier_bound)
-        self._dp_ranks: dict[int, set[int]] = {}  # by worker id, those of its ranks in `_ranks`
-        self._ranks: dict[RankKey, Holdings] = {}  # those with a holding, no others
+        # bits of a worker's ranks in `_ranks`, by worker id
+        self._dp_ranks: dict[int, set[int]] = {}
+        self._ranks: dict[RankKey, Holdings] = {}  # ranks with a block, no others
         self._sweeps = Sweeps()
         self._until_review = holes.REVIEW_AFTER  # device blocks to be dropped
         self._is_reviewed = False  # just now, in one of the sweeps
         self.on_sweep = on_sweep
-        # Ranks with a holding, and whatever else a user of it numbers.
+        # Ranks with a block, and whatever else a user numbers here.
         self.bits = RankBits() if bits is None else bits
         self._device = DeviceTier(self.bits, new_names)
         self._lower_matches = LowerMatches(self._device)
-        self._lower = self._lower_matches.ranks  # by bit, those with a holding on a lower tier
+        self._lower = self._lower_matches.ranks  # by bit, ranks with a block on a lower tier
 
     def beside(self) -> "KvIndex":
-        """An empty one with the same bounds, whose ranks are numbered alike."""
+        """An empty index with the same bounds, whose ranks are numbered alike."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -152,7 +154,7 @@ class KvIndex:
         return set(self._dp_ranks)
 
     def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
-        """Blocks that a rank holds on a tier, in reach or not."""
+        """Blocks that a rank holds on a tier, reachable or not."""
         rank = self._ranks.get((worker_id, dp_rank))
         if rank is None:
             return 0
@@ -171,9 +173,7 @@ class KvIndex:
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
         """`match` as sets of ranks (`bits`) that hold equally many leading blocks on the device,
-        and sets of those that hold the same where a lower tier goes on.
-
-        All of the sets are apart, and none is empty.
+        and sets of ranks that continue alike on a lower tier. All sets are disjoint and not empty.
         """
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
@@ -215,9 +215,9 @@ class KvIndex:
     ) -> StoreResult:
         """Apply a `stored` event: a chain of blocks below `parent_hash` (None: a prompt's start).
 
-        Hashes are u64. Blocks beyond the shorter of the two lists are left out. Evicts the oldest
-        holdings of the rank beyond its bound. `counted`: a block that is stored again is another
-        copy, which is removed by an event of its own.
+        Hashes are u64. Blocks beyond the shorter of the two lists are left out. Evicts the rank's
+        oldest blocks beyond its bound. `counted`: a block that is stored again is another copy,
+        which needs its own remove event.
         """
         if not local_hashes or not block_hashes:
             return StoreResult.EMPTY
@@ -276,8 +276,8 @@ class KvIndex:
         return _STORED
 
     def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
-        """Apply a `stored` event that tells hashes alone: blocks whose tokens are known on any tier
-        of the rank. Returns how many those are. `counted`: as of `store`."""
+        """Apply a `stored` event with hashes only: blocks whose tokens are known on any tier of the
+        rank. Returns the number of such blocks. `counted`: as in `store`."""
         known = 0
         for at in range(0, len(names), 8):
             rank = self._ranks.get(key)
@@ -310,7 +310,8 @@ class KvIndex:
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """Let a rank have one copy less of each of these device blocks that it has more of."""
+        """Remove one extra copy of each of these device blocks that the rank has more than one
+        of."""
         rank = self._ranks.get(key)
         for name in names if rank is not None else ():
             assert rank is not None
@@ -340,10 +341,8 @@ class KvIndex:
         return removed
 
     def clear(self, worker_id: int, *dp_ranks: int) -> int:
-        """Drop all that these ranks hold, on all tiers; returns the blocks dropped.
-
-        Nothing of it is seen any more; where it is much, `sweep` gives the memory back.
-        """
+        """Drop all blocks of these ranks, on all tiers; returns their number. They are hidden at
+        once; `sweep` frees the memory of large ones."""
         dropped = 0
         sweeps: list[Iterator[None]] = []
         for dp_rank in dp_ranks:
@@ -363,18 +362,15 @@ class KvIndex:
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
-        """Drop all that a worker holds, on all ranks that ever appeared, and its bounds."""
+        """Drop all blocks of a worker, on every rank that ever appeared, and its bounds."""
         self.bounds.forget(worker_id)
         return self.clear(worker_id, *self._dp_ranks.get(worker_id, ()))
 
     def set_bound(
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
-        """Bound what each rank of a worker holds, on the device and on each lower tier.
-
-        None means the default. Beyond it the oldest go: the run that was stored first, from its
-        end.
-        """
+        """Bound the blocks of each rank of a worker, on the device and on each lower tier. None
+        means the default. Beyond it the oldest are evicted: the run stored first, from its end."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 
@@ -394,7 +390,7 @@ class KvIndex:
             self._start_review()
 
     def abandon(self) -> None:
-        """Drop everything; `sweep` gives the memory back. Of no use afterwards."""
+        """Drop everything; `sweep` frees the memory. Unusable afterwards."""
         self.do_in_steps(self._clear_all())
 
     def _clear_all(self) -> Iterator[None]:
@@ -405,15 +401,13 @@ class KvIndex:
     # Giving back
 
     def sweep(self, steps: int) -> bool:
-        """Give back memory of what was dropped, or drop what is beyond a bound, in so many steps.
-
-        True when there is more to do. A step takes some 50 us, 500 at most. Nothing waits for it:
-        each stored event does as much as the events before it may have left.
-        """
+        """Free memory of dropped blocks, or evict blocks beyond a bound, in this many steps. True
+        when there is more to do. A step takes some 50 us, 500 at most. Nothing waits for it: each
+        stored event frees as much as earlier events may have left."""
         return self._sweeps.go_on(steps)
 
     def do_in_steps(self, sweep: Iterator[None]) -> None:
-        """Have this done as what was dropped is given back: `sweep` takes its steps."""
+        """Run these steps as part of `sweep`."""
         if self._sweeps.start(sweep) and self.on_sweep is not None:
             self.on_sweep(self)
 
@@ -436,11 +430,13 @@ class KvIndex:
     def dump(self, worker_id: int | None = None) -> Iterator[list[StoredRun]]:
         """Stored events that rebuild the index, in slices of bounded work: one or more per rank.
 
-        Ranks are sorted; in a rank the oldest blocks come first, on the device parents before
-        children. Device: a run each, only blocks that can be reached. Lower tiers: a block each. A
-        caller may let events in between two slices. Then a slice tells of what was held at some
-        moment since the dump began; told the events from that moment on once more, a copy ends up
-        with what the rank holds.
+        Ranks are sorted; within a rank the oldest blocks come first, on the device parents before
+        children. Device: one event per run, reachable blocks only. Lower tiers: one event per
+        block.
+
+        Events may be applied between two slices. Then a slice shows some moment since the dump
+        started; if the events from that moment on are applied again, a copy ends up with the rank's
+        blocks.
         """
         for key in self.ranks():
             rank = self._ranks.get(key)
@@ -465,7 +461,7 @@ class KvIndex:
         self._release_if_empty(key, rank)
 
     def _evict_device(self, rank: Holdings, bound: int, most: int) -> bool:
-        """Evict what is beyond the bound, at most so many blocks; True when more is."""
+        """Evict at most this many blocks beyond the bound; True when there are more."""
         surplus = rank.device.blocks - bound
         if surplus <= 0:
             return False
@@ -500,7 +496,7 @@ class KvIndex:
             self._device.ranks.release(rank.device)
 
     def _forget(self, key: RankKey, rank: Holdings) -> None:
-        """The rank holds nothing any more, as far as anybody sees."""
+        """Hide all blocks of a rank."""
         self._lower_matches.release(rank)
         del self._ranks[key]
         self._dp_ranks[key[0]].remove(key[1])

@@ -1,6 +1,7 @@
-"""Events of one source applied to the index: which count, under which hash, and what came of them.
+"""Apply the events of one source to the index: which of them count, under which hash, and counts by
+result.
 
-Owns what must be remembered between events of a rank: the kinds of its block groups, and the salts
+Holds what must be remembered between events of a rank: the kinds of its block groups, and the salts
 of blocks whose children come without one. Never raises for a peer's data: an event that cannot
 count is skipped and counted by reason. Knows no encoding and no socket. Spec: indexer.md 1.4, 3.2.
 """
@@ -31,10 +32,10 @@ from lean_selector.core.index.shapes import (
 from lean_selector.core.index.sweeping import emptied
 from lean_selector.core.rank_bits import RankKey
 
-# Attention over the whole prompt: what prefix matching is about. Other kinds (sliding window,
-# mamba, ...) keep blocks by rules of their own.
+# Attention over the whole prompt, as prefix matching needs it. Other kinds (sliding window, mamba,
+# ...) keep blocks by rules of their own.
 _PREFIX_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
-_NO_KIND = "unknown"  # vLLM, of a group whose kind it could not tell
+_NO_KIND = "unknown"  # vLLM's kind for a group that it cannot classify
 _PARTIAL_IS_DOUBTED = 8  # events of smaller blocks, before any of a whole one
 
 _DEVICE = Tier.DEVICE
@@ -47,7 +48,7 @@ MAX_SALTED_BLOCKS = 1 << 20  # per rank and tier; 16 M tokens of 16-token blocks
 
 
 class EventCounts:
-    """How many events came to what; only ever grows."""
+    """Counts of events by result; they only grow."""
 
     def __init__(self) -> None:
         self.stored = 0
@@ -62,7 +63,7 @@ class EventCounts:
         self.skipped[key] = self.skipped.get(key, 0) + count
 
     def add(self, other: "EventCounts") -> None:
-        """Take over the counts of a source that ends."""
+        """Add the counts of a source that ends."""
         self.stored += other.stored
         self.removed += other.removed
         self.cleared += other.cleared
@@ -81,7 +82,7 @@ class EventCounts:
 
 
 class KvIngest:
-    """Applies the batches of one source, in the order given, for one worker."""
+    """Applies the batches of one source, in the order given, to one worker."""
 
     def __init__(
         self,
@@ -91,38 +92,38 @@ class KvIngest:
         on_emptied: Callable[[int, int], None] | None = None,
         is_eagle: bool = False,
     ) -> None:
-        """`on_emptied` hears of each worker and rank whose engine lost all that it had. With
-        `is_eagle` a block of a prompt covers the token after it too."""
+        """`on_emptied` is called with each worker and rank whose engine lost its whole cache. With
+        `is_eagle`, a prompt's block covers the token after it too."""
         self._on_emptied = on_emptied
         self.is_eagle = is_eagle
         self.worker_id = worker_id
-        self.dp_rank = dp_rank  # of batches that name none
+        self.dp_rank = dp_rank  # rank of batches that name none
         self.counts = EventCounts()
         self._index = index
-        self._is_again = False  # of the batch under way
+        self._is_again = False  # rank of the current batch
         self._is_rest_refused = False  # of the event whose parts are coming
-        # Since the source began: stored events of another block size, and the last one's.
+        # Since the source started: stored events of another block size, and the last such size.
         self.stored_of_other_size = self.other_size = 0
-        # Since then: stored events of smaller blocks, as an engine tells parts of its own, and
-        # blocks that cover the token after them where prompts do not, or the other way round.
+        # Since then: stored events of smaller blocks, as an engine sends for parts of its own, and
+        # blocks that cover the token after them although prompts' do not, or the reverse.
         self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = 0
-        self._ranks: dict[int, Taught] = {}  # at most MAX_RANKS, the ranks heard of
+        self._ranks: dict[int, Taught] = {}  # the ranks that sent events, at most MAX_RANKS
 
     @property
     def block_size(self) -> int:
-        """That the worker was registered with."""
+        """The block size that the worker was registered with."""
         return self._index.block_size
 
     @property
     def stored(self) -> int:
-        """Stored events that were applied since the source began."""
+        """Stored events applied since the source started."""
         return self.counts.stored - self._stored_before
 
     @property
     def is_mismatched(self) -> bool:
-        """Most of what the engine stores matches no prompt: its blocks are of another size, or
-        hashed otherwise."""
+        """Whether most stored events match no prompt: their blocks have another size, or are hashed
+        otherwise."""
         return (
             self.stored_of_other_size > self.stored
             or (not self.stored and self.stored_partial >= _PARTIAL_IS_DOUBTED)
@@ -130,11 +131,8 @@ class KvIngest:
         )
 
     def apply(self, batch: EventBatch, is_again: bool = False) -> bool:
-        """Apply what counts; True when all that this source ever stored was cleared on the way.
-
-        `is_again`: the batch may have been applied before, and adds no copy of a block that is
-        held.
-        """
+        """Apply what counts; True if the batch cleared everything that this source ever stored.
+        `is_again`: the batch may have been applied before, and adds no copy of a held block."""
         self._is_again = is_again
         counts = self.counts
         for skipped in batch.skipped:
@@ -166,7 +164,8 @@ class KvIngest:
         return cleared and len(self._ranks) == 1
 
     def clear(self) -> None:
-        """Forget the source: drop its blocks on every rank it named, and what they taught."""
+        """Forget the source: drop its blocks on every rank it named, and what was learned from
+        them."""
         self._clear(self.dp_ranks)
         self.stored_of_other_size = self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = self.counts.stored
@@ -174,7 +173,7 @@ class KvIngest:
 
     @property
     def dp_ranks(self) -> set[int]:
-        """Those that the source has spoken for, and its own."""
+        """The ranks that the source published for, and its own."""
         return {*self._ranks, self.dp_rank}
 
     def _clear(self, dp_ranks: set[int]) -> None:
@@ -184,7 +183,7 @@ class KvIngest:
                 self._on_emptied(self.worker_id, dp_rank)
 
     def close(self) -> None:
-        """Forget what the events taught; the blocks stay."""
+        """Forget what was learned from events; the blocks stay."""
         for rank in self._ranks.values():
             self._forget_salts(rank)
         self._ranks.clear()
@@ -278,7 +277,8 @@ class KvIngest:
             _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes, salt)
 
     def _is_wanted(self, rank: Taught, event: BlockStored | PackedStored, is_remote: bool) -> bool:
-        """Whether a stored event may count, which says what kind its group is; counted if not."""
+        """Whether a stored event counts, which its group's kind decides; a skipped one is
+        counted."""
         if event.part:
             if event.part is EventPart.FIRST:
                 self._is_rest_refused = False
@@ -299,8 +299,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether an event of another block size is one that an engine of our size sends too: of
-        hashes alone, or of an end within a block, which on the device come one by one."""
+        """Whether an event of another block size is one that an engine of our size also sends:
+        hashes only, or an end within a block, which on the device come one at a time."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -311,7 +311,7 @@ class KvIngest:
         return self.block_size % size == 0 and (blocks == 1 or event.tier is not _DEVICE)
 
     def _store_known(self, key: RankKey, tier: Tier, size: int, hashes: Sequence[int]) -> None:
-        """An event of which the blocks are known by their hashes, if at all."""
+        """Apply an event with hashes only, as far as the blocks are known."""
         names = u64s(len(hashes)).pack(*hashes)
         blocks = self._index.store_known(key, tier, names, not self._is_again)
         if blocks:
@@ -323,7 +323,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: Taught, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether of the blocks of an event those that are held are copies, not told again."""
+        """Whether held blocks of an event are copies, instead of repeated announcements."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -333,11 +333,11 @@ class KvIngest:
     def _is_announced(
         self, key: RankKey, rank: Taught, parent: int | None, last: int, before: int
     ) -> bool:
-        """Whether this event may announce the blocks that a request found cached. If the next event
-        of the batch continues it, the engine does announce them: such blocks are not copies, and
-        those that were counted as copies are taken back."""
+        """Whether this event may announce blocks that a request found cached. If the next event of
+        the batch continues it, the engine does announce them: such blocks are no copies, and those
+        that were counted as copies are taken back."""
         if self._is_again:
-            return False  # of course it is held
+            return False  # it was just stored
         is_new = self._index.blocks(*key, _DEVICE) != before
         adds_to_it = parent is not None and parent == rank.announced_end
         if is_new and adds_to_it and not rank.reports_hits:
@@ -354,7 +354,7 @@ class KvIngest:
         self.counts.blocks_stored += blocks
 
     def _refuse(self, reason: str) -> None:
-        """Skip an event; with a part of one goes the rest, which hangs below it."""
+        """Skip an event; after a skipped part, the rest of its event, which hangs below it."""
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
 
@@ -403,7 +403,7 @@ class KvIngest:
 def _objection(
     rank: Taught, group_idx: int | None, kind: str | None, is_remote: bool
 ) -> str | None:
-    """Why an event does not count, or None. Group 0 counts until something else is learned."""
+    """Why an event does not count, or None. Group 0 counts until its kind is learned."""
     if is_remote:
         return "remote"
     if kind is not None and kind != _NO_KIND:

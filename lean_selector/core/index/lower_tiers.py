@@ -1,4 +1,4 @@
-"""The lower tiers: which blocks each rank has there, and how a match continues from the device."""
+"""The lower tiers: each rank's blocks there, and how a match continues from the device."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -10,30 +10,28 @@ from lean_selector.core.index.shapes import Edge, Matched
 from lean_selector.core.rank_bits import bits_of
 
 # --------------------------------------------------------------------------------------------------
-# Which ranks a prompt's next block could be found on at all, on whatever lower tier.
+# Which ranks may have a prompt's next block on any lower tier.
 #
-# What all ranks share, so that a match asks no others. Spec: indexer.md section 3.5.
+# Shared by all ranks, so that a match looks at no others. Spec: indexer.md section 3.5.
 
-# What all ranks share is in so many dicts, chosen by the first byte of the local hash: a single one
-# of a million entries would take 50 ms to grow.
+# The shared maps are split into this many dicts, chosen by the first byte of the local hash: a
+# single dict of a million entries would take 50 ms to grow.
 SHARDS: Final = 64
 MASK: Final = SHARDS - 1
 
 
 class Continuations:
-    """Which ranks have a block with given tokens on a lower tier: local hash -> set of ranks.
-
-    Exact but for hashes that agree in 7 of their 8 bytes, whose ranks are told for either.
-    """
+    """The ranks that have a block with given tokens on a lower tier: local hash -> set of ranks.
+    Exact, except that hashes equal in 7 of their 8 bytes share their ranks."""
 
     __slots__ = ("_again", "_alone", "_ranks")
 
     def __init__(self) -> None:
-        # A set of ranks, or ~bit where there is one. Most blocks are on one rank, and a set of one
-        # of 4 000 ranks takes 560 bytes; so `_alone` keeps an int for each rank, to be shared.
-        self._ranks: list[dict[int, int]] = []  # no dict before there is anything
+        # A set of ranks, or ~bit for a single rank. Most blocks are on one rank, and a set with one
+        # of 4 000 ranks takes 560 bytes; so `_alone` has a shared int for each rank.
+        self._ranks: list[dict[int, int]] = []  # no dict before the first entry
         self._alone: list[int] = []
-        # Per bit: of those in `_ranks`, how many more blocks with these tokens the rank has.
+        # By bit: further blocks with these tokens on the rank, beyond the one in `_ranks`.
         self._again: dict[int, dict[int, int]] = {}
 
     def of(self, hashes: bytes, at: int) -> int:
@@ -63,7 +61,7 @@ class Continuations:
             shard[block] = ranks | 1 << bit
 
     def discard(self, bit: int, local: bytes) -> None:
-        """The rank has one block with this local hash less."""
+        """The rank has one block less with this local hash."""
         block = int.from_bytes(local[:7], "little")
         again = self._again.get(bit)
         if again and block in again:
@@ -90,11 +88,11 @@ class Continuations:
 
 
 # --------------------------------------------------------------------------------------------------
-# The edges that all ranks have on one lower tier, so that a prompt is walked once for all of them.
+# The edges of all ranks on one lower tier, so that a prompt is walked once for all of them.
 #
-# Engines that hash alike call the same blocks the same. Their edges are one here, with the set of
-# the ranks that have it, and as long as they have the same a match takes them along together. What
-# a rank has is told by its own `LowerTier` alone. Spec: indexer.md section 3.5.
+# Engines that hash alike have the same hashes for the same blocks. Their edges are stored once,
+# with the set of ranks that have them, and a match follows them together. Each rank's own blocks
+# are in its `LowerTier`. Spec: indexer.md section 3.5.
 
 
 class Edges:
@@ -103,30 +101,28 @@ class Edges:
     __slots__ = ("_continuations", "_edges", "_held", "_odd", "doubtful")
 
     def __init__(self, continuations: Continuations) -> None:
-        """`continuations` is to be kept in step."""
+        """`continuations` is kept in step."""
         self._continuations = continuations
-        # Chosen as the dicts of `continuations` are, by the local hash.
+        # Split like `continuations`, by the local hash.
         self._edges: list[dict[bytes, Edge]] = [{} for _ in range(SHARDS)]
-        # By edge and bit, the child of a rank for which the edge leads elsewhere.
+        # By edge and bit: the child of a rank whose edge leads elsewhere.
         self._odd: dict[bytes, dict[int, bytes]] = {}
-        self._held: dict[int, dict[bytes, bytes]] = {}  # by bit, child -> edge, as the rank has it
-        # Ranks that are back while what they held before is dismantled: an edge that has their bit
-        # may be an old one, so of them each is looked up.
+        self._held: dict[int, dict[bytes, bytes]] = {}  # by bit: child -> edge of the rank
+        # Ranks that returned while their former blocks are being dismantled: an edge with their bit
+        # may be an old one, so each is looked up.
         self.doubtful = 0
 
     def admit(self, bit: int, held: dict[bytes, bytes]) -> None:
-        """A rank has a tier, `held` being its blocks: child -> edge."""
+        """Add the tier of a rank, whose blocks are `held`: child -> edge."""
         self._held[bit] = held
 
     def release(self, bit: int) -> None:
-        """It has none any more. What is left there of its edges is to be dropped."""
+        """Remove the tier of a rank. Its remaining edges are to be discarded."""
         del self._held[bit]
 
     def store(self, bit: int, key: bytes, child: bytes, held: dict[bytes, bytes]) -> bool:
-        """Let a rank, which has just `held`, have an edge that leads to `child`, unless it has.
-
-        False, and nothing changes, where its edge leads elsewhere, or another edge to that block.
-        """
+        """Add an edge to `child` for a rank, which has just `held`. False, with nothing changed, if
+        the rank's edge leads elsewhere, or another edge of it leads to that block."""
         edges = self._edges[key[-8] & MASK]
         edge = edges.get(key)
         if edge is not None and held.get(edge.child) == key:
@@ -156,7 +152,7 @@ class Edges:
         self._discard(bit, key, child)
 
     def discard_old(self, bit: int, key: bytes, child: bytes) -> None:
-        """`discard` for what the rank held before it was cleared; it may have it again."""
+        """`discard` for an edge from before the rank was cleared; it may have it again."""
         self._continuations.discard(bit, key[-8:])
         held = self._held.get(bit)
         if held is None or held.get(child) != key:
@@ -179,10 +175,8 @@ class Edges:
                 del self._odd[key]
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
-        """From a block on, as far as all of `ranks` have what `hashes` ask for from byte `at` on.
-
-        Returns the last block and where it ends; who of them goes on there, `follow` tells.
-        """
+        """Follow `hashes` from byte `at` on, as far as all of `ranks` have the blocks. Returns the
+        last block and its end; `follow` finds the ranks that continue."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
@@ -199,8 +193,8 @@ class Edges:
         return name, at
 
     def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
-        """The child that an edge leads to, and for whom of `ranks` it does. Others of them may have
-        another one: `others`."""
+        """The child that an edge leads to, and the ranks of `ranks` for which it does. Other ranks
+        may have another child: `others`."""
         edge = self._edges[key[-8] & MASK].get(key)
         if edge is None:
             return b"", 0
@@ -213,8 +207,7 @@ class Edges:
         return edge.child, having
 
     def others(self, ranks: int, key: bytes) -> dict[bytes, int]:
-        """The children that an edge leads to for those of `ranks` that `follow` told nothing of:
-        child -> the ranks that call it so."""
+        """The children of an edge for ranks that `follow` did not return: child -> its ranks."""
         found: dict[bytes, int] = {}
         if self._odd and (odd := self._odd.get(key)) is not None:
             for bit in bits_of(ranks):
@@ -228,40 +221,38 @@ class Edges:
 # One rank's blocks on one lower tier (host_pinned, disk or external).
 #
 # A tier is a set of edges: (parent's engine hash, local hash) -> engine hash of the child; the
-# parent may live on another tier or nowhere yet. All ranks have theirs in one place
-# (`Edges`), where a match looks for them. Spec: indexer.md sections 3.3 and 3.5.
+# parent may be on another tier, or unknown. `Edges` has those of all ranks, for matching. Spec:
+# indexer.md sections 3.3 and 3.5.
 
 ROOT = b""  # the parent of a prompt's first block
 _BLOCKS_PER_STEP = 64  # some 50 us
 
 
 class LowerTier:
-    """Edges of one tier, all hashes as 8 bytes. Every block has one edge that leads to it."""
+    """Edges of one tier, all hashes as 8 bytes. Exactly one edge leads to each block."""
 
     __slots__ = ("_bit", "_copies", "_edge", "_edges")
 
     def __init__(self, edges: Edges, bit: int) -> None:
-        """`edges` are those of all ranks; this is the one with this bit index."""
+        """`edges` are those of all ranks; this rank has this bit index."""
         self._edges = edges
         self._bit = bit
-        # child -> parent + local, oldest first: at its bound a tier asks for the oldest each time.
+        # child -> parent + local, oldest first: a tier at its bound evicts the oldest.
         self._edge: OrderedDict[bytes, bytes] = OrderedDict()
-        self._copies: dict[bytes, int] = {}  # child -> blocks beyond the first
+        self._copies: dict[bytes, int] = {}  # child -> copies beyond the first
         edges.admit(bit, self._edge)
 
     def __len__(self) -> int:
         return len(self._edge)
 
     def edge_to(self, name: bytes) -> bytes | None:
-        """The edge that leads to a block, if the rank has it here."""
+        """The edge to a block, if the rank has it here."""
         return self._edge.get(name)
 
     def store(self, parent: bytes, names: bytes, local: bytes, counted: bool = False) -> None:
-        """Add a chain of blocks, up to the first that contradicts what is held.
-
-        That is an edge that leads to another block, or a block that another edge leads to: the
-        first one wins. `counted`: what is held already is there once more.
-        """
+        """Add a chain of blocks, up to the first that contradicts the tier: an edge that leads to
+        another block, or a block that another edge leads to. The first one wins. `counted`: a held
+        block gets one more copy."""
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
             name = names[at : at + 8]
@@ -284,14 +275,14 @@ class LowerTier:
         return True
 
     def drop_oldest(self, blocks: int) -> None:
-        """Drop so many blocks; the tier has them."""
+        """Drop this many blocks; the tier has them."""
         for _ in range(blocks):
             name, edge = self._edge.popitem(last=False)
             self._copies.pop(name, None)
             self._edges.discard(self._bit, edge, name)
 
     def dismantled(self) -> Iterator[None]:
-        """Drops all blocks, step by step; the rank has this tier no more."""
+        """Drop all blocks, step by step; the rank no longer has this tier."""
         while self._edge:
             for _ in range(min(_BLOCKS_PER_STEP, len(self._edge))):
                 name, edge = self._edge.popitem(last=False)
@@ -299,8 +290,9 @@ class LowerTier:
             yield
 
     def chains(self) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """(parent, child, local) of every block, oldest first. Blocks may come and go meanwhile."""
-        # dict's own view: an OrderedDict's looks each key up as it goes, at ten times the cost.
+        """(parent, child, local) of every block, oldest first. Blocks may be added and removed
+        meanwhile."""
+        # dict's own view: an OrderedDict's looks up each key, at ten times the cost.
         for name in list(dict.keys(self._edge)):
             edge = self._edge.get(name)
             if edge is not None:
@@ -308,7 +300,7 @@ class LowerTier:
 
 
 class Holdings:
-    """Everything that one rank holds."""
+    """All blocks of one rank."""
 
     __slots__ = ("device", "lower")
 
@@ -317,15 +309,15 @@ class Holdings:
         self.lower: list[LowerTier] = []  # none, or host_pinned, disk, external
 
     def blocks(self) -> int:
-        """Blocks on all tiers, in reach or not."""
+        """Blocks on all tiers, reachable or not."""
         return self.device.blocks + sum(map(len, self.lower))
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a match goes on when a rank's device blocks end.
+# Continuing a match after a rank's device blocks end.
 #
-# Keeps the ranks that hold anything on a lower tier, and asks of them only those that can go on:
-# together as long as they have the same blocks under the same names. Spec: indexer.md section 3.5.
+# Tracks the ranks that hold anything on a lower tier, and looks only at those that can continue:
+# together while they have the same blocks under the same hashes. Spec: indexer.md section 3.5.
 
 _LAST = 2  # after host_pinned and disk, external
 
@@ -339,7 +331,7 @@ class LowerMatches:
         self.ranks: dict[int, Holdings] = {}  # by bit, those with lower tiers
         self._bits = 0  # the same as a set
         self._continuations = Continuations()
-        self._tiers: list[Edges] = []  # none, which is small, before a rank has them
+        self._tiers: list[Edges] = []  # none before a rank has one
         self._device = device
         self._dismantled: dict[int, int] = {}  # by bit, how often, where it is not done
 
@@ -356,7 +348,7 @@ class LowerMatches:
                 edges.doubtful |= 1 << bit
 
     def release(self, rank: Holdings) -> None:
-        """The rank, whose lower tiers are empty, has none any more, if it had."""
+        """Remove the lower tiers of a rank, which are empty, if it had any."""
         bit = rank.device.bit
         if self.ranks.pop(bit, None) is not None:
             rank.lower = []
@@ -366,10 +358,8 @@ class LowerMatches:
                 edges.doubtful &= ~(1 << bit)
 
     def retire(self, rank: Holdings) -> Iterator[None]:
-        """`release` of a rank whose tiers are not empty: nothing of it is seen any more.
-
-        The iterator returned gives the memory back, in steps between which anything may happen.
-        """
+        """`release` for a rank whose tiers are not empty: they are hidden at once. The iterator
+        returned frees the memory, in steps between which anything may happen."""
         bit, tiers = rank.device.bit, rank.lower
         self.release(rank)
         self._dismantled[bit] = self._dismantled.get(bit, 0) + 1
@@ -387,11 +377,9 @@ class LowerMatches:
     def extended(
         self, sets: list[tuple[int, int]], path: list[Run], local_hashes: bytes
     ) -> list[tuple[Matched, int]]:
-        """The ranks for which a lower tier goes on where their device blocks end, as sets of those
-        that hold the same; the sets are apart and not empty.
-
-        Looks only at those that have the prompt's next block there, below whatever other block.
-        """
+        """The ranks whose match continues on a lower tier, as disjoint sets of ranks with the same
+        match, none empty. Only ranks with the prompt's next block on a lower tier, below any
+        parent, are looked at."""
         found: dict[tuple[int, int, int], int] = {}
         going_on: dict[int, int] = {}  # by device blocks
         rest = self._bits
@@ -416,11 +404,11 @@ class LowerMatches:
         local_hashes: bytes,
         found: dict[tuple[int, int, int], int],
     ) -> None:
-        """On from the last device block, by what ranks call it, tier by tier, never stepping back
+        """Continue after the last device block, by its hash, tier by tier, never stepping back
         (spec 3.5)."""
         start, end = device << 3, len(local_hashes)
-        # (ranks, the last block's name, the tier where they go on, where in the prompt that is,
-        # where they left the host tier): they part where they have different blocks.
+        # (ranks, hash of the last block, tier to continue on, position in the prompt, end of the
+        # host tier): the ranks split where their blocks differ.
         parted = [(ranks, name, 0, start, start) for name, ranks in named]
         while parted:
             ranks, name, tier, at, host_end = parted.pop()

@@ -1,13 +1,12 @@
-"""The approximate index: what was routed to a rank is taken to be cached there for a while.
+"""The approximate index: a routed prompt is assumed cached on its rank for some time.
 
-For engines that tell no KV events, and beside the events for the moment until they tell. Every
-block lives for a time since it was last part of a booked prompt, and is forgotten earlier where its
-rank is known to hold no more than so many. Whoever renews a block renews those before it, so no
-prefix goes before what follows it.
+For engines without KV events, and besides events until they arrive. Every block expires some time
+after it was last part of a booked prompt, or earlier if its rank is known to hold no more blocks.
+Renewing a block renews those before it, so no prefix expires before what follows it.
 
-The prompts of a rank's live bookings are a trie that counts them (`PromptTrie`), so a booking costs
-as many steps as there are branches, and as many more as it has new blocks. What is matched and
-dumped is a `KvIndex` that is told of nothing else. Time is an argument. D40.
+A rank's booked prompts are a trie that counts them (`PromptTrie`), so a booking costs one step per
+branch, plus one per new block. Matching and dumping use a `KvIndex` with these blocks only. Time is
+an argument. D40.
 """
 
 from collections import OrderedDict
@@ -27,14 +26,14 @@ _RANKS_PER_STEP: Final = 64
 
 
 class RankPrompts:
-    """What was routed to one rank and is not forgotten."""
+    """The live routed prompts of one rank."""
 
     __slots__ = ("blocks", "recent", "trie")
 
     def __init__(self) -> None:
         self.trie = PromptTrie()
         self.blocks = 0  # distinct ones
-        # The last run of each prompt -> when it is forgotten, which is in this order.
+        # The last run of each prompt -> when it expires, in this order.
         self.recent: OrderedDict[ActiveRun, float] = OrderedDict()
 
 
@@ -44,16 +43,14 @@ class RoutedPrompts:
     def __init__(self, index: KvIndex, ttl_s: float) -> None:
         self.index = index
         self._ttl_s = ttl_s
-        self._ranks: dict[RankKey, RankPrompts] = {}  # those with a prompt, no others
-        self._bounds: dict[int, int] = {}  # by worker id, where it is known
+        self._ranks: dict[RankKey, RankPrompts] = {}  # ranks with a prompt, no others
+        self._bounds: dict[int, int] = {}  # known bounds, by worker id
         self._is_expiring = False
-        self._no_weights = BlockWeights()  # as a trie of active prompts needs them
+        self._no_weights = BlockWeights()  # the weights that a trie of active prompts needs
 
     def add(self, key: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
-        """A prompt was booked on a rank: 8 bytes per complete block in both lists.
-
-        `names` are its sequence hashes. Lists of different lengths tell nothing.
-        """
+        """A prompt was booked on a rank: 8 bytes per complete block in both lists. `names` are its
+        sequence hashes. Lists of different lengths are ignored."""
         if not local_hashes or len(local_hashes) != len(names):
             return
         rank = self._ranks.get(key)
@@ -67,7 +64,7 @@ class RoutedPrompts:
         if not new_blocks:
             return
         rank.blocks += new_blocks
-        # Not beyond the index' own: what it evicted would never be told it again.
+        # Not beyond the index's own bound: what that evicts would never be stored again.
         bound = self.index.bounds.of(key[0])[0]
         bound = min(self._bounds.get(key[0], bound), bound)
         while rank.blocks > bound and len(rank.recent) > 1:
@@ -78,15 +75,15 @@ class RoutedPrompts:
         self.index.store(*key, Tier.DEVICE, parent, chain, local_hashes[start:])
 
     def set_bound(self, worker_id: int, blocks: int | None) -> None:
-        """Most blocks that each rank of a worker can hold; None: nobody knows. Beyond it, the
-        prompts go whose last booking was first; the newest one stays, however long."""
+        """The most blocks that each rank of a worker can hold; None: unknown. Beyond it, the
+        prompts booked least recently are dropped; the newest one stays, however long."""
         if blocks is None:
             self._bounds.pop(worker_id, None)
         else:
             self._bounds[worker_id] = blocks
 
     def expire(self, now: float) -> None:
-        """Forgets what is overdue, in steps of `KvIndex.sweep`. Call it often."""
+        """Drop expired prompts, in steps of `KvIndex.sweep`. Call it often."""
         if not self._is_expiring and self._ranks:
             self._is_expiring = True
             self.index.do_in_steps(self._expired(now))
@@ -113,7 +110,7 @@ class RoutedPrompts:
             self.index.remove_blocks(key, Tier.DEVICE, names[-gone * HASH_BYTES :])
 
     def drop_rank(self, key: RankKey) -> None:
-        """Nothing is known of it any more: it went, or was emptied."""
+        """The rank was removed or emptied: drop its prompts."""
         self.index.clear(*key)
         rank = self._ranks.pop(key, None)
         if rank is not None:
@@ -126,13 +123,13 @@ class RoutedPrompts:
             self.drop_rank(key)
 
     def abandon(self) -> None:
-        """Give the memory back. Of no use afterwards."""
+        """Free the memory. Unusable afterwards."""
         for key in list(self._ranks):
             self.drop_rank(key)
         self.index.abandon()
 
     def _dismantled(self, rank: RankPrompts) -> Iterator[None]:
-        """Takes the trie apart, for the collector does not see its runs."""
+        """Take the trie apart, since its runs are not tracked by the garbage collector."""
         while rank.recent:
             run, _ = rank.recent.popitem()
             rank.trie.remove(run, _ALONE, self._no_weights)

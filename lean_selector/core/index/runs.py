@@ -1,5 +1,4 @@
-"""The trie of runs: which prompts exist, as runs of blocks, and which ranks hold which of their
-blocks.
+"""The trie of runs: all prompts as runs of blocks, and which ranks hold which of their blocks.
 
 A run is a stretch of consecutive blocks without a branch; its label is the blocks' local hashes, 8
 bytes each. Runs split where prompts diverge, and nowhere else. Ranks are bits here. Knows nothing
@@ -24,7 +23,7 @@ class Run:
     """Consecutive blocks of one strand.
 
     `whole` has the bit of each rank that holds all of the blocks. `partial` has, by bit index, the
-    positions held by each rank that holds some: never none, never all.
+    positions held by each rank that holds some, but not all.
     """
 
     __slots__ = (
@@ -50,10 +49,10 @@ class Run:
         self.children: dict[bytes, Run] | None = None  # by the first 8 bytes of the label
         self.whole = 0
         self.partial: dict[int, int] | None = None
-        # Kept in step from the first time that they are asked for: where a fleet shares a run, many
-        # ranks hold a part of it, and each change is one rank's.
-        self._leads: dict[int, int] | None = None  # as leads() tells them
-        self._limit = -1  # of is_held_beyond; -1 before it was asked
+        # Cached once requested: if a fleet shares a run, many ranks hold a part of it, and each
+        # change concerns one rank.
+        self._leads: dict[int, int] | None = None  # the result of leads()
+        self._limit = -1  # argument of is_held_beyond; -1 before the first call
         self._beyond = 0  # partial holders that hold a block past the first `_limit`
 
     def held_by(self, bit: int) -> int:
@@ -87,7 +86,7 @@ class Run:
             self._beyond += (held.bit_length() > limit) - (before.bit_length() > limit)
 
     def _lead(self, rank: int, before: int, held: int) -> None:
-        """Keep `_leads` in step with what one partial holder held and holds."""
+        """Update `_leads` for one partial holder's change."""
         leads, old, new = self._leads, _leading(before), _leading(held)
         assert leads is not None
         if old == new:
@@ -102,10 +101,8 @@ class Run:
             leads[new] = leads.get(new, 0) | rank
 
     def leads(self) -> ItemsView[int, int]:
-        """(leading blocks, the ranks that hold just so many of them) of the partial holders.
-
-        Those without the first block are left out.
-        """
+        """(leading blocks, the ranks that hold exactly these) of the partial holders. Ranks without
+        the first block are left out."""
         if self._leads is None:
             leads = self._leads = {}
             for bit, held in (self.partial or {}).items():
@@ -139,14 +136,15 @@ class _Pieces:
 
 
 class RunTrie:
-    """All runs of a partition; one stays while a rank holds a block of it or a run hangs on it."""
+    """All runs of a partition; a run stays while a rank holds a block of it or a run hangs on
+    it."""
 
     __slots__ = ("_free", "_split", "root", "strands")
 
     def __init__(self) -> None:
         self.root = Run(-1, 0, b"", None)
         self.strands: dict[int, Run] = {}  # the first run of each
-        self._split: dict[int, _Pieces] = {}  # those of more than one run
+        self._split: dict[int, _Pieces] = {}  # strands of more than one run
         self._free: list[int] = []
 
     @property
@@ -174,10 +172,8 @@ class RunTrie:
         return run, position - run.start
 
     def split(self, run: Run, blocks: int) -> Run:
-        """Cut the first `blocks` off into a run of their own above `run`, and return that.
-
-        Some rank holds the last of them, so they stay.
-        """
+        """Cut the first `blocks` off into a run of their own above `run`, and return it. Some rank
+        holds the last of them, so they stay."""
         parent = run.parent
         assert parent is not None
         assert parent.children is not None
@@ -204,11 +200,11 @@ class RunTrie:
         for bit, held in list((run.partial or {}).items()):
             head.set_held(bit, held & low)
             run.set_held(bit, held >> blocks)
-        self.prune(run)  # it may have been no more than an end that nobody holds any longer
+        self.prune(run)  # it may have been only an end that no rank holds any more
         return head
 
     def prune(self, run: Run) -> None:
-        """Unlink a run that nobody holds and nothing hangs on, then its parents likewise."""
+        """Unlink a run that no rank holds and no run hangs on, then its parents likewise."""
         while not (run.whole or run.partial or run.children) and run.parent is not None:
             parent = run.parent
             assert parent.children is not None
@@ -235,14 +231,12 @@ class RunTrie:
     def match_sets(
         self, ranks: int, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[Run]]:
-        """What ranks of these hold of the start of a prompt, and the runs along it.
-
-        As (leading blocks, set of ranks), the sets apart and not empty, for ranks with a hit.
-        """
+        """What these ranks hold of the start of a prompt, and the runs along it. As (leading
+        blocks, set of ranks), the sets disjoint and not empty, for ranks with a hit."""
         result: list[tuple[int, int]] = []
         path: list[Run] = []
         children = self.root.children
-        alive = ranks  # that hold every block before `at`
+        alive = ranks  # ranks that hold every block before `at`
         at = 0
         while children is not None:
             run = children.get(local_hashes[at : at + 8])

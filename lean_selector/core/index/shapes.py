@@ -1,4 +1,4 @@
-"""Records of the index: what engines tell of their KV caches, what is matched and dumped."""
+"""Records of the index: KV events, matches and dumps."""
 
 from collections import OrderedDict, deque
 from enum import IntEnum
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Tier(IntEnum):
-    """Where a block is; also the order in which a match goes on."""
+    """The tier of a block; also the order in which a match continues."""
 
     DEVICE = 0
     HOST_PINNED = 1
@@ -27,13 +27,13 @@ class StoredRun(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoreResult(IntEnum):
-    """What became of a stored event. Only STORED may have changed anything."""
+    """The result of a stored event. Only STORED may have changed anything."""
 
     STORED = 0
     EMPTY = 1
     SELF_REFERENCE = 2
     UNKNOWN_PARENT = 3
-    FULL = 4  # as many runs as can be numbered, some 4 million
+    FULL = 4  # all runs are numbered, some 4 million
 
 
 class Matched(msgspec.Struct, frozen=True, gc=False):
@@ -45,39 +45,40 @@ class Matched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Edge(msgspec.Struct, gc=False):
-    """From a block to one that follows it, by their engine hashes, 8 bytes each."""
+    """From a block to a following one, by their engine hashes, 8 bytes each."""
 
     key: bytes  # the parent's hash, nothing for a prompt's first block; then the local hash
     child: bytes
-    ranks: int  # the set of those that have it, or ~bit where there is one
+    ranks: int  # the set of ranks that have it, or ~bit for a single rank
 
 
 class Taught(msgspec.Struct):
-    """What the events of one rank have taught."""
+    """What was learned from the events of one rank."""
 
-    is_prefix_group: dict[int, bool]  # group_idx -> its blocks count
+    is_prefix_group: dict[int, bool]  # group_idx -> whether its blocks count
     # block hash -> salt, oldest first, for salted blocks that are held
     salts: dict[Tier, OrderedDict[int, str]]
-    # Its engine announces what a request found cached (`kv_cache_report_mode: full`).
+    # The engine announces what a request found cached (`kv_cache_report_mode: full`).
     reports_hits: bool = False
-    # In this batch: the last block of a prompt's beginning that was announced though all was held.
+    # In this batch: the last block of an announced prefix that was fully held.
     announced_end: int | None = None
-    # Such beginnings, while that is not known: the hashes of each; the newest.
+    # Hashes of such prefixes while the mode is unknown; the newest ones.
     announced: deque[tuple[int, ...]] = msgspec.field(default_factory=lambda: deque(maxlen=64))
 
 
 # --------------------------------------------------------------------------------------------------
-# What an engine tells about its KV cache, free of any encoding.
+# What an engine reports about its KV cache, independent of any encoding.
 #
-# The wire decodes every producer's layout into these records; the index learns from them. Hashes
+# The wire decodes every producer's layout into these records, and the index applies them. Hashes
 # here are unsigned 64-bit, tokens flat. Spec: indexer.md 1.4.
 
-# Reasons for skipping that mean a bound of ours: blocks that the engine holds are not indexed.
+# Reasons for skipping that mean a bound of ours: the engine holds blocks that are not indexed.
 BOUND_REASONS = frozenset(("too_many_blocks", "oversize_block"))
 
 
 class EventPart(IntEnum):
-    """Which part of its event a record is. Parts follow one another; the chain goes on in each."""
+    """Which part of its event a record is. Parts follow one another; the chain continues in
+    each."""
 
     WHOLE = 0
     FIRST = 1
@@ -90,27 +91,25 @@ class BlockStored(msgspec.Struct, gc=False):
 
     block_hashes: list[int]  # the engine's own identifiers, one per block, in chain order
     parent_hash: int | None  # None: the first block is the first of a prompt; 0 is a hash
-    token_ids: list[int]  # not checked for u32: hashing them does that
+    token_ids: list[int]  # not checked for u32: hashing does that
     block_size: int  # the engine's, in tokens
     tier: Tier | None  # None: a medium of unknown name
     lora_name: str | None = None
-    cache_salt: str | None = None  # None also for "", which means none
+    cache_salt: str | None = None  # None also for ""
     mm_hashes: list[list[int] | None] | None = None  # per block; blocks beyond the list have none
     is_eagle: bool = False  # tokens came as pairs; a block's hash covers block_size + 1 of them
     group_idx: int | None = None
     kind: str | None = None  # kv_cache_spec_kind
     is_remote: bool = False  # locality other than LOCAL: not in this worker's reach
     part: EventPart = EventPart.WHOLE
-    unknown_keys: dict[str, int] | None = None  # extra keys that nobody can hash, by kind
-    # The token after the last block, where the engine's hash of a block covers what follows it.
+    unknown_keys: dict[str, int] | None = None  # extra keys that cannot be hashed, by kind
+    # The token after the last block, if the engine's hash of a block covers it.
     next_token: int | None = None
 
 
 class PackedStored(msgspec.Struct, gc=False):
-    """`BlockStored` without multimodal objects and pairs, as packed lists.
-
-    As many names as whole blocks of tokens; the names differ from each other and from the parent.
-    """
+    """`BlockStored` without multimodal objects and pairs, as packed lists. As many names as whole
+    blocks of tokens; the names differ from each other and from the parent."""
 
     names: bytes  # u64, little-endian
     parent_hash: int | None
@@ -125,11 +124,9 @@ class PackedStored(msgspec.Struct, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
-    """Blocks that the engine no longer holds on one tier.
-
-    `events` in a row that differ in their blocks alone are one record: engines tell evictions
-    block by block. One that is a part of an event, and not the last, has none.
-    """
+    """Blocks that the engine no longer holds on one tier. `events` consecutive ones that differ
+    only in their blocks form one record: engines report evictions block by block. A part of an
+    event that is not the last has none."""
 
     block_hashes: list[int]
     tier: Tier | None
@@ -150,18 +147,18 @@ class PackedRemoved(msgspec.Struct, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, gc=False):
-    """The rank holds nothing any more, on no tier."""
+    """The rank holds nothing any more, on any tier."""
 
 
 Event = BlockStored | BlockRemoved | PackedStored | PackedRemoved | AllBlocksCleared
 
 
 class SkippedEvent(msgspec.Struct, gc=False):
-    """Events that could not be read, for one reason; the others of their batch stand."""
+    """Events that could not be decoded, for one reason; the others of their batch count."""
 
     event_type: str  # "stored", "removed", "cleared", or "unknown"
     reason: str  # "malformed", "unknown_type", or of BOUND_REASONS: a metric label
-    detail: str  # of one of them, for people
+    detail: str  # description of one of them
     count: int = 1
 
 

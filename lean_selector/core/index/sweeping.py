@@ -1,8 +1,8 @@
-"""Memory given back a little at a time, by iterators of which each step is short.
+"""Freeing memory a little at a time, by iterators with short steps.
 
-Dropping what a rank holds takes a look at every run and every name of it: up to half a second for a
-million blocks. So what is dropped is hidden at once and taken apart in steps, between which the
-caller does other work.
+Dropping a rank's blocks visits every run and every hash of it: up to half a second for a million
+blocks. So dropped blocks are hidden at once and freed in steps, between which the caller does other
+work.
 """
 
 from collections import deque
@@ -13,12 +13,12 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 _ENTRIES_PER_STEP = 256  # some 30 us
-_STEPS_AT_ONCE = 8  # some 0.3 ms, so that what is little is gone at once
+_STEPS_AT_ONCE = 8  # some 0.3 ms, enough for small ones
 _ENDED: Final = object()
 
 
 class Sweeps:
-    """What is to be given back, step by step, in the order in which it was dropped."""
+    """Memory to free, step by step, in the order in which it was dropped."""
 
     __slots__ = ("_waiting",)
 
@@ -29,7 +29,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Takes the first steps; True when something waits from now on, and nothing did."""
+        """Take the first steps; True if something is waiting now, and nothing was before."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False
@@ -37,7 +37,7 @@ class Sweeps:
         return len(self._waiting) == 1
 
     def go_on(self, steps: int) -> bool:
-        """Takes so many steps; True when there is more to do."""
+        """Take this many steps; True when there is more to do."""
         waiting = self._waiting
         while waiting and steps > 0:
             steps -= 1
@@ -49,7 +49,7 @@ class Sweeps:
 
 
 def emptied(entries: MutableMapping[Key, Value]) -> Iterator[None]:
-    """Empties a dict that nobody else uses any more."""
+    """Empty a dict that is not used elsewhere any more."""
     while entries:
         for _ in range(min(_ENTRIES_PER_STEP, len(entries))):
             entries.popitem()

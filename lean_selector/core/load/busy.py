@@ -1,4 +1,4 @@
-"""Which ranks may be given new work: busy thresholds, and the room that the queue waits for."""
+"""Which ranks may get new work: busy thresholds, and the ranks with room for queued requests."""
 
 import heapq
 import math
@@ -10,33 +10,33 @@ from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits
 from lean_selector.core.rank_bits import RankKey
 
 # --------------------------------------------------------------------------------------------------
-# Busy thresholds: which ranks and workers may still be given new work.
+# Busy thresholds: which ranks and workers may still get new work.
 #
-# Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3: a
-# rank is busy above any limit that is set, not at it; a worker only when all of its ranks are. What
-# is not known (a capacity that the worker did not report) exceeds nothing. Does not know how loads
-# are counted, nor who is asked for a worker.
+# Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3: a rank is
+# busy above any limit that is set, not at it; a worker only when all of its ranks are. An unknown
+# value (a capacity that the worker did not report) exceeds nothing. Does not know how loads are
+# counted.
 
-# Thresholds outlive their model's last worker, so that a worker that restarts finds them again. Of
-# models that are gone this many are kept, the oldest go first.
+# Thresholds outlive their model's last worker, so that a restarted worker finds them again. For
+# models without workers this many are kept; the oldest are dropped first.
 MAX_REMEMBERED = 1024
 
 Scope = tuple[str, str]
 
 
 class BusyThresholds:
-    """The thresholds of every model and tenant: those of its own, or else the defaults."""
+    """The thresholds of every model and tenant: its own, or else the defaults."""
 
     def __init__(self, defaults: BusyThreshold = OFF) -> None:
         self._defaults = defaults
         self._own: dict[Scope, BusyThreshold] = {}
 
     def own(self) -> list[tuple[Scope, BusyThreshold]]:
-        """Those that were given to a model and tenant, the oldest first."""
+        """Thresholds set for a model and tenant, the oldest first."""
         return list(self._own.items())
 
     def restore(self, scope: Scope, threshold: BusyThreshold) -> None:
-        """What `own` said before this process began. Raises BadRequest."""
+        """Restore what `own` returned in an earlier process. Raises BadRequest."""
         threshold.check()
         self._own[scope] = threshold
 
@@ -44,12 +44,12 @@ class BusyThresholds:
         return self._own.get(scope, self._defaults)
 
     def change(self, scope: Scope, given: BusyThreshold, known: Iterable[Scope]) -> BusyThreshold:
-        """Puts what `given` sets in force. Raises BadRequest, then NotFound; nothing changed."""
+        """Set the given thresholds. Raises BadRequest, then NotFound; then nothing has changed."""
         given.check()
         return self._put(scope, self.of(scope).changed_by(given), set(known))
 
     def switch_off(self, scope: Scope, known: Iterable[Scope]) -> BusyThreshold:
-        """Nothing is busy there any more, whatever the defaults. Raises NotFound."""
+        """Disable thresholds for the model, including the defaults. Raises NotFound."""
         return self._put(scope, OFF, set(known))
 
     def _put(self, scope: Scope, new: BusyThreshold, known: set[Scope]) -> BusyThreshold:
@@ -65,17 +65,17 @@ class BusyThresholds:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which ranks the queue may let requests go to, kept as loads change (D11).
+# Ranks that may admit queued requests, updated as loads change (D11).
 #
-# A rank is `below` while its prefill tokens are at most the queue's threshold of what its worker
-# batches at once, and `idle` while it is within its busy limits. Both are sets of ranks as bits
-# (`RankBits`), so that a request need not look at the ranks, and `came_free` holds those that
-# entered one of them since it was last emptied, so that an event looks only at who could use them.
+# A rank is `below` while its prefill tokens are at most the queue's threshold of its worker's batch
+# size, and `idle` while it is within its busy limits. Both are sets of ranks as bits (`RankBits`),
+# so that a request need not look at the ranks. `came_free` has the ranks that entered one of them
+# since it was last emptied, so that an event looks only at requests that could use them.
 #
-# Load that wears off falls without an event. When it will is known, and `advance` looks at those
-# whose time has come. Exact for the latest time that was told.
+# Decaying load falls without an event. The time when it will is computed, and `advance` looks at
+# the ranks whose time has come. Exact for the latest time given.
 
-Fall = tuple[float, int, RankLoad]  # (when to look, a serial, at which rank)
+Fall = tuple[float, int, RankLoad]  # (time to look, serial, rank)
 
 # Looked at this much before the computed time, which is rounded, and then until it has fallen.
 _MARGIN_S = 1e-6
@@ -83,29 +83,29 @@ _FEW_FALLS = 64
 
 
 class Headroom:
-    """Ranks with room, for one partition that has a queue."""
+    """Ranks with room, for one partition with a queue."""
 
     def __init__(self, threshold: float) -> None:
-        """`threshold` is a fraction of what a worker batches at once; infinity never queues."""
+        """`threshold` is a fraction of a worker's batch size; infinity never queues."""
         self._threshold = threshold
         self.below = self.idle = 0
-        self.avoided = 0  # ranks that only who is tied to them may go to; the partition's
+        self.avoided = 0  # the partition's ranks that only requests tied to them may use
         self.came_free = 0
-        self.now = -math.inf  # the latest time that was told
+        self.now = -math.inf  # the latest time given
         self._limits: dict[RankKey, tuple[float, RankLimits]] = {}
-        self._falls: list[Fall] = []  # a heap; also of what is out of date
-        self._falling: dict[RankKey, Fall] = {}  # what is not
+        self._falls: list[Fall] = []  # a heap, with outdated entries
+        self._falling: dict[RankKey, Fall] = {}  # the current entries
         self._serial = 0
 
     @property
     def free(self) -> int:
-        """The ranks that a request may go to, if nothing ties it to others."""
+        """The ranks that an unrestricted request may use."""
         return self.below & self.idle & ~self.avoided
 
     def put(
         self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits, now: float
     ) -> None:
-        """A rank that is new, or has other limits, or may be open to other requests than before."""
+        """Add a rank, or update one whose limits or eligibility changed."""
         self._limits[load.key] = self._threshold * max_num_batched_tokens, busy
         self.changed(load, now)
         self.came_free |= load.mask
@@ -121,7 +121,7 @@ class Headroom:
         self.avoided &= others
 
     def changed(self, load: RankLoad, now: float) -> None:
-        """A rank's load is not what it was; ranks that were not put are not our concern."""
+        """A rank's load has changed; ranks that were not added are ignored."""
         limits = self._limits.get(load.key)
         if limits is None:
             return
@@ -147,7 +147,7 @@ class Headroom:
                 self._await_fall(load, is_over, is_busy)
 
     def advance(self, now: float) -> None:
-        """Looks at the ranks whose load has worn off far enough by now."""
+        """Look at the ranks whose load has decayed far enough by now."""
         falls = self._falls
         if now > self.now:
             self.now = now
@@ -159,14 +159,14 @@ class Headroom:
                 self.changed(load, now)
 
     def _await_fall(self, load: RankLoad, is_over: bool, is_busy: bool) -> None:
-        """Sees to it that the rank is looked at when it leaves the first of what it is above."""
+        """Schedule a look at the rank for when it falls below the first of its limits."""
         assert load.decay is not None
         most, busy = self._limits[load.key]
         first = most if is_over else -math.inf
         if is_busy and load.active_decode_blocks <= busy.decode_blocks:
             first = max(first, busy.prefill_tokens)
         if first < 0.0:
-            return  # it is busy with blocks, which do not wear off
+            return  # it is busy with blocks, which do not decay
         when = load.decay.reaches_at(load.active_prefill_tokens, first) - _MARGIN_S
         if when == math.inf:
             return

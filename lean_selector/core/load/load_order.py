@@ -1,15 +1,14 @@
-"""The ranks of a partition by load, so that the least loaded is known without visiting them all.
+"""The ranks of a partition by load, so that the least loaded is known without visiting all.
 
 Ranks that hold equally much of a prompt, cached and active, cost scale * tokens / block_size +
-standing load and the same constant on top; the standing load is their blocks, and with a weight for
-requests so much for each of these. So the cheapest of such a set is one with the least of that,
-and ranks of equal load are alike. Loads are kept in that order, each with the set of its ranks; a
-set is an int (`RankBits`). What a prompt costs on a rank is not known here, nor which ranks it may
-go to: whoever chooses walks `loads` and stops where nothing cheaper can follow
-(`selection/choice.py`).
+standing load plus the same constant; the standing load is their blocks, plus a weight per request.
+So the cheapest of such a set is one with the least load, and ranks of equal load are equivalent.
+Loads are kept in that order, each with the set of its ranks; a set is an int (`RankBits`). The cost
+of a prompt and the eligible ranks are unknown here: the chooser walks `loads` and stops where
+nothing cheaper can follow (`selection/choice.py`).
 
-A load that wears off with time has no place there. Its ranks are `falling`, and stand in the order
-of what is sure of them: their standing load.
+A decaying load has no position there. Its ranks are `falling`, ordered by what does not decay:
+their standing load.
 """
 
 import bisect
@@ -18,11 +17,11 @@ from typing import Final
 from lean_selector.core.load.rank_load import LoadBucket, RankLoad
 from lean_selector.core.rank_bits import bits_of
 
-_FALLING: Final = -1  # in place of the tokens of a load that wears off
+_FALLING: Final = -1  # instead of the tokens of a decaying load
 
 
 class LoadOrder:
-    """Sets of equally loaded ranks, least loaded first. Told of every change of load.
+    """Sets of equally loaded ranks, least loaded first. Must be told every change of load.
 
     To be read, not changed: `ranks` (by bit), `loads` (sorted), `falling` (a set of ranks, in none
     of those) and `by_standing` (standing load and bit of each of those, sorted). `moved` are the
@@ -47,7 +46,7 @@ class LoadOrder:
     def __init__(
         self, block_size: int, prefill_load_scale: float, request_weight: float = 0.0
     ) -> None:
-        """`request_weight`: blocks that each active request counts for."""
+        """`request_weight`: blocks that each active request counts as."""
         self._block_size = block_size
         self._request_weight = request_weight
         self.scale = prefill_load_scale
@@ -58,7 +57,7 @@ class LoadOrder:
         self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by tokens and standing
         self.falling = 0
         self.by_standing: list[tuple[float, int]] = []
-        # The keys of `_by_load` sorted, since somebody wanted them.
+        # The sorted keys of `_by_load`, once requested.
         self._by_tokens: list[tuple[int, float]] | None = None
 
     def add(self, load: RankLoad) -> None:
@@ -78,12 +77,12 @@ class LoadOrder:
         load.bucket = None
 
     def changed(self, load: RankLoad) -> None:
-        """A rank's load is not what it was; ranks that were not added are not our concern."""
+        """A rank's load has changed; ranks that were not added are ignored."""
         bucket = load.bucket
         if bucket is None:
             return
         tokens = load.active_prefill_tokens if load.decay is None else _FALLING
-        standing = load.active_decode_blocks + 0.0  # mypyc takes no int for a float
+        standing = load.active_decode_blocks + 0.0  # mypyc accepts no int as a float
         if self._request_weight:
             standing = self._standing(load)
         if tokens != bucket.tokens or standing != bucket.standing:
@@ -120,7 +119,7 @@ class LoadOrder:
             self._close(bucket)
 
     def _open(self, tokens: int, standing: float) -> LoadBucket:
-        """A place in the order for a load that no rank has yet."""
+        """A position in the order for a load that no rank has yet."""
         key = self.scale * tokens / self._block_size + standing
         place = key, tokens, standing
         at = bisect.bisect_left(self._places, place)
@@ -142,7 +141,7 @@ class LoadOrder:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def place_of(self, key: float, first: int) -> int:
-        """Where in `loads` keys are this or more, from a place on."""
+        """The first position in `loads`, from a given one on, whose key is this or more."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int, now: float) -> int:

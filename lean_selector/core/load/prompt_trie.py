@@ -1,10 +1,10 @@
 """The active prompts of one partition, as a trie of runs that all ranks share.
 
 A prompt is a path, and a block is a position on it (D20), not a hash value. Blocks that the same
-requests hold on every rank form one run, so booking and freeing cost the number of runs that a
-prompt crosses, not of its blocks. Per run: how many requests of each rank cross it, and what its
-blocks weigh on a rank where that is not 1 (spec: selection.md section 6). Knows nothing of
-requests, prefill or time.
+requests hold on every rank form one run, so booking and freeing cost one step per run that a prompt
+crosses, not per block. Per run: how many requests of each rank cross it, and the weight of its
+blocks on a rank if not 1 (spec: selection.md section 6). Knows nothing of requests, prefill or
+time.
 """
 
 from typing import Final
@@ -24,12 +24,9 @@ class PromptTrie:
         self.root = ActiveRun(b"", None, {}, {})
 
     def insert(self, hashes: bytes, rank: int) -> tuple[ActiveRun, int]:
-        """Add a prompt of a rank, which is the set of itself alone; returns its last run, and how
-        many of its blocks are new there.
-
-        The run stays the prompt's last one whatever is inserted or removed later. It is the root
-        for an empty prompt.
-        """
+        """Add a prompt of a rank, given as a set of itself alone; returns its last run, and how
+        many of its blocks are new on the rank. The run stays the prompt's last one whatever is
+        inserted or removed later. For an empty prompt it is the root."""
         run = self.root
         start, end, new_bytes = 0, len(hashes), 0
         while start < end:
@@ -55,11 +52,8 @@ class PromptTrie:
         return run, new_bytes // HASH_BYTES
 
     def remove(self, run: ActiveRun, rank: int, weights: BlockWeights) -> int:
-        """Take away one prompt of a rank that ends with `run`; returns how many blocks left the
-        rank.
-
-        `weights` is the rank's tally; the weight of a block goes with its last holder there.
-        """
+        """Remove one prompt of a rank that ends with `run`; returns how many blocks left the rank.
+        `weights` is the rank's tally; a block's weight ends with its last holder there."""
         run.ends -= 1
         freed_bytes = 0
         while (parent := run.parent) is not None:
@@ -91,10 +85,8 @@ class PromptTrie:
             run = parent
 
     def active_prefix(self, hashes: bytes) -> list[tuple[int, int]]:
-        """(leading blocks of the prompt that are active, the ranks where it is so many).
-
-        Longest first; no rank is in two, and those where none are active in none.
-        """
+        """(leading active blocks of the prompt, the ranks with exactly this many), longest first.
+        The sets are disjoint; ranks without active blocks are in none."""
         found: list[tuple[int, int]] = []
         run = self.root
         start, end = 0, len(hashes)
@@ -128,7 +120,7 @@ class PromptTrie:
 
 
 def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
-    """Cut the first `head_bytes` off as a run of its own, and return that; `run` stays the tail,
+    """Cut the first `head_bytes` off as a run of its own, and return it; `run` stays the tail,
     because requests point at the run they end with."""
     parent, label = run.parent, run.label
     assert parent is not None
@@ -145,7 +137,8 @@ def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
 
 
 def _merge_into_child(run: ActiveRun) -> None:
-    """Undo a split that nothing needs any more: all requests of `run` go on to its only child."""
+    """Undo a split that is not needed any more: all requests of `run` continue to its only
+    child."""
     (child,) = run.children.values()
     if child.weights != run.weights:
         return

@@ -1,4 +1,4 @@
-"""The load of one rank: what its blocks weigh, its prefill as it wears off, and its counts."""
+"""The load of one rank: the weight of its blocks, its decaying prefill, and its counts."""
 
 from collections import OrderedDict
 from math import ceil, floor, frexp, inf
@@ -7,11 +7,12 @@ from typing import Final
 from lean_selector.core.rank_bits import RankKey
 
 # --------------------------------------------------------------------------------------------------
-# How much the fractional blocks of one rank weigh together (spec: selection.md section 6).
+# The total weight of one rank's blocks, some of which are fractional (spec: selection.md section
+# 6).
 #
 # A rank's decode load is its number of distinct blocks, where some count as a fraction. The
 # reference adds the fractions one block after another in f64, and the rounding errors decide ties:
-# 10 blocks at 0.85 print as 8. Here is that result without the walk over the blocks.
+# 10 blocks at 0.85 print as 8. This computes the same result without a walk over the blocks.
 
 
 class BlockWeights:
@@ -22,7 +23,7 @@ class BlockWeights:
     def __init__(self) -> None:
         self.counts: dict[float, int] = {}  # 0 <= weight < 1, count >= 1
         self._missing: float | None = (
-            None  # about how much they fall short of weight 1; None: stale
+            None  # about how much they fall short of weight 1; None: outdated
         )
         self._counted = 0  # sum of counts, valid with _missing
 
@@ -54,8 +55,7 @@ class BlockWeights:
             self._counted = sum(self.counts.values())
         total = distinct_blocks - missing
         # Each block's two operations err by half an ulp of at most distinct_blocks, and `missing`
-        # by less. Only a total that close to a half needs the very sum that the reference would
-        # have got.
+        # by less. Only a total that close to a half needs the reference's exact sum.
         doubt = (self._counted + 4) * distinct_blocks * 2.0**-51
         if abs(total - floor(total) - 0.5) <= doubt:
             total = float(distinct_blocks)
@@ -94,27 +94,25 @@ def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
 
 
 class LoadBucket:
-    """Ranks of one load. Read it anywhere; only LoadOrder changes it.
-
-    A rank knows its bucket, so leaving it looks nothing up.
-    """
+    """Ranks with equal load. Read only; LoadOrder changes it. A rank knows its bucket, so leaving
+    it needs no look-up."""
 
     __slots__ = ("key", "ranks", "standing", "tokens")
 
     def __init__(self, tokens: int, standing: float, key: float) -> None:
         self.tokens = tokens  # active_prefill_tokens of each
         self.standing = standing  # of each
-        self.key = key  # its place in the order: what the load costs by itself
+        self.key = key  # its key in the order: the cost of the load alone
         self.ranks = 0  # a set, as bits of `RankBits`; never empty while it is in the order
 
 
 # --------------------------------------------------------------------------------------------------
-# Prefill load that wears off while a worker is expected to compute it (spec: slot_tracker.md
-# section 2.2).
+# Prefill load that decays while a worker is expected to compute it (spec: slot_tracker.md section
+# 2.2).
 #
-# Exists only for a rank that holds a prefill with an expected duration, which arrives in a
-# replica's hint. Prefills are computed in arrival order: only the oldest, the anchor, wears off,
-# from when it became the oldest. Knows nothing of blocks or of requests beyond their ids.
+# Exists only for a rank with a prefill of expected duration, which arrives in a replica's hint.
+# Prefills are computed in arrival order: only the oldest, the anchor, decays, from when it became
+# the oldest. Knows nothing of blocks, and only the ids of requests.
 
 
 class PrefillDecay:
@@ -123,7 +121,7 @@ class PrefillDecay:
     __slots__ = ("_anchor_since", "_prefills", "_untimed")
 
     def __init__(self) -> None:
-        # Tokens, and how long they will take: None when nobody said.
+        # Tokens, and their expected duration: None if unknown.
         self._prefills: OrderedDict[str, tuple[int, float | None]] = OrderedDict()
         self._untimed = 0
         self._anchor_since = 0.0
@@ -141,14 +139,13 @@ class PrefillDecay:
         self._untimed += duration_s is None
 
     def remove(self, request_id: str, now: float) -> None:
-        """Drop one that was added, with what is left of it. The clock of a new anchor starts
-        now."""
+        """Remove a prefill, with its remainder. The clock of a new anchor starts now."""
         if request_id == next(iter(self._prefills)):
             self._anchor_since = now
         self._untimed -= self._prefills.pop(request_id)[1] is None
 
     def tokens_at(self, total_tokens: int, now: float) -> int:
-        """The prefill tokens still outstanding, out of `total_tokens` that were admitted."""
+        """The prefill tokens still outstanding, of `total_tokens` admitted."""
         tokens, duration_s = next(iter(self._prefills.values()))
         if duration_s is None:
             return total_tokens
@@ -158,16 +155,16 @@ class PrefillDecay:
         if self._untimed:
             left = min(1.0, max(0.0, 1.0 - elapsed_s / duration_s))
             return total_tokens - tokens + ceil(tokens * left)
-        # Not capped at the anchor's own tokens: a late anchor eats those of the others.
+        # Not capped at the anchor's own tokens: a late anchor reduces those of the others.
         return max(0, total_tokens - floor(tokens * max(0.0, elapsed_s) / duration_s))
 
     def reaches_at(self, total_tokens: int, at_most: float) -> float:
-        """When `tokens_at` will be down to `at_most`, but for rounding; infinite when it takes more
-        than time. `at_most` is below `total_tokens` and not negative."""
+        """When `tokens_at` will be down to `at_most`, except for rounding; infinite if never.
+        `at_most` is below `total_tokens` and not negative."""
         tokens, duration_s = next(iter(self._prefills.values()))
         if duration_s is None:
             return inf
-        wears_off = ceil(total_tokens - at_most)  # of the anchor, so that it is
+        wears_off = ceil(total_tokens - at_most)  # the anchor's clock
         if duration_s <= 0.0:
             return self._anchor_since if wears_off <= tokens else inf
         if self._untimed and wears_off > tokens:
@@ -175,18 +172,18 @@ class PrefillDecay:
         return self._anchor_since + wears_off / tokens * duration_s
 
 
-_FADES: Final = 1 - 1 / 64  # of what was compared before, with each that is
+_FADES: Final = 1 - 1 / 64  # decay of earlier comparisons with each new one
 
 
 class RankCounts:
-    """Sums of one rank since it was registered; what was compared lately fades."""
+    """Sums of one rank since it was registered; comparisons decay."""
 
     def __init__(self) -> None:
-        self.selections = 0  # requests that were given it
-        self.prompt_tokens = 0  # of those
-        self.overlap_tokens = 0  # of those, found cached
+        self.selections = 0  # requests placed on it
+        self.prompt_tokens = 0  # their prompt tokens
+        self.overlap_tokens = 0  # their tokens predicted as cached
         self.ok = self.failed = self.refused = 0  # reported
-        self.ttft_s = 0.0  # to the first token, as reported, in sum; and of how many
+        self.ttft_s = 0.0  # sum of reported times to first token, and their number
         self.ttft_count = 0
         # Of first tokens that were predicted: how many, seconds predicted and observed in sum, and
         # how far they were apart, as parts of the observed.
@@ -195,11 +192,12 @@ class RankCounts:
         self.cached_tokens = 0  # of prompts, as the engine counted them: whoever told it
         # Of the reservations whose end told it: what the engine counted, what had been found.
         self.compared_tokens = self.compared_overlap_tokens = 0
-        # Of these, lately: the larger of the two, cached and not found, found and not cached.
+        # Recent comparisons: the larger of the two counts, cached and not found, found and not
+        # cached.
         self.recent_tokens = self.recent_missed = self.recent_wrong = 0.0
 
     def compare(self, found: int, cached: int) -> None:
-        """Tokens of one prompt that the index had, and those that the engine counted."""
+        """Compare the predicted and the engine's cached tokens of one prompt."""
         self.recent_tokens = _FADES * self.recent_tokens + max(found, cached)
         self.recent_missed = _FADES * self.recent_missed + max(0, cached - found)
         self.recent_wrong = _FADES * self.recent_wrong + max(0, found - cached)
@@ -218,13 +216,13 @@ class RankCounts:
 
     @property
     def index_accuracy(self) -> float | None:
-        """1: the index found what the engine had cached. None: nothing was compared yet."""
+        """1: the index found exactly what the engine had cached. None: no comparison yet."""
         if not self.recent_tokens:
             return None
         return 1 - (self.recent_missed + self.recent_wrong) / self.recent_tokens
 
     def add(self, other: "RankCounts") -> None:
-        """Takes in the sums of another."""
+        """Add the sums of another rank."""
         self.selections += other.selections
         self.prompt_tokens += other.prompt_tokens
         self.overlap_tokens += other.overlap_tokens
@@ -246,11 +244,11 @@ class RankCounts:
 
 
 class RankLoad:
-    """Load of one rank. Read it anywhere; only Slots changes it (but `bucket` and `standing`, which
-    are LoadOrder's, `came_after`, which is the partition's, and `counts`, which are those of
-    whoever counts).
+    """Load of one rank.
 
-    Sums have no upper bound; what prints them saturates at 2^64-1 (D6).
+    Read only; Slots changes it (except `bucket` and `standing`, which are LoadOrder's,
+    `came_after`, which is the partition's, and `counts`). Sums have no upper bound; printing
+    saturates at 2^64-1 (D6).
     """
 
     __slots__ = (
@@ -277,17 +275,17 @@ class RankLoad:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.key: RankKey = (worker_id, dp_rank)
-        self.active_prefill_tokens = 0  # all that is outstanding, as booked: before decay
+        self.active_prefill_tokens = 0  # outstanding as booked: before decay
         self.active_decode_blocks = 0  # distinct_blocks by weight, rounded half away from zero
         self.distinct_blocks = 0  # path positions of active prompts, and output blocks
         self.block_weights = BlockWeights()
         self.decay: PrefillDecay | None = None  # while a prefill with a duration is outstanding
         self.reservations: dict[str, None] = {}  # ids, in order of booking
         self.bucket: LoadBucket | None = None
-        # What of it does not wear off, in blocks: those to decode, and requests by their weight.
+        # The part that does not decay, in blocks: decode blocks, and requests by their weight.
         self.standing = 0.0
         self.counts = RankCounts()
-        self.came_after = 0  # the serial of the last request that was parked before it came
+        self.came_after = 0  # serial of the last request queued before the rank was added
 
     @property
     def active_requests(self) -> int:

@@ -9,28 +9,28 @@ from lean_selector.core.load.rank_load import RankLoad
 
 
 class Booking(msgspec.Struct, frozen=True, gc=False):
-    """A request on a rank, as it was booked. All of it is told to replicas.
+    """A request on a rank, as it was booked.
 
-    Beside it travel its prompt, whose blocks live in the slots' trie, once for all requests that
-    share them, and the replica that admitted it, which a holder knows from whom it heard.
+    All of it is sent to replicas, together with its prompt, whose blocks are in the slots' trie,
+    shared by all requests, and with the replica that admitted it.
     """
 
     request_id: str
     worker_id: int
     dp_rank: int
     lora_name: str | None = None
-    track_prefill_tokens: bool = True  # False: `prefill_tokens` count for nothing
+    track_prefill_tokens: bool = True  # False: `prefill_tokens` does not count
     prefill_tokens: int | None = None  # None: not given, which counts as 0
-    prefill_duration_s: float | None = None  # means nothing without tokens
+    prefill_duration_s: float | None = None  # without meaning if there are no tokens
     expected_output_tokens: int | None = None
 
 
 class ActiveRun(msgspec.Struct, eq=False, gc=False):
     """Consecutive blocks that are held by the same requests.
 
-    Not tracked by the collector, nor are the dicts that hold only runs: a live trie costs a
-    collection nothing. The cycle parent <-> children is cut when the run goes, as it does with its
-    last request.
+    Not tracked by the garbage collector, nor are the dicts that hold only runs: a live trie costs a
+    collection nothing. The cycle parent <-> children is cut when the run is removed, with its last
+    request.
     """
 
     label: (
@@ -38,7 +38,7 @@ class ActiveRun(msgspec.Struct, eq=False, gc=False):
     )
     parent: "ActiveRun | None"  # None only at the root
     children: "dict[bytes, ActiveRun]"  # first hash of the child -> child
-    # Requests per rank that cross the run, each >= 1; never empty but at the root. A rank is its
+    # Requests per rank that cross the run, each >= 1; never empty except at the root. A rank is its
     # bit of `RankBits`, as a set of itself.
     refs: dict[int, int]
     mask: int = 0  # all ranks in refs
@@ -47,21 +47,21 @@ class ActiveRun(msgspec.Struct, eq=False, gc=False):
 
 
 class Reservation(msgspec.Struct, eq=False, gc=False):
-    """One active request. Read it anywhere; only Slots changes it (but `published_at`).
+    """One active request. Read only; Slots changes it (except `published_at`).
 
-    Not tracked by the collector, so that a hundred thousand of them cost a collection nothing:
-    Slots unlinks what it drops. Times are monotonic seconds.
+    Not tracked by the garbage collector, so that a hundred thousand of them cost a collection
+    nothing: Slots unlinks what it drops. Times are monotonic seconds.
     """
 
     request_id: str  # the booking's
     booking: Booking
     rank: RankLoad
     run: ActiveRun  # where the prompt ends in the trie; the root when it is empty
-    block_count: int  # of the prompt, also when other requests hold the same blocks
+    block_count: int  # blocks of the prompt, including shared ones
     prefill_tokens: int  # outstanding: 0 from prefill_complete on
-    touched_at: float  # booking, prefill_complete, output_block, touch
-    published_at: float  # when peers last heard of it; kept by whoever publishes
-    router_id: int | None  # the peer that admitted it; None: this replica did
+    touched_at: float  # time of the last booking, prefill_complete, output_block or touch
+    published_at: float  # time of the last event to peers; set by the publisher
+    router_id: int | None  # the peer that admitted it; None: this replica
     prefill_done: bool = False
     output_blocks: int = 0
     weighted_output_blocks: int = 0  # those that the last decay_fraction reached
@@ -75,7 +75,7 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
 
 
 class RankLimits(msgspec.Struct, frozen=True, gc=False):
-    """What one rank may hold; infinite where there is no limit."""
+    """Limits of one rank; infinite without a limit."""
 
     prefill_tokens: float = math.inf
     decode_blocks: float = math.inf
@@ -110,7 +110,8 @@ class BusyThreshold(msgspec.Struct, frozen=True):
             )
 
     def limits(self, total_kv_blocks: int | None, max_num_batched_tokens: int) -> RankLimits:
-        """The limits of a rank of this capacity; its blocks may be unknown, or 0, which is too."""
+        """The limits of a rank of this capacity; its blocks may be unknown or 0, which means
+        unknown."""
         tokens = blocks = math.inf
         if self.active_prefill_tokens is not None:
             tokens = self.active_prefill_tokens
@@ -122,7 +123,7 @@ class BusyThreshold(msgspec.Struct, frozen=True):
         return RankLimits(tokens, blocks)
 
     def changed_by(self, given: "BusyThreshold") -> "BusyThreshold":
-        """These with what `given` sets in place of them; its None leaves a limit as it is."""
+        """A copy with the fields of `given`; its None leaves a limit unchanged."""
         return BusyThreshold(
             *(
                 old if new is None else new
@@ -152,22 +153,22 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
-    """The load of one rank as its engine reported it, also what reached it past this service.
+    """The load of one rank as its engine reported it, including requests that bypass this service.
 
-    None where the engine has no such figure, or an older version that does not report it.
+    None if the engine has no such figure, or an older version does not report it.
     """
 
     running_requests: int
     waiting_requests: int
-    kv_tokens: int  # in use
+    kv_tokens: int  # tokens in use
     kv_token_capacity: int | None
-    waiting_uncached_tokens: int | None  # of the waiting requests, to be prefilled
-    total_tokens: int | None  # in use, and of the waiting requests
+    waiting_uncached_tokens: int | None  # tokens of waiting requests, to be prefilled
+    total_tokens: int | None  # tokens in use, and of the waiting requests
     max_running_requests: int | None
-    # Since the engine started: prompt tokens that were not cached, and the time spent on them.
+    # Since the engine started: uncached prompt tokens, and the time spent on them.
     prefilled_tokens: int | None
     prefill_busy_s: float | None
-    age_s: float = 0.0  # since it was received
+    age_s: float = 0.0  # seconds since it was received
 
 
 class LoadRow(msgspec.Struct, frozen=True, gc=False):
@@ -182,7 +183,7 @@ class LoadRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class PotentialLoadRow(msgspec.Struct, frozen=True, gc=False):
-    """What the load of one rank would be with one more request on it."""
+    """The load of one rank with one more request on it."""
 
     worker_id: int
     dp_rank: int

@@ -1,9 +1,8 @@
-"""Active requests of one partition, and the load that they put on each of its ranks.
+"""Active requests of one partition, and the load of each of its ranks.
 
-Owns reservations (booked here, or copies of what peers booked) and the load of every rank: prefill
+Holds reservations (booked here, or copies of peers' bookings) and the load of every rank: prefill
 tokens, decode blocks, requests. Follows selection.md sections 5 and 6 and slot_tracker.md section
-2; expiry is D12. Both services use it. Must not know what a worker is beyond its ranks, nor who
-publishes what to whom.
+2; expiry is D12. Used by both services. Knows ranks, but no workers, and publishes nothing.
 """
 
 import heapq
@@ -21,8 +20,7 @@ from lean_selector.core.load.shapes import Booking, EngineLoad, Reservation
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
-# What an engine reported of its load counts for so long. SGLang repeats an unchanged report each
-# second.
+# How long an engine's load report counts. SGLang repeats an unchanged report each second.
 ENGINE_LOAD_HOLDS_S: Final = 5.0
 
 _touched_at = attrgetter("touched_at")
@@ -30,28 +28,25 @@ _late_s = itemgetter(0)
 
 
 def check_decay_fraction(decay_fraction: float | None) -> None:
-    """Raises BadRequest outside [0, 1]. Comes before the question whether the request exists."""
+    """Raise BadRequest outside [0, 1]. Comes before the check that the request exists."""
     if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
         raise BadRequest("decay_fraction must be between 0.0 and 1.0")
 
 
 class Slots:
     """The active requests of one (model_name, tenant_id). A method that raises has changed nothing.
-
-    Before a Slots is dropped its ranks must be removed, for the collector does not see what they
-    hold.
-    """
+    Remove all ranks before dropping a Slots: the garbage collector does not see what they hold."""
 
     def __init__(
         self,
         on_load_change: Callable[[RankLoad], None] | None = None,
         bits: RankBits | None = None,
     ) -> None:
-        """`on_load_change` hears of a rank after its prefill tokens or decode blocks may have
-        changed, and not of the rank's removal. `bits` numbers the ranks, for others too."""
+        """`on_load_change` is called with a rank after its prefill tokens or decode blocks may have
+        changed, but not on its removal. `bits` numbers the ranks, and may be shared."""
         self.on_load_change = on_load_change
         self.bits = RankBits() if bits is None else bits
-        # Hears of each reservation that has ended, by whatever, when `heard_at` says.
+        # Called with each ended reservation, whatever ended it, and with `heard_at`.
         self.on_ended: Callable[[Reservation], None] | None = None
         # Hears of two reports of a rank's engine, one after the other.
         self.on_reports: Callable[[RankLoad, EngineLoad, EngineLoad, float], None] | None = None
@@ -59,22 +54,23 @@ class Slots:
         # The newest report of each rank's engine, and when it was received.
         self._engine_loads: dict[RankKey, tuple[EngineLoad, float]] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
-        # Of requests admitted here, ever: booked = live + freed + expired + dropped with a rank.
+        # Totals of requests admitted here: booked = live + freed + expired + dropped with a rank.
         self.booked = self.freed = self.expired = self.dropped = 0
-        self.copied = 0  # copies of what peers admitted, ever
+        self.copied = 0  # total copies of peers' bookings
         self._trie = PromptTrie()
-        self.heard_at = 0.0  # the time of what was done last
-        self.revision = 0  # grows whenever what is live, or when it was touched, changes
-        # Each reservation is in one of these, ordered by touch, oldest first; copies that came
-        # backdated youngest first. Plain dicts, for all of one is listed in a tenth of the time
-        # that an OrderedDict takes; looking for the oldest steps over the holes of those removed.
+        self.heard_at = 0.0  # the time of the last call
+        # incremented on each change of the live reservations or their touch times
+        self.revision = 0
+        # Each reservation is in one of these, ordered by touch, oldest first; backdated copies
+        # youngest first. Plain dicts: listing all takes a tenth of an OrderedDict's time; finding
+        # the oldest steps over the holes of removed ones.
         self._local_by_touch: dict[str, Reservation] = {}
         self._copies_by_touch: dict[str, Reservation] = {}
         self._backdated: dict[str, Reservation] = {}
 
     @property
     def arrived(self) -> int:
-        """Requests that were ever put here, by whomever."""
+        """Total requests booked here, by any origin."""
         return self.booked + self.copied
 
     def live_counts(self) -> tuple[int, int]:
@@ -83,7 +79,7 @@ class Slots:
         return local, len(self.reservations) - local
 
     def add_rank(self, worker_id: int, dp_rank: int) -> RankLoad:
-        """The rank's load, a new and idle one where the rank is new."""
+        """The rank's load, a new idle one for a new rank."""
         rank = self.ranks.get((worker_id, dp_rank))
         if rank is None:
             rank = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
@@ -91,7 +87,7 @@ class Slots:
         return rank
 
     def remove_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Forget a rank and its reservations, and return those. An unknown rank has none."""
+        """Remove a rank and its reservations, and return those. An unknown rank has none."""
         rank = self.ranks.pop((worker_id, dp_rank), None)
         if rank is None:
             return []
@@ -106,7 +102,7 @@ class Slots:
         return dropped
 
     def report_load(self, rank: RankKey, report: EngineLoad, now: float) -> None:
-        """Keep what the engine of a rank reports of its load; of an unknown rank nothing is."""
+        """Store the load that a rank's engine reports; ignored for an unknown rank."""
         if rank in self.ranks:
             if self.on_reports is not None and (kept := self._engine_loads.get(rank)) is not None:
                 self.on_reports(self.ranks[rank], kept[0], report, now)
@@ -116,7 +112,7 @@ class Slots:
         self._engine_loads.pop(rank, None)
 
     def reported_load(self, rank: RankKey, now: float) -> EngineLoad | None:
-        """What the engine of a rank reported; None where it reported nothing lately."""
+        """The load that a rank's engine reported; None without a recent report."""
         kept = self._engine_loads.get(rank)
         if kept is None:
             return None
@@ -136,8 +132,8 @@ class Slots:
         """Put a request on a rank.
 
         sequence_hashes: 8 bytes little-endian per block, in prompt order; any number of blocks fits
-        any number of tokens. router_id: the peer that admitted it, None if this replica did.
-        Raises NotFound for an unknown rank, then DuplicateRequest for a live id.
+        any number of tokens. router_id: the peer that admitted it, None for this replica. Raises
+        NotFound for an unknown rank, then DuplicateRequest for a live id.
         """
         request_id = booking.request_id
         rank = self.ranks.get((booking.worker_id, booking.dp_rank))
@@ -182,7 +178,8 @@ class Slots:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
-        """Release a request's prefill tokens. None: not live. The bool: this was the first time."""
+        """Release a request's prefill tokens. Returns None if it is not live, else whether this was
+        the first call."""
         reservation = self.reservations.get(request_id)
         if reservation is None:
             return None
@@ -204,11 +201,9 @@ class Slots:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Add generated blocks; None: not live.
-
-        With a fraction, every block of the request, these included, that no other request of the
-        rank holds weighs that much from now on. Raises BadRequest for a fraction outside [0, 1].
-        """
+        """Add generated blocks; None: not live. With a fraction, every block of the request,
+        including these, that no other request of the rank holds has this weight from now on. Raises
+        BadRequest for a fraction outside [0, 1]."""
         check_decay_fraction(decay_fraction)
         reservation = self.reservations.get(request_id)
         if reservation is None:
@@ -228,11 +223,8 @@ class Slots:
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:
-        """Release a request; None: not live.
-
-        `now` matters where prefills decay: the clock of the next one starts. Left out, it is the
-        last time that anything was heard.
-        """
+        """Release a request; None: not live. `now` matters for decaying prefills: the clock of the
+        next one starts. The default is the time of the last call."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             if reservation.router_id is None:
@@ -243,17 +235,16 @@ class Slots:
         return reservation
 
     def touch(self, request_id: str, now: float) -> Reservation | None:
-        """Hear of a request again, as when its owner publishes it once more; None: not live."""
+        """Refresh a request, as when its owner publishes it again; None: not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             self._touch(reservation, now)
         return reservation
 
     def backdate(self, copy: Reservation, touched_at: float) -> None:
-        """A copy that was just booked was last heard of at `touched_at`, by another replica.
-
-        Call it youngest first: a copy that is younger than the oldest of them may expire late.
-        """
+        """Set the touch time of a copy that was just booked to `touched_at`, as another replica
+        knows it. Call it youngest first: a copy that is younger than the oldest of them may expire
+        late."""
         copy.touched_at = touched_at
         self.revision += 1
         oldest = next(reversed(self._backdated.values()), copy)
@@ -262,7 +253,8 @@ class Slots:
             self._backdated[copy.request_id] = copy
 
     def by_touch(self) -> Iterator[Reservation]:
-        """All that is live now, the last touched first; without what ends before its turn comes."""
+        """All that are live now, last touched first; reservations that end meanwhile are left
+        out."""
         listed = heapq.merge(
             list(reversed(self._local_by_touch.values())),
             list(reversed(self._copies_by_touch.values())),
@@ -276,11 +268,9 @@ class Slots:
     def expire(
         self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int
     ) -> list[Reservation]:
-        """Release at most `max_steps` requests untouched for more than their limit.
-
-        The longest overdue first, so that neither kind waits behind the other. Returns them. As
-        many as max_steps: call again, there may be more.
-        """
+        """Release at most `max_steps` requests that were idle longer than their limit, the longest
+        overdue first, so that neither kind waits behind the other. Returns them. If it returns as
+        many as max_steps, call again: there may be more."""
         self.heard_at = now
         if not self.reservations:
             return []
@@ -298,8 +288,7 @@ class Slots:
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
-        """Leading blocks of a prompt that active prompts of a rank share, for ranks where there are
-        any."""
+        """Leading blocks of a prompt that active prompts of a rank share, for ranks with any."""
         keys = self.bits.keys
         return {
             key: blocks
@@ -313,8 +302,8 @@ class Slots:
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:
-        """True when no active prompt starts with this hash (an int of either sign, or 8 bytes and
-        more): active_prefix is empty then, whatever follows it."""
+        """Whether no active prompt starts with this hash (an int of either sign, or 8 bytes and
+        more): active_prefix is empty then, whatever follows."""
         if isinstance(first_hash, int):
             first_hash = (first_hash & U64_MAX).to_bytes(HASH_BYTES, "little")
         return first_hash[:HASH_BYTES] not in self._trie.root.children
@@ -346,8 +335,8 @@ class Slots:
         )
 
     def _detach(self, reservation: Reservation) -> int:
-        """Unlink a reservation from everything but its rank's sums; returns how many blocks to take
-        off."""
+        """Unlink a reservation from everything except its rank's sums; returns how many blocks to
+        subtract."""
         request_id, rank = reservation.request_id, reservation.rank
         self.revision += 1
         del self.reservations[request_id]
@@ -358,7 +347,7 @@ class Slots:
             del self._backdated[request_id]
         weights = rank.block_weights
         freed_blocks = self._trie.remove(reservation.run, rank.mask, weights)
-        reservation.run = self._trie.root  # the old one may go on as another prompt's
+        reservation.run = self._trie.root  # the run may continue as another prompt's
         if reservation.output_blocks:
             weights.move(reservation.output_weight, 1.0, reservation.weighted_output_blocks)
         if self.on_ended is not None:
@@ -366,8 +355,7 @@ class Slots:
         return freed_blocks + reservation.output_blocks
 
     def _start_prefill(self, reservation: Reservation, now: float) -> None:
-        """Follow a new prefill in time; with the first that has a duration, all that came before
-        it."""
+        """Track a new prefill's decay; with the first that has a duration, all earlier ones too."""
         rank = reservation.rank
         newcomers = [reservation]
         if rank.decay is None:
@@ -385,7 +373,7 @@ class Slots:
             rank.decay = None
 
     def _set_load(self, rank: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
-        """The one place where a rank's load changes."""
+        """The only place where a rank's load changes."""
         rank.active_prefill_tokens = prefill_tokens
         rank.distinct_blocks = distinct_blocks
         weights = rank.block_weights
@@ -399,7 +387,7 @@ class Slots:
 def _overdue(
     by_touch: Iterable[Reservation], now: float, limit_s: float
 ) -> Iterator[tuple[float, Reservation]]:
-    """Those untouched for more than the limit, and by how much; the oldest come first."""
+    """Requests idle longer than the limit, and by how much; the oldest come first."""
     for reservation in by_touch:
         late_s = now - reservation.touched_at - limit_s
         if late_s <= 0.0:

@@ -1,6 +1,6 @@
-"""What a replica takes over from its peers, at start or after a gap: live bookings, each id once.
+"""Catching up: live bookings copied from peers' snapshots, at start or after a gap, each id once.
 
-Owns the bookings that wait for their rank to be registered here, and the events received meanwhile
+Holds the bookings that wait for their rank to be registered here, and the events received meanwhile
 for bookings that have not arrived yet. Beyond the reference (decision D22); slot_tracker.md 3.1.
 Knows nothing of HTTP or sockets; time is an argument, in monotonic seconds.
 """
@@ -16,12 +16,12 @@ from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.events import ReplicaTarget, Verdict
 from lean_selector.core.replication.shapes import AwaitedFree, EventKind, LiveBooking, ReplicaEvent
 
-# How long a booking may wait for its rank. Registration follows a start within seconds where a
-# control plane does it; after a minute it is a fault, and clients had time to end what waits,
-# unheard of where it is not booked.
+# How long a booking may wait for its rank. Registration by a control plane follows a start within
+# seconds; after a minute it is a fault, and clients may have ended the waiting request without
+# effect.
 HOLD_S = 60.0
-# Bookings that wait, and ids heard of: a 60 s backlog of 3 000 bookings a second. With prompts of
-# 64 blocks 150 MB when full.
+# Bound of waiting bookings and of known ids: a 60 s backlog of 3 000 bookings a second. With
+# prompts of 64 blocks 150 MB when full.
 MAX_WAITING = 200_000
 MAX_NOTED = 200_000
 
@@ -30,22 +30,22 @@ _Rank = tuple[str, str, int, int]  # model_name, tenant_id, worker_id, dp_rank
 
 
 class Fate(IntEnum):
-    """What became of a booking of the snapshot."""
+    """The outcome of a booking of the snapshot."""
 
     BOOKED = 0
     WAITING = 1  # its rank is not registered here
     HELD = 2  # the id is known already
-    ENDED = 3  # its end was heard before it came
+    ENDED = 3  # its end arrived before it
     EXPIRED = 4
     BLOCK_SIZE = 5
     NOT_REGISTERED = 6  # waited for HOLD_S, or there was no room to wait
 
 
 class CatchUp:
-    """Catches up until `ends_at`, and after `begin_again` once more. Books, and publishes nothing.
+    """Catches up until `ends_at`, and again after `begin_again`. Books, and publishes nothing.
 
-    Every event heard or published meanwhile must be shown to `note`, after it was applied.
-    `counts[fate]` is how many bookings met a fate; one that waited met two.
+    Every event received or published meanwhile must be passed to `note`, after it was applied.
+    `counts[fate]` is the number of bookings with that outcome; one that waited has two.
     """
 
     def __init__(
@@ -59,26 +59,26 @@ class CatchUp:
         self._router_id = router_id
         self._lookup = lookup
         self._copies_expire_s = copies_expire_s
-        # Oldest first. OrderedDicts, because the oldest of a plain dict is behind all the holes of
-        # older ones.
+        # Oldest first. OrderedDicts, because finding the oldest of a plain dict steps over the
+        # holes of removed ones.
         self._waiting: OrderedDict[_Id, AwaitedFree] = OrderedDict()
-        self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # the same; none is empty
+        self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # the same; no dict is empty
         self.begin_again(now)
 
     def begin_again(self, now: float) -> None:
-        """A snapshot will come; what waits for its rank goes on waiting, each for its own time."""
+        """Prepare for another snapshot; waiting bookings go on waiting, each for its own time."""
         self.ends_at = now + HOLD_S
-        # Until the snapshot is in: ends and prefill completions heard, the oldest first.
+        # Until the snapshot is complete: received ends and prefill completions, the oldest first.
         self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()
 
     def fates(self) -> Iterator[tuple[Fate, int]]:
-        """How many bookings met each fate that any met; WAITING are those that wait now."""
+        """Number of bookings by outcome, without zeros; WAITING counts those that wait now."""
         counts = [*self.counts]
         counts[Fate.WAITING] = len(self._waiting)
         return ((fate, counts[fate]) for fate in Fate if counts[fate])
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """An event of a peer, with what became of it, or (None) one of ours."""
+        """An event of a peer, with its verdict, or (None) one of ours."""
         booking = event.booking
         booking_id = event.model_name, event.tenant_id, booking.request_id
         waiting = self._waiting.get(booking_id)
@@ -104,19 +104,19 @@ class CatchUp:
             _complete_prefill(held, now)
 
     def take(self, live: LiveBooking, now: float) -> Fate:
-        """One booking of the snapshot; `touched_at` in our clock. Youngest first, per partition."""
+        """Apply one booking of the snapshot; `touched_at` in our clock. Youngest first, per
+        partition."""
         fate = self._take(live, now)
         self.counts[fate] += 1
         return fate
 
     def snapshot_is_in(self) -> None:
-        """All of it was taken, or none will come: only what waits matters from now on."""
+        """The snapshot is complete, or failed: from now on only waiting bookings matter."""
         self._noted = None
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Book what waits for ranks that are registered by now, and drop what waited too long, at
-        most `max_steps` of them; True: there is more.
-        """
+        """Book waiting bookings whose ranks are registered now, and drop those that waited too
+        long, at most `max_steps` of them; True: there are more."""
         steps_left = max_steps
         for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
             target = self._lookup(model_name, tenant_id)
@@ -142,14 +142,14 @@ class CatchUp:
         return False
 
     def give_up_waiting(self) -> None:
-        """Drop what waits: what becomes of it is not noted any longer."""
+        """Drop the waiting bookings; later events for them are not noted."""
         self.counts[Fate.NOT_REGISTERED] += len(self._waiting)
         self._waiting.clear()
         self._by_rank.clear()
 
     def _take(self, live: LiveBooking, now: float) -> Fate:
         if live.router_id == self._router_id:
-            return Fate.HELD  # it is ours: what we know of it is newer
+            return Fate.HELD  # it is ours: our own state is newer
         key = _id_of(live), live.booking.worker_id, live.booking.dp_rank
         heard = None if self._noted is None else self._noted.get(key)
         if heard is EventKind.FREE:
@@ -197,12 +197,12 @@ class CatchUp:
 def ended_meanwhile(
     targets: Iterable[ReplicaTarget], router_id: int, listed: list[LiveBooking], asked_at: float
 ) -> Iterator[ReplicaEvent | None]:
-    """What a replica would have told of requests that it admitted, had it been heard.
+    """The events of a replica that were missed, by its snapshot.
 
-    `listed` is its snapshot, asked for at `asked_at`: what it does not list on the same rank has
-    ended, since whatever was heard of before was admitted before. What was heard of since is left
-    alone. PREFILL_COMPLETE for those that are past that; None for each that nothing is to be said
-    of, so that the caller may pause.
+    `listed` is that snapshot, requested at `asked_at`: what it does not list on the same rank has
+    ended, since requests known from before were admitted before. Requests with later events are
+    left alone. PREFILL_COMPLETE for those past their prefill; None for each without a missed event,
+    so that the caller may pause.
     """
     by_id = {_id_of(live): live for live in listed if live.router_id == router_id}
     for target in targets:
@@ -228,7 +228,7 @@ def ended_meanwhile(
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
-    """A live reservation of ours as a peer may take it over; output blocks stay local."""
+    """A live reservation of ours as a peer can adopt it; output blocks stay local."""
     live = LiveBooking(
         target.model_name,
         target.tenant_id,

@@ -1,4 +1,4 @@
-"""Events of replicas: publish, apply, count what was missed; restore bookings after a restart."""
+"""Events of replicas: publish, apply, count missed ones; restore bookings after a restart."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,33 +18,34 @@ from lean_selector.core.replication.shapes import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# What replicas tell each other about requests, and what hearing it does.
+# Events about requests between replicas.
 #
-# Owns the applier (a peer's event -> our slots) and the emitter (our change -> an event). Follows
-# slot_tracker.md sections 3.4 from step 4 on and 3.5, with decisions D12 and D17. Knows nothing of
-# MessagePack or sockets. The applier has no way to publish and the emitter none to apply, so an
-# event cannot go round in circles.
+# The applier turns a peer's event into changes of our slots, the emitter our changes into events.
+# Follows slot_tracker.md sections 3.4 from step 4 on and 3.5, with decisions D12 and D17. Knows
+# nothing of MessagePack or sockets. The applier cannot publish and the emitter cannot apply, so an
+# event cannot circulate.
 
-# Long enough for tasks of a 1.3 sender to overtake each other, short enough that a request id which
-# is used again (ids ought to be unique) is not taken for a late one.
+# Long enough for the tasks of a 1.3 sender to overtake each other, short enough that a reused
+# request id (ids should be unique) does not match an old event.
 EARLY_MEMORY_S = 5.0
-# 10 000 early events a second, for EARLY_MEMORY_S. 1.3 senders reorder by milliseconds; what fills
-# it is the end of requests whose ADD we missed. 15 MB when full.
+# 10 000 early events a second, for EARLY_MEMORY_S. 1.3 senders reorder by milliseconds; most
+# entries are ends of requests whose ADD was missed. 15 MB when full.
 MAX_EARLY = 50_000
 
 
 class Verdict(IntEnum):
-    """What became of a peer's event."""
+    """The outcome of a peer's event."""
 
     APPLIED = 0
-    OWN = 1  # it is ours, come back through a loop of subscriptions
+    OWN = 1  # our own event, returned through a loop of subscriptions
     UNKNOWN_PARTITION = 2
     BLOCK_SIZE = 3
-    RANK = 4  # ADD on a rank that is not registered, or not schedulable, here
-    DUPLICATE = 5  # ADD of an id that is held, or a repeated PREFILL_COMPLETE
+    RANK = 4  # ADD on a rank that is not registered or not schedulable here
+    DUPLICATE = 5  # ADD of a held id, or a repeated PREFILL_COMPLETE
     FREED_EARLY = 6  # ADD whose FREE came first
-    UNKNOWN_REQUEST = 7  # PREFILL_COMPLETE or FREE, now remembered for EARLY_MEMORY_S
-    WORKER_MISMATCH = 8  # PREFILL_COMPLETE or FREE for another rank, from another than the owner
+    # PREFILL_COMPLETE or FREE before its ADD, now remembered for EARLY_MEMORY_S
+    UNKNOWN_REQUEST = 7
+    WORKER_MISMATCH = 8  # PREFILL_COMPLETE or FREE for another rank, not from the owner
 
 
 class ReplicaTarget(Protocol):
@@ -67,7 +68,7 @@ class ReplicaApplier:
     """Applies peers' events to our slots. Never creates workers or partitions, never publishes.
 
     `lookup(model_name, tenant_id)` finds the partition, None when there is none.
-    `counts[kind][verdict]` is how many events of a kind ended in a verdict.
+    `counts[kind][verdict]` is the number of events by kind and verdict.
     """
 
     def __init__(self, router_id: int, lookup: Callable[[str, str], ReplicaTarget | None]) -> None:
@@ -75,11 +76,12 @@ class ReplicaApplier:
         self.counts = [[0] * len(Verdict) for _ in EventKind]
         self._lookup = lookup
         # FREEs and PREFILL_COMPLETEs of unknown ids, oldest first; at most MAX_EARLY. An
-        # OrderedDict, because the oldest of a plain dict is behind all the holes of older ones.
+        # OrderedDict, because finding the oldest of a plain dict steps over the holes of removed
+        # ones.
         self._early: OrderedDict[_EarlyKey, Early] = OrderedDict()
 
     def apply(self, event: ReplicaEvent, now: float) -> Verdict:
-        """Apply one event heard at `now`; the first booking of an id wins."""
+        """Apply one event received at `now`; the first booking of an id wins."""
         verdict = self._apply(event, now)
         self.counts[event.kind][verdict] += 1
         return verdict
@@ -125,7 +127,7 @@ class ReplicaApplier:
         held = slots.reservations.get(booking.request_id)
         if held is not None:
             if held.router_id == event.router_id:
-                slots.touch(booking.request_id, now)  # the owner says that it still runs
+                slots.touch(booking.request_id, now)  # the owner says that it is still running
             return Verdict.DUPLICATE
         if early is not None:
             booking = msgspec.structs.replace(booking, prefill_tokens=None)
@@ -133,11 +135,9 @@ class ReplicaApplier:
         return Verdict.APPLIED
 
     def _remember(self, event: ReplicaEvent, now: float) -> None:
-        """Keep an early FREE or PREFILL_COMPLETE; a FREE outweighs the other.
-
-        It stays until it is too old, also after its ADD came: a peer subscribed to under two names
-        delivers everything twice.
-        """
+        """Remember an early FREE or PREFILL_COMPLETE; a FREE replaces the other. It stays until
+        it expires, even after its ADD: a peer subscribed to under two names delivers everything
+        twice."""
         early = self._early
         key = _early_key(event)
         before = early.pop(key, None)
@@ -148,9 +148,8 @@ class ReplicaApplier:
 
 
 def _early_key(event: ReplicaEvent) -> _EarlyKey:
-    """Without the sender: whoever is called says that a request has ended, and its event comes by
-    another connection than the ADD of the replica that admitted the request.
-    """
+    """Without the sender: any replica can be called to end a request, and its event arrives by
+    another connection than the ADD."""
     booking = event.booking
     return (
         event.model_name,
@@ -162,15 +161,13 @@ def _early_key(event: ReplicaEvent) -> _EarlyKey:
 
 
 class ReplicaEvents:
-    """Turns what was done here into events and hands them to `publish`, in the order of the calls.
-
-    Its caller, the ledger, decides what is worth telling.
-    """
+    """Turns our changes into events and passes them to `publish`, in the order of the calls. Its
+    caller, the ledger, decides what is published."""
 
     def __init__(self, router_id: int, publish: Callable[[ReplicaEvent], None]) -> None:
         self.router_id = router_id
         self._publish = publish
-        self.counts = [0] * len(EventKind)  # published, by kind
+        self.counts = [0] * len(EventKind)  # published events, by kind
 
     def booked(
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
@@ -179,10 +176,9 @@ class ReplicaEvents:
         self._tell(EventKind.ADD, target, reservation.booking, sequence_hashes)
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """Only what peers do not hear of, as output blocks, keeps a request of ours: it lives.
-
-        A peer that holds the id notes that and no more; one that does not books the blocks (D12).
-        """
+        """A request of ours is kept alive only by calls that peers do not hear of, such as output
+        blocks: publish that it lives. A peer that holds the id only notes it; one that does not
+        books the blocks (D12)."""
         hashes = target.slots.sequence_hashes_of(reservation)
         only_blocks = msgspec.structs.replace(
             reservation.booking, track_prefill_tokens=True, prefill_tokens=None
@@ -190,7 +186,7 @@ class ReplicaEvents:
         self._tell(EventKind.ADD, target, only_blocks, hashes)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """A request's prefill was completed by a call here, wherever it was admitted."""
+        """A call here completed a request's prefill, wherever it was admitted."""
         self._tell(EventKind.PREFILL_COMPLETE, target, reservation.booking)
 
     def freed(self, target: ReplicaTarget, reservation: Reservation) -> None:
@@ -219,37 +215,36 @@ class ReplicaEvents:
 
 
 # --------------------------------------------------------------------------------------------------
-# What was missed of what each replica published: a publisher numbers its events from 1 on.
+# Detecting missed events: a publisher numbers its events from 1 on.
 #
-# A PUB socket drops what a subscriber does not take in time, and what is published while a
-# connection is down is never sent. So a number that does not follow the last one tells how many
-# events were missed, and a publisher that falls silent after a loss tells by its heartbeat. Beyond
-# the reference, which numbers nothing (decision D24). Knows nothing of sockets; time is an
-# argument, in seconds.
+# A PUB socket drops what a subscriber does not read in time, and events published while a
+# connection is down are never sent. So a number that does not follow the last one shows how many
+# events were missed, and a heartbeat shows losses at the end. Beyond the reference, which numbers
+# nothing (decision D24). Knows nothing of sockets; time is an argument, in seconds.
 
-# A replica that restarts is another publisher. Twice as many as there may be peers; the one that
-# was silent longest is forgotten first.
+# A restarted replica is a new publisher. Twice the maximum number of peers; the one silent longest
+# is forgotten first.
 MAX_PUBLISHERS = 512
-# A peer subscribed to under two names delivers everything twice, one copy late by what its queues
-# hold. A number further back than that was counted by somebody else.
+# A peer subscribed to under two names delivers everything twice, one copy late by the length of its
+# queues. A number further back comes from another counter.
 MAX_LATE = 1_000_000
-# 30 years of 1 000 events a second: what jumps further ahead was not counted.
+# 30 years of 1 000 events a second: a number further ahead is invalid.
 MAX_JUMP = 2**40
 
 
 class ReplicaSequences:
-    """The numbers of all publishers that are heard; those of the reference have none."""
+    """The numbers of all known publishers; the reference does not number its events."""
 
     def __init__(self) -> None:
-        self.missed = 0  # events, ever
-        self._publishers: OrderedDict[int, Publisher] = OrderedDict()  # the last heard at the end
+        self.missed = 0  # total events
+        self._publishers: OrderedDict[int, Publisher] = OrderedDict()  # most recently heard last
 
     def publishers(self) -> list[Publisher]:
-        """Those that number what they publish, by router id."""
+        """Replicas that number their events, by router id."""
         return sorted(self._publishers.values(), key=lambda publisher: publisher.router_id)
 
     def behind(self) -> list[Publisher]:
-        """Those whose events were missed, and not mended since."""
+        """Replicas with missed events that were not repaired since."""
         return [publisher for publisher in self._publishers.values() if publisher.gap_at]
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
@@ -257,7 +252,7 @@ class ReplicaSequences:
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
-        """So many were published so far; returns how many of them were missed at the end."""
+        """The publisher's event count; returns how many were missed at the end."""
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
@@ -269,22 +264,22 @@ class ReplicaSequences:
         return True
 
     def is_followed(self, router_id: int, since: float) -> bool:
-        """True when a publisher was heard after `since`, and nothing of it is missing."""
+        """Whether a publisher was heard after `since`, with no event missing."""
         publisher = self._publishers.get(router_id)
         return publisher is not None and not publisher.gap_at and publisher.heard_at >= since
 
     def is_numbered(self, router_id: int) -> bool:
-        """True when a publisher is known here, and numbers what it tells."""
+        """Whether a publisher is known here and numbers its events."""
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """`before`: what ought to have been heard before this."""
+        """`before`: the number that should have preceded this one."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:
                 self._publishers.popitem(last=False)
             self._publishers[router_id] = Publisher(router_id, sequence, now)
-            return 0  # what came before our subscription is not ours to miss
+            return 0  # events before our subscription do not count as missed
         self._publishers.move_to_end(router_id)
         publisher.heard_at = now
         last = publisher.sequence
@@ -301,10 +296,10 @@ class ReplicaSequences:
 
 
 # --------------------------------------------------------------------------------------------------
-# Bookings that were live when the process before this one ended, booked once more.
+# Restoring the bookings that were live when an earlier process ended.
 #
-# Nobody is told of them: peers heard of them when they were made. Time is an argument, in monotonic
-# seconds of this process, and may lie before its begin.
+# They are not published: peers know them from before. Time is an argument, in monotonic seconds of
+# this process, and may be before its start.
 
 
 def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> bool:

@@ -1,9 +1,9 @@
-"""The ledger of a partition: what is booked in it, and who is told.
+"""The ledger of a partition: booking, expiry, and publication to peers.
 
-Whatever is done here to requests, by calls or by time, is done through it, by both services: so
-what peers hear of, how often a request is said to live, and when one is given up stand here and
-nowhere else (slot_tracker.md section 3.5; D12). What peers did changes the slots without it
-(ReplicaApplier), and so is told to nobody. Time is an argument: monotonic seconds.
+Both services make every change to requests, by calls or by time, through it. So the rules for what
+is published, how often a live request is announced, and when it expires are only here
+(slot_tracker.md section 3.5; D12). Peers' events change the slots directly (ReplicaApplier), and so
+are not published again. Time is an argument: monotonic seconds.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,22 @@ from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 
-# How long a request that was admitted here lives after its last touch (D12).
+# How long a request admitted here lives after its last touch (D12).
 RESERVATION_EXPIRY_S = 300.0
-# Copies that peers admitted outlive that by this much: their owner expires them first (D12).
+# Copies of peers' requests live this much longer: their owner expires them first (D12).
 REPLICA_GRACE_S = 60.0
-# An owner that did nothing peers would hear of tells them that it lives this often (D12).
+# An owner whose request had no event for peers announces this often that it lives (D12).
 REPUBLISH_AFTER_S = 120.0
 
 
 def copies_expire_s(expiry_s: float) -> float:
-    """How long copies live after their last touch where reservations expire after `expiry_s`."""
+    """How long copies live after their last touch if reservations expire after `expiry_s`."""
     return expiry_s + REPLICA_GRACE_S
 
 
 def republish_after_s(expiry_s: float) -> float:
-    """How often to say so where reservations expire after `expiry_s`: twice before they do."""
+    """Interval of those announcements if reservations expire after `expiry_s`: twice before they
+    do."""
     return min(REPUBLISH_AFTER_S, 0.4 * expiry_s)
 
 
@@ -46,16 +47,15 @@ class LifecycleEvents(Protocol):
 
 
 class Ledgers:
-    """What the ledgers of one process share: whom they tell, how long a request lives unheard of,
-    and whose turn it is to expire.
-    """
+    """What the ledgers of one process share: the events, the expiry time, and the order of
+    expiry."""
 
     def __init__(
         self,
         expiry_s: float = RESERVATION_EXPIRY_S,
         events: LifecycleEvents | None = None,
     ) -> None:
-        """`events`: None where there are no peers to tell."""
+        """`events`: None without peers."""
         self.events = events
         self.republish_after_s = republish_after_s(expiry_s)
         self._expiry_s = expiry_s
@@ -65,11 +65,9 @@ class Ledgers:
     def expire(
         self, ledgers: Sequence["Ledger"], now: float, max_steps: int
     ) -> list[tuple["Ledger", list[Reservation]]]:
-        """Gives up what was not touched for too long, at most `max_steps` in all, by ledger.
-
-        A step gives up one reservation. As many as max_steps: call again, there may be more, and
-        that call goes on behind where this one stopped: nobody waits for another's backlog.
-        """
+        """Expire idle requests, at most `max_steps` in all, ledger by ledger. A step expires one.
+        If it returns as many as max_steps, call again: that call continues where this one stopped,
+        so no ledger waits for another's backlog."""
         gone: list[tuple[Ledger, list[Reservation]]] = []
         start = self._turn
         for at in range(start, start + len(ledgers)):
@@ -87,10 +85,10 @@ class Ledgers:
 
 
 class Ledger:
-    """What is booked in one (model_name, tenant_id). A method that raises has changed nothing.
+    """The bookings of one (model_name, tenant_id). A method that raises has changed nothing.
 
-    What a call here did is told, wherever the request was admitted; what ended without a call only
-    if it was admitted here, for whoever admitted a copy sees to that one.
+    A call made here is published, wherever the request was admitted. An end without a call is
+    published only if the request was admitted here: the owner of a copy does that itself.
     """
 
     def __init__(
@@ -104,14 +102,14 @@ class Ledger:
         self._republish_after_s = shared.republish_after_s
 
     def book(self, booking: Booking, sequence_hashes: bytes, now: float) -> Reservation:
-        """Admits a request. Raises NotFound for an unknown rank, DuplicateRequest for a live id."""
+        """Admit a request. Raises NotFound for an unknown rank, DuplicateRequest for a live id."""
         reservation = self.slots.book(booking, sequence_hashes, now)
         if self._events is not None:
             self._events.booked(self, reservation, sequence_hashes)
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> Reservation | None:
-        """Releases a request's prefill tokens; again is no error. None: not live."""
+        """Release a request's prefill tokens; repeating it is no error. None: not live."""
         completed = self.slots.prefill_complete(request_id, now)
         if completed is None:
             return None
@@ -131,34 +129,35 @@ class Ledger:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Adds generated blocks, as Slots.output_block. None: not live."""
+        """Add generated blocks, like Slots.output_block. None: not live."""
         reservation = self.slots.output_block(request_id, now, decay_fraction, blocks)
         if self._events is not None and reservation is not None:
             self._keep_alive(self._events, reservation, now)
         return reservation
 
     def free(self, request_id: str, now: float) -> Reservation | None:
-        """Releases a request. None: not live."""
+        """Release a request. None: not live."""
         reservation = self.slots.free(request_id, now)
         if self._events is not None and reservation is not None:
             self._events.freed(self, reservation)
         return reservation
 
     def drop_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Forgets a rank and what was on it; returns that. An unknown rank has none."""
+        """Remove a rank and its requests; returns them. An unknown rank has none."""
         dropped = self.slots.remove_rank(worker_id, dp_rank)
         self.tell_ended(dropped)
         return dropped
 
     def tell_ended(self, reservations: list[Reservation]) -> None:
-        """These ended without a call; they are gone from the slots."""
+        """Publish requests that ended without a call; they are gone from the slots."""
         if self._events is not None:
             for reservation in reservations:
                 if not reservation.is_replica:
                     self._events.freed(self, reservation)
 
     def _keep_alive(self, events: LifecycleEvents, reservation: Reservation, now: float) -> None:
-        """Peers do not hear of what just touched it: say now and then that it lives (D12)."""
+        """Peers did not hear of this touch: announce from time to time that the request lives
+        (D12)."""
         if (
             reservation.router_id is None
             and now - reservation.published_at >= self._republish_after_s

@@ -1,4 +1,4 @@
-"""What replicas tell each other, and what is kept of it."""
+"""Records of replication: events, live bookings, publishers."""
 
 from enum import IntEnum
 
@@ -14,18 +14,17 @@ class EventKind(IntEnum):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event on the wire. Beyond its ids and its adapter the booking matters for ADD only, and
-    so does the prompt.
-    """
+    """One event on the wire. The prompt, and the booking beyond its ids and adapter, matter for ADD
+    only."""
 
     kind: EventKind
     model_name: str
     tenant_id: str
     block_size: int
-    router_id: int  # the sender's, which need not be where the request was admitted
+    router_id: int  # id of the sender, which may not have admitted the request
     booking: Booking
     sequence_hashes: bytes = b""  # 8 bytes LE per block
-    sequence: int | None = None  # as heard: its number among the sender's; a reference gives none
+    sequence: int | None = None  # the sender's number of the event; a reference has none
 
 
 class Early(msgspec.Struct, frozen=True, gc=False):
@@ -34,7 +33,7 @@ class Early(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveBooking(msgspec.Struct, gc=False):
-    """A booking as a peer holds it; `booking.prefill_tokens` are those outstanding."""
+    """A booking as a peer holds it, with its outstanding `booking.prefill_tokens`."""
 
     model_name: str
     tenant_id: str
@@ -43,7 +42,7 @@ class LiveBooking(msgspec.Struct, gc=False):
     booking: Booking
     sequence_hashes: bytes  # 8 bytes LE per block
     prefill_done: bool
-    touched_at: float  # in the clock of whoever holds this record
+    touched_at: float  # in the clock of the holder of this record
 
 
 class AwaitedFree(msgspec.Struct, frozen=True, gc=False):
@@ -52,10 +51,10 @@ class AwaitedFree(msgspec.Struct, frozen=True, gc=False):
 
 
 class Publisher(msgspec.Struct):
-    """What is known of one publisher's numbers."""
+    """The state of one publisher's numbers."""
 
     router_id: int
-    sequence: int  # the highest that was heard
+    sequence: int  # the highest number received
     heard_at: float
     missed: int = 0
-    gap_at: int = 0  # the number that showed the last gap; 0: no gap, or it was mended since
+    gap_at: int = 0  # the number that showed the last gap; 0: no gap, or repaired since

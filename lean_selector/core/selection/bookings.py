@@ -1,4 +1,4 @@
-"""Reservations of all partitions by their ids, and selections that may still be booked."""
+"""Reservations of all partitions by id, and selections that can still be booked by their id."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -13,11 +13,11 @@ from lean_selector.core.selection.shapes import Booked, CachedSelection, Partiti
 from lean_selector.core.settings import API_1_3, Dialect
 
 # --------------------------------------------------------------------------------------------------
-# Selections that are remembered for a while, so that their id alone books them later.
+# Selections that are cached for a while, so that they can be booked later by their id.
 #
-# Owns what `/select` chose under an id, by partition and id; bounded in age, number and bytes, the
-# oldest go first. Nothing here is booked. Knows no workers: whether a choice still stands is for
-# who books it (`Bookings.replay`). Spec selection_16.md 5.1. Time is an argument.
+# Holds what `/select` chose, by partition and id, bounded in age, number and bytes; the oldest are
+# evicted first. Nothing here is booked. `Bookings.replay` checks whether a cached choice is still
+# valid. Spec selection_16.md 5.1. Time is an argument.
 
 
 class _Entry:
@@ -30,13 +30,13 @@ class _Entry:
 
 
 class SelectionCache:
-    """Selections of all partitions that may still be booked by their ids."""
+    """Selections of all partitions that can still be booked by their ids."""
 
     def __init__(self, settings: SelectionCacheSettings) -> None:
         self._settings = settings
         self._entries: OrderedDict[tuple[PartitionKey, str], _Entry] = OrderedDict()  # oldest first
         self.size_bytes = 0
-        # Ever: stored = held + used + expired + evicted + replaced or dropped by a caller.
+        # Totals: stored = held + used + expired + evicted + replaced or dropped by a caller.
         self.stored = self.used = self.expired = self.evicted = 0
 
     def __len__(self) -> int:
@@ -45,8 +45,8 @@ class SelectionCache:
     def put(
         self, key: PartitionKey, selection_id: str, selection: CachedSelection, now: float
     ) -> None:
-        """Remembers a choice under an id, in place of an earlier one. What is larger than all that
-        may be kept drives out everything, and then goes itself, as in the reference."""
+        """Cache a choice under an id, replacing an earlier one. An entry larger than the whole
+        cache evicts everything, then itself, as in the reference."""
         settings = self._settings
         if not settings.max_entries or not settings.max_bytes:
             return
@@ -90,7 +90,7 @@ class SelectionCache:
 
 
 def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -> int:
-    """In bytes, as the reference counts: hashes and names."""
+    """Size in bytes, as the reference counts it: hashes and names."""
     prompt = selection.prompt
     size = 8 * prompt.sequence_count + len(prompt.local_hashes)
     for name in (*key, selection_id, prompt.lora_name, selection.session_id):
@@ -100,11 +100,11 @@ def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -
 
 
 # --------------------------------------------------------------------------------------------------
-# Who booked what where in one process: the reservations of all partitions by their ids.
+# Index of the live reservations of all partitions by id.
 #
-# A partition's own are in its ledger, which books and tells the peers; here is which partition an
-# id that came over HTTP leads to (D4), and what is checked before a caller's own choice is booked.
-# Chooses no rank, and knows nothing of who waits.
+# A partition's own reservations are in its ledger, which books and publishes. This index finds the
+# partition of an id that came over HTTP (D4), and checks a caller's own choice before it is booked.
+# It chooses no rank and knows nothing of the queue.
 
 
 class Bookings:
@@ -115,16 +115,17 @@ class Bookings:
     ) -> None:
         self._partitions = partitions
         self._dialect = dialect
-        self.claimed: set[str] = set()  # ids of requests that wait to be booked, if they claim them
-        # Ids booked here over HTTP -> where. One whose reservation is gone is stale (D4).
+        self.claimed: set[str] = set()  # ids claimed by queued requests
+        # Ids booked over HTTP on this replica, with their partition. An id whose reservation is
+        # gone is stale (D4).
         self._booked: dict[str, Partition] = {}
 
     def __len__(self) -> int:
-        """Ids remembered, stale ones too."""
+        """Number of known ids, stale ones included."""
         return len(self._booked)
 
     def book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
-        """Books what was chosen. Raises NotFound or Conflict, with nothing booked."""
+        """Book a choice. Raises NotFound or Conflict, with nothing booked."""
         reservation_id = booking.request_id
         sequence = prompt.sequence_hashes()
         if reservation_id in self._booked:
@@ -140,8 +141,8 @@ class Bookings:
     def book_choice(
         self, partition: Partition, chosen: CachedSelection, reservation_id: str, now: float
     ) -> Booking:
-        """Books what was chosen here, and binds its session. Raises NotFound, Conflict, or
-        BadRequest when its session is bound elsewhere; then nothing is booked."""
+        """Book a choice made here, and bind its session. Raises NotFound, Conflict, or BadRequest
+        if its session is bound elsewhere; then nothing is booked."""
         worker_id, dp_rank = chosen.worker_id, chosen.dp_rank
         prompt, tracks, session_id = chosen.prompt, chosen.track_prefill, chosen.session_id
         if session_id is not None:
@@ -184,12 +185,9 @@ class Bookings:
         *,
         books_prefill: bool = True,
     ) -> Booked:
-        """Books a rank that the caller chose. Never queued, whatever the rank's load.
-
-        `prefill_tokens` is authoritative; None books no prefill at all (kept as documented), and
-        neither does anything without `books_prefill`. Raises BadRequest, NotFound or Conflict, with
-        nothing booked.
-        """
+        """Book a rank that the caller chose, whatever its load; never queued. `prefill_tokens` is
+        booked as given; None books no prefill at all (as documented), and neither does
+        `books_prefill=False`. Raises BadRequest, NotFound or Conflict, with nothing booked."""
         if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
             raise BadRequest(
                 f"effective_prefill_tokens ({prefill_tokens}) "
@@ -218,8 +216,8 @@ class Bookings:
     def replay(
         self, partition: Partition, cached: CachedSelection, reservation_id: str, now: float
     ) -> Booked:
-        """Books what was chosen earlier, as it was chosen. Raises NotFound when the rank is gone,
-        Conflict, or BadRequest when its session is bound elsewhere; then nothing is booked."""
+        """Book an earlier choice as it was made. Raises NotFound when the rank is gone, Conflict,
+        or BadRequest if its session is bound elsewhere; then nothing is booked."""
         worker_id, dp_rank = cached.worker_id, cached.dp_rank
         worker = partition.workers.get(worker_id)
         if worker is None or dp_rank not in worker.ranks:
@@ -233,8 +231,8 @@ class Bookings:
         return _booked(partition, booking, worker)
 
     def check_unclaimed(self, reservation_id: str, partition: Partition) -> None:
-        """Raises Conflict for an id that is booked here, or waits to be, or is live in this
-        partition."""
+        """Raise Conflict if the id is booked on this replica, claimed by a queued request, or live
+        in this partition."""
         if (
             reservation_id in self.claimed
             or reservation_id in partition.slots.reservations
@@ -255,7 +253,7 @@ class Bookings:
         return self._dialect.scope(partition.model_name, partition.tenant_id)
 
     def local_holder(self, reservation_id: str) -> Partition | None:
-        """The partition where this replica itself booked the id and still holds it."""
+        """The partition where this replica booked the id and still holds it."""
         partition = self._booked.get(reservation_id)
         if partition is None:
             return None
@@ -266,10 +264,8 @@ class Bookings:
         return partition
 
     def holders(self, reservation_id: str) -> list[Partition]:
-        """Where a call by URL acts: on the local booking, else on every copy (D4).
-
-        Raises NotFound when the id is live nowhere.
-        """
+        """The partitions that a call by URL acts on: that of the local booking, else of every copy
+        (D4). Raises NotFound when the id is live nowhere."""
         local = self.local_holder(reservation_id)
         if local is not None:
             return [local]
@@ -283,15 +279,15 @@ class Bookings:
         return holders
 
     def restored(self, partition: Partition, reservation_id: str) -> None:
-        """It was booked over HTTP before this process began."""
+        """Note an id that was booked over HTTP before this process started."""
         self._booked[reservation_id] = partition
 
     def forget(self, reservation_id: str) -> None:
-        """It was freed by a call."""
+        """Forget an id that a call freed."""
         self._booked.pop(reservation_id, None)
 
     def forget_ended(self, partition: Partition, reservations: Iterable[Reservation]) -> None:
-        """Forget where those were booked that ended without a call."""
+        """Forget ids whose reservations ended without a call."""
         for reservation in reservations:
             request_id = reservation.request_id
             if not reservation.is_replica and self._booked.get(request_id) is partition:

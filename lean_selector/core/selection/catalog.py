@@ -1,10 +1,10 @@
-"""The worker catalog: who is registered, in which partition, and whether it may be scheduled.
+"""The worker catalog: registered workers, their partitions, and whether they can be scheduled.
 
 A partition is the pair (model_name, tenant_id); worker ids are unique across partitions. A worker
-is `schedulable` when nothing in its record is missing and it agrees with its partition; a change
-that breaks that makes it `incomplete`, with its reasons, and is not an error of the request (spec
-selection.md section 2; decisions D3, D6, D10). Knows nothing of sockets: the sources a worker's
-events come from are handed to an injected `SourceSink`.
+is `schedulable` when its record is complete and agrees with its partition. Otherwise it is
+`incomplete`, with its reasons; that is not an error of the request (spec selection.md section 2;
+decisions D3, D6, D10). The catalog opens no sockets: an injected `SourceSink` subscribes to the
+workers' events.
 """
 
 from bisect import bisect_left, insort
@@ -38,11 +38,11 @@ from lean_selector.core.zmq_endpoints import (
 
 
 class HttpPlaces:
-    """Kept in step with the catalog. An endpoint that is none of HTTP is nowhere."""
+    """The workers at each HTTP address, in step with the catalog. Other endpoints are left out."""
 
     def __init__(self) -> None:
         self._by_place: dict[HttpPlace, dict[int, range]] = {}  # the ranks of each worker there
-        self._by_address: dict[str, dict[int, None]] = {}  # none is empty, nor of those above
+        self._by_address: dict[str, dict[int, None]] = {}  # no set here is empty, and no map above
 
     def put(self, spec: WorkerSpec) -> None:
         place = _place_of(spec)
@@ -51,7 +51,7 @@ class HttpPlaces:
             self._by_address.setdefault(place.address, {})[spec.worker_id] = None
 
     def remove(self, spec: WorkerSpec) -> None:
-        """Takes out what was put in with the same spec."""
+        """Remove what was added with the same spec."""
         place = _place_of(spec)
         if place is None:
             return
@@ -63,12 +63,12 @@ class HttpPlaces:
             del self._by_address[place.address]
 
     def at_address(self, address: str) -> Collection[int]:
-        """The workers of a host:port, whatever path they have there."""
+        """The workers of a host:port, whatever their path."""
         return self._by_address.get(address, ())
 
     def sharing(self, spec: WorkerSpec) -> Iterator[int]:
-        """Other workers at this one's endpoint that have some of its ranks: those of one engine
-        may be registered as a worker each."""
+        """Other workers with this one's endpoint and some of its ranks. The ranks of one engine may
+        be registered as a worker each."""
         place = _place_of(spec)
         own = spec.ranks
         for worker_id, ranks in self._by_place.get(place, {}).items() if place is not None else ():
@@ -82,17 +82,17 @@ def _place_of(spec: WorkerSpec) -> HttpPlace | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a worker's record must say for the worker to be scheduled, and where its events come from.
+# What a worker's record needs for the worker to be scheduled, and where its events come from.
 #
-# What is missing in a record, or does not agree with its partition, is a reason not to schedule the
-# worker, in the documented words and order, and no error of the request (spec selection.md section
-# 2; D3, D6, D10). Decides, never changes anything.
+# A missing field, or one that disagrees with the partition, is a reason not to schedule the worker,
+# in the documented words and order, and not an error of the request (spec selection.md section 2;
+# D3, D6, D10). These functions change nothing.
 
 MAX_ENTRIES = MAX_RANKS  # D28; of each list and map of a record
 
 
 def check_limits(spec: WorkerSpec) -> None:
-    """Raises BadRequest for a record of more ranks or entries than there may be."""
+    """Raise BadRequest if the record has too many ranks or entries."""
     size = spec.data_parallel_size
     if size is not None and size > MAX_RANKS:
         raise BadRequest(f"data_parallel_size {size} exceeds the maximum {MAX_RANKS}")
@@ -105,8 +105,8 @@ def check_limits(spec: WorkerSpec) -> None:
 def judged(
     spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
 ) -> tuple[list[str], dict[int, Source], dict[int, str]]:
-    """Why the worker cannot be scheduled in its partition (None: there is none yet), and by rank
-    the sources and load endpoints to subscribe to; both are empty where there is a reason."""
+    """Why the worker cannot be scheduled in its partition (None: a new one), and by rank the event
+    sources and load endpoints to subscribe to; both are empty if there is a reason."""
     reasons = _missing(spec, settings)
     if reasons:
         return reasons, {}, {}
@@ -120,7 +120,7 @@ def judged(
 
 
 def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
-    """What the record lacks, in the documented order."""
+    """The missing fields, in the documented order."""
     reasons = []
     if not spec.endpoint:
         reasons.append("endpoint is required")
@@ -145,7 +145,7 @@ def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
 
 
 def _listens_to(spec: WorkerSpec, settings: RouterSettings) -> bool:
-    """Whether the worker's events are to be heard, and so their sources to be known."""
+    """Whether the worker's events are subscribed to, so that its sources must be known."""
     named = spec.kv_events_endpoint or spec.kv_events_endpoints
     return settings.use_kv_events and (settings.needs_kv_events or bool(named))
 
@@ -168,10 +168,8 @@ def _mismatch(
 
 
 def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]:
-    """The sources to subscribe to. Raises ValueError: why one of them cannot be.
-
-    An endpoint of a rank that the worker does not have must be one, and is not listened to (D28).
-    """
+    """The sources to subscribe to. Raises ValueError with the reason if one is invalid. An endpoint
+    for a rank that the worker does not have is validated, and not subscribed to (D28)."""
     sources: dict[int, Source] = {}
     if not _listens_to(spec, settings):
         return sources
@@ -202,11 +200,9 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
 
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
-    """Where a rank's history is asked for: its own endpoint, or the port of its offset (vLLM).
-
-    None where that port cannot exist, for the reference takes such a worker, too. Raises ValueError
-    for an endpoint that is none.
-    """
+    """Where a rank's history is replayed: its own endpoint, or the port at its offset (vLLM). None
+    if that port cannot exist, since the reference accepts such a worker. Raises ValueError for an
+    invalid endpoint."""
     own = spec.replay_endpoints.get(dp_rank)
     endpoint = spec.replay_endpoint if own is None else own
     if endpoint is None:
@@ -222,8 +218,8 @@ def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
 
 
 def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
-    """Where each rank's engine publishes its load; none for ranks whose port cannot exist. Raises
-    ValueError for an endpoint that is none."""
+    """Where each rank's engine publishes its load; no entry for a rank whose port cannot exist.
+    Raises ValueError for an invalid endpoint."""
     if spec.load_endpoint is None:
         return {}
     try:
@@ -233,9 +229,9 @@ def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
     return dict(zip(spec.ranks, found, strict=False))
 
 
-MAX_REMEMBERED = 1024  # models and tenants, beside those that have workers
+MAX_REMEMBERED = 1024  # models and tenants, besides those that have workers
 
-# Of a record, beside the maps from ranks: what is left out where it is absent.
+# Fields besides the maps by rank that are left out when absent.
 _LEFT_OUT = ("load_endpoint", "router_hint_worker_type", "kv_event_source_mode")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
@@ -243,8 +239,8 @@ DRAINING = "draining"
 
 
 class SourceSink(Protocol):
-    """Subscribes to engines. After `unsubscribe` returns, nothing more of a source arrives; it
-    returns the ranks that the source has spoken for."""
+    """Subscribes to engines. After `unsubscribe` returns, no event of the source arrives any more;
+    it returns the ranks that the source published for."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
@@ -255,13 +251,13 @@ class SourceSink(Protocol):
     def follow_load(
         self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
     ) -> None:
-        """Receive the load that these engines publish, by rank, and of no other rank of the worker.
-        The reports go into `slots`, which is None where there are no endpoints."""
+        """Subscribe to the load that these engines publish, by rank, and end the worker's other
+        load subscriptions. Reports go into `slots`, which is None without endpoints."""
 
 
 class Worker:
     """A registered worker. `reasons` is empty exactly when it is schedulable, or draining: then it
-    finishes what it has, and is given nothing new."""
+    finishes its requests and gets no new ones."""
 
     def __init__(
         self,
@@ -282,8 +278,8 @@ class Worker:
         return WorkerRecord(**self.shown(WorkerRecord.__struct_fields__))
 
     def shown(self, fields: Sequence[str]) -> dict[str, Any]:
-        """These fields of a record, as the API shows them; an absent one is UNSET where it is left
-        out, and None where it is null."""
+        """These fields of a record as the API shows them; an absent one is UNSET if it is left out,
+        else None."""
         spec, shown = self.spec, dict[str, Any]()
         for name in fields:
             if name == "lifecycle":
@@ -320,9 +316,9 @@ class Catalog:
         on_discarded: Callable[[Partition], None] = lambda partition: None,
         check: Callable[[WorkerSpec], None] = lambda spec: None,
     ) -> None:
-        """`check` raises BadRequest for what is not to be registered. `on_dropped` hears of the
-        reservations that went with a rank, `on_discarded` of recovered partitions whose blocks are
-        dropped for their block size (D3)."""
+        """`check` raises BadRequest for workers that must not be registered. `on_dropped` is called
+        with the reservations of removed ranks, `on_discarded` with recovered partitions whose
+        blocks are dropped for their block size (D3)."""
         self._settings = settings
         self._sources = sources
         self.new_partition = new_partition
@@ -331,8 +327,8 @@ class Catalog:
         self._check = check
         self.workers: dict[int, Worker] = {}
         self.places = HttpPlaces()  # of the same workers
-        self.revision = 0  # grows whenever what `workers` shows changes
-        # Every model and tenant that ever had a worker here, while there are not too many.
+        self.revision = 0  # incremented on each visible change of `workers`
+        # Every model and tenant that ever had a worker here, up to a bound.
         self.known: dict[PartitionKey, None] = {}
         self._order: list[tuple[str, str, int]] = []  # all workers, as `matching` sorts them
         self.partitions: dict[PartitionKey, Partition] = {}
@@ -350,7 +346,7 @@ class Catalog:
         ]
 
     def ready_partition(self, model_name: str, tenant_id: str) -> Partition:
-        """The partition, if it can schedule; raises Unavailable in the documented words."""
+        """The partition, if it can schedule; raises Unavailable with the documented text."""
         partition = self.partitions.get((model_name, tenant_id))
         if partition is not None and partition.workers:
             return partition
@@ -375,16 +371,14 @@ class Catalog:
     # -- changing ------------------------------------------------------------------------------
 
     def upsert(self, spec: WorkerSpec) -> Worker:
-        """Registers a worker, or replaces its record whole, also across partitions."""
+        """Register a worker, or replace its whole record, also across partitions."""
         check_limits(spec)
         self._check(spec)
         return self._install(spec)
 
     def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
-        """Where blocks that a peer knew of go; None when the partition has another block size.
-
-        A partition made for them waits for its first complete worker.
-        """
+        """The partition for blocks recovered from a peer; None if it has another block size. A new
+        one waits for its first complete worker."""
         partition = self.partitions.get(key)
         if partition is None:
             partition = self.partitions[key] = self.new_partition(key, block_size, False)
@@ -392,16 +386,16 @@ class Catalog:
         return partition if partition.block_size == block_size else None
 
     def discard_waiting(self) -> None:
-        """Forgets partitions that were made for recovered blocks and have none left."""
+        """Remove partitions that were made for recovered blocks and have none left."""
         for key, partition in list(self.partitions.items()):
             if not partition.established and not partition.unclaimed():
                 del self.partitions[key]
 
     def patch(self, worker_id: int, changes: dict[str, object]) -> Worker:
-        """Overwrites the fields in `changes`; raises NotFound for an unknown worker.
+        """Overwrite the fields in `changes`; raises NotFound for an unknown worker.
 
-        A `lifecycle` begins or ends draining, and is no part of the record: who registered the
-        worker, such as discovery, still does. Another than these two changes nothing.
+        A `lifecycle` starts or ends draining; other values are ignored. It is not part of the
+        record, which its owner, such as discovery, keeps sending.
         """
         worker = self._known(worker_id)
         lifecycle = changes.get("lifecycle")
@@ -414,10 +408,8 @@ class Catalog:
         return self._install(spec)
 
     def remove(self, worker_id: int) -> Worker:
-        """Forgets a worker, its ranks, their reservations and its index entries (D3).
-
-        Returns its last state, `unschedulable`. Raises NotFound for an unknown worker.
-        """
+        """Remove a worker, its ranks, their reservations and its index entries (D3). Returns its
+        last state, `unschedulable`. Raises NotFound for an unknown worker."""
         worker = self._known(worker_id)
         self._withdraw(worker)
         self._forget(worker)
@@ -478,7 +470,7 @@ class Catalog:
         self.revision += 1
 
     def _publish(self, worker: Worker, subscribed: dict[int, Source]) -> None:
-        """Puts a schedulable worker into its partition: ranks, sources, bounds, candidates."""
+        """Add a schedulable worker to its partition: ranks, sources, bounds, candidates."""
         spec = worker.spec
         assert spec.block_size is not None
         partition = self.partitions.get(spec.key)
@@ -506,7 +498,7 @@ class Catalog:
             self._on_dropped(partition, dropped)
 
     def _withdraw(self, worker: Worker) -> None:
-        """Takes a worker out of its partition, with its load and its index entries."""
+        """Remove a worker from its partition, with its load and its index entries."""
         worker_id = worker.spec.worker_id
         for dp_rank in worker.sources:
             self._sources.unsubscribe(worker_id, dp_rank)
@@ -519,12 +511,10 @@ class Catalog:
             self._on_dropped(partition, dropped)
 
     def _leave(self, key: PartitionKey, worker_id: int) -> None:
-        """The worker's record no longer names the partition; the last member takes it along.
-
-        A member is a worker that has been schedulable here, so that changing the only worker's
-        block size does not free the partition's, and deleting it does (D3). Workers that were
-        refused for the old size get their chance then.
-        """
+        """Remove a worker from its partition's members; the last member takes the partition along.
+        A member is a worker that has been schedulable here. So changing the only worker's block
+        size does not free the partition's, and deleting it does (D3). Workers refused for the old
+        size are checked again then."""
         partition = self.partitions.get(key)
         if partition is None or worker_id not in partition.members:
             return
@@ -533,27 +523,27 @@ class Catalog:
             return
         del self.partitions[key]
         partition.abandon()
-        for worker in self.matching(*key):  # none of them is schedulable: it would be a member
+        for worker in self.matching(*key):  # no schedulable worker: it would be a member
             self._install(worker.spec)
 
 
-_NAMED: Final = 4  # tenants of a model, which may have thousands
+_NAMED: Final = 4  # tenants of a model, possibly thousands
 
 
 class Refusals:
-    """Counts refused requests. A model is known once a worker for it has registered."""
+    """Counts refused requests. A model is known once a worker of it has registered."""
 
     def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
         self._catalog = catalog
         self._dialect = dialect
-        self.known: dict[PartitionKey, int] = {}  # by the model and tenant
-        # By the model, for a tenant that never had one while others of the model have some.
+        self.known: dict[PartitionKey, int] = {}  # by model and tenant
+        # By model, for tenants that never had a worker while the model has some.
         self.misplaced: dict[str, int] = {}
-        self.unknown = 0  # for models that nobody knows, while somebody had a worker
-        self.unnamed = 0  # and while nobody had one
+        self.unknown = 0  # for unknown models, while workers are registered
+        self.unnamed = 0  # for unknown models, while none are
 
     def refused(self, key: PartitionKey) -> NoWorkers:
-        """Count one refusal, and return its documented error."""
+        """Count a refused request, and return its documented error."""
         is_known, served = key in self._catalog.known, self._catalog.served_models()
         other_tenants = self._other_tenants(key[0]) if key[0] in served else None
         if is_known:
@@ -571,7 +561,7 @@ class Refusals:
         return NoWorkers(message, is_known or not served, served, other_tenants)
 
     def _other_tenants(self, model: str) -> str:
-        """Those that the model has workers of."""
+        """Other tenants that have workers of the model."""
         tenants = self._catalog.served_tenants(model)
         named, more = ", ".join(tenants[:_NAMED]), len(tenants) - _NAMED
         word = self._dialect.group_word

@@ -1,5 +1,6 @@
-"""Which of many ranks is taken, without a visit to each (spec selection.md 3.3): cells of ranks
-that are alike, the cheapest of them, or a draw by cost. Pure: random source and time are given."""
+"""Choose among many ranks without visiting each (spec selection.md 3.3): ranks are grouped into
+cells, and the choice is the cheapest rank, or a draw by cost. Pure: the random source and the time
+are arguments."""
 
 import math
 import random
@@ -26,11 +27,12 @@ from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import SelectionRequest
 
 # --------------------------------------------------------------------------------------------------
-# Ranks that are alike to a prompt, as sets: the cells that a choice is made of.
+# Cells: sets of ranks that a prompt costs the same at the same load.
+#
 # What a rank costs depends on its load, on how much of the prompt it holds on each tier, on how
-# much of it is active there, and on its taints. Ranks that agree in all but the load are one cell.
+# much of it is active there, and on its taints. Ranks that agree in all but the load form one cell.
 # There are as many cells as the prompt has depths, however many ranks there are; a set is an int (a
-# rank is a bit, `RankBits`), so making them is a few `&`.
+# rank is a bit, `RankBits`), so making cells takes a few `&`.
 
 _EVERYONE = -1  # as a set: all bits
 _NO_PREFERENCE = [(1.0, _EVERYONE)]
@@ -55,20 +57,20 @@ class Cell:
     ) -> None:
         self.ranks = ranks
         self.match = match
-        self.tokens = tokens  # that the prompt adds to a rank's, before what is cached is credited
+        self.tokens = tokens  # blocks that the prompt adds to a rank's, before the credit
         self.credit = credit  # blocks, before any decay
-        # That become active with the prompt; less what the rank of a soft session is favoured by.
+        # Blocks that become active with the prompt, less the bonus of a soft session on its rank.
         self.blocks = blocks
-        self.factor = factor  # of the taints
-        self.floor = floor  # to which a credit may lower the standing load and the blocks
-        # What the prompt alone costs there, or less; without the factor.
+        self.factor = factor  # factor for taints
+        self.floor = floor  # lower bound of (standing load + blocks) under a credit
+        # Lower bound of the prompt's own cost, without the factor.
         self.rest = pricing.scale * (tokens / pricing.block_size - credit) + blocks
         if pricing.credits_blocks:
             self.rest -= credit
 
 
 class Pricing:
-    """The cost of one request on a rank of a cell, by its load: the last line of `cost`."""
+    """The cost of one request on a rank of a cell, by the rank's load: the last line of `cost`."""
 
     __slots__ = (
         "_decays",
@@ -93,11 +95,12 @@ class Pricing:
         self._decays = terms.decay > 0.0 and terms.track_prefill
         self._least_tokens = order.least_tokens(ranks, now) if self._decays else 0
         self.block_size = partition.block_size
-        # Prefill that is not tracked is none: max(0, 0 - credit) is 0, whatever the scale.
+        # Untracked prefill costs nothing: max(0, 0 - credit) is 0, whatever the scale.
         self.scale = scale = terms.scale if terms.track_prefill else 0.0
         self.credits_blocks = terms.credits_untracked and not terms.track_prefill
         self._is_plain = not self._decays and not self.credits_blocks
-        # A load that has `key` in the order costs slope * key or more, and reach * key or less.
+        # A rank with this `key` in the load order costs slope * key or more, and reach * key or
+        # less.
         self.slope = self.reach = 1.0
         if scale < order.scale:
             self.slope = scale / order.scale
@@ -105,7 +108,7 @@ class Pricing:
             self.reach = scale / order.scale if order.scale else math.inf
 
     def cost(self, cell: Cell, tokens: int, standing: float) -> float:
-        """On a rank with so many prefill tokens and such a standing load."""
+        """Cost on a rank with this many prefill tokens and this standing load."""
         credit, block_size = cell.credit, self.block_size
         if not self._is_plain:
             if self.credits_blocks:
@@ -121,20 +124,20 @@ class Pricing:
         return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
 
     def beyond(self, cell: Cell, least: float) -> float:
-        """What slope * key of a rank must not exceed if the rank is to cost `least` at most, with
-        room for rounding. Not a number where that cannot be told."""
+        """The highest slope * key at which a rank may still cost `least`, with room for rounding.
+        NaN if unknown."""
         least /= cell.factor
         return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
 
     def below(self, cell: Cell, most: float) -> float:
-        """What reach * key of a rank must not fall short of if the rank is to cost `most` at least.
-        Not a number where that cannot be told."""
+        """The lowest reach * key at which a rank may still cost `most`, with room for rounding. NaN
+        if unknown."""
         if most < cell.floor * cell.factor:
             return -math.inf  # whatever the load
         most /= cell.factor
         credit = cell.credit
         if self._decays:
-            credit -= self._terms.credit * cell.match.device  # all of it may have decayed
+            credit -= self._terms.credit * cell.match.device  # all of the prefill may have decayed
         prefill = max(0.0, cell.tokens / self.block_size - credit)
         rest = self.scale * prefill + cell.blocks
         if self.credits_blocks:
@@ -142,22 +145,20 @@ class Pricing:
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
     def at_least(self, cell: Cell, load: float) -> float:
-        """What a rank costs at least whose slope * key is `load` or more, with room for rounding.
-        Not a number where that cannot be told."""
+        """The least that a rank with slope * key of `load` or more can cost, with room for
+        rounding. NaN if unknown."""
         cost = cell.rest + load
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 
     def is_tight(self, cell: Cell) -> bool:
-        """Whether keys say what ranks of the cell cost, not just how little it can be."""
+        """Whether keys determine the cost of this cell's ranks, instead of only a lower bound."""
         return self.slope == self.reach and not (self._decays and cell.match.device)
 
 
 def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
-    """Leading blocks of the prompt that are active already, longest first; who is in none of the
-    sets has none.
-
-    Those of tokens are chained only when some active prompt starts with the first of them.
-    """
+    """Leading blocks of the prompt that are active already, with the set of ranks, longest first;
+    ranks in no set have none. Hashes of a token prompt are chained only if an active prompt starts
+    with the first one."""
     prompt, slots = request.prompt, partition.slots
     if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
         return []
@@ -165,7 +166,7 @@ def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankS
 
 
 def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tuple[float, int]]:
-    """The summed weights of the preferred taints that ranks have, and who has them."""
+    """The summed weights of the preferred taints that ranks have, with the set of ranks."""
     groups = [(0.0, _EVERYONE)]
     for name, weight in preferred.items():
         having = partition.tainted.get(name)
@@ -181,8 +182,8 @@ def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tup
 def _weights_by_worker(
     partition: Partition, preferred: dict[str, float]
 ) -> list[tuple[float, int]]:
-    """`taint_weights` where many workers have taints of their own: one look at each, where it is a
-    look at every group for each taint otherwise."""
+    """`taint_weights` for many workers with taints of their own: one look at each worker, instead
+    of one at every group for each taint."""
     places = {name: place for place, name in enumerate(preferred)}
     sums: dict[float, int] = {}
     for worker in partition.workers.values():
@@ -200,7 +201,7 @@ def cells(
     ranks: int,
     matches: MatchSets,
 ) -> list[Cell]:
-    """All cells of these ranks: apart, not empty, in the order of `matches`."""
+    """All cells of these ranks: disjoint, not empty, in the order of `matches`."""
     prompt, terms, block_size = request.prompt, request.terms, partition.block_size
     isl, new_blocks = prompt.isl_tokens, prompt.sequence_count
     shares = active_prefix_sets(partition, request)
@@ -261,8 +262,8 @@ def cells(
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """The cells where a credit is taken off the blocks: down to none, but off no request's weight,
-    so cells that it may lower to that are of ranks with equally many requests."""
+    """Cells whose credit is subtracted from the blocks, but not below 0 nor from the weight of
+    requests. A cell that may reach that bound is split by the number of requests."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -283,7 +284,7 @@ def _crediting(
 
 
 def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
-    """The cells with the favoured ranks in cells of their own, which cost that much less."""
+    """The cells, with the favoured ranks in cells of their own, which cost `bonus` less."""
     favoured, bonus = request.favoured, request.bonus_blocks
     divided: list[Cell] = []
     for cell in found:
@@ -302,26 +303,27 @@ def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -
 
 
 # --------------------------------------------------------------------------------------------------
-# A draw by weight that does not cost every rank: rejection sampling under an envelope.
+# Draw a rank by weight without costing every rank: rejection sampling under an envelope.
+#
 # The weight of a rank is exp(-x / T), where x is its cost scaled to 0..1 over the candidates. The
-# envelope is made of parts, each some ranks of a cell and a bound that none of them outweighs: the
-# least load among them, as the order has it, gives one. A part is drawn by how many ranks it has
-# times its bound, then one of them evenly, and that one is kept with the chance weight / bound. So
-# each rank is as likely as its weight says, however loose the bounds are; they decide how often one
-# is kept. Where a rank is drawn that weighs far less than its part's bound, as most do at a low
-# temperature, the part is divided along the order of loads, until what is left of it cannot weigh
-# much. Each draw is fair by itself, so that does not change the chances.
+# envelope consists of parts: some ranks of a cell each, and an upper bound of their weights, which
+# follows from the least load among them. A draw picks a part, in proportion to its number of ranks
+# times its bound, then a rank of it uniformly, and accepts the rank with probability weight /
+# bound. So each rank is as likely as its weight says, however loose the bounds are; they only
+# decide how many draws it takes. If the drawn rank weighs far less than its part's bound, as is
+# usual at a low temperature, the part is divided along the order of loads until the rest has little
+# weight. Each draw is correct by itself, so dividing does not change the probabilities.
 
-FAR = 0.1  # of its bound: who weighs less shows that the bound is too loose
-_STEP = 1.0  # from part to part of a divided one bounds fall by so much, as exponents
-_LEFT = 0.01  # of the mass of all other parts: so much of a part is not worth dividing
-_FEW_RANKS = 6  # so many are costed one by one: cheaper than looking for them along the order
-_WHOLE = 0  # the place in its order where a part begins that was not divided
-_DIVIDED = -1  # in place of one: nothing is to be gained by dividing it
+FAR = 0.1  # fraction of its bound: a rank that weighs less shows that the bound is too loose
+_STEP = 1.0  # bounds fall by this step from part to part of a divided one, as exponents
+_LEFT = 0.01  # of the mass of all other parts: a smaller part is not worth dividing
+_FEW_RANKS = 6  # this many are costed one by one: cheaper than finding them along the order
+_WHOLE = 0  # start of a part that was not divided
+_DIVIDED = -1  # instead: dividing it further gains nothing
 
 
 class DrawPart:
-    """Ranks of a cell, and what none of them outweighs."""
+    """Ranks of a cell, and an upper bound of their weights."""
 
     __slots__ = ("bound", "cell", "mass", "place", "ranks")
 
@@ -329,12 +331,12 @@ class DrawPart:
         self.cell = cell
         self.ranks = ranks
         self.bound = bound
-        self.place = place  # where the order goes on with them, or _DIVIDED
+        self.place = place  # where the order continues with them, or _DIVIDED
         self.mass = ranks.bit_count() * bound
 
 
 class DrawBounds:
-    """The candidates in parts, finer with each draw that shows a loose one."""
+    """The candidates in parts, which get finer with each draw that finds a loose bound."""
 
     __slots__ = ("_least", "_now", "_order", "_pricing", "_spread", "_temperature", "parts")
 
@@ -348,7 +350,7 @@ class DrawBounds:
         temperature: float,
         now: float,
     ) -> None:
-        """`least` is the lowest cost in these cells, and `spread` how much more the highest is;
+        """`least` is the lowest cost in these cells, and `spread` the difference to the highest;
         positive and finite."""
         self._order = order
         self._pricing = pricing
@@ -370,7 +372,7 @@ class DrawBounds:
                 self.parts.append(DrawPart(cell, ranks, bound, _WHOLE))
 
     def draw(self, rng: random.Random, tries: int) -> int:
-        """The bit of a rank; -1 if of so many none was kept."""
+        """The bit of a rank; -1 if none of many draws was accepted."""
         order, pricing, now, parts = self._order, self._pricing, self._now, self.parts
         total = sum([part.mass for part in parts])
         for _ in range(tries):
@@ -380,7 +382,7 @@ class DrawBounds:
                     break
                 at -= part.mass
             else:
-                continue  # rounding led beyond the last, by a hair
+                continue  # rounding passed the last part
             ranks, bound = part.ranks, part.bound
             bit = nth_bit(ranks, min(ranks.bit_count() - 1, int(at / bound)))
             load = order.ranks[bit]
@@ -402,16 +404,16 @@ class DrawBounds:
         return self._weight(self._pricing.cost(cell, tokens, load.standing))
 
     def _bound(self, cell: Cell, load: float) -> float:
-        """What no rank of the cell outweighs whose load costs so much or more."""
+        """Upper bound of the weight of the cell's ranks whose load costs this much or more."""
         above = (self._pricing.at_least(cell, load) - self._least) / self._spread
         above /= self._temperature
-        return math.exp(-above) if above > 0.0 else 1.0  # also if that cannot be told
+        return math.exp(-above) if above > 0.0 else 1.0  # also if unknown
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
         """A part's ranks in parts with closer bounds; `others` is the mass of all other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
-        enough = others * _LEFT  # or as much as was cut off
+        enough = others * _LEFT  # or as many ranks as were cut off
         if part.ranks & self._order.falling:
             return self._by_standing(part, enough)
         return self._by_load(part, enough)
@@ -421,8 +423,8 @@ class DrawBounds:
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Cut where the bound has fallen by a step; or, where a load says too little of the cost,
-        load by load."""
+        """Cut where the bound has fallen by a step; or load by load, if a load says too little
+        about the cost."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
         loads = order.loads
@@ -453,7 +455,7 @@ class DrawBounds:
         return found
 
     def _by_standing(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Rank by rank, since what wears off says nothing of what is left of it."""
+        """Rank by rank, since the standing load does not bound what remains of a decaying load."""
         order, cell, ranks = self._order, part.cell, part.ranks
         found: list[DrawPart] = []
         for place, (standing, bit) in enumerate(order.by_standing[part.place :], part.place):
@@ -471,15 +473,17 @@ class DrawBounds:
 
 
 # --------------------------------------------------------------------------------------------------
-# Without a temperature the order of loads is walked from its beginning, for each cell no farther
-# than something as cheap as the best so far can be. With one, the weight of a rank is a function of
-# its own cost, of the least and of the most; where loads differ too much, an `Envelope` draws.
+# Choosing without visiting every rank.
+#
+# Without a temperature, each cell's loads are walked in order, up to where nothing cheaper than the
+# best so far can follow. With one, the weight of a rank depends on its own cost, the least and the
+# most; if loads differ too much, an envelope (above) is used.
 
-Costed = list[tuple[float, int]]  # (cost, the ranks that have it), apart from each other
+Costed = list[tuple[float, int]]  # (cost, the ranks that have it), disjoint
 
-FEW_LOADS = 12  # so many are costed, whatever the temperature
+FEW_LOADS = 12  # up to this many are always costed
 NO_ENDPOINTS = "no endpoints available to route work"
-TRIES = 16  # then all loads are costed: their bounds say too little of them
+TRIES = 16  # at these temperatures all loads are costed: their bounds are too loose
 
 
 def choose(
@@ -490,7 +494,7 @@ def choose(
     now: float,
     rng: random.Random,
 ) -> RankLoad:
-    """One of `ranks`. Raises Unavailable when there is none."""
+    """Choose one of `ranks`. Raises Unavailable if there is none."""
     if not ranks:
         raise Unavailable(NO_ENDPOINTS)
     order = partition.order
@@ -509,7 +513,7 @@ def drawn(
     now: float,
     rng: random.Random,
 ) -> int:
-    """The bit of the rank that is taken; there is one."""
+    """The bit of the chosen rank; `ranks` is not empty."""
     if temperature <= 0.0:
         return _of_equals(cheapest(order, pricing, cells, now)[1], rng)
     if len(order.loads) + len(order.by_standing) > FEW_LOADS:
@@ -531,10 +535,10 @@ def drawn(
 def cheapest(
     order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float
 ) -> tuple[float, list[int]]:
-    """The least cost in these cells, and the sets of ranks that have it, apart from each other.
+    """The least cost in these cells, and disjoint sets of the ranks that have it.
 
-    Loads whose order is decided by rounding alone may cost the same, or compare the other way
-    round: all within the rounding error of the least are costed.
+    Loads whose order depends on rounding may cost the same, or compare the other way round: all
+    within the rounding error of the least are costed.
     """
     least, tied = math.inf, list[int]()
     slope = pricing.slope
@@ -628,8 +632,8 @@ def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float)
 
 
 def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
-    """The bit of one rank; each is drawn in proportion to its weight, which those of one cost
-    share."""
+    """The bit of one rank, drawn in proportion to its weight; ranks of one cost have equal
+    weights."""
     sums = [weight * ranks.bit_count() for (_, ranks), weight in zip(costed, weights, strict=True)]
     at = rng.random() * sum(sums)
     last = 0
@@ -639,12 +643,12 @@ def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
             if at < here:
                 break
             at -= here
-    ranks = costed[last][1]  # rounding may lead beyond the last by a hair
+    ranks = costed[last][1]  # rounding may pass the last one
     return nth_bit(ranks, min(ranks.bit_count() - 1, int(at / weights[last])))
 
 
 def _of_equals(tied: list[int], rng: random.Random) -> int:
-    """The bit of one rank of these sets, each as likely as any other."""
+    """The bit of one rank of these sets, drawn uniformly."""
     if len(tied) == 1:
         ranks = tied[0]
         count = ranks.bit_count()

@@ -60,53 +60,53 @@ def evicted_blocks(
 
 
 def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:
-    """What of the credit for device blocks is left on a rank that has so much more to prefill than
-    the least loaded one; 1.0 where nothing decays."""
+    """The remaining credit for device blocks on a rank that has more waiting prefill than the least
+    loaded one; 1.0 without decay."""
     if terms.decay <= 0.0 or not terms.track_prefill:
         return 1.0
     waiting = max(0, waiting_tokens) / block_size
-    blocks = max(1, math.ceil(isl_tokens / block_size))  # of an empty prompt one, too
+    blocks = max(1, math.ceil(isl_tokens / block_size))  # at least one, also for an empty prompt
     return 1.0 / (1.0 + terms.decay * waiting / blocks)
 
 
 def credit_blocks(terms: CostTerms, decay: float, match: Matched) -> float:
-    """Blocks of prefill that what is cached saves."""
+    """Blocks of prefill that the cached blocks save."""
     lower = terms.host_weight * match.host + terms.disk_weight * match.disk
     return terms.credit * decay * match.device + lower
 
 
 def favoured_blocks(new_blocks: float, bonus: float, factor: float) -> float:
-    """What stands for `new_blocks` where the cost is less by `bonus`: the factor does not touch
-    that, and an idle rank may cost less than nothing."""
+    """`new_blocks` less the `bonus`, which the taint factor does not scale: an idle rank may cost
+    less than nothing."""
     return new_blocks - bonus / factor
 
 
 def taint_factor(weight: float) -> float:
     """A worker's factor by the summed weight of its taints: below 1 where that is positive, above
     1 where it is negative."""
-    # Infinities of both signs are no preference.
+    # Infinities of both signs cancel to no preference.
     return 1.0 if math.isnan(weight) else math.exp(-math.tanh(weight))
 
 
 def preferences(request: SelectionRequest) -> dict[str, float]:
-    """The preferred taints that count: none where the rank is given."""
+    """The preferred taints that count: none for a pinned rank."""
     return request.preferred_taints if request.pinned is None else {}
 
 
 def softmax(costs: list[float], temperature: float) -> list[float] | None:
-    """Weights of the draw; None where the lowest cost decides."""
+    """Weights of the draw; None if the lowest cost decides."""
     if temperature <= 0.0:
         return None
     least = min(costs)
     spread = max(costs) - least
-    if not 0.0 < spread < math.inf:  # beyond f64 the finite costs are all equally good
+    if not 0.0 < spread < math.inf:  # costs beyond f64: all finite ones are equally good
         return None
     return [math.exp(-((cost - least) / spread) / temperature) for cost in costs]
 
 
 def probabilities(costs: list[float], temperature: float) -> tuple[list[float], str]:
-    """The chance of each of these ranks, and which way the draw goes: only_candidate, lowest_cost,
-    uniform_tie or softmax."""
+    """The probability of each of these ranks, and how the rank is chosen: only_candidate,
+    lowest_cost, uniform_tie or softmax."""
     if len(costs) == 1:
         return [1.0], "only_candidate"
     weights = softmax(costs, temperature)
@@ -121,7 +121,8 @@ def probabilities(costs: list[float], temperature: float) -> tuple[list[float], 
     )
 
 
-# A block of prefill, in active blocks: what decodes slows prefill down by little.
+# The weight of a block of prefill, in active blocks, under `latency`: decoding slows prefill down
+# little.
 _LATENCY_SCALE = 30.0
 
 
@@ -131,7 +132,7 @@ def terms(settings: RouterSettings) -> CostTerms:
 
 
 def under(base: CostTerms, policy: Policy) -> CostTerms:
-    """The terms of a policy, of those that the router was given."""
+    """The terms of a policy, derived from the router's terms."""
     if policy == "dynamo":
         return base
     return CostTerms(
@@ -150,7 +151,7 @@ def under(base: CostTerms, policy: Policy) -> CostTerms:
 
 
 def base_terms(settings: RouterSettings) -> CostTerms:
-    """What the router was given, whatever its policy."""
+    """The router's own terms, whatever its policy."""
     return CostTerms(
         settings.overlap_score_credit,
         settings.overlap_score_credit_decay,
@@ -165,7 +166,7 @@ def base_terms(settings: RouterSettings) -> CostTerms:
 
 
 def overridden(base: CostTerms, override: RouterOverride, policy: Policy = "dynamo") -> CostTerms:
-    """`base` with what `override` names put in its place, under `policy` if it names none."""
+    """`base` with the fields of `override` replaced, under `policy` if it names none."""
     credit = override.overlap_score_credit
     scale = override.prefill_load_scale
     if override.overlap_score_weight is not None:

@@ -1,7 +1,5 @@
-"""What a placement says beside the choice, for a request that asks: why, its load, and hints.
-
-Never part of the choice itself. Spec selection_16.md 4 and 8.
-"""
+"""What a placement says besides the choice, on request: the explanation, the rank's load, and
+hints. Never part of the choice itself. Spec selection_16.md 4 and 8."""
 
 import heapq
 
@@ -43,10 +41,10 @@ from lean_selector.core.selection.shapes import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Why this worker? The figures behind one choice, for every rank of the partition.
+# The explanation: figures behind one choice, for every rank of the partition.
 #
-# Made only for a request that asks, before it is booked, and never part of the choice itself: the
-# costs come of the same cells and the same formula, and a test holds the other figures against
+# Made only on request, before the reservation is booked, and never part of the choice itself. The
+# costs come from the same cells and formula as the choice; a test compares the other figures with
 # them.
 
 
@@ -179,7 +177,7 @@ def with_more(
     now: float,
     is_steered: bool = False,
 ) -> Placement:
-    """The placement with what the request `adds`; `ranks` are those that it was chosen among."""
+    """The placement with what the request `adds`; `ranks` are the candidates it was chosen from."""
     load, placement = chosen
     if request.adds & EXPLANATION:
         why = explained(partition, request, ranks, matches, now, is_steered)
@@ -222,13 +220,11 @@ def _hint(
     request: SelectionRequest,
     matches: MatchSets,
 ) -> FetchHint | None:
-    """The rank of a worker of the same type that holds most of the prompt on its device, if that is
-    more than the chosen one does: of equals the first by worker and rank.
-
-    Only what engines told can be named: never what is believed of bookings.
-    """
+    """The rank of another worker of the same type that holds more of the prompt on its device than
+    the chosen one: the one with most, then the first by worker and rank. Only blocks known from
+    events count, not predicted ones."""
     local_hashes = request.prompt.local_hashes
-    if request.matches:  # it waited, and may have been chosen for by what is gone by now
+    if request.matches:  # it was queued, and may have been chosen for blocks that are gone
         matches = match_sets(partition, local_hashes)
     most, source, endpoint = match_of(matches, load.mask).device, load, ""
     for match, holding in matches:

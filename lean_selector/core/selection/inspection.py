@@ -1,7 +1,7 @@
-"""What a caller may look at without changing anything: loads, projected loads, overlap per rank.
+"""Read-only views: loads, projected loads, overlap by rank.
 
 Shapes and orders of spec selection.md sections 1.5 and 3.5 (of indexer.md); lists are sorted (D13),
-and sums that outgrow a u64 print as its largest value (D6).
+and sums above a u64 print as its largest value (D6).
 """
 
 from collections.abc import Iterable
@@ -73,7 +73,7 @@ def _detailed(partition: Partition, load: RankLoad, now: float) -> RankLoadRow:
 def established(
     catalog: Catalog, model_name: str | None, tenant_id: str | None
 ) -> Iterable[Partition]:
-    """Partitions that have had a complete worker, in order of (model_name, tenant_id)."""
+    """Partitions that have had a complete worker, sorted by (model_name, tenant_id)."""
     return (
         partition
         for (model, tenant), partition in sorted(catalog.partitions.items())

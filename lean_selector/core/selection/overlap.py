@@ -1,7 +1,7 @@
 """What the ranks of a partition hold of a prompt, as sets of ranks.
 
-A set is an int, and a rank is a bit of it (`RankBits`). The index says what is cached by KV events;
-what was routed lately may be predicted to be cached, and is laid over it. Spec selection.md 3.1.
+A set is an int, and a rank is a bit of it (`RankBits`). The index knows cached blocks by KV events;
+predicted blocks, of prompts routed lately, are merged in. Spec selection.md 3.1.
 """
 
 from typing import TypeVar
@@ -11,17 +11,17 @@ from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.partition import Partition
 
 MatchSets = list[tuple[Matched, int]]  # what ranks hold of a prompt; the sets are apart
-RankSets = list[tuple[int, int]]  # (blocks, the ranks that have so many), apart from each other
+RankSets = list[tuple[int, int]]  # (blocks, the ranks that hold this many), disjoint
 Matches = dict[tuple[int, int], Matched]
 Value = TypeVar("Value")
-Numbers = dict[int, int]  # of the one of several sets that a rank is in, by its bit
+Numbers = dict[int, int]  # a value by rank (bit): that of the one set which contains the rank
 
 NOTHING = Matched(0)
-_LOOKS_PER_RANK = 8  # at a set; finding out which set a rank is in costs as much
+_LOOKS_PER_RANK = 8  # looking at one set costs 1; finding a rank's set in a table as much
 
 
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
-    """What ranks hold of a prompt, those that hold most on the device first."""
+    """What ranks hold of a prompt, the sets with most on the device first."""
     sets, extended = partition.index.match_sets(local_hashes)
     found: MatchSets = []
     for blocks, ranks in reversed(sets):
@@ -34,7 +34,7 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
 
 
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
-    """Matches by rank, also of ranks that are of no worker; those without a hit are left out."""
+    """Matches by rank, including ranks of no worker; ranks without a hit are left out."""
     matches = partition.index.match(local_hashes)
     if partition.predicted is not None:
         for key, predicted in partition.predicted.match(local_hashes).items():
@@ -43,7 +43,7 @@ def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
 
 
 def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
-    """What is believed to be on devices put beside what events say is there."""
+    """Merge predicted device blocks into what events report."""
     if not predicted:
         return found
     raised: MatchSets = []
@@ -67,7 +67,8 @@ def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
 
 
 def _with_device(match: Matched, blocks: int) -> Matched:
-    """With so many blocks on the device at least; what they cover does not count once more."""
+    """The match with at least this many device blocks; lower-tier blocks that they cover do not
+    count again."""
     if blocks <= match.device:
         return match
     reach = match.device + match.host
@@ -76,8 +77,8 @@ def _with_device(match: Matched, blocks: int) -> Matched:
 
 
 def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -> MatchSets:
-    """Matches by rank as sets; those of ranks that are gone are left out, and of ranks that came
-    after the request with this serial was parked: they are others under the same name."""
+    """Matches by rank, as sets. Ranks that are gone, or were added after the request with this
+    serial was queued (another rank under the same name), are left out."""
     sets: dict[Matched, int] = {}
     ranks = partition.slots.ranks
     for key, match in matches.items():
@@ -96,13 +97,13 @@ def match_of(matches: MatchSets, mask: int) -> Matched:
 
 
 def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
-    """What is said of the set that a rank is in, by its bit; of these ranks, if they are in any."""
+    """A lookup by bit of the value of the set that contains the rank, for these ranks."""
     return {bit: value for value, alike in sets for bit in bits_of(alike & ranks)}
 
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
-    """The number of the set that each of these ranks is in; None if looking at each set `times`
-    times is cheaper. The sets are disjoint."""
+    """The number of the set of each of these ranks; None if it is cheaper to look at each set
+    `times` times. The sets are disjoint."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)

@@ -35,13 +35,13 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import EjectionSettings
 
-# The reference's capacity of a worker that does not state its own.
+# The reference's capacity for a worker that does not state its own.
 DEFAULT_MAX_BATCHED_TOKENS = 10_000_000
 STATE_AGENT = "state_agent_v2"
 
 
 class SchedulableWorker:
-    """What the scheduler needs of a worker, and nothing more."""
+    """The part of a worker that the scheduler needs."""
 
     def __init__(self, spec: WorkerSpec, loads: list[RankLoad]) -> None:
         self.worker_id = spec.worker_id
@@ -52,11 +52,11 @@ class SchedulableWorker:
         self.mask = 0  # the same as a set
         for load in loads:
             self.mask |= load.mask
-        self.rank_name = str(loads[0].dp_rank)  # of its only rank, where it has one
+        self.rank_name = str(loads[0].dp_rank)  # if it has only one rank
         self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
         self.total_kv_blocks = spec.total_kv_blocks
-        # Of hints where blocks could be fetched from: what kind of worker, and where its ranks are
-        # asked, unless an agent of its own tells of its blocks.
+        # For hints of where blocks can be fetched: the worker's type, and by rank its control
+        # endpoint, unless a state agent publishes its blocks.
         self.hint_type = spec.router_hint_worker_type
         by_agent = spec.kv_event_source_mode == STATE_AGENT
         self.hint_sources = {} if by_agent else spec.router_hint_source_control_endpoints
@@ -65,24 +65,24 @@ class SchedulableWorker:
 
 
 # --------------------------------------------------------------------------------------------------
-# Requests that wait for a worker, in the order in which they may go.
+# Requests that wait for a worker, in the order in which they leave.
 #
-# Order (spec selection.md 3.4): strict_priority, highest first; then the score of the policy,
-# highest first; then arrival. With jump = max(priority_jump, 0) the score is jump - arrival (fcfs),
-# jump + arrival (lcfs), or (1 + jump) / the tokens that are left to prefill where most is cached
-# (wspt, the weighted shortest processing time; as it was on arrival). Nobody holds those behind it
-# who may go elsewhere (D11). So requests that may go to the same ranks wait in one line, each line
-# knows its ranks as a set, and when a rank comes free only the heads of lines that lead there are
-# looked at. The queue is bounded by the connections that wait in it: each holds at most one.
+# Order (spec selection.md 3.4): strict_priority, highest first; then the policy's score, highest
+# first; then arrival. With jump = max(priority_jump, 0) the score is jump - arrival (fcfs), jump +
+# arrival (lcfs), or (1 + jump) / the fewest tokens left to prefill on any rank at arrival (wspt,
+# weighted shortest processing time). A request never blocks others that can go elsewhere (D11). So
+# requests that may use the same ranks share a line, each line knows its ranks as a set, and when a
+# rank comes free only the heads of the lines that include it are checked. The queue is bounded by
+# the number of connections: each has at most one request in it.
 
-# What ties a request to some of the ranks: a pin, allowed workers, required taints.
+# What restricts a request to some ranks: a pin, allowed workers, required taints.
 Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
-Place = tuple[int, float, int]  # in the queue; no two are equal
+Place = tuple[int, float, int]  # position in the queue; unique
 
 
 class Parked:
-    """A request in the queue. `on_answer` hears once: a placement, or why there is none, which is a
-    SelectorError unless something broke."""
+    """A request in the queue. `on_answer` is called once: with a placement, or the error, which is
+    a SelectorError unless something broke."""
 
     __slots__ = ("arrived_at", "key", "line", "on_answer", "request")
 
@@ -106,20 +106,20 @@ _place = attrgetter("key")
 
 
 class Line:
-    """The parked requests with the same ties; never empty while it is in the queue."""
+    """The queued requests with the same ties; never empty while it is in the queue."""
 
     __slots__ = ("items", "leads_to", "ranks", "ties")
 
     def __init__(self, ties: Ties) -> None:
         self.ties = ties
         self.items: list[Parked] = []  # in order
-        self.ranks = 0  # that its requests may go to, busy or not
-        # Ranks that may let somebody go when they come free. With a pin all of its worker's: a busy
-        # rank takes the request that insists on it while the worker has another that is not.
+        self.ranks = 0  # ranks that its requests may use, busy or not
+        # Ranks that may admit a request when they come free. With a pin, all ranks of its worker: a
+        # busy rank accepts a pinned request while another rank of the worker is free.
         self.leads_to = 0
 
     def open_worker(self, worker: SchedulableWorker) -> None:
-        """Takes in the ranks of a new worker that suit."""
+        """Add the ranks of a new worker that fit."""
         pinned, allowed, required = self.ties
         if not required <= worker.taints:
             return
@@ -139,30 +139,30 @@ class Line:
         self.leads_to &= ~worker.mask
 
     def is_open(self, room: Headroom) -> bool:
-        """True when its requests may go now: when they have a rank below the threshold among those
-        that `scheduler.not_busy` would leave them."""
+        """Whether its requests can leave now: `scheduler.not_busy` would leave them a rank below
+        the threshold."""
         if self.ties[0] is None:
             return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
 
 
 class ParkedQueue:
-    """The parked requests of one partition."""
+    """The queued requests of one partition."""
 
     def __init__(
         self, workers: Mapping[int, SchedulableWorker], policy: QueuePolicy = "fcfs"
     ) -> None:
-        """`workers` are the partition's; of each change of them `worker_changed` must hear."""
+        """`workers` are the partition's; call `worker_changed` on each change of them."""
         self._workers = workers
         self._policy = policy
         self._lines: dict[Ties, Line] = {}
-        self.serial = 0  # of the last that was parked
+        self.serial = 0  # serial of the last queued request
         self._size = 0
-        self.hopeless: set[Line] = set()  # those that lead nowhere
-        self.is_moving = False  # while requests are being let go
-        self.is_due = False  # more may go, in a later turn of the loop
+        self.hopeless: set[Line] = set()  # lines without any rank
+        self.is_moving = False  # while requests are being admitted
+        self.is_due = False  # more can be admitted in a later turn of the loop
         self.isl_tokens = 0  # sum over the items
-        self.admitted = 0  # requests that left for a worker, ever, and how long they had waited
+        self.admitted = 0  # total requests that left for a worker, and their waiting time
         self.waited_s = 0.0
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class ParkedQueue:
         return self._lines.values()
 
     def in_order(self) -> list[Parked]:
-        """The parked requests in order; a copy, so that items may be removed during iteration."""
+        """The queued requests in order; a copy, so that items may be removed during iteration."""
         return sorted((item for line in self._lines.values() for item in line.items), key=_place)
 
     def park(
@@ -182,7 +182,7 @@ class ParkedQueue:
         on_answer: Callable[[Parked, Placement | Exception], None],
         uncached_tokens: int = 0,
     ) -> Parked:
-        """`uncached_tokens`: what is left to prefill where most is cached; of use to wspt only."""
+        """`uncached_tokens`: the fewest tokens left to prefill on any rank; used by wspt only."""
         ties = request.pinned, request.allowed_worker_ids, request.required_taints
         line = self._lines.get(ties)
         if line is None:
@@ -196,7 +196,7 @@ class ParkedQueue:
         return parked
 
     def _score(self, priority_jump: float, now: float, uncached_tokens: int) -> float:
-        jump = priority_jump if priority_jump > 0.0 else 0.0  # also for what is no number
+        jump = priority_jump if priority_jump > 0.0 else 0.0  # also for NaN
         if self._policy == "fcfs":
             return jump - now
         if self._policy == "lcfs":
@@ -216,7 +216,7 @@ class ParkedQueue:
         return line
 
     def leave(self, parked: Parked) -> bool:
-        """Takes an item out; False when it has left already."""
+        """Remove an item; False if it has left already."""
         line = parked.line
         if self._lines.get(line.ties) is not line:
             return False
@@ -232,7 +232,7 @@ class ParkedQueue:
         return True
 
     def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
-        """A worker came, went (None), or is another than it was."""
+        """A worker was added, removed (None) or changed."""
         for line in self._lines.values():
             if old is not None:
                 line.close_worker(old)
@@ -244,20 +244,19 @@ class ParkedQueue:
                 self.hopeless.add(line)
 
 
-# A set of allowed workers is looked up whole if it is not this small; as many sets are kept, none
-# of more workers than can have ranks, which is 6 MB of ids at most.
+# Up to this size a set of allowed workers is looked up each time; larger ones are cached, this
+# many, 6 MB of ids at most.
 _FEW_WORKERS = 8
 _MAX_ALLOWED_SETS = 16
 
 
 class Partition:
-    """State of one (model_name, tenant_id).
+    """State of one (model_name, tenant_id). Sets of ranks are ints (`RankBits`).
 
-    Sets of ranks are ints (`RankBits`): `everyone` are all; `candidates` those that requests may go
-    to, as far as no request says otherwise, which are all but the ejected, or all when all are, and
-    never the `draining`, which finish what they have;
-    `busy` those above the threshold by what is booked on them; `tainted` the ranks of the workers
-    with a taint. `room` is there if requests may have to wait.
+    `everyone`: all ranks. `candidates`: ranks that requests may use unless they say otherwise: all
+    but ejected ones (or all, if all are ejected), and never the `draining`. `busy`: ranks above the
+    threshold by their bookings. `tainted`: ranks of workers with a taint. `room` exists if requests
+    may be queued.
     """
 
     def __init__(
@@ -277,19 +276,19 @@ class Partition:
         routed: RoutedPrompts | None = None,
         sessions: SessionTable | None = None,
     ) -> None:
-        """`ledgers`: those of the process; None: nobody is told of what is booked here. `routed`:
-        what is booked is believed cached; its index is `index`, or one beside it. `sessions`: None
-        where they are off."""
+        """`ledgers`: those of the process; None: bookings are not published. `routed`: predict that
+        booked prompts are cached; their index is `index`, or one beside it. `sessions`: None if
+        sessions are off."""
         self.model_name = model_name
         self.tenant_id = tenant_id
         self.block_size = block_size
         self.is_eagle = is_eagle
         self.index = index
         self.routed = routed
-        # What is believed beside what events say.
+        # Predicted blocks, besides those known from events.
         self.predicted = None if routed is None or routed.index is index else routed.index
         self.established = True
-        # Came with a recovered index: the last batch in it, by source not subscribed to since.
+        # From a recovered index: its last batch by source, for sources not subscribed to since.
         self.watermarks: dict[RankKey, int] = {}
         self.order = LoadOrder(block_size, prefill_load_scale, request_weight)
         self.slots = Slots(self.order.changed, index.bits)
@@ -304,23 +303,21 @@ class Partition:
         self.fullness = Fullness(index, self.order, self.workers)
         self.members: set[int] = (
             set()
-        )  # ids whose record names this partition and was complete once
+        )  # ids whose record names this partition and was once complete
         self.parked = ParkedQueue(self.workers, queue_policy)
         self.room = None if queue_threshold is None else Headroom(queue_threshold)
-        self._gone = RankCounts()  # of ranks that are
-        self.shed = {SELECT: 0, SELECT_AND_RESERVE: 0}  # requests, by where they asked
+        self._gone = RankCounts()  # their ranks
+        self.shed = {SELECT: 0, SELECT_AND_RESERVE: 0}  # request counts by route
         self.threshold = OFF
         self.everyone = self.candidates = self.busy = self.draining = 0
         self.health = Ejections(EjectionSettings() if ejection is None else ejection)
         self.tainted: dict[str, int] = {}
-        self._allowed: dict[frozenset[int], int] = {}  # sets of workers that requests named lately
-        self._limits: dict[
-            RankKey, RankLimits
-        ] = {}  # every worker's ranks, while a threshold is set
+        self._allowed: dict[frozenset[int], int] = {}  # recently used sets of allowed workers
+        self._limits: dict[RankKey, RankLimits] = {}  # all ranks, while a threshold is set
         self._listen()
 
     def _listen(self) -> None:
-        """Has changes of load told to whom they concern, and to nobody else."""
+        """Route load changes to their consumers only."""
         told = self._judge if self.threshold.is_set else self.order.changed
         room, slots = self.room, self.slots
         if room is None:
@@ -335,14 +332,15 @@ class Partition:
         slots.on_load_change = tell_both
 
     def _release_session(self, reservation: Reservation) -> None:
-        """A reservation has ended, however; of what went with its rank peers hear by that."""
+        """A reservation has ended. If its rank was removed, peers learn of the session's end by
+        that."""
         slots, sessions = self.slots, self.sessions
         assert sessions is not None, "there are sessions"
         is_rank_there = reservation.rank.key in slots.ranks
         sessions.release(reservation.request_id, slots.heard_at, tells=is_rank_there)
 
     def set_threshold(self, threshold: BusyThreshold) -> None:
-        """What makes a rank busy, from now on; every rank is judged again."""
+        """Set the busy threshold, and judge every rank again."""
         self.threshold = threshold
         self._listen()
         self._limits = {}
@@ -351,7 +349,7 @@ class Partition:
             self._limit(worker)
 
     def _limit(self, worker: SchedulableWorker) -> None:
-        """Gives a worker's ranks their limits."""
+        """Set the limits of a worker's ranks."""
         limits = self.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
         for load in worker.loads:
             if self.threshold.is_set:
@@ -361,16 +359,16 @@ class Partition:
                 self.room.put(load, worker.max_num_batched_tokens, limits, self.slots.heard_at)
 
     def _judge(self, load: RankLoad) -> None:
-        """A rank's load or limits may have changed."""
+        """Update whether a rank is busy."""
         self.order.changed(load)
-        limits = self._limits[load.key]  # each rank here is a worker's
+        limits = self._limits[load.key]  # every rank here belongs to a worker
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
             self.busy |= load.mask
         elif self.busy & load.mask:
             self.busy ^= load.mask
 
     def counts(self) -> RankCounts:
-        """What was ever given to its ranks, also to those that are gone."""
+        """Sums over its ranks, removed ones included."""
         total = RankCounts()
         total.add(self._gone)
         for load in self.slots.ranks.values():
@@ -384,7 +382,7 @@ class Partition:
         return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
-        """A health check of the worker of these ranks; returns as `report`."""
+        """Record a health check of the worker of these ranks; returns as `report`."""
         return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
 
     def settle_health(self, now: float) -> bool:
@@ -403,23 +401,24 @@ class Partition:
         self.candidates = candidates
         if self.room is not None:
             self.room.avoided = self.everyone & ~candidates
-            self.room.came_free |= self.everyone  # who waits may have other ranks to go to
+            self.room.came_free |= self.everyone  # queued requests may have other ranks now
         return True
 
     # -- busy ----------------------------------------------------------------------------------
 
     def is_rank_busy(self, load: RankLoad, now: float) -> bool:
-        """True above the threshold at this moment: expected prefill progress only lowers a load."""
+        """Whether the rank is above the threshold now: expected prefill progress only lowers a
+        load."""
         return self.busy & load.mask != 0 and self._limits[load.key].exceeded_by(
             load.prefill_tokens_at(now), load.active_decode_blocks
         )
 
     def is_worker_busy(self, worker: SchedulableWorker, now: float) -> bool:
-        """True when every rank is busy ("Data-Parallel Rank Aggregation")."""
+        """Whether every rank is busy ("Data-Parallel Rank Aggregation")."""
         return all(self.is_rank_busy(load, now) for load in worker.loads)
 
     def busy_at(self, now: float) -> int:
-        """The ranks that are busy at this moment."""
+        """The busy ranks at this moment."""
         busy = self.busy
         if falling := busy & self.order.falling:
             for bit in bits_of(falling):
@@ -429,7 +428,7 @@ class Partition:
         return busy
 
     def ranks_of(self, worker_ids: frozenset[int]) -> int:
-        """The ranks of these workers, as far as they are known here."""
+        """The ranks of these workers that are known here."""
         ranks = self._allowed.get(worker_ids) if len(worker_ids) > _FEW_WORKERS else None
         if ranks is not None:
             return ranks
@@ -445,7 +444,7 @@ class Partition:
         return ranks
 
     def put_worker(self, spec: WorkerSpec, is_draining: bool = False) -> list[Reservation]:
-        """Makes a worker a candidate, or changes one. Returns the reservations of ranks it lost."""
+        """Add or change a candidate worker. Returns the reservations of ranks that it lost."""
         worker_id = spec.worker_id
         old = self.workers.get(worker_id)
         dropped: list[Reservation] = []
@@ -484,7 +483,7 @@ class Partition:
         return dropped
 
     def remove_worker(self, worker_id: int) -> list[Reservation]:
-        """Takes a worker out. Returns the reservations that were on its ranks."""
+        """Remove a worker. Returns the reservations that were on its ranks."""
         for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
             del self.watermarks[rank]
         dropped: list[Reservation] = []
@@ -500,7 +499,7 @@ class Partition:
         return dropped
 
     def abandon(self) -> None:
-        """Give the memory of the indexes back, step by step: the last member has left."""
+        """Free the memory of the indexes step by step, after the last member has left."""
         if self.routed is not None:
             self.routed.abandon()
         self.index.abandon()
@@ -514,12 +513,12 @@ class Partition:
                 del self.tainted[taint]
 
     def unclaimed(self) -> list[int]:
-        """The workers whose blocks were recovered and who are not workers here (yet), sorted."""
+        """Workers with recovered blocks that are not registered here (yet), sorted."""
         recovered = self.index.workers() | {worker_id for worker_id, _ in self.watermarks}
         return sorted(recovered - self.workers.keys())
 
     def forget_unclaimed(self, worker_id: int) -> int:
-        """Drop what was recovered for such a worker, if it still is one; returns the blocks."""
+        """Drop a worker's recovered blocks, if it is still not registered; returns their number."""
         if worker_id in self.workers:
             return 0
         for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:

@@ -1,7 +1,5 @@
-"""The sessions of all partitions: what peers tell of them, what they may ask, and their time.
-
-Spec selection_16.md 6.1. Knows nothing of frames or sockets; time is an argument, in monotonic
-seconds.
+"""The sessions of all partitions, as seen by peers: received bindings, lists for catch-up, expiry.
+Spec selection_16.md 6.1. Knows no frames and no sockets; time is an argument, in monotonic seconds.
 """
 
 from collections.abc import Iterator
@@ -10,26 +8,26 @@ from typing import Final
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
 
-# What a peer listed may wait for its worker: registration follows a start within seconds.
+# How long a listed binding waits for its worker: registration follows a start within seconds.
 HOLD_S: Final = 60.0
 MAX_WAITING: Final = 65_536
 _UNKNOWN = SessionVerdict.UNKNOWN_PARTITION, SessionVerdict.UNKNOWN_WORKER
-_Waiting = list[tuple[float, LiveSession]]  # and when it was taken
+_Waiting = list[tuple[float, LiveSession]]  # the binding, and when it was received
 
 
 class PeerSessions:
-    """`counts[verdict]` is how many bindings that peers told of met a verdict."""
+    """`counts[verdict]` is the number of received bindings by verdict."""
 
     def __init__(self, catalog: Catalog, writer_id: int) -> None:
-        """`writer_id`: under which ours are told."""
+        """`writer_id`: the id under which our bindings are published."""
         self.counts = [0] * len(SessionVerdict)
         self._catalog = catalog
         self._writer_id = writer_id
-        self._waiting: dict[int, _Waiting] = {}  # by worker; none is empty
+        self._waiting: dict[int, _Waiting] = {}  # by worker; no list is empty
         self._waiting_count = 0
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """A peer told of a binding, or listed it when it was asked; nobody is told in turn."""
+        """Apply a binding from a peer's event or list; it is not published again."""
         verdict = self._hear(event, now, idle_s)
         self.counts[verdict] += 1
         return verdict
@@ -49,7 +47,7 @@ class PeerSessions:
         return partition.sessions.hear(event, now, idle_s)
 
     def take(self, listed: LiveSession, now: float) -> SessionVerdict:
-        """One of a peer's list. That of a worker that is not registered here waits for it."""
+        """Apply an item of a peer's list. If its worker is not registered here, it waits for it."""
         verdict = self._hear(listed.event, now, listed.idle_s)
         if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
             self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))
@@ -59,8 +57,8 @@ class PeerSessions:
         return verdict
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Hears of what waited for workers that are registered by now, or too long, at most
-        `max_steps` of it; True: there is more."""
+        """Apply waiting bindings whose workers have registered, drop those that waited too long, at
+        most `max_steps` of them. True: there are more."""
         for worker_id, waiting in list(self._waiting.items()):
             is_known = worker_id in self._catalog.workers
             while waiting and (is_known or now - waiting[-1][0] >= HOLD_S):
@@ -75,7 +73,7 @@ class PeerSessions:
         return False
 
     def give_up_waiting(self) -> None:
-        """Drop what waits for its worker."""
+        """Drop the bindings that wait for a worker."""
         self.counts[SessionVerdict.UNKNOWN_WORKER] += self._waiting_count
         self._waiting.clear()
         self._waiting_count = 0
@@ -87,8 +85,8 @@ class PeerSessions:
                 yield from partition.sessions.live(now)
 
     def tend(self, now: float, max_steps: int) -> None:
-        """Forgets what has expired, and tells peers of what else they would forget; at most
-        `max_steps` of each in each partition. Call it about every second."""
+        """Expire bindings, and publish again those that peers would expire; at most `max_steps` of
+        each in each partition. Call it about every second."""
         for partition in list(self._catalog.partitions.values()):
             if partition.sessions is not None:
                 partition.sessions.sweep(now, max_steps)

@@ -37,7 +37,7 @@ class Prompt:
         self._sequence = sequence
 
     def to_book(self, keeps_blocks: bool) -> "Prompt":
-        """The part that booking needs: with its local hashes only if `keeps_blocks`."""
+        """The part that booking needs: with local hashes only if `keeps_blocks`."""
         return Prompt(
             self.isl_tokens,
             self.local_hashes if keeps_blocks else b"",
@@ -48,19 +48,19 @@ class Prompt:
         )
 
     def forget_likeness(self, draw: Callable[[int], bytes]) -> None:
-        """Sequence hashes that are derived from tokens become random ones, like no other prompt's;
-        `draw` gives so many random bytes."""
+        """Replace sequence hashes derived from tokens by random ones, which equal no other
+        prompt's; `draw` returns that many random bytes."""
         if not isinstance(self._sequence, bytes):
             self._sequence = draw(8 * self.sequence_count)
             self.first_sequence_hash = self._sequence[:8]
 
     def blocks(self, block_size: int) -> int:
-        """As many as all tokens need, hashed or not: the last, partial one too. It is told, and
+        """The number of blocks for all tokens, including a partial last one, which is reported and
         costs nothing."""
         return max(self.sequence_count, -(-self.isl_tokens // block_size))
 
     def sequence_hashes(self) -> bytes:
-        """8 bytes per block of the chained hashes, computed when first asked for."""
+        """Chained hashes, 8 bytes per block, computed on first use."""
         sequence = self._sequence
         if not isinstance(sequence, bytes):
             sequence = self._sequence = sequence()

@@ -1,7 +1,7 @@
-"""What a router may be told: the scheduling terms, their ranges, and a request's overrides.
+"""The router's settings: the terms of the cost, their ranges, and a request's overrides.
 
-Names and defaults follow spec selection.md section 7. Ranges are checked where a value enters (the
-command line and the request decoder), so everything below may trust them.
+Names and defaults follow spec selection.md section 7. Ranges are checked on input (command line and
+request decoder), so code below relies on them.
 """
 
 import math
@@ -12,20 +12,21 @@ import msgspec
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.core.settings import API_1_3, Dialect, EjectionSettings, SessionSettings
 
-# What a block found on a lower tier is worth, in device blocks, where nothing else is said.
+# Default weights of a block on a lower tier, in device blocks.
 HOST_WEIGHT = 0.75
 DISK_WEIGHT = 0.25
 LARGEST = math.nextafter(math.inf, 0.0)
 
 
-# Who of those parked goes first: the first that came, the last, or who has the least to prefill.
+# Which queued request leaves first: the first that arrived, the last, or the one with least to
+# prefill.
 QueuePolicy = Literal["fcfs", "lcfs", "wspt"]
 # What the cost weighs: the reference's blocks, or the prefill before the first token.
 Policy = Literal["dynamo", "latency"]
 
 
 class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How long and how many selections are remembered by their ids; 0 entries or bytes: none."""
+    """Bounds of the selections that are cached by id; 0 entries or bytes: none."""
 
     ttl_s: float = 120.0
     max_entries: int = 4096
@@ -33,29 +34,31 @@ class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The router's own terms; `None` switches a feature off."""
+    """The router's own settings; `None` switches a feature off."""
 
     policy: Policy = "dynamo"
     use_kv_events: bool = True
-    needs_kv_events: bool = True  # False: who names no source of them is served by load alone
+    # False: a worker without an event source is scheduled by load alone
+    needs_kv_events: bool = True
     overlap_score_credit: float = 1.0  # >= 0, blocks of prefill saved per device block matched
     overlap_score_credit_decay: float = 0.0  # >= 0
     prefill_load_scale: float = 1.0  # >= 0
-    active_request_weight: float = 0.0  # >= 0, blocks that each active request counts for
-    host_weight: float = HOST_WEIGHT  # 0..1, device blocks that a block on the host is worth
+    active_request_weight: float = 0.0  # >= 0, blocks that each active request counts as
+    host_weight: float = HOST_WEIGHT  # 0..1, value of a block on the host, in device blocks
     disk_weight: float = DISK_WEIGHT  # 0..1, the same on disk or beyond
-    ttl_s: float = 0.0  # with KV events off: what is booked is believed cached for so long
-    predicted_ttl_s: float = 0.0  # with KV events on: the same beside them
+    ttl_s: float = 0.0  # with KV events off: how long a booked prompt is assumed cached
+    predicted_ttl_s: float = 0.0  # with KV events on: the same, until events arrive
     temperature: float = 0.0  # >= 0; 0 takes the cheapest rank
     track_prefill_tokens: bool = True
-    assume_kv_reuse: bool = True  # read in the 1.6 dialect alone
+    assume_kv_reuse: bool = True  # used in the 1.6 dialect only
     queue_threshold: float | None = None  # fraction of max_num_batched_tokens; None never queues
     queue_policy: QueuePolicy = "fcfs"
     queue_max_wait_s: float | None = None
-    overlap_refresh_after_s: float | None = 10.0  # a parked request's overlap is looked up again
+    # after this wait, a queued request's overlap is looked up again
+    overlap_refresh_after_s: float | None = 10.0
     reservation_expiry_s: float = RESERVATION_EXPIRY_S
-    # Parts of a worker's total_kv_blocks and max_num_batched_tokens above which answers call the
-    # chosen rank busy. They decide nothing.
+    # Fractions of a worker's total_kv_blocks and max_num_batched_tokens above which answers call
+    # the chosen rank busy. They do not affect the choice.
     decode_busy_threshold: float | None = None
     prefill_busy_threshold: float | None = None
     ejection: EjectionSettings = EjectionSettings()
@@ -65,7 +68,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def routed_ttl_s(self) -> float:
-        """How long what is booked is believed cached; 0: it is not."""
+        """How long a booked prompt is assumed cached; 0: not at all."""
         return self.predicted_ttl_s if self.use_kv_events else self.ttl_s
 
 
@@ -123,7 +126,7 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     host_weight: float = HOST_WEIGHT
     disk_weight: float = DISK_WEIGHT
     request_weight: float = 0.0
-    # Where prefill is not tracked: what is cached is taken off the blocks that the rank would have.
+    # With untracked prefill: subtract cached blocks from the blocks that the rank would have.
     credits_untracked: bool = False
     eviction: float = 0.0  # what a block that the prompt must compute costs for what it evicts
     knows_speeds: bool = False  # a rank costs more the slower it is

@@ -1,8 +1,8 @@
-"""Which rank: who is eligible, where a request would rather go, and what the answer says of it.
+"""Eligible ranks, session and target steering, and what the answer says of a chosen rank.
 
-Who is eligible is a set of ranks, put together of the sets that the partition keeps. The choice
-among them is made by `choice`. Pure: the random source and the time are arguments.
-Spec selection.md 3.1, 3.3 and 4.
+The eligible ranks are a set, intersected from the sets that the partition maintains; `choice`
+chooses among them. Pure: the random source and the time are arguments. Spec selection.md 3.1, 3.3
+and 4.
 """
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
@@ -29,9 +29,8 @@ def check_pin(request: SelectionRequest) -> None:
 
 
 def eligible(partition: Partition, request: SelectionRequest) -> int:
-    """The ranks that the request may go to, busy or not: ejected ones only if there are no others,
-    so a pin to one, or any other tie that leaves no more than those, is followed; never draining
-    ones."""
+    """The ranks that the request may use, busy or not. Ejected ranks only if there are no others,
+    so a pin to one is followed; draining ranks never."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is None and allowed is None and not request.required_taints:
         return partition.candidates
@@ -47,10 +46,8 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
 
 
 def not_busy(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """Those of `ranks` to choose from: the free ones, or else the one that the request is pinned
-    to, busy as it is, while its worker has others free. Raises AllWorkersBusy when some were there
-    and none is left.
-    """
+    """The ranks of `ranks` to choose from: the free ones, or else the pinned one although it is
+    busy, while its worker has other free ranks. Raises AllWorkersBusy if all are busy."""
     if not partition.busy or not ranks:
         return ranks
     busy = partition.busy_at(now)
@@ -66,12 +63,13 @@ def not_busy(partition: Partition, request: SelectionRequest, ranks: int, now: f
 def effective_prefill_tokens(
     terms: CostTerms, isl_tokens: int, match: Matched, block_size: int
 ) -> int:
-    """What the rank still has to prefill. Neither the credit nor its decay enters (section 4)."""
+    """Tokens that the rank still has to prefill. Neither the credit nor its decay matters (section
+    4)."""
     return max(0, isl_tokens - cached_tokens(terms, match, block_size))
 
 
 def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> int:
-    """Tokens left where most is cached, of the ranks that a parked request may go to."""
+    """The fewest tokens left to prefill on any rank that a queued request may use."""
     terms, isl_tokens = request.terms, request.prompt.isl_tokens
     ranks, least = eligible(partition, request), isl_tokens
     for key, match in request.matches.items():
@@ -85,7 +83,7 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
 def placed(
     partition: Partition, load: RankLoad, request: SelectionRequest, matches: MatchSets
 ) -> Placement:
-    """What the answer says of a chosen rank: the overlap is about its whole worker."""
+    """The answer for a chosen rank: the overlap describes its whole worker."""
     worker, isl_tokens = partition.workers[load.worker_id], request.prompt.isl_tokens
     block_size, worker_id, endpoint = partition.block_size, worker.worker_id, worker.endpoint
     if len(worker.loads) == 1:
@@ -121,18 +119,17 @@ def placed(
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a request would rather go: the rank that its session is bound to, or the one it names.
+# Steering: the rank that a session is bound to, or the target that a request names.
 #
-# Neither enters the question whether a request has to wait or is shed; it decides among the ranks
-# that the request may go to. A target that it may go to is taken, busy or not, and so is the rank
-# of a hard session; the rank of a soft one is only made cheaper. What it may not go to is ignored,
-# but for a booking of a hard session, which is refused then, while the rank is one that others may
-# go to. Spec selection_16.md 3 and 6.
+# Steering does not affect whether a request is queued or shed; it selects among the ranks that the
+# request may use. A usable target is taken, busy or not, and so is the rank of a hard session; the
+# rank of a soft session only gets cheaper. An unusable one is ignored, except that a booking of a
+# hard session is refused if other requests could use its rank. Spec selection_16.md 3 and 6.
 
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """Those of `ranks` to choose from, or others in their place; for a soft session notes in the
-    request whom to favour."""
+    """The ranks of `ranks` to choose from after steering; for a soft session, sets the favoured
+    ranks of the request."""
     target, sessions = request.target, partition.sessions
     if target is not None:
         return (
@@ -143,7 +140,7 @@ def steered(partition: Partition, request: SelectionRequest, ranks: int, now: fl
     if sessions is not None and request.session_id is not None:
         binding = sessions.bound(request.session_id, now)
     if sessions is None or binding is None:
-        request.favoured = 0  # it may have been another while it waited
+        request.favoured = 0  # the binding may have changed while the request was queued
         return ranks
     named = ranks_named(partition, binding.worker_id, binding.dp_rank)
     if sessions.is_soft:
@@ -154,7 +151,7 @@ def steered(partition: Partition, request: SelectionRequest, ranks: int, now: fl
 
 
 def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> int:
-    """One rank, or all of a worker, as a set; empty where there is none that can be chosen."""
+    """The named rank, or all ranks of the worker, as a set; empty if none can be chosen."""
     if dp_rank is not None:
         load = partition.slots.ranks.get((worker_id, dp_rank))
         return 0 if load is None else load.mask
@@ -183,8 +180,8 @@ def check_target(partition: Partition, request: SelectionRequest) -> None:
 def check_session(
     partition: Partition, session_id: str, worker_id: int, dp_rank: int, now: float
 ) -> None:
-    """Before a booking of a session on a rank: raises BadRequest where that is not its own, though
-    its own could be chosen; then the session is bound no longer (D39)."""
+    """Before a booking with a session: raise BadRequest if the rank is not the session's own,
+    although that could be chosen; the session is then unbound (D39)."""
     sessions = partition.sessions
     if sessions is None or sessions.is_soft:
         return
@@ -193,7 +190,7 @@ def check_session(
         return
     own = ranks_named(partition, binding.worker_id, binding.dp_rank)
     if not own & partition.candidates:
-        return  # gone, or ejected: it is bound anew
+        return  # gone or ejected: bind anew
     sessions.refuse(session_id)
     if binding.worker_id != worker_id:
         bound, chosen = f"worker {binding.worker_id}", f"{worker_id}"
@@ -205,7 +202,7 @@ def check_session(
 def explained_session(
     partition: Partition, request: SelectionRequest, now: float
 ) -> SessionExplanation | None:
-    """What the session of a request had to do with the choice; None where it has none."""
+    """The part of a request's session in the choice; None without a session."""
     sessions, session_id = partition.sessions, request.session_id
     if sessions is None or session_id is None:
         return None

@@ -1,9 +1,9 @@
-"""The selector: one process's catalog, partitions, reservations and queues, and their changes.
+"""The selector: catalog, partitions, reservations and queues of one process.
 
-Everything here completes before it returns, so choosing a rank and booking it is one step that
-nothing can come between. A request that must wait is parked and answered through its callback by
-whichever later call frees capacity (D11). Lifecycle events for replicas go to the injected
-`events`. Time is an argument: monotonic seconds.
+Every call completes before it returns, so choosing a rank and booking it is one atomic step. A
+request that must wait is queued and answered through its callback by a later call that frees
+capacity (D11). Lifecycle events for replicas go to the injected `events`. Time is an argument:
+monotonic seconds.
 """
 
 import heapq
@@ -55,37 +55,36 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.core.sessions.table import SessionTables
 
 # --------------------------------------------------------------------------------------------------
-# Who of those parked may go now, after something may have come free (D11).
+# Admission of queued requests, after something may have come free (D11).
 #
-# What one event can free is one rank. So an event costs next to nothing while no rank came below
-# its threshold; when one did, the lines that lead there are found by one look at each, and after
-# that only who goes is visited, in the order of the queue.
+# One event frees at most one rank. So an event costs next to nothing while no rank has fallen below
+# its threshold; when one has, one look at each line finds those that include it, and then only
+# requests that can leave are visited, in the order of the queue.
 
 PlaceNow = Callable[[Partition, SelectionRequest, int, MatchSets, float], Placement]
 CallSoon = Callable[[Callable[[], None]], object]
 
-MOST_AT_ONCE = 32  # that one event lets go in a turn of the loop: a millisecond, with their answers
+# requests admitted by one event per turn of the loop: a millisecond, answers included
+MOST_AT_ONCE = 32
 
 
 class Admission:
-    """Lets parked requests go, some in each turn of the loop."""
+    """Admits queued requests, some in each turn of the loop."""
 
     def __init__(
         self, place: PlaceNow, refresh_after_s: float | None, call_soon: CallSoon | None
     ) -> None:
-        """`place` chooses among ranks and books, or raises. The overlap of who has
-        waited for `refresh_after_s` is looked up again. `call_soon` is the loop's; without one
-        all go in one turn."""
+        """`place` chooses among ranks and books, or raises. The overlap of requests queued for
+        `refresh_after_s` is looked up again. `call_soon` is the loop's; without it all are admitted
+        at once."""
         self._place = place
         self._refresh_after_s = refresh_after_s
         self._call_soon = call_soon
         self._most = 1 << 60 if call_soon is None else MOST_AT_ONCE
 
     def admit(self, partition: Partition, now: float, hopeless_after_s: float = 0.0) -> None:
-        """Answers those who can go now, in order, and tells those whom nobody can serve any more.
-
-        Of the latter those who came less than `hopeless_after_s` ago are left where they are.
-        """
+        """Admit requests that can be placed now, in order, and fail those that no worker can serve
+        any more. Of the latter, those that arrived less than `hopeless_after_s` ago stay."""
         parked = partition.parked
         if parked.hopeless and not parked.is_due:
             told = [
@@ -102,13 +101,13 @@ class Admission:
         self.admit_next(partition, now)
 
     def admit_next(self, partition: Partition, now: float) -> None:
-        """Answers those who can go now, in order, and nobody else."""
+        """Admit requests that can be placed now, in order, and no others."""
         room, parked = partition.room, partition.parked
         if room is None or not len(parked):
             return
         room.advance(now)
         if parked.is_moving or parked.is_due:
-            return  # who moves them looks again
+            return  # the running admission looks again
         parked.is_moving = True
         left = self._most
         try:
@@ -130,11 +129,11 @@ class Admission:
         self._call_soon(go_on)
 
     def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
-        """Lets go whoever may use what came free, until nobody may, or something else came free, or
-        so many have gone; returns how many more may."""
+        """Admit requests that can use what came free, up to a number, until none can or something
+        else comes free. Returns how many more may be admitted."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
-        blocked: Place | None = None  # the foremost of those who stay
+        blocked: Place | None = None  # the first request that stays
         try:
             for line in partition.parked.lines():
                 head = line.items[0].key
@@ -163,7 +162,8 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Answers one; who passes others gives no more load to what they wait for."""
+        """Place one request. One that overtakes others is placed only on ranks below the
+        threshold."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -179,23 +179,24 @@ class Admission:
             answer = self._place(partition, request, ranks, matches, now)
             partition.parked.admitted += 1
             partition.parked.waited_s += waited_s
-        except Exception as error:  # what broke is told to this request, and to no other's call
+        # a failure goes to this request alone, not to the caller that triggered it
+        except Exception as error:
             answer = error
         parked.on_answer(parked, answer)
 
 
 # --------------------------------------------------------------------------------------------------
-# What is heard of the health of workers, brought to their partitions and to who is parked there.
+# Health reports and polls, applied to partitions and their queues.
 #
-# A replica knows of the ejections that were reported to it or that its own polls found: replicas
-# tell each other nothing of them.
+# A replica knows only of ejections by reports that it received or by its own polls: replicas do not
+# share them.
 
 
 class WorkerHealth:
     """Health reports and polls of all workers of a catalog."""
 
     def __init__(self, catalog: Catalog, admit: Callable[[Partition, float], None]) -> None:
-        """`admit` lets those go who waited for what came back, or may now go elsewhere."""
+        """`admit` admits requests that waited for what returned, or can go elsewhere now."""
         self._catalog = catalog
         self._admit = admit
 
@@ -208,7 +209,8 @@ class WorkerHealth:
         ttft_s: float | None = None,
         cached_tokens: int | None = None,
     ) -> None:
-        """A request to this rank, or to the worker as a whole, was `refused`, `failed` or `ok`.
+        """Report that a request to this rank, or to the whole worker, was `refused`, `failed` or
+        `ok`.
 
         `ttft_s` and `cached_tokens`, the engine's own count, are only added up. A worker that is
         not schedulable has no ranks to eject. Raises NotFound.
@@ -217,7 +219,7 @@ class WorkerHealth:
         if found is None:
             return
         partition, keys = found
-        counts = partition.slots.ranks[keys[0]].counts  # of a worker as a whole: once
+        counts = partition.slots.ranks[keys[0]].counts  # once for the whole worker
         if outcome == OK:
             counts.ok += 1
         elif outcome == REFUSED:
@@ -233,21 +235,21 @@ class WorkerHealth:
             self._admit(partition, now)
 
     def polled(self, worker_id: int, fault: str | None, now: float) -> None:
-        """The worker was asked how it is: None is well. One that is gone is nobody's concern."""
+        """Record a health check: None is healthy. A worker that is gone is ignored."""
         if worker_id in self._catalog.workers:
             found = self.ranks_of(worker_id, None)
             if found is not None and found[0].poll(found[1], fault, now):
                 self._admit(found[0], now)
 
     def settle(self, now: float) -> None:
-        """Lets come back whose time is over; who waits for them is looked at by the caller."""
+        """End ejections whose time is over; the caller then checks the queue."""
         for partition in self._catalog.partitions.values():
             partition.settle_health(now)
 
     def ranks_of(
         self, worker_id: int, dp_rank: int | None
     ) -> tuple[Partition, list[RankKey]] | None:
-        """The ranks that are meant, and where; None: the worker has none. Raises NotFound."""
+        """The partition and ranks that are meant; None: the worker has none. Raises NotFound."""
         worker = self._catalog.workers.get(worker_id)
         if worker is None:
             raise NotFound(f"worker {worker_id} not found")
@@ -262,8 +264,8 @@ class WorkerHealth:
         return partition, [load.key for load in known.loads]
 
 
-# A request that nobody can serve is parked like others while others are, and a worker for it may
-# register meanwhile: without any event it is answered this late. The reference does so every 60 s.
+# A request that no worker can serve is queued while others are, since a worker for it may register
+# meanwhile. Without any event it is answered after this time. The reference does so every 60 s.
 RECHECK_AFTER_S = 2.0
 
 OnAnswer = Callable[[Parked, Placement | Exception], None]
@@ -287,9 +289,9 @@ class Selector:
         call_soon: CallSoon | None = None,
         decisions: Decisions | None = None,
     ) -> None:
-        """`thresholds` hold for every model that is not given its own; `on_discarded` and
-        `check_worker` are the catalog's; `sessions` are those of the settings unless given, and
-        known to no peer; `call_soon` is the loop's, for parked requests that go in a later turn."""
+        """`thresholds` apply to every model without its own; `on_discarded` and `check_worker` are
+        the catalog's; `sessions` are made from the settings unless given; `call_soon` is the
+        loop's, for queued requests that are admitted in a later turn."""
         self.settings = settings
         self.terms: CostTerms = terms(settings)
         self.ledgers = Ledgers(settings.reservation_expiry_s, events)
@@ -311,7 +313,7 @@ class Selector:
         self.bookings = Bookings(self.catalog.partitions, settings.dialect)
         self.selections = SelectionCache(settings.selection_cache)
         self._admission = Admission(self._place, settings.overlap_refresh_after_s, call_soon)
-        # Whether requests may have to wait; else `select_now` does what `select` does.
+        # Whether requests may be queued; if not, `select_now` is equal to `select`.
         self.parks = settings.queue_threshold is not None
         self._refuses_to_park: SelectorError | None = None
         self.health = WorkerHealth(self.catalog, self.admit_parked)
@@ -366,17 +368,19 @@ class Selector:
     # -- busy thresholds -----------------------------------------------------------------------
 
     def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
-        """What is in force for every model and tenant that has a registered worker, sorted."""
+        """The thresholds in force for every model and tenant that has a registered worker,
+        sorted."""
         return [(key, self.limits.of(key)) for key in sorted(self.catalog.scopes())]
 
     def change_threshold(
         self, key: PartitionKey, given: BusyThreshold, now: float
     ) -> BusyThreshold:
-        """Sets what `given` sets, from the next selection on. Raises BadRequest or NotFound."""
+        """Set the given fields, effective from the next selection. Raises BadRequest or
+        NotFound."""
         return self._enforce(key, self.limits.change(key, given, self.catalog.scopes()), now)
 
     def switch_threshold_off(self, key: PartitionKey, now: float) -> BusyThreshold:
-        """Nothing is shed there any more, also by the defaults. Raises NotFound."""
+        """Disable shedding for the model, including the defaults. Raises NotFound."""
         return self._enforce(key, self.limits.switch_off(key, self.catalog.scopes()), now)
 
     def _enforce(self, key: PartitionKey, threshold: BusyThreshold, now: float) -> BusyThreshold:
@@ -389,15 +393,15 @@ class Selector:
     # -- selection -----------------------------------------------------------------------------
 
     def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
-        """The partition that load may be booked in, or None."""
+        """The partition to book load in, or None."""
         partition = self.catalog.partitions.get((model_name, tenant_id))
         return partition if partition is not None and partition.established else None
 
     def load_changed(
         self, model_name: str, tenant_id: str, reservation_id: str, now: float
     ) -> None:
-        """A peer's event was applied: whoever is parked there may have room now."""
-        self.bookings.local_holder(reservation_id)  # forgets it, if the peer freed it
+        """A peer's event was applied: queued requests may have room now."""
+        self.bookings.local_holder(reservation_id)  # forgets the id if the peer freed it
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None:
             self.admit_parked(partition, now)
@@ -405,22 +409,21 @@ class Selector:
     def select(
         self, partition: Partition, request: SelectionRequest, now: float, on_answer: OnAnswer
     ) -> Placement | Parked:
-        """Chooses a rank, and books it when the request `books`.
-
-        Answers at once, or parks the request and answers through `on_answer` later. Raises
-        SelectorError; then nothing has changed.
-        """
+        """Choose a rank, and book it if the request `books`. Answers at once, or queues the request
+        and answers through `on_answer` later. Raises SelectorError; then nothing has changed."""
         room, parked = partition.room, partition.parked
         if room is None:
             return self.select_now(partition, request, now)
         if len(parked):
-            self._admission.admit_next(partition, now)  # what wore off is theirs who waited for it
+            # decayed load belongs to the requests that waited for it
+            self._admission.admit_next(partition, now)
         room.advance(now)
         ranks = self._free_ranks(partition, request, now)
-        if len(parked):  # whoever passes others gives no more load to what they wait for
+        # a request that overtakes others is placed only on ranks below the threshold
+        if len(parked):
             ranks &= room.below
             is_next = ranks != 0 and not (parked.is_moving or parked.is_due)
-        else:  # when nobody can serve it, it is told so
+        else:  # if no rank can ever serve it, fail at once
             is_next = not ranks or ranks & room.below != 0
         if is_next:
             matches = match_sets(partition, request.prompt.local_hashes)
@@ -437,21 +440,21 @@ class Selector:
     ) -> Parked:
         if self._refuses_to_park is not None:
             raise self._refuses_to_park
-        request.prompt.sequence_hashes()  # read now: nobody could be told of a bad one later
+        request.prompt.sequence_hashes()  # validate now: an error could not be answered later
         request.matches = match_by_rank(partition, request.prompt.local_hashes)
         if not len(partition.parked):
-            room.came_free = 0  # nobody waited for it
+            room.came_free = 0  # nothing was queued
         left = 0
         if self.settings.queue_policy == "wspt":
             left = least_left_to_prefill(partition, request)
         parked = partition.parked.park(request, now, on_answer, left)
         if partition.parked.is_moving or partition.parked.is_due:
-            # It came between those who are let go: it may be next.
+            # It arrived while others are being admitted: it may be next.
             room.came_free |= parked.line.leads_to
         return parked
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
-        """Chooses a rank, whatever the queue, and books it when the request `books`."""
+        """Choose a rank, whatever the queue, and book it if the request `books`."""
         ranks = self._free_ranks(partition, request, now)
         matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
@@ -476,7 +479,7 @@ class Selector:
         matches: MatchSets,
         now: float,
     ) -> Placement:
-        """Chooses among these ranks, and books what is chosen if the request asks for it."""
+        """Choose among these ranks, and book the choice if the request asks for it."""
         is_steered = False
         if request.session_id is not None or request.target is not None:
             chosen = steered(partition, request, ranks, now)
@@ -520,11 +523,9 @@ class Selector:
         return placement
 
     def admit_waiting(self, now: float) -> None:
-        """For those whom no event lets go: call it about every second.
-
-        Load can wear off, ranks that were ejected come back, and who came when nobody could serve
-        him but others waited is told so after RECHECK_AFTER_S.
-        """
+        """Admit requests that no event admits: call it about every second. Load can decay,
+        ejections can end, and a request that no worker could serve is answered after
+        RECHECK_AFTER_S."""
         self.health.settle(now)
         self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):
@@ -532,16 +533,17 @@ class Selector:
             self._admission.admit(partition, now, RECHECK_AFTER_S)
 
     def admit_parked(self, partition: Partition, now: float) -> None:
-        """Something may have come free: lets those go who waited for it."""
+        """Something may have come free: admit requests that waited for it."""
         self._admission.admit(partition, now)
 
     def hung_up(self, partition: Partition, parked: Parked, now: float) -> None:
-        """The client of a parked request is gone: it leaves the queue, and so its count (D11)."""
+        """The client of a queued request disconnected: remove it from the queue and its count
+        (D11)."""
         if partition.parked.leave(parked):
             self.admit_parked(partition, now)
 
     def refuse_parked(self, error: SelectorError) -> None:
-        """Answers every parked request with `error`, and who would park from now on, too."""
+        """Answer every queued request, and every later one that would be queued, with `error`."""
         self._refuses_to_park = error
         for partition in self.catalog.partitions.values():
             for parked in partition.parked.in_order():
@@ -577,7 +579,7 @@ class Selector:
                 self.admit_parked(partition, now)
 
     def expect_output(self, reservation_id: str, tokens: int, now: float) -> None:
-        """Adds the blocks that an answer of so many tokens will have to what was just booked."""
+        """Add the expected blocks of an answer of this many tokens to a new reservation."""
         for partition in self.bookings.holders(reservation_id):
             blocks = tokens // partition.block_size
             partition.ledger.output_block(reservation_id, now, blocks=blocks)
@@ -590,9 +592,12 @@ class Selector:
         now: float,
         known_tokens: int | None = None,
     ) -> None:
-        """Frees it, and hears how it went. A connection that was refused tells of the whole worker,
-        any other outcome of the rank. `cached_tokens` are the engine's own count; of the prompt,
-        `known_tokens` went by their own blocks, None: all of it."""
+        """Free a reservation and record its outcome. A refused connection counts for the whole
+        worker, any other outcome for the rank.
+
+        `cached_tokens` is the engine's own count; `known_tokens` of the prompt were routed by their
+        blocks, None: all of it.
+        """
         partition = self.bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking
@@ -600,14 +605,14 @@ class Selector:
             if self._decisions is not None:
                 self._decisions.reported(reservation_id, None, cached_tokens)
             rank.counts.cached_tokens += cached_tokens
-            if booking.prefill_tokens is not None:  # else it is not known what was found
+            if booking.prefill_tokens is not None:  # else the index's prediction is unknown
                 size = partition.block_size
                 blocks = reservation.block_count - booking.prefill_tokens // size
                 rank.counts.compared_tokens += cached_tokens
                 found = max(0, blocks * size)
                 rank.counts.compared_overlap_tokens += found
                 cached = cached_tokens if known_tokens is None else min(cached_tokens, known_tokens)
-                # An engine computes the last token, and so a block, of what it has whole.
+                # An engine recomputes the last token, and so its block, of a fully cached prompt.
                 is_whole = blocks == reservation.block_count and cached + size == found
                 if known_tokens != 0:
                     rank.counts.compare(cached if is_whole else found, cached)
@@ -625,10 +630,8 @@ class Selector:
             self.admit_parked(partition, now)
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
-        """Drops what was not touched for too long, at most `max_steps` in all.
-
-        As many as max_steps: call again, there may be more.
-        """
+        """Expire idle reservations, at most `max_steps` in all. If it returns as many, call again:
+        there may be more."""
         gone = []
         partitions = self.catalog.partitions
         ledgers = [partition.ledger for partition in partitions.values()]
@@ -642,7 +645,7 @@ class Selector:
         return gone
 
     def arrived(self) -> int:
-        """Requests booked, here and by peers, in all partitions that there are."""
+        """Requests booked, here and by peers, in all current partitions."""
         return sum(partition.slots.arrived for partition in self.catalog.partitions.values())
 
 
@@ -653,25 +656,24 @@ def _has_ended(partition: Partition, reservation: Reservation, now: float) -> No
 
 
 # --------------------------------------------------------------------------------------------------
-# What the process before this one knew, put back into a selector that has just been made.
+# Restoring the state of an earlier process into a new selector.
 #
-# Partitions come before their workers, workers before their bookings. Nobody is told of any of it.
+# Partitions are restored before their workers, workers before their bookings. Nothing is published.
 
 
 def restore_partition(
     catalog: Catalog, key: PartitionKey, block_size: int, is_eagle: bool, members: Iterable[int]
 ) -> None:
-    """One that was established, so that who was refused for its block size is so again.
-
-    `members` are the workers that were schedulable in it once: they hold its block size (D3).
-    """
+    """Restore an established partition, so that workers refused for its block size are refused
+    again. `members` are the workers that were once schedulable in it: they hold its block size
+    (D3)."""
     partition = catalog.partitions[key] = catalog.new_partition(key, block_size, is_eagle)
     partition.established = True
     partition.members.update(members)
 
 
 def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None) -> bool:
-    """As `core.replication.restoring.restore`; ids of our own stay unique in the process (D4)."""
+    """Like `core.replication.restoring.restore`; ids of our own stay unique in the process (D4)."""
     partition = selector.scheduling_partition(live.model_name, live.tenant_id)
     if partition is None:
         return False

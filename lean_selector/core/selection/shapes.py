@@ -1,4 +1,4 @@
-"""Records of workers, of what is asked of the scheduler, and of what it answers."""
+"""Records of workers, and of selection requests and their results."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -10,16 +10,16 @@ from lean_selector.core.selection.router_settings import CostTerms
 
 PartitionKey = tuple[str, str]
 
-# What is asked for workers, as metrics name it: routes, and the gateway.
+# Routes that select a worker, as metrics name them.
 SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
 ROUTE, GATEWAY = "/route/{path*}", "gateway"
 
-# The fields of a record that are maps from ranks.
+# Fields of a record that are maps by rank.
 BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints")
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as its owner registered it; None where nothing was said."""
+    """A worker as registered; None if a field was not given."""
 
     worker_id: int
     model_name: str = "default"
@@ -42,7 +42,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: str | None = None
     kv_transfer_preferred_weight: float | None = None  # single precision
-    # For hints where a prompt's blocks could be fetched from; of the 1.6 dialect.
+    # For hints of where a prompt's blocks can be fetched; 1.6 dialect.
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[int, str] = {}
     kv_event_source_mode: str | None = None
@@ -58,7 +58,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return range(start, start + size)
 
     def kv_events_endpoint_of(self, dp_rank: int) -> str | None:
-        """Where this rank publishes; the single endpoint counts for a worker of one rank only."""
+        """Where this rank publishes; the single endpoint applies to a worker of one rank only."""
         if self.kv_events_endpoints:
             return self.kv_events_endpoints.get(dp_rank)
         return self.kv_events_endpoint if self.ranks == range(dp_rank, dp_rank + 1) else None
@@ -100,14 +100,14 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class PinnedWorker(msgspec.Struct, frozen=True):
-    """The one rank that a request insists on."""
+    """The rank that a request is pinned to."""
 
     worker_id: int
     dp_rank: int
 
 
 class AffinityTarget(msgspec.Struct, frozen=True):
-    """Where a request would rather go than elsewhere; without a rank, any of the worker's."""
+    """The rank that a request prefers; without a rank, any rank of the worker."""
 
     worker_id: int
     dp_rank: int | None
@@ -117,7 +117,7 @@ EXPLANATION, OUTLOOK, HINT = 1, 2, 4
 
 
 class SelectionRequest(msgspec.Struct, gc=False):
-    """One request for a worker, normalised. Without `books` nothing is reserved."""
+    """One selection request, normalised. Without `books` nothing is reserved."""
 
     prompt: Prompt
     terms: CostTerms
@@ -134,14 +134,14 @@ class SelectionRequest(msgspec.Struct, gc=False):
     waited_s: float = 0.0  # parked, until it is placed
     adds: int = 0  # EXPLANATION and OUTLOOK: what the placement is to say beside the choice
     target: AffinityTarget | None = None
-    session_id: str | None = None  # None also where it counts for nothing: off, pinned, a target
+    session_id: str | None = None  # None also if it has no effect: sessions off, pinned, a target
     favoured: int = 0  # the ranks, as a set, that cost `bonus_blocks` less
     bonus_blocks: float = 0.0
     asked_at: str = SELECT  # or another of the above
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """Cached tokens of the chosen worker; gpu <= cpu <= disk, each the most over its ranks."""
+    """Cached tokens of the chosen worker; gpu <= cpu <= disk, each the maximum over its ranks."""
 
     longest_matched: int
     gpu: int
@@ -151,7 +151,7 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankExplanation(msgspec.Struct, frozen=True, gc=False):
-    """One rank. Blocks per tier are those found there and on no faster one; credit in blocks."""
+    """One rank. Each tier counts only blocks that no faster tier has; the credit is in blocks."""
 
     worker_id: int
     dp_rank: int
@@ -178,14 +178,14 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
-    """What the session of a request is bound to, before this request."""
+    """The binding of a request's session, before this request."""
 
     session_id: str
     mode: str  # hard or soft
     bound: bool
     worker_id: int | None
     dp_rank: int | None
-    reservations: int  # of it that are live here
+    reservations: int  # its live reservations on this replica
 
 
 class Explanation(msgspec.Struct, frozen=True, gc=False):
@@ -197,7 +197,7 @@ class Explanation(msgspec.Struct, frozen=True, gc=False):
     isl_tokens: int
     new_blocks: int
     ranks: list[RankExplanation]  # sorted by worker and rank
-    session: SessionExplanation | UnsetType = UNSET  # only where sessions are on and it has one
+    session: SessionExplanation | UnsetType = UNSET  # only with sessions on and a session given
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -226,9 +226,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class FetchHint(msgspec.Struct, frozen=True, gc=False):
-    """Another rank that holds more of the prompt, and may be asked for it."""
+    """Another rank that holds more of the prompt, from which it can be fetched."""
 
-    block_hashes: tuple[int, ...]  # its engine's, from the prompt's first block on
+    block_hashes: tuple[int, ...]  # its engine's hashes, from the first block of the prompt
     source_control_endpoint: str
 
 
@@ -252,15 +252,15 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     overlap: Overlap
     effective_prefill_tokens: int
     explain: Explanation | UnsetType = UNSET
-    outlook: RankOutlook | UnsetType = UNSET  # only where it was asked for
+    outlook: RankOutlook | UnsetType = UNSET  # only if requested
 
 
 class CachedSelection(msgspec.Struct, frozen=True, gc=False):
-    """What `/select` chose under an id, as far as booking it later needs it."""
+    """What booking a `/select` later needs."""
 
     worker_id: int
     dp_rank: int
-    prompt: Prompt  # its block hashes only where bookings are remembered by them
+    prompt: Prompt  # its block hashes only if predictions need them
     effective_prefill_tokens: int
     expected_output_tokens: int | None
     track_prefill: bool
@@ -275,7 +275,7 @@ class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
     potential_prefill_tokens: int
     potential_decode_blocks: int
     active_requests: int
-    # Only in /loads?detail=true; None: nothing was received lately.
+    # Only in /loads?detail=true; None: no recent report.
     engine_load: EngineLoad | UnsetType | None = UNSET
     # Likewise, and only where they are known.
     prefill_tokens_per_s: float | UnsetType = UNSET
@@ -307,7 +307,7 @@ class OverlapRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class SharedCache(msgspec.Struct, frozen=True):
-    """Always the same: there is no shared cache here."""
+    """Constant: there is no shared cache here."""
 
     enabled: bool = False
     total_hit_blocks: int = 0

@@ -1,4 +1,4 @@
-"""What is kept of sessions, and what replicas tell each other of them."""
+"""Records of sessions: bindings, leases, and their events between replicas."""
 
 from enum import IntEnum
 
@@ -6,22 +6,22 @@ import msgspec
 
 
 class Binding(msgspec.Struct, eq=False, gc=False):
-    """The rank of one session. Read it anywhere; only SessionTable changes it.
+    """The rank of one session. Read only; only SessionTable changes it.
 
-    Of two bindings of a session the one of the higher (sequence, writer_id) counts, at every
+    Of two bindings of a session the one with the higher (sequence, writer_id) wins, at every
     replica. Times are monotonic seconds.
     """
 
     worker_id: int
-    dp_rank: int | None  # None: any rank of the worker; only a peer says so
+    dp_rank: int | None  # None: any rank of the worker; only peers send that
     sequence: int
-    writer_id: int  # of the replica that made it
-    expires_at: float  # means something only while nothing holds it
-    told_at: float  # when peers were last told of it
+    writer_id: int  # id of the replica that made it
+    expires_at: float  # meaningful only while nothing holds it
+    told_at: float  # when it was last published
     leases: int = 0  # live reservations of the session that were booked here
 
     def is_at(self, worker_id: int, dp_rank: int) -> bool:
-        """True when that rank is the one, or one of those, that it names."""
+        """Whether the binding names that rank, or all of its worker's."""
         return self.worker_id == worker_id and self.dp_rank in (None, dp_rank)
 
 
@@ -35,7 +35,7 @@ class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 class SessionEvent(msgspec.Struct, frozen=True, gc=False):
-    """A binding as replicas tell it."""
+    """A binding, as replicas publish it."""
 
     model_name: str
     tenant_id: str
@@ -47,24 +47,24 @@ class SessionEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveSession(msgspec.Struct, frozen=True, gc=False):
-    """A binding as a replica that catches up may take it over."""
+    """A binding, as a replica that catches up can adopt it."""
 
     event: SessionEvent
-    idle_s: float  # since its session last had a reservation; 0 while it has one
+    idle_s: float  # seconds since the session's last reservation there; 0 while it has one
 
 
 class SessionVerdict(IntEnum):
-    """What became of a peer's binding."""
+    """The outcome of a peer's binding."""
 
-    BOUND = 0  # the session had none here
-    RENEWED = 1  # the one that is known, or a newer one of the same rank
+    BOUND = 0  # the session had no binding here
+    RENEWED = 1  # the known binding, or a newer one of the same rank
     REPLACED = 2  # a newer one of another rank
-    OWN = 3  # it is ours, come back through a loop of subscriptions
+    OWN = 3  # our own, returned through a loop of subscriptions
     OFF = 4  # sessions are off here
     UNKNOWN_PARTITION = 5
     UNKNOWN_WORKER = 6  # not registered here, or for another model or tenant
-    OUTDATED = 7  # older than the one that is known
-    EXPIRED = 8  # of a snapshot: past its time by our settings
-    TOO_LONG = 9  # the session's id
-    SEQUENCE = 10  # no honest replica counts that far
+    OUTDATED = 7  # older than the known one
+    EXPIRED = 8  # in a snapshot: expired by our settings
+    TOO_LONG = 9  # the session's id is too long
+    SEQUENCE = 10  # a sequence that no correct replica reaches
     FULL = 11

@@ -1,10 +1,10 @@
-"""The sessions of one partition: which rank each is bound to, for how long, and who is told.
+"""The sessions of one partition: the rank of each, its expiry, and publication.
 
-A booking of a session binds it to its rank. Each live reservation of the session that was booked
-here holds the binding; when none does any more, it lasts for the time to live of the settings. What
-a peer tells replaces an older binding, and is held by nothing: it lasts for that time from when it
-was heard. Follows selection_16.md section 6. Knows neither ranks nor sockets; time is an argument,
-in monotonic seconds.
+A booking of a session binds it to its rank. Each live reservation of the session booked here holds
+the binding; after the last one ends, it lasts for the configured time to live. A peer's event
+replaces an older binding, and holds nothing: it lasts for that time from its arrival. Follows
+selection_16.md section 6. Knows neither ranks nor sockets; time is an argument, in monotonic
+seconds.
 """
 
 from collections import OrderedDict
@@ -24,13 +24,13 @@ from lean_selector.core.settings import SessionSettings
 MAX_ID_BYTES: Final = 256
 # As in the reference. 320 bytes each with an id of 36: 21 MB when full.
 MAX_SESSIONS = 65_536
-# Sequences begin at nanoseconds since 1970, which get here in 2262. A higher one would make ours
-# overflow what carries them; so would the one after this.
+# Sequences start at nanoseconds since 1970, which reach this in 2262. A higher one, or its
+# successor, would overflow the fields that carry ours.
 MAX_SEQUENCE: Final = 2**63 - 1
-# Above the clock and our own: further than clocks differ, or bindings are made. One such sequence
-# would put ours above what peers take.
+# Above the clock and our own sequence: more than clocks differ, or bindings are made. One such
+# sequence would raise ours above what peers accept.
 MAX_AHEAD: Final = 24 * 60 * 60 * 10**9
-# Where there is no room: so many are looked at for one that has expired.
+# In a full table, this many entries are checked for an expired one.
 _SWEEP_FOR_ROOM: Final = 16
 
 
@@ -41,19 +41,19 @@ def check_session_id(session_id: str) -> None:
 
 
 class SessionCounts:
-    """What ever became of the bookings of sessions, and of bindings."""
+    """Totals of session bookings, by result, and of bindings."""
 
     def __init__(self) -> None:
         self.followed = 0  # bookings on the rank that the session was bound to
         self.bound = 0  # of sessions that were not bound
-        self.moved = 0  # bookings that took the binding elsewhere
-        self.refused = 0  # bookings that could not go to the session's rank
-        self.unbound = 0  # bookings that left no binding, for the table is full
+        self.moved = 0  # bookings that moved the binding
+        self.refused = 0  # bookings that could not use the session's rank
+        self.unbound = 0  # bookings that left no binding, because the table is full
         self.expired = 0  # bindings
 
 
 class SessionTables:
-    """What the tables of one process share: the settings, and whom they tell."""
+    """What the tables of one process share: the settings, and where bindings are published."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """`first_sequence` is asked for each table: nanoseconds since 1970, so that a table made
-        anew goes on above the old one. `tell`: None where there are no peers."""
+        """`first_sequence` is called for each table: nanoseconds since 1970, so that a new table
+        continues above an old one. `tell`: None without peers."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
@@ -74,7 +74,7 @@ class SessionTables:
 
 
 class SessionTable:
-    """Sessions of one partition. A method that raises has changed nothing but what it says."""
+    """Sessions of one partition. A method that raises has changed nothing unless it says so."""
 
     def __init__(self, model_name: str, tenant_id: str, shared: SessionTables) -> None:
         self._model_name = model_name
@@ -86,25 +86,23 @@ class SessionTable:
         self.counts = SessionCounts()
         self._next_sequence = shared.first_sequence()
         self._bindings: dict[str, Binding] = {}
-        # Each of them is in one of these. OrderedDicts, because the oldest of a plain dict is
-        # behind all the holes of older ones.
-        self._idle: OrderedDict[str, Binding] = (
-            OrderedDict()
-        )  # held by nothing; next to expire first
-        self._held: OrderedDict[str, Binding] = OrderedDict()  # told longest ago first
+        # Each binding is in one of these. OrderedDicts, because finding the oldest of a plain dict
+        # steps over the holes of removed ones.
+        self._idle: OrderedDict[str, Binding] = OrderedDict()  # not held; next to expire first
+        self._held: OrderedDict[str, Binding] = OrderedDict()  # least recently published first
         self._leases: dict[str, Lease] = {}  # by reservation id
 
     def __len__(self) -> int:
-        """Bindings, those that have expired and were not swept yet among them."""
+        """Number of bindings, including expired ones that were not swept yet."""
         return len(self._bindings)
 
     @property
     def held(self) -> int:
-        """Sessions that have a live reservation here."""
+        """Sessions with a live reservation here."""
         return len(self._held)
 
     def bound(self, session_id: str, now: float) -> Binding | None:
-        """Where a session goes, if it is bound."""
+        """The binding of a session, if it has one."""
         binding = self._bindings.get(session_id)
         if binding is None or (not binding.leases and binding.expires_at <= now):
             return None
@@ -113,11 +111,10 @@ class SessionTable:
     def book(
         self, session_id: str, reservation_id: str, worker_id: int, dp_rank: int, now: float
     ) -> None:
-        """A reservation of the session was booked on a rank: that is where it is bound from now on.
-
-        It holds the binding until `release`. With the table full a new session stays unbound.
-        """
-        self.release(reservation_id, now, tells=False)  # of an earlier use of the id: there is none
+        """A reservation of the session was booked on a rank: bind the session to it. The
+        reservation holds the binding until `release`. In a full table a new session stays
+        unbound."""
+        self.release(reservation_id, now, tells=False)  # of an earlier use of the id, if any
         counts = self.counts
         binding = self.bound(session_id, now)
         if binding is None:
@@ -143,10 +140,8 @@ class SessionTable:
         self._tell(session_id, binding, now)
 
     def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
-        """A reservation has ended; nothing happens where it holds no session.
-
-        It renews, and tells of, no other binding than the one that it was booked under.
-        """
+        """A reservation has ended; ignored if it holds no session. It renews and publishes only the
+        binding that it was booked under."""
         lease = self._leases.pop(reservation_id, None)
         if lease is None:
             return
@@ -164,12 +159,12 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def refuse(self, session_id: str) -> None:
-        """A booking could not go where the session is bound: it is so no longer."""
+        """A booking could not use the rank of its session: drop the binding."""
         self.counts.refused += 1
         self._drop(session_id)
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """A peer told of a binding, which `idle_s` ago was used there. Tells nobody."""
+        """Apply a peer's binding, last used there `idle_s` ago. Not published again."""
         sequence = event.sequence
         if sequence >= MAX_SEQUENCE or self._is_far_ahead(sequence):
             return SessionVerdict.SEQUENCE
@@ -211,8 +206,8 @@ class SessionTable:
         return sequence - MAX_AHEAD > self._shared.first_sequence()
 
     def sweep(self, now: float, max_steps: int) -> None:
-        """Forgets what has expired, at most `max_steps` of it. What is left is bound to nothing
-        either: sweeping only gives back its room."""
+        """Drop expired bindings, at most `max_steps`. Those left do not count either: sweeping only
+        frees memory."""
         for _ in range(max_steps):
             if not self._idle:
                 return
@@ -223,8 +218,8 @@ class SessionTable:
             self.counts.expired += 1
 
     def keep_alive(self, now: float, max_steps: int) -> None:
-        """Tells peers again, at most `max_steps` times, of bindings that are held here and that
-        they may else give up: they do not know by what."""
+        """Publish again, at most `max_steps`, bindings that are held here and that peers would
+        expire, since they do not know that."""
         if self._shared.tell is None:
             return
         for _ in range(max_steps):
@@ -246,7 +241,7 @@ class SessionTable:
                 yield LiveSession(self._event(session_id, binding), idle_s)
 
     def _make_room(self, session_id: str, now: float) -> bool:
-        """True when a binding of this session, which has none, can be kept."""
+        """Whether a new binding of this session can be kept."""
         if session_id in self._bindings:  # expired
             self._drop(session_id)
             self.counts.expired += 1
@@ -260,7 +255,7 @@ class SessionTable:
         return sequence
 
     def _rest(self, session_id: str, binding: Binding) -> None:
-        """Nothing holds it. What expires next stays in front as far as all are touched in turn."""
+        """Nothing holds it. The next to expire stays first as long as all are touched in turn."""
         self._idle[session_id] = binding
         self._idle.move_to_end(session_id)
 

@@ -1,1 +1,1 @@
-"""The OpenAPI description of both services, imported when it is first asked for."""
+"""The OpenAPI description of both services, imported on the first request for it."""

@@ -1,4 +1,4 @@
-"""The document itself: OpenAPI 3.1 of one service, from its routes and what is said of them."""
+"""The document: OpenAPI 3.1 of one service, made from its routes and their descriptions."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -200,7 +200,7 @@ _QUERY: Final = {
     "routing_group": "the other name of tenant_id",
     "detail": "`true`: with what is known of each besides",
 }
-# What the connection answers before a route is known, and what a service that fails says.
+# Answers of the connection before a route is known, and of a failing service.
 CONNECTION_ERRORS: Final = {
     400: "no HTTP request, or one that cannot be read",
     408: "the request did not come in time",
@@ -238,8 +238,8 @@ def document(
     *,
     asks_tokens: bool = False,
 ) -> dict[str, Any]:
-    """`routes` are in the order shown; one that is not described is shown as such. Where the
-    service `asks_tokens` the roles of the routes are also its security."""
+    """The document; `routes` are in the order shown; a route without a description is marked. If
+    the service `asks_tokens`, the roles of the routes are its security."""
     kept = [(route, described.get(route[:2], _UNDESCRIBED)) for route in routes]
     shapes = _Shapes(kept)
     paths: dict[str, dict[str, Any]] = {}
@@ -298,7 +298,7 @@ _UNDESCRIBED: Final = RouteDescription(
 
 
 class _Shapes:
-    """The schema of every type that the routes name."""
+    """The schema of every type in the routes."""
 
     def __init__(self, described: Iterable[tuple[Route, RouteDescription]]) -> None:
         types: list[Any] = [ErrorBody, OverloadBody]
@@ -423,7 +423,7 @@ def _response(text: str, content: dict[str, Any]) -> dict[str, Any]:
 
 # -- services ------------------------------------------------------------------------------------
 #
-# Which service has which document.
+# The document of each service.
 
 DESCRIBED: Final = {
     "selector": ("lean-selector", SELECTOR_ROUTES | GATEWAY_ROUTES),

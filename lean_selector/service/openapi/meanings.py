@@ -1,169 +1,171 @@
-"""What each field of the structs that travel means, with its unit: the descriptions of the schemas.
+"""Descriptions of the fields in the OpenAPI schemas, with their units.
 
-GLOSSARY has what a field means wherever it stands, by the name that it travels under; OWN what it
-means in one struct alone, by `Struct.field`. The structs of the 1.6 dialect, whose names end in 16,
-have the meanings of those without, unless they have their own.
+GLOSSARY describes a field by its name on the wire, wherever it is used; OWN, by `Struct.field`,
+where it means something else. Structs of the 1.6 dialect, whose names end in 16, have the
+descriptions of those without 16, unless they have their own.
 """
 
 from typing import Final
 
-_NEEDED: Final = "where requests go; without it the worker is `incomplete`"
-_RANK_OR_ALL: Final = "the rank; null: any of the worker's"
+_NEEDED: Final = "where to send requests; without it the worker is `incomplete`"
+_RANK_OR_ALL: Final = "the rank; null: any rank of the worker"
 GLOSSARY: Final = {
-    "active_decode_blocks": "KV blocks that the rank's live requests hold, a shared one once",
-    "active_decode_blocks_threshold": "a rank is busy above this part of its `total_kv_blocks`;"
-    " applies to workers that report it",
+    "active_decode_blocks": "KV blocks held by the rank's live requests; a shared block counts "
+    "once",
+    "active_decode_blocks_threshold": "a rank is busy above this fraction of its "
+    "`total_kv_blocks`; applies to workers that report it",
     "active_prefill_tokens": "prompt tokens that wait to be prefilled on the rank",
-    "active_prefill_tokens_threshold": "a rank is busy above so many tokens that wait to be"
-    " prefilled",
-    "active_prefill_tokens_threshold_frac": "a rank is busy above so many times the worker's"
-    " `max_num_batched_tokens`, of tokens that wait to be prefilled",
-    "active_requests": "live requests of the rank, without the one that is asked about",
-    "advisory": "asks without waiting in the queue, and is told the load of the rank",
-    "affinity_target": "there if it may go there, busy or not; else anywhere",
+    "active_prefill_tokens_threshold": "a rank is busy above this many tokens that wait to be "
+    "prefilled",
+    "active_prefill_tokens_threshold_frac": "a rank is busy when the tokens that wait to be "
+    "prefilled exceed this multiple of the worker's `max_num_batched_tokens`",
+    "active_requests": "live requests of the rank, without this prompt",
+    "advisory": "choose without waiting in the queue; the answer has the rank's load",
+    "affinity_target": "prefer this worker or rank, busy or not; ignored if the request may not"
+    " go there",
     "agent_headers": "accepted without effect",
     "allowed_worker_ids": "only these workers; an empty list allows none",
-    "assume_kv_reuse": "`false`: no block counts as active already, with `--api 1.6`; in 1.3"
-    " without effect",
+    "assume_kv_reuse": "`false`: no block counts as active already (`--api 1.6`; no effect in 1.3)",
     "block_hashes": "XXH3-64 of the tokens of each full block; with `sequence_hashes`, in place of"
     " tokens",
     "block_mm_infos": "for each block the multimodal objects in it, or null",
     "block_size": "tokens of a KV block",
-    "cache_salt": "a secret of the tenant; gives its prompts hashes of their own",
-    "cached_tokens": "tokens of the prompt that the engine had cached, by its own count; only"
-    " summed up",
+    "cache_salt": "a secret of the tenant that is hashed into its prompts' blocks",
+    "cached_tokens": "prompt tokens that the engine reports as cached; only used in metrics",
     "cpu": "cached tokens on the device or in host memory",
     "data_parallel_size": "how many data-parallel ranks the worker has, at most 4096; null: 1",
     "data_parallel_start_rank": "the first of its data-parallel ranks; null: 0",
-    "decay_fraction": "what each block that only this request holds counts for in the load from now"
-    " on; null: as before",
-    "decode_busy": "`potential_decode_blocks` is above `--router-decode-busy-threshold` of the"
-    " worker's `total_kv_blocks`; absent where either is not set",
+    "decay_fraction": "weight in the load, from now on, of each block that only this request "
+    "holds; null: unchanged",
+    "decode_busy": "`potential_decode_blocks` is above `--router-decode-busy-threshold` of the "
+    "worker's `total_kv_blocks`; absent if either is not set",
     "device_blocks": "leading blocks of the prompt that are cached on the device",
     "disk": "cached tokens on the device, in host memory or on disk",
     "disk_extension_blocks": "blocks cached on disk that follow the ones in host memory",
-    "dp": "by rank, the tokens that are cached on its device",
+    "dp": "tokens cached on the device, by rank",
     "dp_rank": "the worker's data-parallel rank",
-    "dp_size": "how many ranks it has",
-    "dp_start": "the first of its ranks",
-    "effective_prefill_tokens": "tokens of the prompt that the rank has still to prefill",
-    "endpoint": "where requests to the worker go, as it was registered",
-    "expected_output_tokens": "tokens that the answer is expected to have; told to replicas,"
-    " changes no choice",
+    "dp_size": "number of ranks of the worker",
+    "dp_start": "first rank of the worker",
+    "effective_prefill_tokens": "prompt tokens that the rank still has to prefill",
+    "endpoint": "where to send requests for the worker, as registered",
+    "expected_output_tokens": "expected length of the answer; sent to replicas, no effect on "
+    "the choice",
     "explain": "`true` adds the figures behind the choice to the answer",
     "gpu": "cached tokens on the device",
     "host_pinned_extension_blocks": "blocks cached in host memory that follow those on the device",
     "input_trigger": "accepted without effect",
-    "is_eagle": "whether blocks are hashed as EAGLE engines do: over one token more",
+    "is_eagle": "blocks are hashed as EAGLE engines do, over one more token",
     "isl_tokens": "tokens of the prompt",
-    "kv_event_source_mode": "how its events come; `state_agent_v2` keeps it out of hints",
+    "kv_event_source_mode": "how KV events are produced; `state_agent_v2` excludes the worker "
+    "from hints",
     "kv_events_endpoint": "ZMQ endpoint of the KV events of a worker with one rank",
     "kv_events_endpoints": "ZMQ endpoints of the KV events of each rank",
-    "kv_sources": "its sources of KV events, by rank; empty where it is not listened to",
-    "kv_transfer_domain": "kept and shown; changes no choice",
-    "kv_transfer_enforcement": "kept and shown; changes no choice",
-    "kv_transfer_preferred_weight": "kept and shown; changes no choice",
-    "last_error": "the last fault that was told, or null",
-    "lifecycle": "`schedulable`; `draining`, which is given nothing new; `incomplete`, which lacks"
-    " something; `unschedulable`, of one that was just removed",
-    "longest_matched": "the most of `gpu`, `cpu` and `disk`",
-    "lora_name": "the adapter; gives the prompt hashes of its own",
-    "load_endpoint": "ZMQ endpoint where the engine publishes its own load (SGLang); of several"
-    " ranks, that of the first",
-    "max_num_batched_tokens": "tokens that the engine batches; required with `--queue-threshold`",
-    "mm_hash": "the hash of the object, by its engine",
+    "kv_sources": "the worker's KV event sources, by rank; empty if it has none",
+    "kv_transfer_domain": "stored and returned; no effect on the choice",
+    "kv_transfer_enforcement": "stored and returned; no effect on the choice",
+    "kv_transfer_preferred_weight": "stored and returned; no effect on the choice",
+    "last_error": "the last error, or null",
+    "lifecycle": "`schedulable`; `draining`: gets no new requests; `incomplete`: something is "
+    "missing; `unschedulable`: just removed",
+    "longest_matched": "maximum of `gpu`, `cpu` and `disk`",
+    "lora_name": "the LoRA adapter, which is hashed into the prompt's blocks",
+    "load_endpoint": "ZMQ endpoint where the engine publishes its load (SGLang); with several "
+    "ranks, that of the first",
+    "max_num_batched_tokens": "the engine's batch size in tokens; required with `--queue-"
+    "threshold`",
+    "mm_hash": "the engine's hash of the object",
     "mm_objects": "the objects in the block",
-    "mm_routing_info": "the prompt as it is routed, where it holds multimodal objects",
+    "mm_routing_info": "the prompt as it is hashed, if it has multimodal objects",
     "model_name": "the model; with the tenant it names the partition",
-    "new_isl_tokens": "tokens of the prompt that have to be prefilled",
-    "not_schedulable_reasons": "what it lacks; absent of one that lacks nothing",
-    "num_blocks": "full blocks of the prompt that was asked about",
-    "offsets": "where the object stands, as pairs of numbers; not hashed",
-    "outcome": "`refused`: nobody listened; `failed`: taken and not finished; `ok`",
-    "overlap": "what the chosen worker has cached of the prompt",
-    "overlap_score_credit": "what a cached block on the device saves, in blocks of prefill",
-    "overlap_score_weight": "old name of `prefill_load_scale`; 0 sets `overlap_score_credit` to 0,"
-    " too",
+    "new_isl_tokens": "prompt tokens that have to be prefilled",
+    "not_schedulable_reasons": "what is missing; absent if nothing is",
+    "num_blocks": "full blocks of the prompt",
+    "offsets": "position of the object, as pairs of numbers; not hashed",
+    "outcome": "`refused`: connection refused; `failed`: accepted and not completed; `ok`",
+    "overlap": "cached tokens of the prompt on the chosen worker",
+    "overlap_score_credit": "blocks of prefill that a cached device block saves",
+    "overlap_score_weight": "old name of `prefill_load_scale`; 0 also sets "
+    "`overlap_score_credit` to 0",
     "parent_session_id": "accepted without effect",
-    "pending_count": "requests that wait in the queue",
-    "pending_isl_tokens": "tokens of their prompts, cached or not",
-    "pinned_worker": "this rank, or 503",
+    "pending_count": "requests in the queue",
+    "pending_isl_tokens": "prompt tokens of the requests in the queue, cached or not",
+    "pinned_worker": "use this rank, or answer 503",
     "potential_decode_blocks": "KV blocks of the rank with this prompt",
-    "potential_prefill_tokens": "tokens that would wait to be prefilled on the rank with this"
-    " prompt",
-    "preferred_taints": "by taint: a positive weight makes workers with it cheaper, a negative one"
-    " dearer",
-    "prefill_busy": "more waits than `--router-prefill-busy-threshold` of the capacity; absent"
-    " without that flag",
-    "policy": "what the cost weighs: `dynamo`, blocks as the reference does, or `latency`, the"
-    " prefill ahead of the first token",
-    "prefill_load_scale": "what a block of prefill costs beside a block that is held",
-    "prefill_token_capacity": "the worker's `max_num_batched_tokens`; 10000000 where it has none",
-    "priority_jump": "in the queue: seconds that it stands as if it had come earlier; below 0"
-    " counts as 0",
-    "replay_endpoint": "ZMQ endpoint where missed batches are asked for; of several ranks, that of"
-    " the first",
-    "replay_endpoints": "ZMQ endpoints where missed batches are asked for, of each rank",
-    "request_id": "the request's name, unique while it is live",
-    "required_taints": "only workers with all of these",
-    "reservation_id": "the name of the booking",
-    "router_config_override": "terms of the cost, for this request alone",
+    "potential_prefill_tokens": "tokens that would wait to be prefilled on the rank with this "
+    "prompt",
+    "preferred_taints": "weight by taint: positive makes workers with it cheaper, negative more"
+    " expensive",
+    "prefill_busy": "`active_prefill_tokens` is above `--router-prefill-busy-threshold` of the "
+    "capacity; absent without that flag",
+    "policy": "what the cost weighs: `dynamo`: blocks, as the reference; `latency`: the prefill"
+    " before the first token",
+    "prefill_load_scale": "cost of a block of prefill, relative to an active block",
+    "prefill_token_capacity": "the worker's `max_num_batched_tokens`; 10000000 if it has none",
+    "priority_jump": "in the queue, count the request as this many seconds earlier; below 0 "
+    "counts as 0",
+    "replay_endpoint": "ZMQ endpoint that replays missed batches; with several ranks, that of "
+    "the first",
+    "replay_endpoints": "ZMQ endpoints that replay missed batches, by rank",
+    "request_id": "the request's id, unique while it is live",
+    "required_taints": "only workers with all of these taints",
+    "reservation_id": "the reservation's id",
+    "router_config_override": "cost settings for this request alone",
     "router_hint_source_control_endpoints": "by rank, where other workers can fetch its blocks",
     "router_hint_worker_type": "workers of one type can fetch blocks from each other",
-    "router_temperature": "of the draw by cost; 0: the lowest cost",
-    "routing_constraints": "taints that workers must have or should have",
-    "routing_group": "the tenant, by the other name of `tenant_id`; where both are given they are"
-    " the same",
-    "selection_id": "the caller's name of the selection, given back in the answer",
-    "sequence_hashes": "for each full block the hash of the prompt up to its end",
-    "session_context": "the session as agents tell it; goes before `session_id`",
+    "router_temperature": "temperature of the choice; 0: the lowest cost",
+    "routing_constraints": "taints that workers must or should have",
+    "routing_group": "alias of `tenant_id`; if both are given they must be equal",
+    "selection_id": "the caller's id of the selection, returned in the answer",
+    "sequence_hashes": "for each full block, the hash of the prompt up to its end",
+    "session_context": "the session in the form that agents send; takes precedence over "
+    "`session_id`",
     "session_final": "accepted without effect",
-    "session_id": "the session that it belongs to; counts with `--session-affinity-ttl-secs`",
+    "session_id": "the request's session; used with `--session-affinity-ttl-secs`",
     "shared_beyond_device_blocks": "always null: there is no shared cache",
     "shared_cache": "always the same: there is no shared cache",
     "shared_cache_multiplier": "accepted without effect",
-    "stable_routing_id": "kept and shown; changes no choice",
-    "strict_priority": "in the queue: the higher goes first, whoever came before; null: 0",
-    "taints": "words that `routing_constraints` speak of",
-    "tenant_id": "the tenant; `default` where nothing is said",
-    "token_ids": "the prompt's tokens; in place of hashes",
-    "topology_domains": "kept and shown; changes no choice",
+    "stable_routing_id": "stored and returned; no effect on the choice",
+    "strict_priority": "in the queue, higher values go first, before arrival time; null: 0",
+    "taints": "labels that `routing_constraints` refer to",
+    "tenant_id": "the tenant; `default` if none is given",
+    "token_ids": "the prompt's tokens, instead of hashes",
+    "topology_domains": "stored and returned; no effect on the choice",
     "total_kv_blocks": "device blocks of a rank; bounds its index",
-    "track_prefill_tokens": "whether tokens to be prefilled count for the load",
-    "ttft_ms": "milliseconds to the first token; only summed up",
+    "track_prefill_tokens": "whether tokens to be prefilled count as load",
+    "ttft_ms": "milliseconds to the first token; only used in metrics",
     "url": "ZMQ endpoint of the replica's events",
     "worker_id": "the worker's id",
-    "worker_load": "load of the chosen rank before this request; only of an advisory select",
+    "worker_load": "load of the chosen rank without this request; only for an advisory select",
 }
 OWN: Final = {
-    "Booked16.selection_id": "the name of the booking",
+    "Booked16.selection_id": "the reservation's id",
     "Block.block_hash": "the engine's hash of the block",
     "Block.tokens_hash": "XXH3-64 of its tokens",
     "Block.mm_extra_info": "always null",
-    "CurveState.public_key": "ours",
-    "CurveState.peer_keys": "how many keys of peers are admitted",
-    "CurveState.refused": "handshakes of clients with another key, ever",
-    "CurveState.last_refused": "public key of the last of them",
+    "CurveState.public_key": "this replica's public key",
+    "CurveState.peer_keys": "number of admitted peer keys",
+    "CurveState.refused": "total handshakes refused for another key",
+    "CurveState.last_refused": "public key of the last refused handshake",
     "DiscoveredPeer.endpoint": "ZMQ endpoint of its events",
     "DiscoveredPeer.state": "`registered`, `known` (by flag or over HTTP), `removed` (over HTTP),"
     " `refused` or `itself`",
-    "DiscoveredPeer.leaves_in_s": "seconds until it is let go; null while a discovery names it",
-    "DiscoveredPeer.last_error": "why it was refused, or is not caught up from",
+    "DiscoveredPeer.leaves_in_s": "seconds until it is removed; null while a discovery lists it",
+    "DiscoveredPeer.last_error": "why it was refused, or why catch-up from it fails",
     "DiscoveredWorker.endpoint": "URL of the engine",
-    "DiscoveredWorker.worker_id": "the id that it was given",
-    "DiscoveredWorker.discoveries": "those that name it",
+    "DiscoveredWorker.worker_id": "the id that it got",
+    "DiscoveredWorker.discoveries": "the discoveries that list it",
     "DiscoveredWorker.state": "`asking`, `registered`, `by_http`, `removed` or `refused`",
-    "DiscoveredWorker.leaves_in_s": "seconds until it is let go; null while a discovery names it",
-    "DiscoveredWorker.last_error": "why it could not be asked or registered",
-    "DiscoveryReport.discoveries": "what is looked for, by the flags",
-    "DiscoveryReport.workers": "workers that were found",
-    "DiscoveryReport.peers": "replicas that were found",
-    "DiscoveryState.discovery": "as the flag says it",
+    "DiscoveredWorker.leaves_in_s": "seconds until it is removed; null while a discovery lists it",
+    "DiscoveredWorker.last_error": "why it could not be queried or registered",
+    "DiscoveryReport.discoveries": "one per flag",
+    "DiscoveryReport.workers": "discovered workers",
+    "DiscoveryReport.peers": "discovered replicas",
+    "DiscoveryState.discovery": "as given in the flag",
     "DiscoveryState.finds": "`workers` or `peers`",
     "DiscoveryState.state": "`starting`, `watching` or `failing`",
-    "DiscoveryState.since_s": "seconds that it has been so",
-    "DiscoveryState.found": "how many it found last, which holds; null before",
-    "DiscoveryState.failures": "how often it failed, ever",
+    "DiscoveryState.since_s": "seconds in this state",
+    "DiscoveryState.found": "number found last, which stays in force; null before",
+    "DiscoveryState.failures": "total failures",
     "Finding.level": "`error`, `warning` or `note`",
     "Finding.subject": "`selector`, `discovery`, `model NAME`, `worker ID` or `worker ID rank"
     " RANK`",
@@ -204,253 +206,244 @@ OWN: Final = {
     "UpperRun.branches": "runs that follow it, in this list or not",
     "UpperRun.first_hash": "XXH3-64 of its first block, in hexadecimal",
     "UpperRun.hits": "prompts that met it while somebody listens to `GET /events`; else null",
-    "DumpEntry.model_name": "the model; absent of an entry that is empty, and in 1.6 without"
-    " `detail=true`",
-    "DumpEntry.tenant_id": "the tenant; absent where `model_name` is",
-    "DumpEntry.events": "what would bring an empty index there, in order",
-    "DumpEntry.watermarks": "by `WORKER:RANK`, the last batch of the engine that is in it; absent"
-    " where `model_name` is",
-    "EjectedWorker.dp_ranks": "those of its ranks that are ejected",
-    "EjectedWorker.reason": "why the first of them is",
-    "ErrorBody.error": "what was wrong, with the name of the field where there is one",
+    "DumpEntry.model_name": "the model; absent of an empty entry, and in 1.6 without `detail=true`",
+    "DumpEntry.tenant_id": "the tenant; absent if `model_name` is",
+    "DumpEntry.events": "the events that rebuild the index, in order",
+    "DumpEntry.watermarks": "last applied batch by `WORKER:RANK`; absent if `model_name` is",
+    "EjectedWorker.dp_ranks": "its ejected ranks",
+    "EjectedWorker.reason": "why the first of them was ejected",
+    "ErrorBody.error": "what was wrong, with the name of the field if there is one",
     "Event.event_id": "counts from 0 within each tier",
-    "Event.data": "what happened",
-    "Explanation.drawn": "how the choice fell: `only_candidate`, `lowest_cost`, `uniform_tie` or"
-    " `softmax`",
+    "Event.data": "the stored blocks",
+    "Explanation.drawn": "how the rank was chosen: `only_candidate`, `lowest_cost`, "
+    "`uniform_tie` or `softmax`",
     "Explanation.tied_ranks": "candidates at the lowest cost",
-    "Explanation.temperature": "of the draw; 0: the lowest cost",
-    "Explanation.new_blocks": "blocks that the prompt is charged for",
+    "Explanation.temperature": "temperature of the choice; 0: the lowest cost",
+    "Explanation.new_blocks": "blocks that the prompt adds",
     "Explanation.ranks": "every rank of the partition, by worker and rank",
-    "Explanation.session": "what its session was bound to; only where sessions are on and it has"
-    " one",
+    "Explanation.session": "binding of the request's session; only with sessions on, if it has one",
     "FetchAction.action_id": "always `a1`",
     "FetchAction.action_type": "always `kv.fetch`",
     "FetchAction.action_version": "always `1.0`",
     "FetchAction.payload": "what to fetch, and where",
-    "FetchPayload.block_hashes": "the engine's own hashes, from the prompt's first block on",
-    "FetchPayload.source_control_endpoint": "the control endpoint of the rank that holds them",
+    "FetchPayload.block_hashes": "the engine's own hashes, from the first block of the prompt",
+    "FetchPayload.source_control_endpoint": "control endpoint of the rank that holds them",
     "KvHint.protocol_version": "always `0.1`",
     "KvHint.message_id": "the `selection_id`",
     "KvHint.actions": "one: what to fetch",
     "KvSource.endpoint": "ZMQ endpoint of its events",
     "KvSource.connection": "`resolving`, `connecting`, `connected` or `retrying`",
-    "KvSource.last_seq": "number of the last live batch; null before",
-    "KvSource.lag_batches": "batches that are known of and not applied to the end",
-    "KvSource.lost_batches": "batches that are in no replay, since the index last was what the"
-    " engine held",
-    "KvSource.gaps": "times that batches were missing, ever",
-    "KvSource.replayed_batches": "batches that came out of replays, ever",
-    "KvSource.restarts": "times that the engine began anew, ever",
-    "KvSource.backlog_bytes": "bytes received and waiting, also for a replay",
-    "KvSource.dropped_batches": "batches given up because too much waited; a replay may bring them",
-    "KvSource.messages": "live messages received, ever",
-    "KvSource.skipped": "events that do not count, by `TYPE:REASON`; `message:REASON` where it held"
-    " no batch",
-    "KvSource.index_accuracy": "of prompts lately, 1 where the index found what the engine counted"
-    " as cached; null before one was compared",
+    "KvSource.last_seq": "sequence number of the last live batch; null before",
+    "KvSource.lag_batches": "batches known of and not fully applied",
+    "KvSource.lost_batches": "batches that no replay had, since the index last matched the engine",
+    "KvSource.gaps": "total gaps",
+    "KvSource.replayed_batches": "total batches from replays",
+    "KvSource.restarts": "total restarts of the engine",
+    "KvSource.backlog_bytes": "bytes received and not applied, replays included",
+    "KvSource.dropped_batches": "batches dropped because too much waited; a replay may bring them",
+    "KvSource.messages": "total live messages",
+    "KvSource.skipped": "skipped events by `TYPE:REASON`; `message:REASON` if there was no batch",
+    "KvSource.index_accuracy": "over recent prompts, 1 if the index found what the engine "
+    "counted as cached; null before the first comparison",
     "KvSource.last_message_age_s": "seconds since the last live message; null before",
     "MmRoutingInfo.routing_token_ids": "the prompt's tokens, as they are hashed",
     "OpenAiError.message": "what was wrong",
     "OpenAiError.type": "OpenAI's kind of error, such as `invalid_request_error`",
-    "OpenAiError.param": "always null: no field is named apart from the message",
-    "OpenAiError.code": "OpenAI's word for it, or null",
+    "OpenAiError.param": "always null: the message names the field",
+    "OpenAiError.code": "OpenAI's error code, or null",
     "OpenAiErrorBody.error": "the error, in OpenAI's shape",
     "Ok.status": "always `ok`",
     "OverlapRow.host_pinned_blocks": "leading blocks cached on the device or in host memory",
     "OverlapRow.disk_blocks": "leading blocks cached on the device, in host memory or on disk",
-    "OverlapRow.router_credit_blocks": "blocks of prefill that they save in the cost",
+    "OverlapRow.router_credit_blocks": "blocks of prefill that the cached blocks save in the cost",
     "OverlapScores.workers": "a row for each rank",
     "OverloadBody.error": "as in every other error",
-    "OverloadBody.message": "the same, as a text for clients",
+    "OverloadBody.message": "the same, for clients",
     "OverloadBody.type": "always `service_unavailable`",
     "OverloadBody.code": "the status",
     "PartitionLoads.loads": "a row for each rank",
     "PeerRequest.endpoint": "ZMQ endpoint of the replica's events",
     "PeerState.endpoint": "ZMQ endpoint of its events",
     "PeerState.state": "`resolving`, `connecting`, `connected` or `disconnected`",
-    "PeerState.since_s": "seconds that it has been so",
-    "PeerState.retries": "attempts to connect since",
+    "PeerState.since_s": "seconds in this state",
+    "PeerState.retries": "connection attempts since",
     "PeerState.last_error": "why there is no connection now",
-    "PlaneState.router_id": "this replica's",
-    "PlaneState.peers": "those that it speaks to, by endpoint",
-    "PlaneState.published": "events that it published, ever",
-    "PlaneState.refused": "events not published because too many waited, or too big, ever",
-    "PlaneState.queue_overflows": "times that the queue of a peer began to drop what is published",
+    "PlaneState.router_id": "id of this replica",
+    "PlaneState.peers": "its peers, by endpoint",
+    "PlaneState.published": "total events published",
+    "PlaneState.refused": "total events not published: too many were waiting, or too big",
+    "PlaneState.queue_overflows": "times that a peer's queue started to drop events",
     "PlaneState.sequence": "number of the last event published or refused",
-    "PlaneState.received": "events received from peers, ever",
-    "PlaneState.missed": "events that replicas published and that never arrived, by their numbers",
+    "PlaneState.received": "total events received from peers",
+    "PlaneState.missed": "total events published by replicas and never received, by their numbers",
     "PlaneState.publishers": "replicas that number their events",
     "PlaneState.applied": "events applied, by kind",
     "PlaneState.dropped": "events dropped, by reason",
-    "PlaneState.catch_up": "reservations of peers' snapshots, by what became of them; absent where"
-    " none is asked for one",
-    "PlaneState.curve": "how it encrypts; absent without keys",
-    "PublisherState.router_id": "the replica's",
-    "PublisherState.sequence": "number of the last event heard of",
-    "PublisherState.heard_s": "seconds since it was heard",
-    "PublisherState.missed": "events of it that never arrived",
-    "PublisherState.is_behind": "something was missed, and not mended since",
-    "RankExplanation.engine_load": "what the engine of the rank reported of its load in the last"
-    " 5 s; absent where it did not; it is no part of the cost",
-    "RankExplanation.filtered": "why it was no candidate: `busy`, `queue`, `ejected`, `draining`,"
-    " `taint`, `not_allowed`, `not_pinned` or `affinity`; null of a candidate",
-    "RankExplanation.host_pinned_blocks": "blocks that follow them in host memory",
-    "RankExplanation.disk_blocks": "blocks that follow these on disk",
-    "RankExplanation.credit_blocks": "blocks of prefill that what is cached saves",
-    "RankExplanation.credit_decay": "what is left of the credit for device blocks on a rank that"
-    " has so much to prefill, 0 to 1",
-    "RankExplanation.taint_factor": "by which preferred taints multiply the cost",
-    "RankExplanation.cost": "in blocks, the lowest wins; null where filtered",
-    "RankExplanation.probability": "of being drawn among the candidates",
-    "RankExplanation.session_bonus_blocks": "blocks that the cost is less by for the session;"
-    " absent without a soft one",
-    "RankExplanation.evicted_blocks": "added to the cost for what the prompt would evict, 0 where"
-    " the cache has room; only with the policy `latency`, where `potential_prefill_tokens` is the"
-    " work before the first token",
+    "PlaneState.catch_up": "reservations from peers' snapshots, by outcome; absent without "
+    "catch-up",
+    "PlaneState.curve": "state of the encryption; absent without keys",
+    "PublisherState.router_id": "id of the replica",
+    "PublisherState.sequence": "number of its last known event",
+    "PublisherState.heard_s": "seconds since its last message",
+    "PublisherState.missed": "its events that were never received",
+    "PublisherState.is_behind": "events were missed and not repaired yet",
+    "RankExplanation.engine_load": "load reported by the rank's engine in the last 5 s; absent "
+    "without a report; not part of the cost",
+    "RankExplanation.filtered": "why the rank was no candidate: `busy`, `queue`, `ejected`, "
+    "`draining`, `taint`, `not_allowed`, `not_pinned` or `affinity`; null for a candidate",
+    "RankExplanation.host_pinned_blocks": "cached blocks that follow in host memory",
+    "RankExplanation.disk_blocks": "cached blocks that follow on disk",
+    "RankExplanation.credit_blocks": "blocks of prefill saved by cached blocks",
+    "RankExplanation.credit_decay": "remaining credit for device blocks, given the rank's "
+    "waiting prefill, 0 to 1",
+    "RankExplanation.taint_factor": "factor of the cost for preferred taints",
+    "RankExplanation.cost": "in blocks; the lowest wins; null if filtered",
+    "RankExplanation.probability": "chance of being chosen",
+    "RankExplanation.session_bonus_blocks": "blocks subtracted from the cost for the session; "
+    "absent without a soft session",
+    "RankExplanation.evicted_blocks": "added to the cost for blocks that the prompt would "
+    "evict; only with the policy `latency`, where `potential_prefill_tokens` is the work "
+    "before the first token",
     "RankExplanation.slowness": "what multiplies the cost, by how long the rank takes for a token:"
     " 0.25 to 4, 1 until that is known; only with the policy `latency`",
     "RankExplanation.ttft_estimate_s": "seconds to the first token, by what waits, the prompt and"
     " the rank's speed; absent until that is known",
     "RankHealthRow.state": "`in_service`, `probation` or `ejected`",
     "RankHealthRow.reason": "why it was ejected, or null",
-    "RankHealthRow.since_s": "seconds that it has been ejected or on probation",
-    "RankHealthRow.returns_in_s": "seconds until it is tried again; null: when a poll succeeds, or"
-    " it is not ejected",
-    "RankHealthRow.failures": "requests that failed, in a row",
-    "RankHealthRow.failed_polls": "polls that failed, in a row",
-    "RankHealthRow.ejections": "what the next ejection grows with",
-    "RankLoadRow.active_requests": "live requests of the rank; with a prompt, without it",
-    "RankLoadRow.potential_prefill_tokens": "tokens that wait to be prefilled on the rank; with a"
-    " prompt, with it",
-    "RankLoadRow.potential_decode_blocks": "KV blocks that the rank's requests hold; with a prompt,"
-    " with it",
+    "RankHealthRow.since_s": "seconds since it was ejected or put on probation",
+    "RankHealthRow.returns_in_s": "seconds until it is tried again; null: after a successful "
+    "poll, or not ejected",
+    "RankHealthRow.failures": "consecutive failed requests",
+    "RankHealthRow.failed_polls": "consecutive failed polls",
+    "RankHealthRow.ejections": "recent ejections, which lengthen the next one",
+    "RankLoadRow.active_requests": "live requests of the rank, without this prompt",
+    "RankLoadRow.potential_prefill_tokens": "tokens that wait to be prefilled on the rank, "
+    "including this prompt's",
+    "RankLoadRow.potential_decode_blocks": "KV blocks held by the rank's requests, including "
+    "this prompt's",
     "Readiness.ready": "at least one worker can be chosen",
     "Readiness.schedulable_workers": "workers that can be chosen",
-    "Readiness.workers": "all workers; absent for whoever has no token where tokens are asked for",
-    "Readiness.recovering": "`true` while the index is being recovered at the start; else absent",
-    "Readiness.ejected": "workers that fail and are given nothing for now; absent while there are"
-    " none",
+    "Readiness.workers": "all workers; absent for clients without a token if tokens are enabled",
+    "Readiness.recovering": "`true` while the index is being recovered at start; else absent",
+    "Readiness.ejected": "workers with ejected ranks; absent if there are none",
     "Readiness.state_fault": "why the state directory cannot be written; else absent",
-    "RegisterRequest.block_size": "tokens of a KV block; the same for all of a model and tenant",
-    "ReservationRequest.reservation_id": "the name of the booking; may be absent beside"
-    " `selection_id`, which it then is",
-    "ReservationRequest.selection_id": "books what `/select` chose under it, unless `worker_id` is"
-    " given",
+    "RegisterRequest.block_size": "tokens of a KV block; equal for all workers of a model and "
+    "tenant",
+    "ReservationRequest.reservation_id": "the reservation's id; default: `selection_id`",
+    "ReservationRequest.selection_id": "book the `/select` with this id, unless `worker_id` is "
+    "given",
     "ReservationRequest.worker_id": "the worker; absent or null: that of `selection_id`",
     "ReservationRequest.dp_rank": "the rank; null: 0",
-    "ReservationRequest.effective_prefill_tokens": "tokens that it has to prefill; null: 0",
-    "ReservationRequest16.selection_id": "the name of the booking; what `/select` chose under it is"
-    " booked, unless `worker_id` is given",
-    "SelectAndReserveRequest.reservation_id": "the name of the booking; one is made up where there"
-    " is none",
-    "SelectAndReserveRequest16.selection_id": "the name of the booking; one is made up where there"
-    " is none",
-    "Selection.selection_id": "the caller's name of the selection; absent where none was given",
-    "Selection.reservation_id": "the name of the booking; absent where nothing was booked",
-    "Selection.explain": "the figures behind the choice; only where they were asked for",
-    "Selection16.selection_id": "the caller's name of the selection, absent where none was given;"
-    " of a booked one, the name of the booking",
-    "Selection16.sequence_hashes": "for each full block the hash of the prompt up to its end; only"
-    " where it was booked",
-    "Selection16.isl_tokens": "tokens of the prompt; only where it was booked",
-    "Selection16.track_prefill_tokens": "whether its prefill counts for the load; only where it was"
-    " booked",
-    "Selection16.kv_hint": "where the chosen worker can fetch blocks of the prompt; only where it"
-    " was booked and another has more of it",
+    "ReservationRequest.effective_prefill_tokens": "prompt tokens to prefill; null: 0",
+    "ReservationRequest16.selection_id": "the reservation's id; books the `/select` with this "
+    "id, unless `worker_id` is given",
+    "SelectAndReserveRequest.reservation_id": "the reservation's id; generated if absent",
+    "SelectAndReserveRequest16.selection_id": "the reservation's id; generated if absent",
+    "Selection.selection_id": "the caller's id of the selection; absent if none was given",
+    "Selection.reservation_id": "the reservation's id; absent if nothing was booked",
+    "Selection.explain": "the figures behind the choice; only if requested",
+    "Selection16.selection_id": "the caller's id of the selection, absent if none was given; if"
+    " booked, the reservation's id",
+    "Selection16.sequence_hashes": "for each full block, the hash of the prompt up to its end; "
+    "only if booked",
+    "Selection16.isl_tokens": "tokens of the prompt; only if booked",
+    "Selection16.track_prefill_tokens": "whether its prefill counts as load; only if booked",
+    "Selection16.kv_hint": "where the chosen worker can fetch blocks of the prompt; only if "
+    "booked, and another rank has more of it",
     "SessionExplanation.session_id": "the session of the request",
     "SessionExplanation.mode": "`hard` or `soft`",
     "SessionExplanation.bound": "whether it is bound to a rank",
-    "SessionExplanation.worker_id": "to whose; null where it is not",
-    "SessionExplanation.dp_rank": "to which; null where it is not",
-    "SessionExplanation.reservations": "of it that are live here",
-    "SelectionSessionContext.session_id": "the session; the only one of these with an effect",
+    "SessionExplanation.worker_id": "the worker it is bound to; null if unbound",
+    "SessionExplanation.dp_rank": "the rank it is bound to; null if unbound",
+    "SessionExplanation.reservations": "its live reservations on this replica",
+    "SelectionSessionContext.session_id": "the session; the only field with an effect",
     "SessionLine.session_id": "the session",
     "SessionLine.dp_rank": "the rank that it is bound to; null: any of the worker's",
-    "SessionLine.sequence": "number of the binding: of two, the one with the higher counts",
+    "SessionLine.sequence": "number of the binding; the higher one wins",
     "SessionLine.writer_id": "`router_id` of the replica that made the binding",
-    "SessionLine.idle_s": "seconds since the session had a reservation there",
-    "SessionList.version": "of this form: 1",
-    "SessionList.sessions": "those that are bound",
+    "SessionLine.idle_s": "seconds since the session's last reservation there",
+    "SessionList.version": "version of this format: 1",
+    "SessionList.sessions": "bound sessions",
     "SharedCache.enabled": "always false",
     "SharedCache.total_hit_blocks": "always 0",
     "SharedCache.ranges": "always empty",
     "SharedCache.error": "always null",
-    "Snapshot.version": "of this form: 1",
-    "Snapshot.router_id": "of the replica that answers",
+    "Snapshot.version": "version of this format: 1",
+    "Snapshot.router_id": "id of the replica that answers",
     "Snapshot.sequence": "number of the last event that it had published",
-    "Snapshot.reservations": "all that are live there",
-    "SnapshotLine.request_id": "the name of the booking",
-    "SnapshotLine.router_id": "of the replica that admitted it",
-    "SnapshotLine.age_s": "seconds since it was last heard of",
-    "SnapshotLine.prefill_tokens": "tokens that it has still to prefill",
+    "Snapshot.reservations": "its live reservations",
+    "SnapshotLine.request_id": "the reservation's id",
+    "SnapshotLine.router_id": "id of the replica that admitted it",
+    "SnapshotLine.age_s": "seconds since its last event",
+    "SnapshotLine.prefill_tokens": "prompt tokens still to prefill",
     "SnapshotLine.prefill_done": "whether its first token came",
-    "SnapshotLine.prefill_duration_s": "seconds that the prefill was expected to take; null:"
-    " unknown",
+    "SnapshotLine.prefill_duration_s": "expected seconds of prefill; null: unknown",
     "SnapshotLine.lora_name": "the adapter of the request",
-    "SourceCondition.state": "`resolving`, `connecting`, `replaying`, `live`; or what is wrong:"
-    " `unreachable`, `mismatch`, `degraded`, `no_replay`, `partial`, `silent`",
-    "SourceCondition.state_age_s": "seconds that it has been so",
-    "SourceCondition.problem": "what is wrong, in words; null: nothing",
-    "EngineLoad.running_requests": "that run, as the engine counts",
-    "EngineLoad.waiting_requests": "that wait in the engine",
+    "SourceCondition.state": "`resolving`, `connecting`, `replaying`, `live`; or a fault: "
+    "`unreachable`, `mismatch`, `degraded`, `no_replay`, `partial`, `silent`",
+    "SourceCondition.state_age_s": "seconds in this state",
+    "SourceCondition.problem": "description of the fault; null: none",
+    "EngineLoad.running_requests": "running requests",
+    "EngineLoad.waiting_requests": "requests waiting in the engine",
     "EngineLoad.kv_tokens": "tokens of KV cache in use",
-    "EngineLoad.kv_token_capacity": "tokens that its KV cache holds; null where it is unknown",
-    "EngineLoad.waiting_uncached_tokens": "tokens that the waiting requests have to prefill; null"
-    " of an engine that does not report it",
-    "EngineLoad.total_tokens": "tokens in use, and of the waiting requests; null likewise",
-    "EngineLoad.max_running_requests": "that can run at once; null likewise",
-    "EngineLoad.prefilled_tokens": "uncached prompt tokens since the engine started; null likewise",
-    "EngineLoad.prefill_busy_s": "seconds spent on those; null likewise",
-    "EngineLoad.age_s": "seconds since it was received",
-    "RankLoadRow.engine_load": "what the engine of the rank reported of its load in the last 5 s;"
-    " null where it did not; only in `/loads?detail=true`",
+    "EngineLoad.kv_token_capacity": "tokens that its KV cache holds; null if unknown",
+    "EngineLoad.waiting_uncached_tokens": "tokens that the waiting requests have to prefill; "
+    "null if not reported",
+    "EngineLoad.total_tokens": "tokens in use and of waiting requests; null if not reported",
+    "EngineLoad.max_running_requests": "maximum of running requests; null if not reported",
+    "EngineLoad.prefilled_tokens": "uncached prompt tokens since the engine started; null if "
+    "not reported",
+    "EngineLoad.prefill_busy_s": "seconds spent on those; null if not reported",
+    "EngineLoad.age_s": "seconds since the report",
+    "RankLoadRow.engine_load": "load reported by the rank's engine in the last 5 s; null "
+    "without a report; only in `/loads?detail=true`",
     "RankLoadRow.prefill_tokens_per_s": "how fast first tokens come, by the prefill ahead of them;"
     " only in `/loads?detail=true`, absent until 20 requests have told",
     "RankLoadRow.ttft_error": "how far first tokens came from when they were predicted: the mean of"
     " the differences, as a part of the time that it took; likewise",
-    "WorkerRecord.load_endpoint": "ZMQ endpoint where the engine publishes its own load; absent"
-    " where none is given",
-    "Stored.parent_hash": "the engine's hash of the block before; null: they begin a prompt",
+    "WorkerRecord.load_endpoint": "ZMQ endpoint where the engine publishes its load; absent if "
+    "not given",
+    "Stored.parent_hash": "the engine's hash of the previous block; null at the start of a prompt",
     "Stored.start_position": "always null",
     "Stored.blocks": "consecutive blocks",
     "StoredData.stored": "blocks that the rank holds",
     "ThresholdRequest.model": "the model",
     "ThresholdRow.model": "the model",
-    "ThresholdRow.tenant_id": "the tenant; absent of `default`",
-    "ThresholdRow.active_prefill_tokens_threshold_frac": "the same as a multiple of the worker's"
-    " `max_num_batched_tokens`; absent where it is off",
+    "ThresholdRow.tenant_id": "the tenant; absent for `default`",
+    "ThresholdRow.active_prefill_tokens_threshold_frac": "the same as a multiple of the "
+    "worker's `max_num_batched_tokens`; absent if off",
     "Thresholds.thresholds": "a row for each model and tenant that has a worker",
     "TierEvent.storage_tier": "`device`, `host_pinned`, `disk` or `external`",
     "TierEvent.residency_domain": "always `worker`; absent with `detail=true`",
-    "TierEvent.event": "what the rank holds there",
+    "TierEvent.event": "the blocks stored there",
     "WorkerAffinityTarget.dp_rank": _RANK_OR_ALL,
-    "WorkerDetail.health": "whether it is given work",
-    "WorkerHealthDetail.state": "of its worst rank: `in_service`, `probation` or `ejected`",
-    "WorkerHealthDetail.ranks": "its ranks that something is held against",
+    "WorkerDetail.health": "the worker's health",
+    "WorkerHealthDetail.state": "of the worst rank: `in_service`, `probation` or `ejected`",
+    "WorkerHealthDetail.ranks": "ranks with failures or ejections",
     "WorkerPatch.endpoint": _NEEDED,
-    "WorkerPatch.lifecycle": "`draining`: it finishes what it has, and is given nothing new;"
-    " `schedulable`: it is again; anything else changes nothing",
-    "WorkerLoad.total_kv_blocks": "device blocks of a rank; absent where the worker has not told",
-    "WorkerRecord.kv_events_endpoints": "ZMQ endpoints of the KV events of each rank; absent where"
-    " none are given",
-    "WorkerRecord.replay_endpoints": "ZMQ endpoints where missed batches are asked for, of each"
-    " rank; absent where none are given",
-    "WorkerRecord.router_hint_worker_type": "workers of one type can fetch blocks from each other;"
-    " absent where none is given",
-    "WorkerRecord.router_hint_source_control_endpoints": "by rank, where other workers can fetch"
-    " its blocks; absent where none are given",
-    "WorkerRecord.kv_event_source_mode": "how its events come; absent where nothing is said",
+    "WorkerPatch.lifecycle": "`draining`: finish current requests and get no new ones; "
+    "`schedulable`: end draining; anything else is ignored",
+    "WorkerLoad.total_kv_blocks": "device blocks of a rank; absent if not reported",
+    "WorkerRecord.kv_events_endpoints": "ZMQ endpoints of the KV events of each rank; absent if"
+    " not given",
+    "WorkerRecord.replay_endpoints": "ZMQ endpoints that replay missed batches, by rank; absent"
+    " if not given",
+    "WorkerRecord.router_hint_worker_type": "workers of one type can fetch blocks from each "
+    "other; absent if not given",
+    "WorkerRecord.router_hint_source_control_endpoints": "by rank, where other workers can "
+    "fetch its blocks; absent if not given",
+    "WorkerRecord.kv_event_source_mode": "how KV events are produced; absent if not given",
     "WorkerReport.dp_rank": "the rank; null: the whole worker",
-    "WorkerRequest.worker_id": "its name, which the caller gives",
+    "WorkerRequest.worker_id": "the worker's id, chosen by the caller",
     "WorkerRequest.endpoint": _NEEDED,
 }
-# Have the fields of another, too.
+# These structs also have the fields of another.
 _SAME: Final = {"KvSource": "SourceCondition", "WorkerDetail": "WorkerRecord"}
 _DIALECT: Final = "16"
 
 
 def meaning_of(schema: str, field: str) -> str | None:
-    """What a field of a schema means, by the name that it travels under; None: it is not said."""
+    """The description of a field of a schema, by its name on the wire; None if it has none."""
     name = schema.removesuffix(_DIALECT)
     for struct in (schema, name, _SAME.get(name, "")):
         own = OWN.get(f"{struct}.{field}")

@@ -1,5 +1,5 @@
-"""The words of each route, its answers, its own errors and an example of its body, by method and
-path; what a route takes is in its row.
+"""Descriptions of the routes for the OpenAPI document, by method and path: summary, answers,
+errors, and an example body. The type of the body is in the row of the route.
 """
 
 from types import GenericAlias
@@ -46,13 +46,13 @@ from lean_selector.wire.selection_bodies import (
 Descriptions = dict[tuple[str, str], RouteDescription]
 
 _OFF: Final = "replica sync is off"
-_PROMPT_FAULT: Final = "the prompt makes no sense, or two names of the tenant differ"
-_NO_WORKERS: Final = "no worker of this model and tenant can take it"
+_PROMPT_FAULT: Final = "the prompt is invalid, or the two names of the tenant differ"
+_NO_WORKERS: Final = "no worker of this model and tenant is eligible"
 _NONE_READY: Final = "the model and tenant have no schedulable worker"
-_BUSY: Final = "all workers are busy, where --overload-status says so"
-_NO_WORKER: Final = "there is no such worker"
-_NEVER: Final = "there never was such a reservation"
-_TWO_NAMES: Final = "two names of the tenant differ"
+_BUSY: Final = "all workers are busy (with --overload-status)"
+_NO_WORKER: Final = "the worker does not exist"
+_NEVER: Final = "the reservation does not exist"
+_TWO_NAMES: Final = "the two names of the tenant differ"
 _NO_TRACKER: Final = "the model and tenant have no workers"
 _PROMPT: Final[dict[str, Any]] = {"model_name": "llama", "token_ids": list(range(1, 33))}
 _HASHES: Final[dict[str, Any]] = {
@@ -62,38 +62,38 @@ _HASHES: Final[dict[str, Any]] = {
 
 
 def _described(summary: str, group: str, answer: Any, **more: Any) -> RouteDescription:
-    """One whose only answer is a 200."""
+    """A route whose only success is a 200."""
     return RouteDescription(summary, group, {200: answer}, **more)
 
 
 def _joining(example: Any) -> RouteDescription:
     return RouteDescription(
-        "Speak to a replica; 201 if it was none of ours yet",
+        "Add a peer; 201 if it is new",
         "replicas",
         {200: Ok, 201: Ok},
-        {400: "the endpoint cannot be one", 409: _OFF},
+        {400: "the endpoint is invalid", 409: _OFF},
         example,
     )
 
 
 def _leaving(example: Any) -> RouteDescription:
-    errors = {404: "it is none of ours", 409: _OFF}
-    return RouteDescription("Speak to a replica no more", "replicas", {200: Ok}, errors, example)
+    errors = {404: "it is not a peer", 409: _OFF}
+    return RouteDescription("Remove a peer", "replicas", {200: Ok}, errors, example)
 
 
-_PEERS: Final = _described(
-    "The replicas that this one speaks to", "replicas", [list[str], PlaneState, dict[str, Any]]
-)
+_PEERS: Final = _described("List the peers", "replicas", [list[str], PlaneState, dict[str, Any]])
 _ENDPOINT: Final = {"endpoint": "tcp://127.0.0.1:9092"}
 _SHARED: Final[Descriptions] = {
     ("GET", "/replica_sync/peers"): _PEERS,
     ("POST", "/replica_sync/register_peer"): _joining(_ENDPOINT),
     ("POST", "/replica_sync/deregister_peer"): _leaving(_ENDPOINT),
     ("GET", "/replica_sync/snapshot"): _described(
-        "What is live, for a replica that catches up", "replicas", Snapshot, errors={409: _OFF}
+        "Live reservations, for a replica that catches up", "replicas", Snapshot, errors={409: _OFF}
     ),
     ("GET", "/discovery"): _described(
-        "What is looked for, what was found, and what became of it", "discovery", DiscoveryReport
+        "Discoveries, and the state of each discovered worker and peer",
+        "discovery",
+        DiscoveryReport,
     ),
     ("GET", "/metrics"): _described(
         "Metrics for Prometheus", "service", Text("text/plain; version=0.0.4; charset=utf-8")
@@ -106,7 +106,7 @@ _SHARED: Final[Descriptions] = {
 
 
 def _many(kind: Any) -> Any:
-    """A list of them, as msgspec knows it."""
+    """The type of a list of these, for msgspec."""
     return GenericAlias(list, (kind,))
 
 
@@ -120,19 +120,19 @@ def _selector(
     dump: Any,
     id: str,
 ) -> Descriptions:
-    """The routes of one dialect, by the structs that it answers with; `id` is the field that names
-    a reservation."""
-    live = f"the {id} is live already"
+    """The routes of one dialect, given the structs of its answers; `id` is the field with a
+    reservation's id."""
+    live = f"the {id} is already live"
     return {
-        ("GET", "/health"): _described("The process lives", "service", Ok),
+        ("GET", "/health"): _described("Liveness", "service", Ok),
         ("GET", "/ready"): RouteDescription(
-            "At least one worker can be chosen", "service", {200: Readiness, 503: Readiness}
+            "Readiness: 200 if a worker can be chosen", "service", {200: Readiness, 503: Readiness}
         ),
         ("POST", "/workers"): RouteDescription(
             "Register a worker, or replace its record",
             "workers",
             {201: record},
-            {400: "a size or an endpoint that there cannot be, or two names that differ"},
+            {400: "a size or an endpoint is invalid, or the two names of the tenant differ"},
             {
                 **{"worker_id": 1, "model_name": "llama", "endpoint": "http://worker-1:8000"},
                 **{"block_size": 16, "total_kv_blocks": 20000, "max_num_batched_tokens": 8192},
@@ -141,16 +141,16 @@ def _selector(
             },
         ),
         ("GET", "/workers"): _described(
-            "The workers; with `detail` their health and event sources too",
+            "List workers; `detail` adds health and event sources",
             "workers",
             [_many(record), _many(detail)],
         ),
         ("PATCH", "/workers/{worker_id}"): _described(
-            "Change fields of a worker; what is absent or null stays",
+            "Change fields of a worker; absent or null fields stay",
             "workers",
             record,
             example={"max_num_batched_tokens": 4096, "taints": ["spot"]},
-            errors={400: "a size or an endpoint that there cannot be", 404: _NO_WORKER},
+            errors={400: "a size or an endpoint is invalid", 404: _NO_WORKER},
         ),
         ("DELETE", "/workers/{worker_id}"): _described(
             "Remove a worker, its index and its reservations",
@@ -159,33 +159,33 @@ def _selector(
             errors={404: _NO_WORKER},
         ),
         ("POST", "/workers/{worker_id}/report"): _described(
-            "Tell how a request to a worker went",
+            "Report the outcome of a request to a worker",
             "workers",
             Ok,
             example={"outcome": "ok", "dp_rank": 0, "ttft_ms": 35.5, "cached_tokens": 16},
-            errors={404: "there is no such worker or rank"},
+            errors={404: "the worker or rank does not exist"},
         ),
         ("POST", "/select"): _described(
-            "Choose a rank for a prompt; nothing is booked",
+            "Choose a rank for a prompt; reserves nothing",
             "selections",
             selection,
             example={**_HASHES, "selection_id": "s-1", "allowed_worker_ids": [1]},
             errors={400: _PROMPT_FAULT, 429: _BUSY, 503: _NO_WORKERS, 529: _BUSY},
         ),
         ("POST", "/select_and_reserve"): _described(
-            "Choose a rank for a prompt, and book it",
+            "Choose a rank for a prompt, and reserve it",
             "selections",
             selection,
             example={**_PROMPT, id: "request-1"},
             errors={400: _PROMPT_FAULT, 409: live, 429: _BUSY, 503: _NO_WORKERS, 529: _BUSY},
         ),
         ("POST", "/reservations"): RouteDescription(
-            "Book a rank that was chosen elsewhere, or what was selected under an id",
+            "Reserve a given rank, or the rank of an earlier `/select`",
             "reservations",
             {201: booked},
             {
                 400: _PROMPT_FAULT,
-                404: "there is no such worker or rank, or nothing was selected under that id",
+                404: "the worker, the rank or the selection does not exist",
                 409: live,
                 503: _NONE_READY,
             },
@@ -195,70 +195,73 @@ def _selector(
             },
         ),
         ("POST", "/reservations/{reservation_id}/prefill_complete"): _described(
-            "The first token of a request came", "reservations", Ok, errors={404: _NEVER}
+            "Report the first token of a request", "reservations", Ok, errors={404: _NEVER}
         ),
         ("POST", "/reservations/{reservation_id}/output_block"): _described(
-            "A request fills one more block",
+            "Report one more output block of a request",
             "reservations",
             Ok,
             example={"decay_fraction": 0.5},
-            errors={400: "decay_fraction is not within 0.0 and 1.0", 404: "it is not live"},
+            errors={
+                400: "decay_fraction is not between 0.0 and 1.0",
+                404: "the reservation is not live",
+            },
         ),
         ("DELETE", "/reservations/{reservation_id}"): _described(
-            "A request has ended, and how",
+            "Free a reservation, with the outcome of its request",
             "reservations",
             Ok,
             example={"outcome": "ok", "cached_tokens": 16},
             errors={404: _NEVER},
         ),
         ("GET", "/loads"): _described(
-            "The load of each rank; with `detail` what its engine reports too",
+            "The load of each rank; `detail` adds the engine's own report",
             "loads",
             _many(loads),
         ),
         ("POST", "/potential_loads"): _described(
-            "The load of each rank if this prompt ran there",
+            "The load of each rank with this prompt on it",
             "loads",
             list[RankLoadRow],
             example=_PROMPT,
             errors={400: _PROMPT_FAULT, 503: _NONE_READY},
         ),
         ("POST", "/overlap_scores"): _described(
-            "How much of a prompt each rank has cached",
+            "Cached blocks of a prompt on each rank",
             "index",
             scores,
             example=_PROMPT,
             errors={400: _PROMPT_FAULT, 503: _NONE_READY},
         ),
         ("GET", "/dump"): _described(
-            "The index, in the form that --indexer-peers reads",
+            "The index, for --indexer-peers",
             "index",
             GenericAlias(dict, (str, dump)),
-            errors={503: "start-up recovery is under way"},
+            errors={503: "the index is being recovered"},
         ),
         ("GET", "/kv_sources"): _described(
-            "Each engine's events: state, last batch, gaps, what was lost or skipped",
+            "State of each KV event source: last batch, gaps, lost and skipped events",
             "index",
             list[KvSource],
         ),
         ("POST", "/busy_threshold"): _described(
-            "From which load on a model's workers are busy; what is absent or null stays",
+            "Set a model's busy thresholds; absent or null fields stay",
             "load shedding",
             ThresholdRow,
             example={"model": "llama", "active_decode_blocks_threshold": 0.85},
-            errors={400: "a threshold that there cannot be", 404: "the model has no workers"},
+            errors={400: "a threshold is out of range", 404: "the model has no workers"},
         ),
         ("GET", "/busy_threshold"): _described(
             "The thresholds in force", "load shedding", Thresholds
         ),
         ("DELETE", "/busy_threshold"): _described(
-            "Switch a model's thresholds off",
+            "Disable a model's thresholds",
             "load shedding",
             ThresholdRow,
             errors={400: "`model` is missing", 404: "the model has no workers"},
         ),
         ("GET", "/replica_sync/sessions"): _described(
-            "Which rank each session is bound to, for a replica that catches up",
+            "Session bindings, for a replica that catches up",
             "replicas",
             SessionList,
             errors={409: _OFF},
@@ -307,10 +310,10 @@ SELECTOR_16_ROUTES: Final = _selector(
     DumpEntry16,
     "selection_id",
 )
-# Only where the selector is told --prompts.
+# Only with --prompts.
 GATEWAY_ROUTES: Final[Descriptions] = {
     ("POST", "/route/{path*}"): RouteDescription(
-        "Choose and book a worker for a raw OpenAI request, and name it in headers",
+        "Choose and reserve a worker for a raw OpenAI request; headers name it",
         "gateways",
         {200: Selection, **dict.fromkeys((400, 409, 413, 429, 500, 503), OpenAiErrorBody)},
         refusal=OpenAiErrorBody,
@@ -323,14 +326,14 @@ _URL: Final = {"url": "tcp://127.0.0.1:9092"}
 _REQUEST: Final = {"model_name": "llama", "request_id": "req-1"}
 
 SLOT_TRACKER_ROUTES: Final[Descriptions] = {
-    ("GET", "/health"): _described("The process lives", "service", None),
+    ("GET", "/health"): _described("Liveness", "service", None),
     ("POST", "/register"): RouteDescription(
         "Register a worker's ranks",
         "workers",
         {201: Ok},
         {
-            400: "a size of 0, or ranks that there cannot be",
-            409: "it is registered, or with another block size than its model",
+            400: "a size is 0, or the ranks are out of range",
+            409: "it is registered already, or its block size differs from its model's",
         },
         {
             **{"worker_id": 7, "model_name": "llama", "block_size": 16},
@@ -338,21 +341,21 @@ SLOT_TRACKER_ROUTES: Final[Descriptions] = {
         },
     ),
     ("POST", "/unregister"): _described(
-        "Remove a worker, and drop its requests",
+        "Remove a worker and its requests",
         "workers",
         Ok,
         example={"worker_id": 7, "model_name": "llama"},
-        errors={400: _TWO_NAMES, 404: "it is not registered"},
+        errors={400: _TWO_NAMES, 404: "the worker is not registered"},
     ),
-    ("GET", "/workers"): _described("The workers", "workers", list[WorkerRow]),
+    ("GET", "/workers"): _described("List workers", "workers", list[WorkerRow]),
     ("POST", "/add"): RouteDescription(
-        "A request begins on a rank",
+        "Book a request on a rank",
         "requests",
         {201: Ok},
         {
             400: f"{_TWO_NAMES}, or too many tokens",
-            404: "there is no such rank",
-            409: "the id is live already",
+            404: "the rank does not exist",
+            409: "the id is already live",
         },
         {
             **_REQUEST,
@@ -361,14 +364,14 @@ SLOT_TRACKER_ROUTES: Final[Descriptions] = {
         },
     ),
     ("POST", "/prefill_complete"): _described(
-        "The first token of a request came",
+        "Report the first token of a request",
         "requests",
         Ok,
         example=_REQUEST,
-        errors={400: _TWO_NAMES, 404: "there is no such request, model or tenant"},
+        errors={400: _TWO_NAMES, 404: "the request, model or tenant does not exist"},
     ),
     ("POST", "/free"): _described(
-        "A request has ended; of an unknown id no error",
+        "Free a request; an unknown id is no error",
         "requests",
         Ok,
         example=_REQUEST,
@@ -376,7 +379,7 @@ SLOT_TRACKER_ROUTES: Final[Descriptions] = {
     ),
     ("GET", "/loads"): _described("The load of each rank", "loads", list[LoadRow]),
     ("POST", "/potential_loads"): _described(
-        "The load of each rank if this prompt ran there",
+        "The load of each rank with this prompt on it",
         "loads",
         list[PotentialLoadRow],
         example={

@@ -1,4 +1,4 @@
-"""What is said of a route beside its method and path: the records that the tables hold."""
+"""Records of the route descriptions."""
 
 from typing import Any
 
@@ -16,20 +16,19 @@ class Text(msgspec.Struct, frozen=True):
 
 
 class RouteDescription(msgspec.Struct, frozen=True):
-    """One route.
+    """The description of one route.
 
-    `answers` are those that the handler gives, by status: a type that msgspec knows, a list of such
-    types where it is one or another, a Text, or None for an empty body. `errors` are the statuses
-    of its own refusals, each with when; what every route of its kind may answer (a body that is no
-    JSON, a path that cannot be read, a service that fails) is added by itself. `refusal` is the
-    answer to a request without a token, or with one of a lesser role.
+    `answers` are those of the handler, by status: a type that msgspec knows, a list of alternative
+    types, a Text, or None for an empty body. `errors` are the statuses of its own errors, with the
+    reason; those of every route of its kind (an invalid body or path, an internal error) are added
+    automatically. `refusal` is the answer to a request without a sufficient token.
     """
 
     summary: str
     group: str
     answers: dict[int, Any]
     errors: dict[int, str] = {}
-    example: Any = None  # of a body, as it decodes from JSON: there whenever a body is
+    example: Any = None  # of a body, as decoded from JSON; required if there is a body
     refusal: Any = ErrorBody
 
 
@@ -44,13 +43,13 @@ class DumpEntry(msgspec.Struct):
 
 
 class TierEvent16(TierEvent, frozen=True):
-    """One event, and the tier that it is of; in the 1.6 dialect whose residency, too."""
+    """One event, with its tier; in the 1.6 dialect also the domain of its residency."""
 
     residency_domain: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class DumpEntry16(msgspec.Struct):
-    """One partition of GET /dump. Names and watermarks are ours, and come with `detail=true`."""
+    """One partition of GET /dump. Names and watermarks are ours, and only with `detail=true`."""
 
     block_size: int
     events: list[TierEvent16]
