@@ -487,7 +487,8 @@ class Catalog:
         for dp_rank, source in subscribed.items():
             if worker.sources.get(dp_rank) != source:
                 spoken_for = self._sources.unsubscribe(worker_id, dp_rank)
-                others = set(spoken_for) - worker.sources.keys() - subscribed.keys()
+                # A `set - dict.keys()` would go through all keys, once for each source.
+                others = [n for n in spoken_for if n not in worker.sources and n not in subscribed]
                 partition.index.clear(worker_id, dp_rank, *others)
         dropped = partition.put_worker(spec, worker.is_draining)
         for dp_rank, source in sorted(worker.sources.items()):
