@@ -24,6 +24,7 @@ from lean_selector.core.index.shapes import (
     Matched,
     Tier,
 )
+from tests.conftest import Rounds
 
 SIZE = 2  # tokens of a block; a hash is of one, where ends within blocks are kept
 STEPS = 1_500  # 100 000 by hand, in each of the eight forms, without a difference
@@ -147,13 +148,16 @@ class Vllm:
 @pytest.mark.parametrize("looks_ahead", [False, True], ids=["plain", "lookahead"])
 @pytest.mark.parametrize("new_names", [HashesInDicts, HashesPacked])
 def test_the_index_predicts_what_the_engine_hits(
-    new_names: type[EngineHashes], looks_ahead: bool, reports: bool
+    new_names: type[EngineHashes], looks_ahead: bool, reports: bool, rounds: Rounds
 ) -> None:
-    play(new_names, looks_ahead, reports, STEPS)
+    for seed in rounds(1):
+        play(new_names, looks_ahead, reports, STEPS, seed)
 
 
-def play(new_names: type[EngineHashes], looks_ahead: bool, reports: bool, steps: int) -> None:
-    engine = Vllm(looks_ahead, reports, seed=1)
+def play(
+    new_names: type[EngineHashes], looks_ahead: bool, reports: bool, steps: int, seed: int
+) -> None:
+    engine = Vllm(looks_ahead, reports, seed)
     index = KvIndex(SIZE, new_names=new_names)
     ingest = KvIngest(index, 1, 0, is_eagle=looks_ahead)
     for _ in range(steps):
