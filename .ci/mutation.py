@@ -62,7 +62,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     "lower": (
         [f"{CORE}/index/lower_tiers.py"],
         [
-            "tests/core/index/test_lower_tiers.py",
+            *(f"tests/core/index/test_{name}.py" for name in ("lower_tiers", "vllm_events")),
             *("tests/properties/test_lower_tiers_model.py", INDEX_MODEL),
         ],
     ),

@@ -2,9 +2,11 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lean_selector.core.index import kv_index, sweeping
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.lower_tiers import ROOT, Continuations, Edges, LowerTier
 from lean_selector.core.index.shapes import Matched, Tier
@@ -73,6 +75,16 @@ def test_a_walk_ends_with_the_prompt_whatever_the_last_block_is_called() -> None
     assert index.match(pack([5])) == {A: Matched(0, 1)}
 
 
+def test_a_block_that_came_again_goes_with_its_last_copy_and_another_at_once() -> None:
+    tier, edges, continuations = tier_of(3)
+    for _ in range(3):
+        tier.store(ROOT, pack([101]), pack([1]), counted=True)
+    tier.store(ROOT, pack([102]), pack([2]), counted=True)
+    assert tier.remove(pack([102]))
+    assert [tier.remove(pack([101])) for _ in range(4)] == [False, False, True, False]
+    assert not any((*edges._edges, *continuations._ranks))
+
+
 # The edges of all ranks
 
 
@@ -129,3 +141,25 @@ def test_a_match_walks_once_for_all_ranks_that_go_on_alike() -> None:
         assert len(index.match_sets(prompt)[1]) == 3
         lines[ranks] = lines_run(index.match_sets, prompt)
     assert lines[400] == lines[40]
+
+
+def test_a_rank_is_in_doubt_for_as_long_as_what_it_held_before_is_taken_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
+    monkeypatch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
+    index = KvIndex(16)
+    ranks = [(1, 0), (2, 0)]
+    for rank in ranks:
+        store(index, rank, [1, 2], Tier.HOST_PINNED, 0)
+    for rank in ranks:
+        index.clear(rank[0], rank[1])
+        store(index, rank, [1], Tier.HOST_PINNED, 0)
+    tiers = index._lower_matches._tiers
+    doubtful = [tiers[0].doubtful]
+    while index.sweep(1):
+        assert index.match(pack([1, 2])) == {rank: Matched(0, 1) for rank in ranks}
+        doubtful.append(tiers[0].doubtful)
+    doubtful.append(tiers[0].doubtful)
+    assert sorted(set(doubtful), reverse=True) == [0b11, 0b10, 0]
+    assert {edges.doubtful for edges in tiers} == {0}
