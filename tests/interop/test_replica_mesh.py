@@ -66,26 +66,6 @@ def test_what_one_does_shows_on_all_that_can_hear_it(members: dict[str, Member],
     shown(IDLE)
 
 
-@pytest.mark.parametrize("booking", OURS)
-@pytest.mark.parametrize("ending", NAMES)
-def test_a_request_of_ours_can_be_completed_and_freed_anywhere(
-    members: dict[str, Member], booking: str, ending: str
-) -> None:
-    request_id = f"{booking}-ended-by-{NAMES.index(ending)}"
-    members[booking].add(request_id)
-    for member in members.values():
-        member.shows([BOOKED, (0, 0)])
-    members[ending].complete(request_id)
-    members[ending].free(request_id)
-    for name in hearers(ending):
-        members[name].shows(IDLE)
-    deaf = [name for name in NAMES if name not in hearers(ending)]  # of the other generation
-    if deaf:
-        members[deaf[0]].free(request_id)
-    for member in members.values():
-        member.shows(IDLE)
-
-
 def test_many_lifecycles_through_random_members_leave_no_load(members: dict[str, Member]) -> None:
     rng = random.Random(7)
     live: list[tuple[Member, str, bool]] = []  # where it was admitted, its id, prefill completed
