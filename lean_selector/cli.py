@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Final, TypeVar
 
 from lean_selector import __version__
@@ -10,7 +11,12 @@ from lean_selector.build_info import form
 from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
-COMMANDS: Final = ("gateway", "demo", "top", "simulate", "check", "keys", "deploy")
+# By command, the module that has its `main`; imported when it is asked for.
+TOOLS: Final = {
+    **{name: name for name in ("demo", "top", "simulate", "check", "keys")},
+    "deploy": "recipes",
+}
+COMMANDS: Final = ("gateway", *TOOLS)
 
 
 def hold_standard_streams() -> None:
@@ -34,40 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     `deploy` those; returns the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:
-        from lean_selector.tools.demo import main as demo
-
-        return demo(arguments[1:])
-    if arguments[:1] == ["simulate"]:
-        from lean_selector.tools.simulate import main as simulate
-
-        return simulate(arguments[1:])
-    if arguments[:1] == ["top"]:
-        from lean_selector.tools.top import main as top
-
-        return top(arguments[1:])
-    if arguments[:1] == ["check"]:
-        from lean_selector.tools.check import main as check
-
-        return check(arguments[1:])
-    if arguments[:1] == ["deploy"]:
-        from lean_selector.tools.recipes import main as deploy
-
-        return deploy(arguments[1:])
-    if arguments[:1] == ["keys"]:
-        from lean_selector.tools.keys import main as keys
-
-        return keys(arguments[1:])
+    if arguments and arguments[0] in TOOLS:
+        tool: Callable[[Sequence[str]], int] = import_module(
+            f"lean_selector.tools.{TOOLS[arguments[0]]}"
+        ).main
+        return tool(arguments[1:])
     if arguments[:1] == ["gateway"]:
         return _gateway(arguments[1:])
     if arguments and not arguments[0].startswith("-"):
         return _no_command(arguments[0])
     from lean_selector.server.selector_flags import SelectorConfig
-
-    def run(config: SelectorConfig) -> None:
-        from lean_selector.server.selector_process import run_selector
-
-        run_selector(config)
 
     return _served(
         "lean-selector",
@@ -76,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "work, `top` shows a running one, `simulate` compares policies on a trace, `check` finds "
         "what is wrong, `keys` makes keys to encrypt with, `deploy` prints files to run it with.",
         SelectorConfig,
-        run,
+        ("lean_selector.server.selector_process", "run_selector"),
         arguments,
     )
 
@@ -93,17 +75,12 @@ def _no_command(word: str) -> int:
 def _gateway(arguments: Sequence[str]) -> int:
     from lean_selector.server.gateway_flags import GatewayConfig
 
-    def run(config: GatewayConfig) -> None:
-        from lean_selector.server.gateway_process import run_gateway
-
-        run_gateway(config)
-
     return _served(
         "lean-selector gateway",
         "An OpenAI-compatible proxy in front of workers: forwards each request to the one that has "
         "most of its prompt cached and least to do.",
         GatewayConfig,
-        run,
+        ("lean_selector.server.gateway_process", "run_gateway"),
         arguments,
     )
 
@@ -113,17 +90,12 @@ def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
     hold_standard_streams()
     from lean_selector.server.service_flags import TrackerConfig
 
-    def run(config: TrackerConfig) -> None:
-        from lean_selector.server.slot_tracker_process import run_slot_tracker
-
-        run_slot_tracker(config)
-
     return _served(
         "lean-slot-tracker",
         "Tracks active requests by worker rank: an independent service for routers that choose "
         "for themselves.",
         TrackerConfig,
-        run,
+        ("lean_selector.server.slot_tracker_process", "run_slot_tracker"),
         argv,
     )
 
@@ -132,12 +104,13 @@ def _served(
     name: str,
     description: str,
     configured: type[Config],
-    run: Callable[[Config], None],
+    run: tuple[str, str],
     argv: Sequence[str] | None,
 ) -> int:
     """Reads what a service is told, and runs it; returns the exit status.
 
-    `run` imports what it needs itself, so that `--help` and a bad flag are answered at once.
+    `run` names a module and its function: it is imported only then, so that `--help` and a bad flag
+    are answered at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=name, description=description, allow_abbrev=False)
@@ -149,8 +122,10 @@ def _served(
 
     from lean_selector.server.host import StartError
 
+    module, function = run
+    serve: Callable[[Config], None] = getattr(import_module(module), function)
     try:
-        run(config)
+        serve(config)
     except StartError as error:
         sys.stderr.write(f"{name}: error: {error}\n")
         return 1
