@@ -1,10 +1,11 @@
-"""What a request and a streamed chunk cost in a gateway: ours, nginx's round-robin, vLLM's router.
+"""What a request and a streamed chunk cost in a gateway: ours, nginx, vLLM's router and SGLang's.
 
-    python -m loadtest.gateway_cost [--router PATH]
+    python -m loadtest.gateway_cost [--compiled PYTHON] [--router PATH] [--smg PATH]
 
 One worker that answers at once, from memory, so that what is timed is the gateway: CPU seconds of
 its processes, from /proc, over a number of requests. Answers with few chunks and with many tell
-what a request costs and what each chunk does. All candidates take turns in one run, several times;
+what a request costs and what each chunk does; then come prompts of 100 kB, and the memory that
+1 000 open streams take beyond the start. All candidates take turns in one run, several times;
 printed are medians and the spread. The machine should have nothing else to do.
 """
 
@@ -29,8 +30,11 @@ from loadtest.http_client import http
 FEW, MANY = 1, 201  # chunks of an answer
 STEP_S = 0.003  # between two chunks, so that each is a read of its own
 CLIENTS = 8
+HELD = "held"  # a user whose answers stay open
 PROMPT = "Tell me of the sea. " * 100  # 2 kB
 PROMPT_TOKENS = 500  # of it
+LONG = 50  # times as long
+OPEN = 1_000  # streams at a time
 
 
 # -- the worker: answers from memory --------------------------------------------------------------
@@ -50,6 +54,9 @@ async def _answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
             request = json.loads(body)
             first, *pieces = _answer(request["max_tokens"], bool(request.get("return_token_ids")))
             writer.write(first)
+            if request.get("user") == HELD:
+                await reader.read(1)
+                return
             for piece in pieces:
                 await asyncio.sleep(STEP_S)
                 writer.write(piece)
@@ -100,11 +107,14 @@ async def _serve(port: int) -> None:
 # -- the client -----------------------------------------------------------------------------------
 
 
-async def _ask(port: int, chunks: int, requests: int) -> None:
+def _request(chunks: int, times: int = 1, user: str = "") -> bytes:
+    messages = [{"role": "user", "content": PROMPT * times}]
+    body = {"model": "m", "messages": messages, "max_tokens": chunks, "stream": True, "user": user}
+    return http("POST", "/v1/chat/completions", json.dumps(body).encode())
+
+
+async def _ask(port: int, request: bytes, requests: int) -> None:
     """So many requests, one behind the other on one connection."""
-    messages = [{"role": "user", "content": PROMPT}]
-    body = {"model": "m", "messages": messages, "max_tokens": chunks, "stream": True}
-    request = http("POST", "/v1/chat/completions", json.dumps(body).encode())
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     for _ in range(requests):
         writer.write(request)
@@ -114,8 +124,23 @@ async def _ask(port: int, chunks: int, requests: int) -> None:
     writer.close()
 
 
-async def _load(port: int, chunks: int, requests: int) -> None:
-    await asyncio.gather(*(_ask(port, chunks, requests // CLIENTS) for _ in range(CLIENTS)))
+async def _load(port: int, request: bytes, requests: int) -> None:
+    await asyncio.gather(*(_ask(port, request, requests // CLIENTS) for _ in range(CLIENTS)))
+
+
+async def _open_streams_mb(port: int, pid: int) -> float:
+    """What the gateway takes more while so many streams are open."""
+    request, writers = _request(2, user=HELD), list[asyncio.StreamWriter]()
+    before = _rss_mb(pid)
+    for _ in range(OPEN):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        writer.write(request)
+        await reader.readuntil(b"}\n\n")
+    taken = _rss_mb(pid) - before
+    for writer in writers:
+        writer.transport.abort()
+    return taken
 
 
 # -- the candidates -------------------------------------------------------------------------------
@@ -123,7 +148,11 @@ async def _load(port: int, chunks: int, requests: int) -> None:
 
 def _cpu_ns(pid: int) -> int:
     """Of a process and its children, user and system."""
-    return sum(map(cpu_ns, [pid, *_children(pid)]))
+    return sum(map(cpu_ns, _tree(pid)))
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid, *_children(pid)]
 
 
 def _children(pid: int) -> list[int]:
@@ -135,8 +164,15 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _gateway(port: int, worker: int, *flags: str) -> list[str]:
-    command = [sys.executable, "-m", "lean_selector", "gateway", f"http://127.0.0.1:{worker}"]
+def _rss_mb(pid: int) -> float:
+    """Of a process and its children."""
+    pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in _tree(pid)]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _gateway(python: str, port: int, worker: int, *flags: str) -> list[str]:
+    # Not from the folder that we are in: that has the sources.
+    command = [python, "-P", "-m", "lean_selector", "gateway", f"http://127.0.0.1:{worker}"]
     ports = ("--port", str(port), "--selector-port", str(free_port()))
     return [*command, *ports, "--worker-health-interval-secs", "none", *flags]
 
@@ -147,7 +183,7 @@ def _nginx(port: int, worker: int, folder: str) -> list[str]:
     config = Path(folder) / "nginx.conf"
     config.write_text(
         f"""daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
-        events {{ worker_connections 512; }}
+        events {{ worker_connections 4096; }}
         http {{
           access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
           fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
@@ -170,6 +206,12 @@ def _router(port: int, worker: int, program: str) -> list[str]:
     return [*command, "--host", "127.0.0.1", *ports]
 
 
+def _smg(port: int, worker: int, program: str) -> list[str]:
+    command = [program, "launch", "--worker-urls", f"http://127.0.0.1:{worker}"]
+    ports = ("--port", str(port), "--prometheus-port", str(free_port()))
+    return [*command, "--policy", "round_robin", "--host", "127.0.0.1", *ports]
+
+
 @contextlib.contextmanager
 def _running(command: list[str], port: int) -> Iterator[int]:
     """Its process, once it answers."""
@@ -181,20 +223,28 @@ def _running(command: list[str], port: int) -> Iterator[int]:
 # -- the run --------------------------------------------------------------------------------------
 
 
-def _measured(port: int, pid: int, requests: int) -> tuple[float, float]:
-    """Microseconds of CPU for a request with one chunk, and for each further chunk."""
-    asyncio.run(_load(port, FEW, 64))
-    costs = []
-    for chunks, count in ((FEW, requests), (MANY, requests // 32)):
+def _measured(port: int, pid: int, requests: int) -> list[float]:
+    """Of COLUMNS."""
+
+    def us(request: bytes, count: int) -> float:
         before = _cpu_ns(pid)
-        asyncio.run(_load(port, chunks, count))
-        costs.append((_cpu_ns(pid) - before) / 1e3 / (count // CLIENTS * CLIENTS))
-    return costs[0], (costs[1] - costs[0]) / (MANY - FEW)
+        asyncio.run(_load(port, request, count))
+        return (_cpu_ns(pid) - before) / 1e3 / (count // CLIENTS * CLIENTS)
+
+    taken = asyncio.run(_open_streams_mb(port, pid))
+    asyncio.run(_load(port, _request(FEW), 64))
+    few, many = us(_request(FEW), requests), us(_request(MANY), requests // 32)
+    return [few, (many - few) / (MANY - FEW), us(_request(FEW, LONG), requests // 8), taken]
+
+
+COLUMNS = ("us per request", "us per chunk", "us per request of 100 kB", "MB for 1 000 streams")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compiled", help="a Python that has our compiled wheel")
     parser.add_argument("--router", help="vLLM's router: its program, vllm-router")
+    parser.add_argument("--smg", help="SGLang's router: its program, smg")
     parser.add_argument("--requests", type=int, default=4_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
@@ -206,24 +256,38 @@ def main() -> None:
         return
     worker = free_port()
     serving = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(worker)]
+    forms = {"pure": sys.executable, "compiled": options.compiled}
+    programs = {
+        "vllm-router, round_robin": (_router, options.router),
+        "smg, round_robin": (_smg, options.smg),
+    }
     with tempfile.TemporaryDirectory() as folder, _running(serving, worker):
         candidates: dict[str, Callable[[int], list[str]]] = {
-            "gateway, --prompts learn": lambda port: _gateway(port, worker),
-            "gateway, --prompts off": lambda port: _gateway(port, worker, "--prompts", "off"),
-            "nginx, round-robin": lambda port: _nginx(port, worker, folder),
-        }
-        if options.router:
-            candidates["vllm-router, round_robin"] = lambda port: _router(
-                port, worker, options.router
+            f"gateway, {form}, --prompts {mode}": functools.partial(
+                lambda python, mode, port: _gateway(python, port, worker, "--prompts", mode),
+                python,
+                mode,
             )
-        figures: dict[str, list[tuple[float, float]]] = {name: [] for name in candidates}
+            for form, python in forms.items()
+            if python
+            for mode in ("learn", "off")
+        }
+        candidates["nginx, round-robin"] = lambda port: _nginx(port, worker, folder)
+        for name, (command_of, program) in programs.items():
+            if program:
+                candidates[name] = functools.partial(
+                    lambda command_of, program, port: command_of(port, worker, program),
+                    command_of,
+                    program,
+                )
+        figures: dict[str, list[list[float]]] = {name: [] for name in candidates}
         for _ in range(options.rounds):
             for name, command in candidates.items():
                 port = free_port()
                 with _running(command(port), port) as pid:
                     figures[name].append(_measured(port, pid, options.requests))
     out = sys.stdout.write
-    out("| | us per request | us per chunk |\n|---|---|---|\n")
+    out(f"| | {' | '.join(COLUMNS)} |\n|---{'|---' * len(COLUMNS)}|\n")
     for name, rows in figures.items():
         cells = [
             f"{statistics.median(column):.1f} ({min(column):.1f} to {max(column):.1f})"

@@ -65,7 +65,7 @@ class UsageReader:
         return prompt + sum(self._said(field) or 0 for field in _BESIDE), output
 
     def _said(self, field: re.Pattern[bytes]) -> int | None:
-        found = field.findall(self._last)
+        found = field.findall(self._last, max(0, self._last.rfind(b'"usage"')))
         return int(found[-1]) if found else None
 
 
@@ -96,14 +96,10 @@ class AnswerReader:
 
     def feed(self, data: bytes) -> bytes:
         """The bytes to send to the client for this piece of the answer, possibly none."""
-        if (
-            self._array is None
-            and not self._held
-            and b"token_ids" not in data
-            and data.endswith(b"\n")
-        ):
-            text = data
-        else:
+        text: bytes | None = None
+        if self._array is None and not self._held and data.endswith(b"\n"):
+            text = self._without_one_list(data)
+        if text is None:
             text = self._without_ids(self._held + data)
         self.usage.feed(text)
         if not self._strips:
@@ -122,6 +118,20 @@ class AnswerReader:
         if self._on_ids is not None and self._array is None and not self._is_too_long:
             self._on_ids(self._prompt, b",".join(self._output))
         return rest
+
+    def _without_one_list(self, data: bytes) -> bytes | None:
+        """As `_without_ids`, of events that are whole and have one list of an answer at most, as
+        nearly all; None: look closer."""
+        lists = data.count(b"token_ids")
+        if not lists:
+            return data
+        before, name, rest = data.partition(b'"token_ids":[')
+        ids, end, after = rest.partition(b"]")
+        if lists > 1 or not name or not end:
+            return None
+        if ids:
+            self._output.append(ids)
+        return b'%b"token_ids":null%b' % (before, after)
 
     def _without_ids(self, data: bytes) -> bytes:
         """`data` with `null` for each list; its end may be buffered until the next piece."""
@@ -150,6 +160,8 @@ class AnswerReader:
 
     def _without_usage(self, data: bytes) -> bytes:
         """`data` up to the end of its last event, without the usage event."""
+        if not self._event and data.endswith(b"\n\n") and b'"usage"' not in data:
+            return data
         data = self._event + data
         end = data.rfind(b"\n\n") + 2
         if end < 2:

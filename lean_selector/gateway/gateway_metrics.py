@@ -16,7 +16,9 @@ from lean_selector.service.exposition import (
     table,
 )
 
-FIRST_BYTE_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+FIRST_BYTE_BOUNDS_S: Final[tuple[float, ...]] = (
+    *(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
 
 
 class RetryBudget:

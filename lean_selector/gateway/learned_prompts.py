@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from lean_selector.core.hashing import any_local_hashes, hash_seed
-from lean_selector.gateway.model_request import ModelRequest, size_of
+from lean_selector.gateway.model_request import ModelRequest
 from lean_selector.gateway.prompt_shapes import Served
 from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_key
 
@@ -31,7 +31,7 @@ class Chain:
         self.model: Final = model_key(served, lora_name)
         shape = (self.model, request.kind.value, self.block_size, self.is_eagle)
         key = rendering_key(request, shape, self.seed)
-        end = size_of(request.fields.get("tools", b""))
+        end = request.tools_bytes
         self.keys = [key]
         self.ends = [end]
         for links in links_of(request):

@@ -179,12 +179,16 @@ class ModelRequest:
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)
 
     @property
+    def tools_bytes(self) -> int:
+        return size_of(self.fields.get("tools", b""))
+
+    @property
     def text_bytes(self) -> int:
         """Bytes of the prompt, as sent; 0 if they do not indicate its tokens."""
         if self._media or self.ids:
             return 0
         if self.kind in CHATS:
-            return size_of(self.fields.get("tools", b"")) + sum(map(size_of, self.messages))
+            return self.tools_bytes + sum(map(size_of, self.messages))
         return size_of(self.fields.get("prompt", self.body))
 
     def estimated_tokens(self, tokens_per_byte: float) -> int:

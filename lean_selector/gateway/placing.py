@@ -99,11 +99,11 @@ class Chooser:
         except NotChosen:
             status = 503
             raise
-        except (AllWorkersBusy, WaitedTooLong) as error:
+        except (AllWorkersBusy, WaitedTooLong) as busy:
             status = self._overload_status
-            self.meter.refused(error)
-            waited_s = error.limit_s if isinstance(error, WaitedTooLong) else 0.0
-            raise Shed(error.message, retry_after(self._wait_s(routed, waited_s))) from None
+            self.meter.refused(busy)
+            waited_s = busy.limit_s if isinstance(busy, WaitedTooLong) else 0.0
+            raise Shed(busy.message, retry_after(self._wait_s(routed, waited_s))) from None
         except SelectorError as error:
             status = error.status
             self.meter.refused(error)
@@ -229,7 +229,7 @@ def _allowed(
     if not (avoided or warming):
         return allowed
     left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
-    if not left & partition.workers.keys():
+    if left.isdisjoint(partition.workers):
         raise NotChosen("all_failed")
     others = left - warming
     return others if partition.ranks_of(others) & partition.candidates else left
@@ -334,10 +334,10 @@ class Placing:
             except BadRequest as error:
                 proxied.fail(400, error.message, "invalid_request")
                 return
-            except UnknownModel as error:
-                self._chooser.knows_no(error)
+            except UnknownModel as unknown:
+                self._chooser.knows_no(unknown)
                 if self._directory.is_complete:
-                    proxied.fail(404, error.message, "model_not_found")
+                    proxied.fail(404, unknown.message, "model_not_found")
                     return
                 self._counts.unrouted["not_known_yet"] += 1
         none_served = f"no worker served the request; the last: {proxied.why}"
@@ -368,8 +368,8 @@ class Placing:
         if connection is None:
             try:
                 connection = yield from self._connected(lease.endpoint)
-            except (OSError, ValueError) as error:
-                proxied.refused(reason(error))
+            except (OSError, ValueError) as failure:
+                proxied.refused(reason(failure))
                 return
         proxied.sent(connection)
 

@@ -1,7 +1,6 @@
 """Structs of prompts and models: settings, and the parsed parts of bodies."""
 
 from enum import StrEnum
-from typing import NamedTuple
 
 import msgspec
 
@@ -53,7 +52,7 @@ class Why(StrEnum):
     FAILED = "failed"
 
 
-class Unknown(NamedTuple):
+class Unknown(msgspec.Struct, frozen=True):
     """The word, and a description for people."""
 
     why: Why

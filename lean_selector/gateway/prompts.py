@@ -210,7 +210,7 @@ class Prompts:
         if known.unknown_bytes >= ask_from:
             workers = served.workers
             if worker_ids is not None:
-                workers = {each: workers[each] for each in worker_ids & workers.keys()}
+                workers = {each: workers[each] for each in worker_ids.intersection(workers)}
             try:
                 tokens_packed = yield self._tokenizer.tokens(
                     request, lora_name or served.model_name, well(workers, self._fleet)

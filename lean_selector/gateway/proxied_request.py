@@ -81,6 +81,8 @@ class ProxiedRequest:
         self._head: AnswerHead | None = None
         self._was_error = False  # a worker answered with one of _ERRORS
         self._is_chunking = False
+        # Removes from the answer what was added to the request.
+        self._reader: AnswerReader | None = None
         self._waits_for_token = False  # the stream so far has no part of the answer
         self._is_written = False  # to its end, if the answer is read
         # The body of a shed answer while it arrives; and the last complete one.
@@ -291,8 +293,8 @@ class ProxiedRequest:
                 self._prefilled()
         else:
             lease.prefill_complete(None)
-        reader = self._reader
-        reads = reader is not None
+        reader = None if routed is None or head.status != 200 else routed.answer
+        self._reader, reads = reader, reader is not None
         is_http10 = self.request.headers.is_http10
         is_unframed = isinstance(head.relay, UnboundedRelay) or (head.is_chunked and is_http10)
         self._is_chunking = reads and not is_http10
@@ -322,11 +324,6 @@ class ProxiedRequest:
         assert self.lease is not None
         self._waits_for_token = False
         self.lease.prefill_complete(monotonic() - self._sent_at)
-
-    @property
-    def _reader(self) -> AnswerReader | None:
-        """The reader that removes from the answer what was added to the request."""
-        return None if self.routed is None or self.status != 200 else self.routed.answer
 
     def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
         """The bytes for the client from a piece of an answer that is read."""

@@ -196,7 +196,7 @@ async def test_whatever_template_or_tokenizer_raise_is_said(
         setattr(tokenizer, part, broken)
         with pytest.raises(NotTokenized) as caught:
             await tokens(tokenizer, request(messages=MESSAGES))
-        assert caught.value.unknown == (Why.FAILED, str(raised))
+        assert caught.value.unknown == Unknown(Why.FAILED, str(raised))
         tokenizer.close()
 
 

@@ -7,6 +7,7 @@ from http.client import HTTPConnection
 from typing import Any, Self
 
 import anthropic
+import httpx
 import openai
 import pytest
 
@@ -137,6 +138,32 @@ def test_a_prompt_goes_where_it_is_cached(clients: Clients, route: str, streams:
     clients.gateway.wait_until_free()
     after = clients.gateway.metric("lean_selector_gateway_compared_cached_tokens_total")
     assert after - before >= cached
+
+
+BODIES: dict[str, dict[str, object]] = {
+    "/v1/completions": {"prompt": TEXT, "max_tokens": COUNT},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": COUNT},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": COUNT, "system": SYSTEM},
+    "/v1/responses": {"input": TEXT, "max_output_tokens": COUNT},
+    "/v1/embeddings": {"input": TEXT},
+}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_an_answer_is_the_worker_s_own_byte_for_byte(
+    clients: Clients, path: str, streams: bool
+) -> None:
+    """Also where the gateway asked for ids and for usage."""
+    body = {"model": "m", **BODIES[path], "stream": streams}
+    mine = {"x-request-id": "mine"}  # which the worker's own id is made of
+    for _ in range(2):  # then its prompt is cached, and known
+        clients.gateway.ask("POST", path, body, mine)
+    answer = clients.gateway.ask("POST", path, body, mine)
+    url = answer.headers["x-lean-worker"]
+    own = httpx.post(f"{url}{path}", content=json.dumps(body), headers=mine, trust_env=False)
+    assert (answer.status, answer.body) == (own.status_code, own.content)
+    assert answer.headers["content-type"] == own.headers["content-type"]
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score"])

@@ -24,7 +24,7 @@ from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
 from lean_selector.http.connections import Connections
 from lean_selector.http.streaming import StreamingProtocol
-from tests.gateway.test_proxied_request import Transport
+from tests.http.test_protocol import Transport
 from tests.support.gates import NOW, selection_service
 from tests.support.on_loop import on_loop
 

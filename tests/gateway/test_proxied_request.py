@@ -19,29 +19,10 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.response import PendingReply
 from lean_selector.http.streaming import StreamingProtocol
-from tests.http.test_protocol import FakeTransport
+from tests.http.test_protocol import Transport
 
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-
-
-class Transport(FakeTransport):
-    """Of either side; what is written to one that is closed is dropped, as the loop does."""
-
-    def write(self, data: Any) -> None:
-        if self.state == "open":
-            super().write(data)
-
-    def pause_reading(self) -> None:
-        if self.state == "open":
-            super().pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.state == "open":
-            super().resume_reading()
-
-    def is_closing(self) -> bool:
-        return self.state != "open"
 
 
 class BookedLease(WorkerLease):

@@ -4,7 +4,7 @@ from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.fleet import CatalogFleet, well
 from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
-from tests.gateway.test_proxied_request import Transport
+from tests.http.test_protocol import Transport
 from tests.support.driven_selector import DrivenSelector
 
 ONE, TWO = "http://a:1", "http://b:1"

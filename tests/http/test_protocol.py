@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,25 @@ class FakeTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self.state in ("closed", "aborted")
+
+
+class Transport(FakeTransport):
+    """Of either side; what is written to one that is closed is dropped, as the loop does."""
+
+    def write(self, data: Any) -> None:
+        if self.state == "open":
+            super().write(data)
+
+    def pause_reading(self) -> None:
+        if self.state == "open":
+            super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.state == "open":
+            super().resume_reading()
+
+    def is_closing(self) -> bool:
+        return self.state != "open"
 
 
 class Client:

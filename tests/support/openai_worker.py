@@ -461,6 +461,10 @@ class _Completion:
             {**head, "system_fingerprint": f"port-{options.port}", "choices": choices, **more}
         )
 
+    @property
+    def _prompt_ids(self) -> list[int] | None:
+        return self.prompt if self.wants_ids else None
+
     def _text(self) -> str:
         return bytes(token - 1 for token in self.output).decode()
 
@@ -472,12 +476,9 @@ class _Completion:
             choice["message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
-        if self.wants_ids:
-            choice["token_ids"] = self.output
-            if self.is_chat:
-                more["prompt_token_ids"] = self.prompt
-            else:
-                choice["prompt_token_ids"] = self.prompt
+        # As vLLM: null where nobody asked for them.
+        choice["token_ids"] = self.output if self.wants_ids else None
+        (more if self.is_chat else choice)["prompt_token_ids"] = self._prompt_ids
         return self._frame([choice], **more)
 
     async def _whole(self) -> bool:
@@ -511,7 +512,7 @@ class _Completion:
         return is_framed
 
     async def _events(self, running: RunningRequest, event: Any) -> None:
-        ids: dict[str, Any] = {"prompt_token_ids": self.prompt} if self.wants_ids else {}
+        ids: dict[str, Any] = {"prompt_token_ids": self._prompt_ids}
         if self.is_chat:
             delta = {"role": "assistant", "content": ""}
             first = {"index": 0, "delta": delta, "finish_reason": None}
@@ -524,8 +525,7 @@ class _Completion:
             choice: dict[str, Any] = {"index": 0}
             choice.update({"delta": {"content": text}} if self.is_chat else {"text": text})
             choice["finish_reason"] = "length" if number == len(self.output) else None
-            if self.wants_ids:
-                choice["token_ids"] = [token]
+            choice["token_ids"] = [token] if self.wants_ids else None
             await event(self._frame([{**choice, **ids}]))
             ids = {}
         if (self.body.get("stream_options") or {}).get("include_usage"):
