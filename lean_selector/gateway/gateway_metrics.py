@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
+from lean_selector.gateway.genai_metrics import GenAiMetrics
 from lean_selector.gateway.upstreams import Rotation
 from lean_selector.http.client import Upstream
 from lean_selector.service.exposition import (
@@ -70,6 +71,7 @@ class Counts:
         self.compared_cached_tokens = 0
         self.compared_prompt_tokens = 0
         self.first_byte = Histogram(FIRST_BYTE_BOUNDS_S)
+        self.genai = GenAiMetrics()
 
 
 def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
@@ -119,4 +121,4 @@ def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
         "lean_selector_gateway_first_byte_seconds",
         "From the request to the first byte of the answer's body.",
         lambda: [("", FIRST_BYTE_BOUNDS_S, first_byte.buckets, first_byte.total)],
-    )]  # fmt: skip
+    ), *counts.genai.families()]  # fmt: skip

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable
 from time import monotonic
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import unquote_to_bytes
 
 from lean_selector.gateway.gateway_metrics import Counts
@@ -18,6 +18,7 @@ from lean_selector.gateway.headers import (
     new_id,
     refusal,
     request_id_of,
+    traceparent_of,
     wants_websocket,
     without_authorization,
 )
@@ -58,6 +59,14 @@ def http_refusal(error: HttpError) -> bytes:
     return OpenAiErrorBody.encoded(error.status, error.text)
 
 
+class Spans(Protocol):
+    """Traces of requests (`server/otlp_spans.py`)."""
+
+    def begin(self, proxied: ProxiedRequest) -> None: ...
+
+    def end(self, proxied: ProxiedRequest) -> None: ...
+
+
 class GatewayHandler:
     """The app, and its current requests. To be used from the loop's thread only."""
 
@@ -76,6 +85,7 @@ class GatewayHandler:
         most_body_bytes: int,
         pass_through: str,
         own: App,
+        spans: Spans | None = None,
     ) -> None:
         """`silence_s`: the longest silence of a worker; `touch_after_s`: how often a reservation is
         refreshed, so that it does not expire. `request_timeout_s`: an answer that begins later
@@ -83,6 +93,7 @@ class GatewayHandler:
         answers /health and /ready."""
         self._pass_through = pass_through
         self._own = own
+        self._spans = spans
         self._placing = placing
         self._rotation = rotation
         self._models = models
@@ -125,7 +136,7 @@ class GatewayHandler:
             request_id,
             own_id,
             self._counts,
-            lambda each: self._placing.begin(each, is_completion),
+            lambda each: self._place(each, is_completion),
             self._failed,
             self._over,
             self._token,
@@ -133,6 +144,11 @@ class GatewayHandler:
         if not proxied.is_over:
             self._under_way.add(proxied)
         return proxied.reply
+
+    def _place(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
+        if self._spans is not None and is_completion and not proxied.attempts:
+            self._spans.begin(proxied)
+        return self._placing.begin(proxied, is_completion)
 
     def _passes(self, path: bytes) -> bool:
         if self._pass_through == "openai":
@@ -151,6 +167,12 @@ class GatewayHandler:
         lease = proxied.lease
         if lease is not None and proxied.outcome is not None:
             self._rotation.report(lease.endpoint, proxied.outcome, monotonic())
+        routed, timing = proxied.routed, proxied.timing
+        if lease is not None and routed is not None and timing is not None:
+            path = proxied.request.path
+            self._counts.genai.add(path, routed.model_name, lease.endpoint, timing)
+        if self._spans is not None:
+            self._spans.end(proxied)
         if self._access_log:
             self._log(proxied)
 
@@ -170,6 +192,19 @@ class GatewayHandler:
                 if proxied.why_unknown is not None:
                     fields["prompt"] = proxied.why_unknown.why.value
                     fields["prompt_detail"] = proxied.why_unknown.text[:MOST_DETAIL_CHARACTERS]
+        if proxied.routed is not None:
+            fields["model"] = proxied.routed.model_name
+        timing = proxied.timing
+        if timing is not None:
+            if timing.first_token_s is not None:
+                fields["ttft_us"] = round(timing.first_token_s * 1e6)
+            if timing.lengths is not None:
+                fields["prompt_tokens"], fields["output_tokens"] = timing.lengths
+            if timing.cached_tokens is not None:
+                fields["cached_tokens"] = timing.cached_tokens
+        traceparent = proxied.traceparent or traceparent_of(request.section)
+        if traceparent is not None:
+            fields["traceparent"] = traceparent
         if proxied.tried:
             fields["tried"] = len(proxied.tried)
         if proxied.why:
@@ -179,6 +214,7 @@ class GatewayHandler:
     def sweep(self, now: float) -> None:
         """Called about every second."""
         self._rotation.sweep(now, self._silence_s)
+        self._counts.genai.keep(self._rotation.endpoints.values())
         self._log_troubles()
         limit_s = self._request_timeout_s
         for proxied in list(self._under_way):

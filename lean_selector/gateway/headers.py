@@ -28,6 +28,7 @@ _NOT_TO_CLIENT: Final = re.compile(
 _LENGTH: Final = re.compile(rb"\r\ncontent-length[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
 _CODINGS: Final = re.compile(rb"\r\naccept-encoding[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
+_TRACEPARENT: Final = re.compile(rb"\r\ntraceparent[ \t]*:[ \t]*+([^\r]*+)(?=\r\n|\Z)", re.I)
 _CONNECTION: Final = re.compile(rb"\r\nconnection[ \t]*:([^\r]*+)", re.IGNORECASE)
 _REQUEST_ID: Final = re.compile(rb"\r\nx-request-id[ \t]*:[ \t]*([!-~]{1,200}+)[ \t]*+\r\n", re.I)
 _SESSION: Final = re.compile(rb"\r\nx-session-id[ \t]*:[ \t]*+([!-~]++)[ \t]*+\r\n", re.I)
@@ -39,7 +40,11 @@ _USUAL: Final = frozenset({b"close", b"keep-alive", b"te", b"upgrade", b""})
 
 
 def request_lines(
-    section: bytes, *, without_codings: bool = False, drops_authorization: bool = False
+    section: bytes,
+    *,
+    without_codings: bool = False,
+    drops_authorization: bool = False,
+    drops_traceparent: bool = False,
 ) -> bytes:
     """The header lines for the worker from a request's section (`1.1 CRLF name: value CRLF ... CRLF
     CRLF`), each preceded by CRLF."""
@@ -50,6 +55,8 @@ def request_lines(
         lines = _CODINGS.sub(b"", lines)
     if drops_authorization:
         lines = _AUTHORIZATION.sub(b"", lines)
+    if drops_traceparent:
+        lines = _TRACEPARENT.sub(b"", lines)
     return _without(lines, named) if named else lines
 
 
@@ -77,6 +84,12 @@ def session_of(section: bytes) -> str | None:
     """The session that the client names, if it is one word."""
     found = _SESSION.search(section)
     return None if found is None else found[1].decode("ascii")
+
+
+def traceparent_of(section: bytes) -> str | None:
+    """The span that the client names, whatever it is worth (W3C Trace Context)."""
+    found = _TRACEPARENT.search(section)
+    return None if found is None else found[1].decode("latin-1").strip()[:64]
 
 
 def wants_websocket(section: bytes) -> bool:

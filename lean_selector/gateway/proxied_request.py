@@ -18,6 +18,7 @@ from typing import Final
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, OK, REFUSED, outcome_of_status
 from lean_selector.gateway.answers import AnswerReader, UsageReader
 from lean_selector.gateway.gateway_metrics import Counts
+from lean_selector.gateway.genai_metrics import Timing
 from lean_selector.gateway.headers import answer_lines, id_line, refusal, request_lines
 from lean_selector.gateway.prompt_shapes import Unknown
 from lean_selector.gateway.prompts import Routed
@@ -65,6 +66,9 @@ class ProxiedRequest:
         self.lease: WorkerLease | None = None
         self.lease_since = 0.0
         self._sent_at = 0.0
+        self._first_token_at = 0.0  # of a stream
+        self.timing: Timing | None = None  # of an answer that is whole
+        self.traceparent: str | None = None  # in place of the client's
         self.tried: set[str] = set()  # endpoints that failed it
         self.attempts = 0
         self.why = ""  # the last of them did
@@ -173,8 +177,11 @@ class ProxiedRequest:
                 request.section,
                 without_codings=routed is not None and routed.answer is not None,
                 drops_authorization=self._token is not None,
+                drops_traceparent=self.traceparent is not None,
             ),
         ]
+        if self.traceparent is not None:
+            parts.append(b"\r\ntraceparent: " + self.traceparent.encode())
         if self._token is not None:
             parts.append(b"\r\nauthorization: Bearer " + self._token())
         if lease.dp_rank is not None:
@@ -323,7 +330,8 @@ class ProxiedRequest:
         """The first token of a stream has arrived."""
         assert self.lease is not None
         self._waits_for_token = False
-        self.lease.prefill_complete(monotonic() - self._sent_at)
+        self._first_token_at = now = monotonic()
+        self.lease.prefill_complete(now - self._sent_at)
 
     def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
         """The bytes for the client from a piece of an answer that is read."""
@@ -393,11 +401,13 @@ class ProxiedRequest:
         self.outcome = outcome
         self._counts.active -= 1
         usage = self._usage() if outcome == OK else None
-        cached = None if usage is None else usage.cached_tokens
-        if usage is not None and (lengths := usage.lengths) is not None:
-            assert self.routed is not None
-            if self.routed.on_lengths is not None:
+        cached = None
+        if usage is not None and self.routed is not None:
+            cached, lengths = usage.cached_tokens, usage.lengths
+            if lengths is not None and self.routed.on_lengths is not None:
                 self.routed.on_lengths(*lengths)
+            first_s = self._first_token_at - self._began if self._first_token_at else None
+            self.timing = Timing(self.age_s, first_s, lengths, cached)
         if self.lease is not None:
             self.lease.end(outcome, cached)
             if cached is not None:

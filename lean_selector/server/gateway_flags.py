@@ -33,6 +33,12 @@ def _url(value: str) -> str:
     return url.origin
 
 
+def _collector(value: str) -> str:
+    """`http://host:4318`; perhaps with a path, as collectors behind a proxy have."""
+    url = Url(value)
+    return url.origin + url.target.rstrip("/")
+
+
 @dataclass(frozen=True, kw_only=True)
 class GatewayListenFlags(ListenFlags):
     """Listening, logging and stopping
@@ -92,6 +98,7 @@ class GatewayFlags:
     request_timeout_s: longest from a request to the first byte of its answer, which is 504 then;
       unset: no limit
     max_body_mb: largest body of a request, in MiB
+    otlp_endpoint: send a span for each completion over OTLP/HTTP to this collector, http://HOST:4318
     """
 
     workers: list[str] = flag([], "workers", each=_url, common=True)
@@ -100,6 +107,7 @@ class GatewayFlags:
     silence_s: float = flag(600.0, "--worker-silence-secs", ge=0.001)
     request_timeout_s: float | None = flag(None, "--request-timeout-secs", ge=0.001)
     max_body_mb: int = flag(64, "--max-body-mb", ge=1, le=4096)
+    otlp_endpoint: str | None = flag(None, "--otlp-endpoint", each=_collector)
 
 
 @dataclass(frozen=True, kw_only=True)

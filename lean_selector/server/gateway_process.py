@@ -5,7 +5,9 @@ selector's API, which answers until that has drained.
 """
 
 import asyncio
+import importlib
 import time
+from typing import Any
 
 from lean_selector.gateway.fleet import CatalogFleet
 from lean_selector.gateway.gateway_metrics import Counts, gateway_families
@@ -19,7 +21,7 @@ from lean_selector.http.outbound import OutboundClient
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
-from lean_selector.server.host import HttpServer, new_zmq_context, run, tokens_of
+from lean_selector.server.host import HttpServer, StartError, new_zmq_context, run, tokens_of
 from lean_selector.server.peer_access import credentials_of
 from lean_selector.server.selector_process import (
     SelectorParts,
@@ -34,6 +36,18 @@ from lean_selector.service.metrics import prompt_families
 def run_gateway(config: GatewayConfig) -> None:
     """Runs the gateway until it is told to stop. Raises StartError."""
     run(config, lambda log_state: _gateway(config, log_state))
+
+
+def _spans(endpoint: str | None) -> Any:
+    """What sends spans (`otlp_spans`), or None. Raises StartError."""
+    if endpoint is None:
+        return None
+    try:
+        module = importlib.import_module("lean_selector.server.otlp_spans")
+    except ImportError as error:
+        text = f'--otlp-endpoint needs pip install "lean-selector[otel]": {error}'
+        raise StartError(text) from None
+    return module.OtlpSpans(endpoint)
 
 
 async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
@@ -75,6 +89,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         *(config.selector, parts, behind, log_state, gateways, families, tokens),
         meters=[chooser.meter],
     )
+    spans = _spans(config.gateway.otlp_endpoint)
     handler = GatewayHandler(
         placing,
         rotation,
@@ -88,6 +103,7 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
         most_body_bytes=config.most_body_bytes,
         pass_through=config.gateway.pass_through,
         own=own,
+        spans=spans,
     )
     api = HttpServer(
         own,
@@ -115,6 +131,8 @@ async def _gateway(config: GatewayConfig, log_state: logs.LogState) -> None:
 
     async def close() -> None:
         await handler.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
         await prompts.close()
         api.abort()
         if gateways is not None:

@@ -16,7 +16,8 @@ from tests.support.running_service import RunningService, free_port
 
 # `..._lag_batches` goes on from the name before it in its row, at any underscore.
 METRICS = re.findall(
-    r"`((?:\.\.\.|lean_selector|dynamo)_[a-z0-9_]+)`", OURS["docs/reference/metrics.md"]
+    r"`((?:\.\.\.|lean_selector|dynamo|gen_ai_server|gen_ai_client)_[a-z0-9_]+)`",
+    OURS["docs/reference/metrics.md"],
 )
 
 

@@ -1,0 +1,142 @@
+"""What requests took and had, by model and worker, under the names of OpenTelemetry's conventions
+for generative AI, as Prometheus spells them.
+
+Labels are bounded: models that are registered, and workers that there are.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from lean_selector.http.client import Upstream
+from lean_selector.service.exposition import Histogram, HistogramFamily, labels
+
+# As the conventions advise.
+_FIRST_TOKEN_S: Final[tuple[float, ...]] = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+_PER_TOKEN_S: Final[tuple[float, ...]] = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+_DURATION_S: Final[tuple[float, ...]] = tuple([0.01 * 2**n for n in range(14)])
+_TOKENS: Final[tuple[float, ...]] = tuple([float(4**n) for n in range(14)])
+_SHARES: Final[tuple[float, ...]] = tuple([n / 10 for n in range(1, 10)])
+_MOST_SERIES: Final = 1024  # models at workers; then those that were there first go
+
+# By path: the operation, and whose API it is.
+_OPERATIONS: Final = {
+    b"/v1/completions": ("text_completion", "openai"),
+    b"/v1/chat/completions": ("chat", "openai"),
+    b"/v1/responses": ("chat", "openai"),
+    b"/v1/messages": ("chat", "anthropic"),
+    b"/v1/embeddings": ("embeddings", "openai"),
+}
+
+
+def operation_of(path: bytes) -> tuple[str, str]:
+    """The operation and the provider, as the conventions name them."""
+    return _OPERATIONS.get(path, (path.rpartition(b"/")[2].decode(), "openai"))
+
+
+class Timing:
+    """What is known of one answer at its end. Seconds; tokens as its engine counted them."""
+
+    __slots__ = ("cached_tokens", "duration_s", "first_token_s", "lengths")
+
+    def __init__(
+        self,
+        duration_s: float,
+        first_token_s: float | None,
+        lengths: tuple[int, int] | None,
+        cached_tokens: int | None,
+    ) -> None:
+        """`first_token_s`: of a stream; `lengths`: of the prompt and the answer."""
+        self.duration_s = duration_s
+        self.first_token_s = first_token_s
+        self.lengths = lengths
+        self.cached_tokens = cached_tokens
+
+
+class _Series:
+    """The answers of one worker to one kind of request of one model."""
+
+    __slots__ = ("duration", "first_token", "input", "output", "per_token", "share")
+
+    def __init__(self) -> None:
+        self.duration = Histogram(_DURATION_S)
+        self.first_token = Histogram(_FIRST_TOKEN_S)
+        self.per_token = Histogram(_PER_TOKEN_S)
+        self.input = Histogram(_TOKENS)
+        self.output = Histogram(_TOKENS)
+        self.share = Histogram(_SHARES)
+
+    def add(self, timing: Timing) -> None:
+        first_s, lengths = timing.first_token_s, timing.lengths
+        self.duration.add(timing.duration_s)
+        if first_s is not None:
+            self.first_token.add(first_s)
+        if lengths is None:
+            return
+        prompt, output = lengths
+        self.input.add(float(prompt))
+        self.output.add(float(output))
+        if first_s is not None and output > 1:
+            self.per_token.add((timing.duration_s - first_s) / (output - 1))
+        if timing.cached_tokens is not None and prompt:
+            self.share.add(timing.cached_tokens / prompt)
+
+
+class GenAiMetrics:
+    """Of whole answers with status 200 to requests that a worker was chosen for."""
+
+    def __init__(self) -> None:
+        self._series: dict[tuple[bytes, str, str], _Series] = {}  # by path, model and base URL
+
+    def add(self, path: bytes, model: str, worker: Upstream, timing: Timing) -> None:
+        key = path, model, worker.text
+        series = self._series.get(key)
+        if series is None:
+            series = self._series[key] = _Series()
+            if len(self._series) > _MOST_SERIES:
+                del self._series[next(iter(self._series))]
+        series.add(timing)
+
+    def keep(self, workers: Iterable[Upstream]) -> None:
+        """Forget workers that are not among these."""
+        there = {each.text for each in workers}
+        for key in [each for each in self._series if each[2] not in there]:
+            del self._series[key]
+
+    def _rows(self, name: str) -> list[tuple[str, tuple[float, ...], list[int], float]]:
+        rows = []
+        for (path, model, worker), series in self._series.items():
+            operation, provider = operation_of(path)
+            address, _, port = worker.partition("://")[2].rpartition(":")
+            told = {
+                "gen_ai_operation_name": operation,
+                "gen_ai_provider_name": provider,
+                "gen_ai_request_model": model,
+                "server_address": address,
+                "server_port": port,
+            }
+            for part in name.split():
+                found: Histogram = getattr(series, part)
+                kind = {"gen_ai_token_type": part} if name == "input output" else {}
+                rows.append((labels(**told, **kind), found.bounds, found.buckets, found.total))
+        return rows
+
+    def families(self) -> list[HistogramFamily]:
+        return [
+            HistogramFamily(name, text, lambda part=part: self._rows(part))  # type: ignore[misc]
+            for name, part, text in (
+                ("gen_ai_server_request_duration_seconds", "duration",
+                    "From the request to the end of its answer."),
+                ("gen_ai_server_time_to_first_token_seconds", "first_token",
+                    "From the request to the first token of a stream."),
+                ("gen_ai_server_time_per_output_token_seconds", "per_token",
+                    "Between the tokens of a stream behind the first."),
+                ("gen_ai_client_token_usage", "input output",
+                    "Tokens of prompts and of answers, as engines count them."),
+                ("lean_selector_gateway_cached_share", "share",
+                    "Part of a prompt's tokens that were cached, as engines count them."),
+            )
+        ]  # fmt: skip

@@ -1,0 +1,85 @@
+"""A span for each request that a worker is chosen for, sent over OTLP by OpenTelemetry's own SDK.
+
+Imported where `--otlp-endpoint` is given; needs the extra `otel`. The SDK keeps what has ended in a
+bounded queue, and a thread of its own sends it in batches: a collector that is slow or gone costs
+spans, which the SDK logs, and never holds the loop. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the
+other variables of the SDK hold.
+"""
+
+import time
+from typing import Any, Final
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from lean_selector.gateway.genai_metrics import operation_of
+from lean_selector.gateway.headers import traceparent_of
+from lean_selector.gateway.proxied_request import ProxiedRequest
+
+_CLOSING_MS: Final = 2_000  # for what still waits, at the end
+
+
+class OtlpSpans:
+    """From the loop's thread; `close` from another, for it waits."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint`: `http://HOST:4318` of a collector."""
+        named = Resource({SERVICE_NAME: "lean-selector"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
+        self._processor = BatchSpanProcessor(exporter)
+        self._provider.add_span_processor(self._processor)
+        self._tracer = self._provider.get_tracer("lean_selector.gateway")
+        self._propagator = TraceContextTextMapPropagator()
+        self._open: dict[ProxiedRequest, tuple[trace.Span, int]] = {}  # and when they began
+
+    def begin(self, proxied: ProxiedRequest) -> None:
+        """Below the client's span, if it names one; the worker's is to be below this one."""
+        given = traceparent_of(proxied.request.section)
+        parent = self._propagator.extract({} if given is None else {"traceparent": given})
+        began = time.time_ns()
+        operation, provider = operation_of(proxied.request.path)
+        told = {"gen_ai.operation.name": operation, "gen_ai.provider.name": provider}
+        span = self._tracer.start_span(
+            operation, parent, trace.SpanKind.SERVER, told, start_time=began
+        )
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, trace.set_span_in_context(span))
+        proxied.traceparent = carrier.get("traceparent")
+        self._open[proxied] = span, began
+
+    def end(self, proxied: ProxiedRequest) -> None:
+        span, began = self._open.pop(proxied, (None, 0))
+        if span is None or not span.is_recording():
+            return
+        routed, lease, timing = proxied.routed, proxied.lease, proxied.timing
+        told: dict[str, Any] = {"http.response.status_code": proxied.status or 499}
+        if routed is not None:
+            told["gen_ai.request.model"] = routed.model_name
+        if lease is not None:
+            address, _, port = lease.endpoint.text.partition("://")[2].rpartition(":")
+            told |= {"server.address": address, "server.port": int(port)}
+            if lease.overlap_tokens is not None:
+                told["lean_selector.overlap_tokens"] = lease.overlap_tokens
+        if proxied.tried:
+            told["lean_selector.tried"] = len(proxied.tried)
+        if timing is not None and timing.lengths is not None:
+            prompt, output = timing.lengths
+            told |= {"gen_ai.usage.input_tokens": prompt, "gen_ai.usage.output_tokens": output}
+            if timing.cached_tokens is not None:
+                told["gen_ai.usage.cache_read.input_tokens"] = timing.cached_tokens
+        span.set_attributes(told)
+        if timing is not None and timing.first_token_s is not None:
+            span.add_event("first token", timestamp=began + round(timing.first_token_s * 1e9))
+        if proxied.status >= 500 or (proxied.why and proxied.outcome != "ok"):
+            span.set_status(trace.StatusCode.ERROR, proxied.why or None)
+        span.end()
+
+    def close(self) -> None:
+        """Send what waits."""
+        self._processor.force_flush(_CLOSING_MS)
+        self._provider.shutdown()

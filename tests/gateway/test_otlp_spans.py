@@ -1,0 +1,137 @@
+"""Spans of the gateway at a collector that takes OTLP over HTTP, and metrics by GenAI's names."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.gateway.running_gateway import RunningGateway
+from tests.support.openai_worker import OpenAiWorker
+from tests.support.prometheus_tools import parsed, scrape, value
+from tests.support.running_service import free_port, wait_until
+
+TEXT = "Tell me of the sea. " * 20
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector(ThreadingHTTPServer):
+    """Keeps the spans that it is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", free_port()), _Take)
+        self.spans: list[Any] = []
+        self.services: set[str] = set()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Take(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        assert self.path == "/v1/traces"
+        assert self.headers["content-type"] == "application/x-protobuf"
+        body = self.rfile.read(int(self.headers["content-length"]))
+        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.server.services.add(attributes(of_resource.resource)["service.name"])
+            for scope in of_resource.scope_spans:
+                self.server.spans += scope.spans
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def attributes(holder: Any) -> dict[str, Any]:
+    return {
+        each.key: getattr(each.value, each.value.WhichOneof("value")) for each in holder.attributes
+    }
+
+
+@pytest.fixture(name="collector")
+def _collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with Collector() as collector:
+        yield collector
+        collector.shutdown()
+
+
+def test_a_span_has_the_client_s_above_it_and_the_worker_s_below(collector: Collector) -> None:
+    flags = ("--otlp-endpoint", collector.url, "--access-log", "true", "--log-format", "json")
+    with OpenAiWorker() as worker, RunningGateway(worker.url, *flags, knows=1) as gateway:
+        given = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+        assert len(gateway.chat(TEXT, given, stream=True).events()) > 1
+        assert gateway.chat(TEXT, fake={"status": 422}).status == 422
+        wait_until(lambda: len(collector.spans) == 2, "both spans came")
+        good, bad = collector.spans
+        assert (good.name, good.trace_id.hex(), good.parent_span_id.hex()) == (
+            "chat",
+            TRACE,
+            PARENT,
+        )
+        assert [event.name for event in good.events] == ["first token"]
+        assert good.start_time_unix_nano < good.events[0].time_unix_nano < good.end_time_unix_nano
+        told = attributes(good)
+        assert (told["gen_ai.request.model"], told["server.port"]) == ("m", worker.port)
+        assert (told["gen_ai.usage.output_tokens"], told["http.response.status_code"]) == (4, 200)
+        assert told["gen_ai.usage.input_tokens"] > 400
+        assert (attributes(bad)["http.response.status_code"], bad.parent_span_id) == (422, b"")
+        assert collector.services == {"lean-selector"}
+        asked = [each for each in worker.seen()["requests"] if "chat/completions" in each["line"]]
+        below = [each["headers"]["traceparent"] for each in asked]  # and flags, of its SDK
+        own = [f"00-{s.trace_id.hex()}-{s.span_id.hex()}-0" for s in (good, bad)]
+        assert [each[:-1] for each in below] == own
+        lines = [json.loads(line) for line in gateway.log().splitlines()]
+        [line] = [each for each in lines if each.get("path") and each["status"] == 200]
+        assert (line["model"], line["output_tokens"], line["traceparent"]) == ("m", 4, below[0])
+        assert 0 < line["ttft_us"] < line["duration_us"]
+
+
+def test_a_traceparent_is_passed_on_where_no_spans_are_made() -> None:
+    with OpenAiWorker() as worker, RunningGateway(worker.url, knows=1) as gateway:
+        given = f"00-{TRACE}-{PARENT}-01"
+        assert gateway.chat(TEXT, {"traceparent": given}).status == 200
+        asked = [each for each in worker.seen()["requests"] if "chat/completions" in each["line"]]
+        assert [each["headers"]["traceparent"] for each in asked] == [given]
+
+
+def test_a_collector_that_says_nothing_holds_no_request_and_no_stop() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, OpenAiWorker() as worker:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with RunningGateway(worker.url, "--otlp-endpoint", url, knows=1) as gateway:
+            assert [gateway.chat(TEXT).status for _ in range(20)] == [200] * 20
+            gateway.wait_until_free()
+
+
+def test_figures_have_the_names_of_the_conventions_by_model_and_worker() -> None:
+    with OpenAiWorker() as worker, RunningGateway(worker.url, knows=1) as gateway:
+        gateway.chat(TEXT, stream=True)
+        gateway.chat(TEXT, stream=False)
+        gateway.ask("POST", "/v1/messages", {
+            "model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": TEXT}],
+        })  # fmt: skip
+        samples = parsed(scrape(gateway.api_port))
+
+        def of(name: str, **more: str) -> float:
+            where = {"gen_ai_request_model": "m", "server_port": str(worker.port)}
+            return value(samples, name, **where, **more)
+
+        chat = {"gen_ai_operation_name": "chat", "gen_ai_provider_name": "openai"}
+        assert of("gen_ai_server_time_to_first_token_seconds_count", **chat) == 1
+        assert of("gen_ai_server_time_per_output_token_seconds_count", **chat) == 1
+        assert of("gen_ai_server_request_duration_seconds_count", **chat) == 2
+        tokens = {**chat, "gen_ai_token_type": "output"}
+        assert of("gen_ai_client_token_usage_sum", **tokens) == 8
+        assert of("lean_selector_gateway_cached_share_count", **chat) == 2
+        anthropic = {**chat, "gen_ai_provider_name": "anthropic"}
+        assert of("gen_ai_server_request_duration_seconds_count", **anthropic) == 1
