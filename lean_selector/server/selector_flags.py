@@ -205,7 +205,8 @@ class QueueFlags:
     queue_threshold: park requests while every eligible rank has more prefill tokens than this many
       times its max_num_batched_tokens; unset: never
     queue_policy: which parked request goes first; fcfs: the first that came, lcfs: the last, wspt:
-      the one with the least prefill left
+      the one with the least prefill left, least-work: the same with aging (default fcfs; with
+      --policy latency: least-work)
     queue_max_wait_s: answer 503 to a request parked this long; unset: it waits
     overlap_refresh_after_s: look up a parked request's overlap again after this wait; 0 or less:
       never
@@ -214,8 +215,8 @@ class QueueFlags:
     queue_threshold: float | None = flag(
         None, "--queue-threshold", "DYN_ROUTER_QUEUE_THRESHOLD", ge=0, infinite=True, common=True
     )
-    queue_policy: Literal["fcfs", "lcfs", "wspt"] = flag(
-        "fcfs", "--queue-policy", "DYN_ROUTER_QUEUE_POLICY"
+    queue_policy: Literal["fcfs", "lcfs", "wspt", "least-work"] | None = flag(
+        None, "--queue-policy", "DYN_ROUTER_QUEUE_POLICY"
     )
     queue_max_wait_s: float | None = flag(
         None, "--queue-max-wait-secs", ge=0.001, needs=("--queue-threshold",)

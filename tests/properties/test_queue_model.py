@@ -17,7 +17,11 @@ from lean_selector.core.errors import AllWorkersBusy, SelectorError, Unavailable
 from lean_selector.core.health.ejections import FAILED, OK
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.load.shapes import OFF, BusyThreshold
-from lean_selector.core.selection.partition import Parked, Partition
+from lean_selector.core.selection.partition import (
+    AGING_TOKENS_PER_S,
+    Parked,
+    Partition,
+)
 from lean_selector.core.selection.router_settings import QueuePolicy, RouterSettings
 from lean_selector.core.selection.scheduler import effective_prefill_tokens
 from lean_selector.core.selection.selector import RECHECK_AFTER_S, Selector
@@ -125,7 +129,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def score(self, partition: Partition, request: SelectionRequest, matches: Matches) -> float:
         jump = max(request.priority_jump, 0.0)
-        if self.policy != "wspt":
+        if self.policy in ("fcfs", "lcfs"):
             return jump - self.now if self.policy == "fcfs" else jump + self.now
         isl_tokens = request.prompt.isl_tokens
         left = [
@@ -133,7 +137,10 @@ class QueueMachine(RuleBasedStateMachine):
             for _, load in candidates(partition, request)
             if load.key in matches
         ]
-        return (1.0 + jump) / max(1, min(left, default=isl_tokens))
+        least = min(left, default=isl_tokens)
+        if self.policy == "least-work":
+            return jump - self.now - least / AGING_TOKENS_PER_S
+        return (1.0 + jump) / max(1, least)
 
     @property
     def partition(self) -> Partition | None:

@@ -26,8 +26,9 @@ WINDOW: Final = 20  # samples of a rank; with fewer, at first, its speed is not 
 LEAST_TOKENS: Final = 256  # ahead of a first token: of fewer, most of the time is another's
 STEPS: Final = 4  # from a factor to its double
 MOST_STEPS: Final = 2 * STEPS  # a quarter of the fleet's, or four times
-_HOLD: Final = 1.0  # of a step: so far from its own a rank keeps it
+_HOLD: Final = 1.5  # steps: so far from its own a rank keeps it
 _FLEET_MOVES: Final = 1.1  # by so much, and the steps of all ranks are looked at again
+_NOTHING_NEW: Final = 0.03  # a median that is so near to the last, as a part of it
 TRIED_AFTER_S: Final = 60.0
 _REPORTS_AFTER_S: Final = 5.0
 
@@ -37,29 +38,26 @@ ONE_SPEED: Final = [(1.0, -1)]  # all ranks, as a set
 class RankSpeed:
     """What is known of one rank."""
 
-    __slots__ = ("is_known", "last_at", "median", "on_trial", "recent", "sorted", "step")
+    __slots__ = ("judged", "last_at", "median", "on_trial", "recent", "sorted", "step")
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque()  # seconds for a token, oldest first
         self.sorted: list[float] = []  # the same
-        self.is_known = False
-        self.median = 0.0
+        self.median = 0.0  # 0: not known yet
+        self.judged = 0.0  # the median by which it has its step
         self.last_at = -math.inf
         self.step = 0
         self.on_trial = False
 
-    def add(self, seconds: float) -> bool:
-        """Take in a sample; True when the speed is known."""
+    def add(self, seconds: float) -> None:
+        """Take in a sample."""
         recent, in_order = self.recent, self.sorted
         bisect.insort(in_order, seconds)
         recent.append(seconds)
         if len(recent) > WINDOW:
             self._drop_oldest()
-        if not self.is_known and len(recent) < WINDOW:
-            return False
-        self.is_known = True
-        self.median = in_order[len(in_order) >> 1]
-        return True
+        if self.median or len(recent) == WINDOW:
+            self.median = in_order[len(in_order) >> 1]
 
     def forget_half(self) -> None:
         for _ in range(len(self.recent) >> 1):
@@ -92,10 +90,12 @@ class Speeds:
         if tokens < LEAST_TOKENS:
             return
         seconds = now - reservation.booked_at if ttft_s is None else ttft_s
+        if seconds <= 0.0:
+            return
         load = reservation.rank
-        known = self.seconds_per_token(load)
-        if known is not None and seconds > 0.0:
-            load.counts.predict(known * tokens, seconds)
+        speed = self._by_bit.get(load.bit)
+        if speed is not None and speed.median:
+            load.counts.predict(speed.median * tokens, seconds)
         self._sample(load, seconds / tokens, now)
 
     def ended(self, reservation: Reservation, now: float) -> None:
@@ -124,7 +124,7 @@ class Speeds:
     def seconds_per_token(self, load: RankLoad) -> float | None:
         """None: not known yet."""
         speed = self._by_bit.get(load.bit)
-        return speed.median if speed is not None and speed.is_known else None
+        return None if speed is None else speed.median or None
 
     def factor(self, load: RankLoad) -> float:
         """On the time that a token takes; 1.0 where that is not known."""
@@ -136,8 +136,8 @@ class Speeds:
         speed = self._by_bit.pop(load.bit, None)
         if speed is None:
             return
-        if speed.is_known:
-            self._take_median(speed.median)
+        if speed.judged:
+            self._take_median(speed.judged)
         self._move(load.bit, speed, 0)
 
     def settle(self, now: float) -> None:
@@ -153,23 +153,26 @@ class Speeds:
         speed = self._by_bit.get(bit)
         if speed is None:
             speed = self._by_bit[bit] = RankSpeed()
-        if speed.on_trial:
+        was_on_trial = speed.on_trial
+        if was_on_trial:
             speed.on_trial = False
             speed.forget_half()
         speed.last_at = now
-        was_known, before = speed.is_known, speed.median
-        if not speed.add(seconds):
+        speed.add(seconds)
+        median, judged = speed.median, speed.judged
+        if not was_on_trial and abs(median - judged) <= _NOTHING_NEW * judged:
             return
-        if was_known:
-            self._take_median(before)
+        if judged:
+            self._take_median(judged)
         medians = self._medians
-        bisect.insort(medians, speed.median)
+        bisect.insort(medians, median)
+        speed.judged = median
         fleet = medians[(len(medians) - 1) >> 1]
         reference = self._reference
         if reference <= 0.0 or not 1 / _FLEET_MOVES < fleet / reference < _FLEET_MOVES:
             self._reference = fleet
             for other, known in self._by_bit.items():
-                if known.is_known and not known.on_trial:
+                if known.judged and not known.on_trial:
                     self._judge(other, known)
         else:
             self._judge(bit, speed)
@@ -179,9 +182,7 @@ class Speeds:
 
     def _judge(self, bit: int, speed: RankSpeed) -> None:
         """Give a rank another step if its median has left its own."""
-        if speed.median <= 0.0 or self._reference <= 0.0:
-            return
-        steps = STEPS * math.log2(speed.median / self._reference)
+        steps = STEPS * math.log2(speed.judged / self._reference)
         steps = max(-MOST_STEPS, min(MOST_STEPS, steps))
         if abs(steps - speed.step) > _HOLD:
             self._move(bit, speed, round(steps))

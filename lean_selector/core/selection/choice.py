@@ -35,7 +35,8 @@ from lean_selector.core.selection.shapes import SelectionRequest
 # rank is a bit, `RankBits`), so making cells takes a few `&`.
 
 _EVERYONE = -1  # as a set: all bits
-_NO_PREFERENCE = [(1.0, _EVERYONE)]
+Groups = list[tuple[float, int]]  # ranks by a factor on their cost, apart
+_NO_PREFERENCE: Groups = [(1.0, _EVERYONE)]
 _MANY_GROUPS = 64  # by the weights of their taints
 
 
@@ -209,13 +210,8 @@ def cells(
     if preferred := preferences(request):
         weighed = taint_weights(partition, preferred)
         groups = [(taint_factor(weight), having) for weight, having in weighed]
-    if terms.knows_speeds and partition.speeds.sets is not ONE_SPEED:
-        groups = [
-            (factor * slowness, both)
-            for slowness, alike in partition.speeds.sets
-            for factor, having in groups
-            if (both := alike & having & ranks)
-        ]
+    if terms.knows_speeds and (speeds := partition.speeds.sets) is not ONE_SPEED:
+        groups = speeds if groups is _NO_PREFERENCE else _both(groups, speeds, ranks)
     sharers = members = None
     full = partition.fullness.full() if terms.eviction else 0
     owed = partition.fullness.owed_tokens(ranks) if full else 0
@@ -237,11 +233,11 @@ def cells(
             if cached > isl:
                 tokens = cached
             credit = credit_blocks(terms, 1.0, match)
-        pieces = [(alike, 0.0)]
+        evicted, rest = 0.0, 0
         if full and cached < isl and (evicting := alike & full):
+            rest, alike = alike ^ evicting, evicting
             evicted = evicted_blocks(terms, isl, cached, owed, block_size)
-            pieces = [(evicting, evicted), (alike ^ evicting, 0.0)]
-        for part, evicted in pieces:
+        for part in (alike, rest) if rest else (alike,):
             for shared, sharing in shares if sharers is None else met(shares, sharers, part):
                 if both := part & sharing:
                     part ^= both
@@ -254,9 +250,20 @@ def cells(
                 for factor, having in groups if members is None else met(groups, members, part):
                     if here := part & having:
                         found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
+            evicted = 0.0
     if pricing.credits_blocks:
         found = _crediting(found, pricing, partition, terms)
     return _favouring(found, pricing, request) if request.favoured else found
+
+
+def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
+    """The sets of these ranks by both factors."""
+    return [
+        (factor * other, both)
+        for other, alike in others
+        for factor, having in groups
+        if (both := alike & having & ranks)
+    ]
 
 
 def _crediting(

@@ -70,14 +70,17 @@ class SchedulableWorker:
 # Order (spec selection.md 3.4): strict_priority, highest first; then the policy's score, highest
 # first; then arrival. With jump = max(priority_jump, 0) the score is jump - arrival (fcfs), jump +
 # arrival (lcfs), or (1 + jump) / the fewest tokens left to prefill on any rank at arrival (wspt,
-# weighted shortest processing time). A request never blocks others that can go elsewhere (D11). So
-# requests that may use the same ranks share a line, each line knows its ranks as a set, and when a
-# rank comes free only the heads of the lines that include it are checked. The queue is bounded by
-# the number of connections: each has at most one request in it.
+# weighted shortest processing time), or jump - arrival - those tokens / AGING (least-work): who has
+# much to compute is passed only by who comes within tokens / AGING seconds. A request never blocks
+# others that can go elsewhere (D11). So requests that may use the same ranks share a line, each
+# line knows its ranks as a set, and when a rank comes free only the heads of the lines that include
+# it are checked. The queue is bounded by the number of connections: each has at most one request in
+# it.
 
 # What restricts a request to some ranks: a pin, allowed workers, required taints.
 Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
 Place = tuple[int, float, int]  # position in the queue; unique
+AGING_TOKENS_PER_S = 4_000.0  # of waiting
 
 
 class Parked:
@@ -155,6 +158,7 @@ class ParkedQueue:
         """`workers` are the partition's; call `worker_changed` on each change of them."""
         self._workers = workers
         self._policy = policy
+        self.asks_work = policy in ("wspt", "least-work")  # of each request, when it is parked
         self._lines: dict[Ties, Line] = {}
         self.serial = 0  # serial of the last queued request
         self._size = 0
@@ -182,7 +186,7 @@ class ParkedQueue:
         on_answer: Callable[[Parked, Placement | Exception], None],
         uncached_tokens: int = 0,
     ) -> Parked:
-        """`uncached_tokens`: the fewest tokens left to prefill on any rank; used by wspt only."""
+        """`uncached_tokens`: what is left to prefill where most is cached, if the order asks."""
         ties = request.pinned, request.allowed_worker_ids, request.required_taints
         line = self._lines.get(ties)
         if line is None:
@@ -201,6 +205,8 @@ class ParkedQueue:
             return jump - now
         if self._policy == "lcfs":
             return jump + now
+        if self._policy == "least-work":
+            return jump - now - uncached_tokens / AGING_TOKENS_PER_S
         return (1.0 + jump) / max(1, uncached_tokens)
 
     def _new_line(self, ties: Ties) -> Line:

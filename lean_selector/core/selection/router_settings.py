@@ -18,9 +18,9 @@ DISK_WEIGHT = 0.25
 LARGEST = math.nextafter(math.inf, 0.0)
 
 
-# Which queued request leaves first: the first that arrived, the last, or the one with least to
-# prefill.
-QueuePolicy = Literal["fcfs", "lcfs", "wspt"]
+# Which queued request leaves first: the first that arrived, the last, the one with least to
+# prefill, or the same with aging.
+QueuePolicy = Literal["fcfs", "lcfs", "wspt", "least-work"]
 # What the cost weighs: the reference's blocks, or the prefill before the first token.
 Policy = Literal["dynamo", "latency"]
 
@@ -52,7 +52,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     track_prefill_tokens: bool = True
     assume_kv_reuse: bool = True  # used in the 1.6 dialect only
     queue_threshold: float | None = None  # fraction of max_num_batched_tokens; None never queues
-    queue_policy: QueuePolicy = "fcfs"
+    queue_policy: QueuePolicy | None = None  # None: the one that goes with the policy
     queue_max_wait_s: float | None = None
     # after this wait, a queued request's overlap is looked up again
     overlap_refresh_after_s: float | None = 10.0
@@ -65,6 +65,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     selection_cache: SelectionCacheSettings = SelectionCacheSettings()
     dialect: Dialect = API_1_3
     sessions: SessionSettings | None = None
+
+    def queue_of(self, policy: Policy) -> QueuePolicy:
+        """The order of the queue under a policy."""
+        return self.queue_policy or ("least-work" if policy == "latency" else "fcfs")
 
     @property
     def routed_ttl_s(self) -> float:

@@ -332,7 +332,7 @@ class Selector:
             self.terms.scale,
             request_weight=self.terms.request_weight,
             queue_threshold=self.settings.queue_threshold,
-            queue_policy=self.settings.queue_policy,
+            queue_policy=self.settings.queue_of(self.settings.policy),
             ledgers=self.ledgers,
             ejection=self.settings.ejection,
             routed=routed,
@@ -445,7 +445,7 @@ class Selector:
         if not len(partition.parked):
             room.came_free = 0  # nothing was queued
         left = 0
-        if self.settings.queue_policy == "wspt":
+        if partition.parked.asks_work:
             left = least_left_to_prefill(partition, request)
         parked = partition.parked.park(request, now, on_answer, left)
         if partition.parked.is_moving or partition.parked.is_due:

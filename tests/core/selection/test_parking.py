@@ -3,9 +3,11 @@
 import math
 from typing import get_args
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
-from lean_selector.core.selection.partition import Parked, ParkedQueue
+from lean_selector.core.selection.partition import AGING_TOKENS_PER_S, Parked, ParkedQueue
 from lean_selector.core.selection.router_settings import CostTerms, QueuePolicy
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
 from tests.support.driven_selector import prompt_of
@@ -45,3 +47,25 @@ def test_an_item_of_another_queue_is_not_taken_for_ones_own() -> None:
     one.park(request(), 0.0, never)
     assert not one.leave(foreign)
     assert len(one) == 1
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 5.0), st.integers(0, 100_000)), max_size=30))
+def test_the_least_work_goes_first_and_nobody_starves(
+    arrivals: list[tuple[float, int]],
+) -> None:
+    """However many come: a request is passed only by those that have less to compute, and came so
+    soon after it that its own work, at the rate of aging, takes longer."""
+    queue = ParkedQueue({}, "least-work")
+    now, work = 0.0, dict[Parked, int]()
+    for later_by, uncached in arrivals:
+        now += later_by
+        work[queue.park(request(), now, never, uncached)] = uncached
+    in_order = queue.in_order()
+    for place, first in enumerate(in_order):
+        for second in in_order[place + 1 :]:
+            if second.arrived_at < first.arrived_at:
+                assert work[first] < work[second]
+                within = work[second] / AGING_TOKENS_PER_S
+                assert first.arrived_at - second.arrived_at <= within + 1e-9
+            elif second.arrived_at == first.arrived_at:
+                assert work[first] <= work[second]
