@@ -33,9 +33,9 @@ Every route of both services, and the fields of their bodies and answers. The pa
 Fields in **bold** are required: always sent in a body, always present in an answer. Unknown fields
 of a body are ignored; `null` means absent if the type has it. Errors are [ErrorBody](#errorbody),
 those of shed requests [OverloadBody](#overloadbody), those of `POST /route/{path}`
-[OpenAiErrorBody](#openaierrorbody). Answers without a link are read by replicas alone; their fields
-are in `/openapi.json`. The role is that of the [token](../guide/access.md), if tokens
-are enabled.
+[OpenAiErrorBody](#openaierrorbody). Reports about replicas, discoveries and the fleet, and what
+only replicas read, have no link: their fields are in `/openapi.json`. The role is that of the
+[token](../guide/access.md), if tokens are enabled.
 
 Several bodies and answers share these fields; tables below list them by name only, with their type
 if it differs:
@@ -44,10 +44,13 @@ _SAME_ROUTES: Final = """\
 The routes are the selector's. A body or answer with a namesake that ends in `16` is replaced by
 that one, except for `POST /route/{path}`.
 """
-# What only replicas and recovery read, and what is constant: the schemas are in /openapi.json.
+# What replicas, the page and operators read, or is constant; /openapi.json has the schemas.
 _LEFT_OUT: Final = {
     *("DumpEntry", "DumpEntry16", "TierEvent", "TierEvent16", "Event", "StoredData", "Stored"),
     *("Block", "SessionList", "SessionLine", "Snapshot", "SnapshotLine", "SharedCache"),
+    *("Fleet", "FleetWorker", "FleetRank", "FleetModel", "Finding", "PrefixTree", "UpperRun"),
+    *("PlaneState", "PeerState", "PublisherState", "CurveState", "DiscoveryReport"),
+    *("DiscoveryState", "DiscoveredWorker", "DiscoveredPeer"),
 }
 _ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")
 _TABLE: Final = ["| field | type, default | meaning |", "|---|---|---|"]

@@ -16,13 +16,11 @@ from lean_selector import RemoteSelectionService
 from tests.client.fleet import Fleet
 from tests.documents.pages import PYTHON, python_example
 from tests.ray.ray_programs import needs_ray, output_of
-from tests.support.running_service import free_port
 
 HOOK_WITH_URL = python_example("LEAN_SELECTOR_URL")
 [HOOK] = (each for each in PYTHON if "worker_process_setup_hook" in each and each != HOOK_WITH_URL)
 SELECT_THEN_RESERVE = python_example("async def ask(")
-INGRESS = python_example("class Ingress")
-RAY_EXAMPLES = [HOOK, HOOK_WITH_URL, SELECT_THEN_RESERVE, INGRESS]
+RAY_EXAMPLES = [HOOK, HOOK_WITH_URL, SELECT_THEN_RESERVE]
 SMALL = "num_cpus=2, object_store_memory=100 * 2**20, include_dashboard=False"
 PROMPT = list(range(1, 41))
 
@@ -64,16 +62,6 @@ def seen():
 print(*ray.get(seen.remote()))
 ray.shutdown()
 """
-DRIVER = """
-import asyncio
-async def main():
-    async with httpx.AsyncClient(timeout=120) as http:
-        url = "http://127.0.0.1:{port}/"
-        asked = (http.post(url, json=[1 + n % 7] * 40) for n in range(100))
-        print(sum("[DONE]" in answer.text for answer in await asyncio.gather(*asked)))
-asyncio.run(main())
-serve.shutdown()
-"""
 
 
 @pytest.mark.ray
@@ -81,17 +69,3 @@ serve.shutdown()
 def test_every_process_of_the_cluster_finds_the_class() -> None:
     assert "lean_selector.inprocess.service" in run(HOOK, SEEN).split()
     assert "lean_selector.inprocess.remote" in run(HOOK_WITH_URL, SEEN).split()
-
-
-@pytest.mark.ray
-@needs_ray
-def test_an_ingress_of_two_replicas_before_one_selector() -> None:
-    with Fleet(2, block_size=16) as fleet:
-        port = free_port()
-        start = "import ray\nray.init()\nfrom ray import serve\n"
-        start += f"serve.start(http_options={{'host': '127.0.0.1', 'port': {port}}})"
-        ingress = INGRESS.replace("http://localhost:8092", fleet.endpoint)
-        output = run(start, SELECT_THEN_RESERVE, ingress, DRIVER.replace("{port}", str(port)))
-        assert "100" in output.splitlines()  # Ray adds lines of its own
-        assert sum(len(worker.requests) for worker in fleet.workers.values()) == 100
-        assert fleet.total() == (0, 0, 0)
