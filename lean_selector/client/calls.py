@@ -4,7 +4,6 @@ Shapes follow spec selection.md 1.3 and 1.5; only the fields that the clients us
 function makes a Call, of which only the sending is left.
 """
 
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote, urlencode
@@ -12,6 +11,8 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_bytes
+from lean_selector.core.selection.shapes import Overlap
+from lean_selector.wire.scalars import unpack_signed
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
             return None
         return _encode_json(
             {
-                name: _signed(value) if isinstance(value, bytes) else value
+                name: unpack_signed(value) if isinstance(value, bytes) else value
                 for name, value in self.fields.items()
             }
         )
@@ -60,20 +61,6 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         """The body of a prompt as this project's service takes it, with nothing to decode."""
         assert self.has_prompt
         return _encode_msgpack(self.fields)
-
-
-def _signed(hashes: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(hashes) // 8}q", hashes)
-
-
-class Overlap(msgspec.Struct, frozen=True):
-    """Cached tokens of the chosen worker; `dp` by rank, as decimal text."""
-
-    longest_matched: int
-    gpu: int
-    dp: dict[str, int]
-    cpu: int
-    disk: int
 
 
 class Selected(msgspec.Struct, frozen=True):

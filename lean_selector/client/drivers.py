@@ -311,7 +311,8 @@ class SyncDriver:
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            if self._is_closed:
+            is_dead = self._thread is not None and not self._thread.is_alive()  # in a fork
+            if self._is_closed or is_dead:
                 raise self.driver.closed()
             if self._loop is None:
                 runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
@@ -335,8 +336,10 @@ class SyncDriver:
         """Release what is held or on its way, wait for that, and close all connections."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
-        if self._loop is not None and self._thread is not None and not was_closed:
-            self._dropped.detach()
+        if was_closed or self._loop is None or self._thread is None:
+            return
+        self._dropped.detach()
+        if self._thread.is_alive():
             ended = _end(self._loop, self.driver)
             self._thread.join()
             ended.result()

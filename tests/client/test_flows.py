@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from lean_selector.client import KvRouter, KvRouterConfig, calls
-from lean_selector.client.calls import Overlap, Scope, Selected, Worker
+from lean_selector.client.calls import Scope, Selected, Worker
 from lean_selector.client.client_settings import Backoff, Timeouts
 from lean_selector.client.errors import (
     AlreadyExists,
@@ -49,6 +49,7 @@ from lean_selector.client.routing import (
     outcome_of,
 )
 from lean_selector.client.transport import ServiceConnection, answer_of
+from lean_selector.core.selection.shapes import Overlap
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
 UNREACHABLE = ServiceUnreachable("s", "refused", never_sent=True)

@@ -6,6 +6,8 @@ A story without `router_of` is of one kind alone. What is retried and avoided is
 import _thread
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from inspect import signature
@@ -325,6 +327,29 @@ def test_a_router_that_is_dropped_with_its_stream_frees_it_and_ends_its_thread(
     thread.join(30)
     assert not thread.is_alive()
     assert fleet.total() == NOTHING
+
+
+FORKED = """
+import os, sys
+from lean_selector.client import ClientClosed, ServiceUnreachable, SyncKvRouter
+router = SyncKvRouter(sys.argv[1], 4)
+try:
+    router.best_worker([1])
+except ServiceUnreachable:
+    child = os.fork()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    try:
+        router.best_worker([1])
+    except ClientClosed:
+        os._exit(0)
+os._exit(1)
+"""
+
+
+def test_a_router_that_was_used_before_a_fork_is_closed_in_the_child() -> None:
+    command = [sys.executable, "-c", FORKED, f"http://127.0.0.1:{free_port()}"]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_an_interrupted_wait_is_shown_to_the_caller(fleet: Fleet) -> None:
