@@ -145,6 +145,8 @@ class FleetView:
             counts.refused,
             round(counts.ttft_s, 3),
             counts.ttft_count,
+            round(counts.predicted_s, 3),
+            counts.predictions,
         )
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:

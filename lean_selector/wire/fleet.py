@@ -41,6 +41,8 @@ class FleetRank(msgspec.Struct, frozen=True, gc=False):
     refused: int = 0
     ttft_s: float = 0.0
     ttft_count: int = 0
+    predicted_s: float = 0.0
+    predictions: int = 0
 
 
 class FleetModel(msgspec.Struct, frozen=True):

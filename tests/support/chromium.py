@@ -65,9 +65,13 @@ class BrowserPage:
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
-    def open(self, url: str) -> None:
-        self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+    def open(self, url: str, *, patiently: bool = False) -> None:
+        """`patiently`: nobody may listen there yet."""
+        if patiently:
+            wait_until(lambda: "errorText" not in self.call("Page.navigate", url=url), url, 60)
+        else:
+            assert "errorText" not in self.call("Page.navigate", url=url)
+        self.wait(f"document.readyState === 'complete' && location.href === {json.dumps(url)}")
 
     def ask(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited."""

@@ -94,7 +94,8 @@ def cost_shares(terms: CostTerms, row: RankExplanation, block_size: int) -> dict
     """
     cost = row.cost or 0.0
     scale = terms.scale / block_size if terms.track_prefill else 0.0
-    factor = row.taint_factor
+    slowness = row.slowness
+    factor = row.taint_factor * (slowness if isinstance(slowness, float) else 1.0)
     added = row.potential_prefill_tokens - row.active_prefill_tokens
     bonus, evicted = row.session_bonus_blocks, row.evicted_blocks
     shares = {

@@ -196,6 +196,8 @@ OWN: Final = {
     "FleetRank.refused": "requests whose connection it refused",
     "FleetRank.ttft_s": "seconds to the first token, as reported, in sum",
     "FleetRank.ttft_count": "how many of these were reported",
+    "FleetRank.predicted_s": "seconds to the first token, as predicted, in sum",
+    "FleetRank.predictions": "how many of these were predicted, and came",
     "PrefixTree.held_blocks": "blocks of the index, on all ranks and tiers",
     "PrefixTree.runs": "parents before what follows them",
     "UpperRun.parent": "the place in this list of the run before it; -1: a prompt begins with it",
