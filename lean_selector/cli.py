@@ -13,7 +13,7 @@ from lean_selector.server.flags import OneLineParser, add_flags, load
 Config = TypeVar("Config")
 # By command, the module that has its `main`; imported when it is asked for.
 TOOLS: Final = {
-    **{name: name for name in ("demo", "top", "simulate", "check", "keys")},
+    **{name: name for name in ("demo", "top", "simulate", "replay", "tune", "check", "keys")},
     "deploy": "recipes",
 }
 COMMANDS: Final = ("gateway", *TOOLS)
@@ -36,8 +36,7 @@ def hold_standard_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selection service, or with `gateway`, `demo`, `top`, `simulate`, `check`, `keys` or
-    `deploy` those; returns the exit status."""
+    """Runs the selection service, or one of COMMANDS; returns the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in TOOLS:
@@ -55,8 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "lean-selector",
         "Answers which worker should serve a prompt, and tracks in-flight load per worker. Other "
         "commands: `lean-selector gateway` forwards requests to workers, too; `demo` shows it at "
-        "work, `top` shows a running one, `simulate` compares policies on a trace, `check` finds "
-        "what is wrong, `keys` makes keys to encrypt with, `deploy` prints files to run it with.",
+        "work, `top` shows a running one, `simulate` compares policies on a trace, `replay` "
+        "and `tune` settings on the decisions of a service, `check` finds what is wrong, `keys` "
+        "makes keys to encrypt with, `deploy` prints files to run it with.",
         SelectorConfig,
         ("lean_selector.server.selector_process", "run_selector"),
         arguments,

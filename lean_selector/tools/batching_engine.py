@@ -30,16 +30,19 @@ class SimulatedRequest:
     """A request of a trace, and what becomes of it. Times are seconds since the trace began."""
 
     __slots__ = (
+        "allowed",
         "arrived_at",
         "chain",
         "ended_at",
         "first_token_at",
+        "found_tokens",
         "held",
         "hit",
         "hit_tokens",
         "isl_tokens",
         "local_hashes",
         "output_tokens",
+        "pinned",
         "request_id",
         "to_compute",
         "worker_id",
@@ -58,10 +61,13 @@ class SimulatedRequest:
         self.output_tokens = max(1, output_tokens)
         self.local_hashes = local_hashes  # of full blocks
         self.chain = chain  # their sequence hashes
+        self.pinned: int | None = None  # the worker that it insists on
+        self.allowed: frozenset[int] | None = None
         self.request_id = ""
         self.worker_id = -1
         self.held = 0  # leading blocks in the cache while it runs
         self.hit = 0  # of those, already there when it started
+        self.found_tokens = 0  # that the index had when it was placed
         self.hit_tokens = 0  # of the prompt, not computed
         self.to_compute = -1  # prompt tokens; -1 until it starts
         self.first_token_at = self.ended_at = math.nan

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -53,14 +53,25 @@ def policy_of(text: str) -> Policy:
     fields: dict[str, object] = {**_SETTINGS[name]}
     for setting in given.split(",") if given else ():
         field, _, value = setting.partition("=")
-        if field not in RouterSettings.__struct_fields__:
-            known = ", ".join(RouterSettings.__struct_fields__)
-            raise argparse.ArgumentTypeError(f"there is no setting `{field}`; there are {known}")
         fields[field] = value
     try:
-        return Policy(text, msgspec.convert(fields, RouterSettings, strict=False))
+        return Policy(text, settings_with(RouterSettings(), fields))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def settings_with(base: RouterSettings, given: Mapping[str, object]) -> RouterSettings:
+    """`base` with these put in their places, also from text. Raises ValueError."""
+    for field in given:
+        if field not in RouterSettings.__struct_fields__:
+            known = ", ".join(RouterSettings.__struct_fields__)
+            raise ValueError(f"there is no setting `{field}`; there are {known}")
+    read = msgspec.convert(given, RouterSettings, strict=False)
+    changes = {field: getattr(read, field) for field in given}
+    for field, value in changes.items():
+        if isinstance(value, float) and not 0.0 <= value < float("inf"):
+            raise ValueError(f"{field} must be finite and 0 or more, got {value}")
+    return msgspec.structs.replace(base, **changes)
 
 
 def _at_least(kind: Callable[[str], Number], least: Number) -> Callable[[str], Number]:

@@ -291,14 +291,18 @@ class Simulation:
             books=True,
             reservation_id=request.request_id,
         )
-        if self._rule is not None:
+        asked.allowed_worker_ids = request.allowed
+        if request.pinned is not None:
+            asked.pinned = PinnedWorker(request.pinned, 0)
+        elif self._rule is not None:
             worker_id = self._rule(router.partition, request, self._turn, self._now)
             asked.pinned = PinnedWorker(worker_id, 0)
-            self._turn += 1
+        self._turn += 1
 
         def answered(_: Parked | None, answer: Placement | Exception) -> None:
             if isinstance(answer, Exception):
                 raise answer
+            request.found_tokens = request.isl_tokens - answer.effective_prefill_tokens
             self._submit(request, self.engines[answer.worker_id])
 
         answer = selector.select(router.partition, asked, self._now, answered)
@@ -323,6 +327,8 @@ class Simulation:
             return  # a request that came meanwhile has ended it sooner
         made, now, key = engine.finish(due), due, (engine.worker_id, 0)
         for router in self._routers:
+            if not router.selector.settings.use_kv_events:
+                continue
             index = router.partition.index
             if made.evicted:
                 index.remove(*key, Tier.DEVICE, made.evicted)

@@ -10,7 +10,7 @@ import msgspec
 
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import EngineRequest, make_request
-from lean_selector.wire.decision_lines import HEADER_START, SPAN_TOKENS, DecisionLine
+from lean_selector.wire.decision_lines import HEADER_START, SPAN_TOKENS, DecisionLine, LogHeader
 
 TRACE_BLOCK_TOKENS = SPAN_TOKENS
 MADE_UP_REQUESTS = 12_000  # about as many as the published conversation trace has
@@ -33,15 +33,23 @@ def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[Decisio
     if path is None:
         yield from islice(made_up_lines(), limit)
         return
+    lines = (line for _, line in log_lines(path) if isinstance(line, DecisionLine))
+    yield from islice(lines, limit)
+
+
+def log_lines(path: Path) -> Iterator[tuple[int, LogHeader | DecisionLine]]:
+    """All lines of a trace or log with their numbers. Raises ServiceError, as `trace_lines`."""
     decode = msgspec.json.Decoder(DecisionLine).decode
+    decode_header = msgspec.json.Decoder(LogHeader).decode
     try:
         with path.open("rb") as probe:
             opened = gzip.open if probe.read(2) == b"\x1f\x8b" else open
         with opened(path, "rb") as lines:
-            numbered = enumerate(lines, 1)
-            requests = (each for each in numbered if not each[1].startswith(HEADER_START))
-            for number, text in islice(requests, limit):
+            for number, text in enumerate(lines, 1):
                 try:
+                    if text.startswith(HEADER_START):
+                        yield number, decode_header(text)
+                        continue
                     line = decode(text)
                 except ValueError as error:
                     raise ServiceError(f"{path}:{number}: {error}") from error
@@ -50,7 +58,7 @@ def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[Decisio
                     raise ServiceError(
                         f"{path}:{number}: input_length {tokens} for {blocks} hash_ids"
                     )
-                yield line
+                yield number, line
     except OSError as error:
         raise ServiceError(f"cannot read the trace: {error}") from error
 

@@ -13,6 +13,7 @@ import pytest
 from lean_selector.server.flags import FILE, fields_of
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
+from lean_selector.tools.replay import add_arguments as add_replay_arguments
 from lean_selector.tools.simulate import add_arguments as add_simulate_arguments
 from lean_selector.tools.top import add_arguments as add_top_arguments
 from loadtest.child_service import JSON, ChildService, plain_environment
@@ -103,7 +104,7 @@ def tool_flags(add_arguments: Callable[[argparse.ArgumentParser], None]) -> set[
 def test_flags_named_in_the_documents_exist() -> None:
     ours = {FILE, *(each.flag.name for each in fields_of(GatewayConfig))}
     ours |= tool_flags(add_check_arguments) | tool_flags(add_simulate_arguments)
-    ours |= tool_flags(add_top_arguments)
+    ours |= tool_flags(add_top_arguments) | {*tool_flags(add_replay_arguments), "--set"}
     named = {flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}
     assert named - ours - OTHER_FLAGS == set()
 

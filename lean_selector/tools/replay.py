@@ -1,0 +1,328 @@
+"""`lean-selector replay LOG`: what other settings would have brought the traffic of a decision log,
+in virtual time, on engines that are calibrated from the log itself."""
+
+import argparse
+import random
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+
+from lean_selector.core.selection.router_settings import RouterSettings
+from lean_selector.tools.batching_engine import BatchingEngine, SimulatedRequest
+from lean_selector.tools.calibration import Engines, calibrated, play_recorded
+from lean_selector.tools.recording import Recording, found_tokens, read_log, ttft_s
+from lean_selector.tools.service_process import ServiceError
+from lean_selector.tools.simulate import Progress, settings_with
+from lean_selector.tools.simulation import BLOCK_SIZE, Policy, Simulation
+from lean_selector.tools.traffic import percentile
+
+_PLAYS = 3
+_DRAWS = 1_000
+PARTS = 40  # of the log, in a row: requests near each other are not independent
+_EACH_SIDE = 0.025  # of the draws, left out of an interval
+NONE = "none"
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+class Row(msgspec.Struct, frozen=True):
+    """How requests were served, or would be. Tokens are those of prompts."""
+
+    name: str
+    ttft_s: list[float]  # by the order of arrival
+    p50_s: float
+    p99_s: float
+    hit_tokens: float
+    computed_tokens: float
+    imbalance: float  # tokens computed by the busiest engine over the average
+
+
+class Change(msgspec.Struct, frozen=True):
+    """Of a mean, as a share of what it is compared with; 95 % of the draws lie between."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_sure(self) -> bool:
+        return self.low > 0.0 or self.high < 0.0
+
+
+def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> Change:
+    """A bootstrap over stretches of the log, each of which has both values of its requests."""
+    size = -(-len(ours) // PARTS)
+    pairs = [
+        (sum(ours[at : at + size]), sum(others[at : at + size])) for at in range(0, len(ours), size)
+    ]
+    rng, draws = random.Random(seed), list[float]()
+    for _ in range(_DRAWS):
+        drawn = rng.choices(pairs, k=len(pairs))
+        draws.append(sum(each[0] for each in drawn) / max(1e-9, sum(each[1] for each in drawn)) - 1)
+    draws.sort()
+    mean = sum(ours) / max(1e-9, sum(others)) - 1
+    return Change(mean, percentile(draws, _EACH_SIDE), percentile(draws, 1 - _EACH_SIDE))
+
+
+def _row(name: str, requests: Sequence[SimulatedRequest], engines: Sequence[BatchingEngine]) -> Row:
+    work = [engine.computed_tokens for engine in engines]
+    hits = sum(request.hit_tokens for request in requests)
+    return _made(name, [request.ttft_s for request in requests], hits, work)
+
+
+def _made(name: str, ttft_s: list[float], hits: int, work: Sequence[int]) -> Row:
+    ordered, even = sorted(ttft_s), max(work) * len(work) / max(1, sum(work))
+    p50_s, p99_s = percentile(ordered, 0.5), percentile(ordered, 0.99)
+    return Row(name, ttft_s, p50_s, p99_s, hits, sum(work), even)
+
+
+def _average(rows: Sequence[Row]) -> Row:
+    """Of plays of the same requests."""
+    return Row(
+        rows[0].name,
+        [fmean(each) for each in zip(*(row.ttft_s for row in rows), strict=True)],
+        fmean(row.p50_s for row in rows),
+        fmean(row.p99_s for row in rows),
+        fmean(row.hit_tokens for row in rows),
+        fmean(row.computed_tokens for row in rows),
+        fmean(row.imbalance for row in rows),
+    )
+
+
+def observed(recording: Recording) -> Row:
+    """What the log says of the requests themselves."""
+    work = [0] * len(recording.workers)
+    hits = 0
+    for line in recording.lines:
+        cached = min(found_tokens(line) or 0, line.input_length - 1)
+        hits += cached
+        work[recording.engine_of(line) - 1] += line.input_length - cached
+    ttft = [each for line in recording.lines if (each := ttft_s(line)) is not None]
+    return _made("observed", ttft, hits, work)
+
+
+def infinite_cache_tokens(requests: Sequence[SimulatedRequest]) -> int:
+    """Prompt tokens to compute if every block that any engine ever computed were everywhere."""
+    seen, computed = set[int](), 0
+    for request in requests:
+        hit = next((n for n, each in enumerate(request.chain) if each not in seen), None)
+        blocks = len(request.chain) if hit is None else hit
+        computed += request.isl_tokens - min(blocks * BLOCK_SIZE, request.isl_tokens - 1)
+        seen.update(request.chain)
+    return computed
+
+
+def play(
+    recording: Recording,
+    engines: Engines,
+    name: str,
+    settings: RouterSettings,
+    seed: int = 0,
+    on_request: Callable[[int], None] | None = None,
+) -> tuple[Row, list[SimulatedRequest]]:
+    """The requests of the log, placed anew under these settings, several times: equal costs are
+    drawn. With the requests of the last time."""
+    rows, requests = list[Row](), list[SimulatedRequest]()
+    for play_seed in range(seed, seed + _PLAYS):
+        requests = recording.requests(engines.output_tokens)
+        simulation = Simulation(Policy(name, settings), engines.fleet, play_seed)
+        simulation.run(requests, on_request)
+        rows.append(_row(name, requests, list(simulation.engines.values())))
+    return _average(rows), requests
+
+
+# -- the commands ----------------------------------------------------------------------------------
+
+
+def _positive(kind: type[float] | type[int]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+        return value
+
+    return read
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that both commands have."""
+    parser.add_argument("log", metavar="LOG", type=Path, nargs="+", help="files of a decision log")
+    parser.add_argument("--model", help="whose requests, where the log has several models")
+    parser.add_argument(
+        "--capacity",
+        type=_positive(int),
+        help="of each engine's cache, in blocks of 512 tokens; default: as the hits tell",
+    )
+    parser.add_argument(
+        "--prefill-tokens-per-s",
+        type=_positive(float),
+        help="that an engine computes; default: as the times to first tokens tell",
+    )
+    parser.add_argument(
+        "--token-ms",
+        type=_positive(float),
+        help="between output tokens of a request; default: as reported output tells",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of ties; default: 0")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    report: Callable[[argparse.Namespace, Recording, Engines], object],
+) -> int:
+    options = parser.parse_args(argv)
+    try:
+        recording = read_log(options.log, options.model)
+        options.settings = settings_of(recording.settings, getattr(options, "set", None) or ())
+        token_s = None if options.token_ms is None else options.token_ms / 1e3
+        engines = calibrated(recording, options.capacity, options.prefill_tokens_per_s, token_s)
+        print("\n".join(_about(recording, engines)), flush=True)
+        figures = report(options, recording, engines)
+        if options.json is not None:
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
+    except (ServiceError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def settings_of(base: RouterSettings, given: Sequence[str]) -> RouterSettings:
+    """`base` with `NAME=VALUE` each. Raises ServiceError."""
+    fields: dict[str, object] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ServiceError(f"--set {text}: expected SETTING=VALUE")
+        fields[name] = None if value == NONE else value
+    try:
+        return settings_with(base, fields)
+    except ValueError as error:
+        raise ServiceError(f"--set: {error}") from None
+
+
+def _about(recording: Recording, engines: Engines) -> list[str]:
+    lines, fleet = recording.lines, engines.fleet
+    took_s = (lines[-1].timestamp - lines[0].timestamp) / 1e3
+    chose = ", chosen by another balancer" if recording.is_shadow else ""
+    slow = [each for each in fleet.slowness if each != 1.0]
+    differ = f"; {len(slow)} are {min(slow):.2g} to {max(slow):.2g} times as slow" if slow else ""
+    return [
+        f"{len(lines)} requests to {len(recording.workers)} engines in {took_s:.0f} s{chose}",
+        f"calibrated: {fleet.capacity_blocks} blocks of {BLOCK_SIZE} tokens an engine, "
+        f"{1 / fleet.times.prompt_token_s:.0f} prompt tokens/s{differ}",
+        *(f"note: {note}" for note in recording.notes),
+        "",
+    ]
+
+
+_WIDTH = 38  # of names
+HEAD = [
+    f"| {'':<{_WIDTH}} |  mean TTFT |     p50 |     p99 |  hits | imbalance |",
+    f"|{'-' * (_WIDTH + 2)}|-----------:|--------:|--------:|------:|----------:|",
+]
+
+
+def table_line(row: Row, prompt_tokens: int) -> str:
+    return (
+        f"| {row.name:<{_WIDTH}} | {fmean(row.ttft_s or [0.0]):8.3f} s | {row.p50_s:5.2f} s |"
+        f" {row.p99_s:5.2f} s | {row.hit_tokens / prompt_tokens:5.1%} |"
+        f" {row.imbalance:9.2f} |"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints tables; 0, 1 for a log or setting that cannot be used, 130 after Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="lean-selector replay",
+        description="Play the requests of a decision log in virtual time: as they were placed, "
+        "which shows how well the model fits, under the recorded settings, and under others.",
+    )
+    add_arguments(parser)
+    parser.add_argument(
+        "--set",
+        metavar="SETTING=VALUE",
+        action="append",
+        help="another setting of the router, such as policy=latency or queue_threshold=none; give "
+        "it again for more",
+    )
+    return run(parser, argv, _replay)
+
+
+class Replayed(msgspec.Struct, frozen=True):
+    """The figures of a replay."""
+
+    rows: list[Row]
+    ttft_change: Change  # of the other settings against the recorded ones
+    infinite_cache_tokens: int
+    diverges_after: float  # share of the requests
+
+
+def _replay(options: argparse.Namespace, recording: Recording, engines: Engines) -> Replayed:
+    lines = recording.lines
+    prompt_tokens = sum(line.input_length for line in lines)
+    simulation, as_placed = play_recorded(recording, engines)
+    modelled = _row("the same choices, modelled", as_placed, list(simulation.engines.values()))
+    seen = observed(recording)
+    print("\n".join([*HEAD, table_line(seen, prompt_tokens), table_line(modelled, prompt_tokens)]))
+    rows, requests = [seen, modelled], as_placed
+    progress = Progress(len(lines))
+    given = " ".join(options.set or ())
+    for name, settings in (("recorded settings", recording.settings), (given, options.settings)):
+        if name:
+            show = partial(progress.show, name)
+            row, requests = play(recording, engines, name, settings, options.seed, show)
+            progress.clear()
+            rows.append(row)
+            print(table_line(row, prompt_tokens), flush=True)
+    best = infinite_cache_tokens(requests)
+    # Where another balancer chose, nothing was placed under the settings: its choices count.
+    base = modelled if recording.is_shadow else rows[2]
+    pairs = zip(as_placed, requests, strict=True)
+    differs = [one.hit_tokens != other.hit_tokens for one, other in pairs]
+    diverges = differs.index(True) / len(lines) if True in differs else 1.0
+    change = change_of(rows[-1].ttft_s, base.ttft_s)
+    errors = [
+        abs(request.ttft_s / first - 1.0)
+        for request, line in zip(as_placed, lines, strict=True)
+        if (first := ttft_s(line))
+    ]
+    text = ["", f"a cache without bounds, shared by all: {1 - best / prompt_tokens:.1%} hits"]
+    if seen.ttft_s and errors:
+        off = fmean(modelled.ttft_s) / fmean(seen.ttft_s) - 1.0
+        typical = f"that of a request by {median(errors):.0%} (median)"
+        text.append(f"model: mean TTFT off by {off:+.1%}, {typical}")
+    text += [
+        f"caches: the first request with other hits comes after {diverges:.1%} of the requests; "
+        f"{sum(differs) / len(lines):.0%} have other hits",
+        *_costs(base, rows[-1], best, engines.fleet.times.prompt_token_s),
+    ]
+    if rows[-1] is not base:
+        text.append(f"mean TTFT of {rows[-1].name} against {base.name}: {change_text(change)}")
+    print("\n".join(text))
+    return Replayed(rows, change, best, diverges)
+
+
+def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
+    """What the choices of `base` cost."""
+    tokens = base.computed_tokens - other.computed_tokens
+    waited_s = sum(base.ttft_s) - sum(other.ttft_s)
+    more = base.computed_tokens - best
+    return [
+        f"{base.name} cost, against {other.name}: {tokens / 1e6:.2f} M prompt tokens, "
+        f"{waited_s:.0f} s of waiting in all; against a cache without bounds: {more / 1e6:.2f} M "
+        f"tokens, {more * prompt_token_s:.0f} s of computing",
+    ]
+
+
+def change_text(change: Change) -> str:
+    sure = "" if change.is_sure else ", no difference that is sure"
+    return f"{change.mean:+.1%} ({change.low:+.1%} to {change.high:+.1%}){sure}"

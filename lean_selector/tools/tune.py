@@ -1,0 +1,102 @@
+"""`lean-selector tune LOG`: which settings suit the traffic of a decision log best."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import product
+
+import msgspec
+
+from lean_selector.core.selection.router_settings import RouterSettings
+from lean_selector.tools.calibration import Engines
+from lean_selector.tools.recording import Recording
+from lean_selector.tools.replay import (
+    HEAD,
+    NONE,
+    PARTS,
+    Change,
+    Row,
+    add_arguments,
+    change_of,
+    change_text,
+    play,
+    run,
+    table_line,
+)
+from lean_selector.tools.simulate import Progress, settings_with
+
+
+def _grid() -> Iterator[dict[str, object]]:
+    for queue in (None, 4.0):
+        for scale, credit in product((1.0, 3.0, 10.0), (0.5, 1.0)):
+            terms = {"prefill_load_scale": scale, "overlap_score_credit": credit}
+            yield {"policy": "dynamo", **terms, "queue_threshold": queue}
+        yield {"policy": "latency", "queue_threshold": queue}
+
+
+class Tuned(msgspec.Struct, frozen=True):
+    """What to set, and what it brings in mean TTFT."""
+
+    settings: dict[str, object]
+    ttft_change: Change
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a table and what to set; statuses as of `replay`."""
+    parser = argparse.ArgumentParser(
+        prog="lean-selector tune",
+        description="Play the requests of a decision log under a small grid of settings, and say "
+        "which to set, what they bring, and how sure that is.",
+    )
+    add_arguments(parser)
+    return run(parser, argv, _tune)
+
+
+def _tune(options: argparse.Namespace, recording: Recording, engines: Engines) -> Tuned:
+    prompt_tokens = sum(line.input_length for line in recording.lines)
+    progress = Progress(len(recording.lines))
+
+    def played(name: str, settings: RouterSettings) -> Row:
+        show = partial(progress.show, name)
+        row, _ = play(recording, engines, name, settings, options.seed, show)
+        progress.clear()
+        print(table_line(row, prompt_tokens), flush=True)
+        return row
+
+    print("\n".join(HEAD))
+    base = played("recorded settings", recording.settings)
+    # Every second stretch of the log chooses, the others say what it brings: whatever wins where it
+    # is chosen had some luck there.
+    size = -(-len(recording.lines) // PARTS)
+    ours = [at for at in range(len(recording.lines)) if at // size % 2 == 0]
+    others = [at for at in range(len(recording.lines)) if at // size % 2]
+    best, best_row = dict[str, object](), base
+    for changes in _grid():
+        if settings_with(recording.settings, changes) == recording.settings:
+            continue
+        row = played(_words(changes, _SHORT), settings_with(recording.settings, changes))
+        if sum(row.ttft_s[at] for at in ours) < sum(best_row.ttft_s[at] for at in ours):
+            best, best_row = changes, row
+    change = change_of([best_row.ttft_s[at] for at in others], [base.ttft_s[at] for at in others])
+    print()
+    if best and change.is_sure and change.mean < 0.0:
+        print(f"set {_words(best, {})}: mean TTFT {change_text(change)}")
+        return Tuned(best, change)
+    print("no difference: nothing of the grid is surely better than the recorded settings")
+    return Tuned({}, change)
+
+
+def _words(settings: dict[str, object], names: dict[str, str]) -> str:
+    texts = {
+        name: NONE if value is None else f"{value:g}" if isinstance(value, float) else value
+        for name, value in settings.items()
+    }
+    return " ".join(f"{names.get(name, name)}={text}" for name, text in texts.items())
+
+
+_SHORT = {
+    "policy": "policy",
+    "prefill_load_scale": "scale",
+    "overlap_score_credit": "credit",
+    "queue_threshold": "queue",
+}
