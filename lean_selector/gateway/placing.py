@@ -129,7 +129,7 @@ class Chooser:
     ) -> Steps[WorkerLease]:
         selector = self._selector
         partition = selector.catalog.ready_partition(routed.model_name, routed.tenant_id)
-        request = SelectionRequest(routed.prompt, selector.terms)
+        request = SelectionRequest(routed.prompt, selector.terms_of(routed.model_name))
         request.books = True
         request.asked_at = GATEWAY
         request.reservation_id = reservation_id

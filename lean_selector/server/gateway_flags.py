@@ -150,6 +150,8 @@ class GatewayConfig(SelectorConfig):
             targets = [*discover.targets, *(f"url:{url}" for url in gateway.workers)]
             discover = replace(discover, targets=list(dict.fromkeys(targets)), defaults=defaults)
         router = self.router
+        if router.policy is None:
+            router = replace(router, policy="latency")
         if router.use_kv_events and router.predicted_ttl_s is None:
             router = replace(router, predicted_ttl_s=_PREDICTED_TTL_S)
         groups = {each.name: getattr(self, each.name) for each in fields(SelectorConfig)}

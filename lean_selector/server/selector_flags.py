@@ -3,7 +3,7 @@ selection_16.md 10."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Literal, NoReturn, get_args
 
 from lean_selector.core.index.kv_index import DEFAULT_DEVICE_BLOCKS, DEFAULT_LOWER_TIER_BLOCKS
 from lean_selector.core.load.shapes import BusyThreshold
@@ -11,6 +11,7 @@ from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.selection.router_settings import (
     DISK_WEIGHT,
     HOST_WEIGHT,
+    Policy,
     RouterSettings,
     SelectionCacheSettings,
 )
@@ -145,12 +146,20 @@ class SelectionCacheFlags:
     max_bytes: int = flag(_CACHE.max_bytes, "--selection-cache-max-bytes", ge=0, le=U64_MAX)
 
 
+def _model_policy(text: str) -> str:
+    model, _, policy = text.rpartition("=")
+    if not model or policy not in get_args(Policy):
+        raise ValueError(f"`{text}`: expected MODEL=dynamo or MODEL=latency")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterFlags:
     """Choosing a worker
 
-    policy: what the cost of a rank weighs; dynamo: as the reference does; latency: the prefill
-      tokens ahead of the first token, and what is evicted for the prompt
+    policy: what the cost of a rank weighs; dynamo: as the reference does; latency: the time until
+      the first token, and what is evicted for the prompt (default dynamo; the gateway: latency)
+    model_policies: the same for one model, as MODEL=latency; may be given more than once
     use_kv_events: learn from the workers' KV events; off: no event endpoints needed, and overlap is
       0, or what --router-ttl-secs assumes
     ttl_s: with KV events off, assume that a routed prompt stays cached this long; 0: assume
@@ -172,7 +181,8 @@ class RouterFlags:
     track_prefill_tokens: count the prefill tokens of what is placed
     """
 
-    policy: Literal["dynamo", "latency"] = flag("dynamo", "--policy", common=True)
+    policy: Literal["dynamo", "latency"] | None = flag(None, "--policy", common=True)
+    model_policies: list[str] = flag([], "--model-policy", each=_model_policy)
     use_kv_events: bool = dyn_flag(True, "--use-kv-events", "DYN_ROUTER_USE_KV_EVENTS", common=True)
     ttl_s: float | None = dyn_flag(None, "--router-ttl-secs", ge=0, common=True)
     predicted_ttl_s: float | None = dyn_flag(None, "--router-predicted-ttl-secs", ge=0)
@@ -571,6 +581,8 @@ class SelectorConfig(ServiceConfig):
             overlap_score_credit=credit,
             ttl_s=ttl_s,
             predicted_ttl_s=router.predicted_ttl_s or 0.0,
+            policy=router.policy or "dynamo",
+            model_policies=dict(text.rsplit("=", 1) for text in router.model_policies),
             overlap_refresh_after_s=refresh_s if refresh_s and refresh_s > 0.0 else None,
             assume_kv_reuse=dialect.assume_kv_reuse and not dialect.no_assume_kv_reuse,
             dialect=DIALECTS[dialect.name],

@@ -189,8 +189,7 @@ class SelectionService(WorkerHandlers):
         self._bare_dump = dump if bare_dump is None else bare_dump
         self._call_later = call_later
         self._books_at = books_at
-        self._default_terms: CostTerms = selector.terms
-        self._base_terms, self._policy = base_terms(selector.settings), selector.settings.policy
+        self._base_terms = base_terms(selector.settings)
 
     def routes(self) -> tuple[Route, ...]:
         """All routes of the selector in a dialect."""
@@ -384,9 +383,7 @@ class SelectionService(WorkerHandlers):
             check_id("selection_id", body.selection_id)
         override = body.router_config_override
         prompt = self.prompt(body, partition, override)
-        request = SelectionRequest(
-            prompt, self._default_terms if override is None else self._terms(override)
-        )
+        request = SelectionRequest(prompt, self._terms(partition.model_name, override))
         request.expected_output_tokens = body.expected_output_tokens
         if body.explain:
             request.adds = EXPLANATION
@@ -409,10 +406,10 @@ class SelectionService(WorkerHandlers):
             request.strict_priority = body.strict_priority
         return request
 
-    def _terms(self, override: RouterOverride | None) -> CostTerms:
+    def _terms(self, model_name: str, override: RouterOverride | None) -> CostTerms:
         if override is None:
-            return self._default_terms
-        return overridden(self._base_terms, override, self._policy)
+            return self.selector.terms_of(model_name)
+        return overridden(self._base_terms, override, self.selector.settings.policy_of(model_name))
 
     def _worker_load(self, outlook: RankOutlook) -> WorkerLoad:
         threshold, capacity = (
@@ -497,7 +494,7 @@ class SelectionService(WorkerHandlers):
             body.effective_prefill_tokens,
             self._clock(),
             body.expected_output_tokens,
-            self._terms(body.router_config_override).track_prefill,
+            self._terms(partition.model_name, body.router_config_override).track_prefill,
         )
 
     def prefill_complete(self, reservation_id: str) -> Standing:
@@ -527,13 +524,15 @@ class SelectionService(WorkerHandlers):
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         override: RouterOverride | None = body.router_config_override
         prompt = self.prompt(body, partition, override)
-        return inspection.potential_loads(partition, prompt, self._terms(override), self._clock())
+        terms = self._terms(partition.model_name, override)
+        return inspection.potential_loads(partition, prompt, terms, self._clock())
 
     def overlap_scores(self, body: Any) -> Any:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())
         override: RouterOverride | None = body.router_config_override
         prompt = self.prompt(body, partition, override)
-        return inspection.overlap_scores(partition, prompt.local_hashes, self._terms(override))
+        terms = self._terms(partition.model_name, override)
+        return inspection.overlap_scores(partition, prompt.local_hashes, terms)
 
     def dump(self, *, detail: bool = True) -> Answer:
         if self._state.is_recovering:

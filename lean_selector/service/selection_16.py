@@ -205,7 +205,7 @@ class SelectionService16(SelectionService):
             body.effective_prefill_tokens,
             self._clock(),
             body.expected_output_tokens,
-            self._terms(body.router_config_override).track_prefill,
+            self._terms(partition.model_name, body.router_config_override).track_prefill,
             books_prefill=body.track_prefill_tokens is not False,
         )
         return Booked16.of(booked)

@@ -180,6 +180,8 @@ def test_the_selector_in_it_is_told_what_the_gateway_is_but_has_a_port_of_its_ow
         (" --router-predicted-ttl-secs 0", 0.0),
     ):
         assert gateway(f"http://a{words}").selector.settings.predicted_ttl_s == ttl_s
+    for words, policy in (("", "latency"), (" --policy dynamo", "dynamo")):
+        assert gateway(f"http://a{words}").selector.settings.policy == policy
     assert gateway("http://a").selector.discover.defaults == '{"block_size": 16}'
     assert gateway("http://a --discover-defaults {}").selector.discover.defaults == "{}"
 

@@ -60,6 +60,7 @@ FLAGS = [
     ("--router-track-prefill-tokens", "settings.track_prefill_tokens", "No", False),
     ("--queue-threshold", "settings.queue_threshold", "inf", math.inf),
     ("--policy", "settings.policy", "latency", "latency"),
+    ("--model-policy", "settings.model_policies", "a=b=latency", {"a=b": "latency"}),
     ("--queue-policy", "settings.queue_policy", "WSPT", "wspt"),
     ("--queue-max-wait-secs", "settings.queue_max_wait_s", "1", 1.0),
     ("--reservation-expiry-secs", "settings.reservation_expiry_s", "9", 9.0),
@@ -257,3 +258,12 @@ def test_the_1_6_dialect_brings_its_own_defaults() -> None:
 def test_the_overlap_credit_may_be_above_one_where_1_6_is_spoken() -> None:
     flags = ("--api", "1.6", "--router-kv-overlap-score-credit", "2.5")
     assert configured(*flags).settings.overlap_score_credit == 2.5
+
+
+@pytest.mark.parametrize("text", ["latency", "=latency", "a=fastest"])
+def test_the_policy_of_a_model_names_both(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        configured(f"--model-policy={text}")
+    said = capsys.readouterr().err
+    assert "--model-policy" in said
+    assert text in said

@@ -37,6 +37,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The router's own settings; `None` switches a feature off."""
 
     policy: Policy = "dynamo"
+    model_policies: dict[str, Policy] = {}  # in place of that one
     use_kv_events: bool = True
     # False: a worker without an event source is scheduled by load alone
     needs_kv_events: bool = True
@@ -65,6 +66,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     selection_cache: SelectionCacheSettings = SelectionCacheSettings()
     dialect: Dialect = API_1_3
     sessions: SessionSettings | None = None
+
+    def policy_of(self, model_name: str) -> Policy:
+        return self.model_policies.get(model_name, self.policy)
 
     def queue_of(self, policy: Policy) -> QueuePolicy:
         """The order of the queue under a policy."""

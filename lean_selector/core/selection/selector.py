@@ -31,7 +31,7 @@ from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.bookings import Bookings, SelectionCache
 from lean_selector.core.selection.catalog import Catalog, SourceSink, Worker
 from lean_selector.core.selection.choice import NO_ENDPOINTS, choose
-from lean_selector.core.selection.cost import terms
+from lean_selector.core.selection.cost import base_terms, terms, under
 from lean_selector.core.selection.hearers import Decisions, Watch
 from lean_selector.core.selection.overlap import MatchSets, as_sets, match_by_rank, match_sets
 from lean_selector.core.selection.partition import Line, Parked, Partition, Place
@@ -293,7 +293,11 @@ class Selector:
         the catalog's; `sessions` are made from the settings unless given; `call_soon` is the
         loop's, for queued requests that are admitted in a later turn."""
         self.settings = settings
-        self.terms: CostTerms = terms(settings)
+        self.terms: CostTerms = terms(settings)  # but of models that have a policy of their own
+        self._model_terms = {
+            model: under(base_terms(settings), policy)
+            for model, policy in settings.model_policies.items()
+        }
         self.ledgers = Ledgers(settings.reservation_expiry_s, events)
         if sessions is None and settings.sessions is not None:
             sessions = SessionTables(settings.sessions)
@@ -319,8 +323,13 @@ class Selector:
         self.health = WorkerHealth(self.catalog, self.admit_parked)
         self.watch: Watch | None = None  # while somebody looks at what is chosen
 
+    def terms_of(self, model_name: str) -> CostTerms:
+        """The terms of a request that says nothing of them."""
+        return self._model_terms.get(model_name, self.terms)
+
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
         index, ttl_s = self._new_index(block_size), self.settings.routed_ttl_s
+        terms = self.terms_of(key[0])
         routed = None
         if ttl_s > 0.0:
             routed = RoutedPrompts(index.beside() if self.settings.use_kv_events else index, ttl_s)
@@ -329,10 +338,10 @@ class Selector:
             block_size,
             is_eagle,
             index,
-            self.terms.scale,
-            request_weight=self.terms.request_weight,
+            terms.scale,
+            request_weight=terms.request_weight,
             queue_threshold=self.settings.queue_threshold,
-            queue_policy=self.settings.queue_of(self.settings.policy),
+            queue_policy=self.settings.queue_of(self.settings.policy_of(key[0])),
             ledgers=self.ledgers,
             ejection=self.settings.ejection,
             routed=routed,

@@ -26,6 +26,7 @@ from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms, RouterOverride, RouterSettings
 from lean_selector.core.selection.shapes import PinnedWorker, SelectionRequest
 from lean_selector.core.settings import API_1_3, API_1_6
+from tests.support.driven_selector import DrivenSelector
 
 PLAIN = CostTerms(1.0, 0.0, 1.0, 0.0, True)
 
@@ -220,3 +221,18 @@ def cost(
     credit = terms.credit * decay * device + 0.75 * host + 0.25 * disk
     prefill = terms.scale * max(0.0, raw / block_size - credit)
     return (prefill + rank.blocks + new - rank.shared) * math.exp(-math.tanh(taint))
+
+
+def test_a_model_may_have_a_policy_of_its_own() -> None:
+    """The order of its loads and of its queue are kept by that, too."""
+    driven = DrivenSelector(model_policies={"slow": "latency"}, queue_threshold=1.0)
+    for worker_id, model_name in enumerate(("slow", "plain")):
+        driven.register(worker_id, model_name=model_name)
+    slow, plain = (
+        driven.selector.catalog.ready_partition(model, "default") for model in ("slow", "plain")
+    )
+    terms_of = driven.selector.terms_of
+    assert terms_of("slow") == terms(RouterSettings(policy="latency"))
+    assert terms_of("plain") == terms(RouterSettings())
+    assert (slow.order.scale, plain.order.scale) == (terms_of("slow").scale, 1.0)
+    assert (slow.parked.asks_work, plain.parked.asks_work) == (True, False)
