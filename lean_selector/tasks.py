@@ -1,4 +1,4 @@
-"""Whatever runs beside the requests, watched: what fails is logged and counted, and tasks that are
+"""Supervision of background tasks: what fails is logged and counted, and tasks that are
 to run for good are begun again.
 
 Without this a task that raises is a task that is gone: what it did just stops, and nothing says so.

@@ -309,7 +309,7 @@ class TokenStream(ChunkIntake, AsyncClosing):
         return self._ready.popleft() if self._ready else None
 
     def forget(self) -> None:
-        """Give no more chunks."""
+        """Drop the remaining chunks."""
         self._ready.clear()
 
     async def aclose(self) -> None:

@@ -77,7 +77,7 @@ _PLAIN: Final = encode_response(
 )
 
 
-class TlsDoor:
+class TlsAcceptor:
     """What the TLS connections of one server share. To be used from the loop's thread only."""
 
     def __init__(
@@ -149,7 +149,7 @@ class TlsConnection(asyncio.Protocol):
 
     _raw: asyncio.Transport
 
-    def __init__(self, door: TlsDoor) -> None:
+    def __init__(self, door: TlsAcceptor) -> None:
         self._door: Final = door
         self._incoming: Final = ssl.MemoryBIO()
         self._outgoing: Final = ssl.MemoryBIO()

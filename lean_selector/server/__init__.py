@@ -1,1 +1,1 @@
-"""The processes: what they are told, how they start and stop, what survives a restart."""
+"""The processes: flags, wiring, start and stop, state over restarts."""

@@ -35,7 +35,7 @@ def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> Curv
 
 
 def engine_client_keys(config: EngineKeysFlags) -> CurveClient:
-    """What we are to engines, and which we believe. Raises StartError."""
+    """Our key pair for engines, and the engines' public keys. Raises StartError."""
     believed = _read(_EVENTS_SERVERS, config.server_keys_file, read_list)
     if config.secret_key_file is None:
         return CurveClient(new_pair(), believed)

@@ -43,7 +43,7 @@ _FOUND = ("--discover", "workers")
 
 
 def where(value: str) -> str:
-    """A place where workers are found, as it is given."""
+    """A discovery of workers, as given."""
     lazy("lean_selector.workers.particulars", "target_of")(value)
     return value
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from lean_selector.http.connections import Connections, TlsCounts
-from lean_selector.http.tls import TlsDoor, not_after_of
+from lean_selector.http.tls import TlsAcceptor, not_after_of
 from lean_selector.http.trust import LockedKey, load_certificate
 from lean_selector.server.service_flags import TlsFiles
 
@@ -35,7 +35,7 @@ class ServerTls:
         """Raises ValueError in one clear line, naming the flag and the file."""
         self._files: Final = files
         self._counts: Final = connections.tls
-        self._door: Final = TlsDoor(self._context(), connections, new_protocol)
+        self._door: Final = TlsAcceptor(self._context(), connections, new_protocol)
         self._log: Final = HandshakeLog(connections.tls)
         self._loaded = self._seen = _marks(files)
 

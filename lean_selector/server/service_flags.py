@@ -76,7 +76,7 @@ def lazy(module: str, name: str) -> Callable[..., Any]:
 
 
 def where(value: str) -> str:
-    """A place where replicas are found, as it is given."""
+    """A discovery of replicas, as given."""
     lazy("lean_selector.workers.particulars", "peer_target_of")(value)
     return value
 

@@ -391,7 +391,8 @@ class _Job:
 
 
 class FileWriter:
-    """From the thread of the loop. One file is written at a time: `begin`, `add` parts, `end`."""
+    """For the loop's thread only. One file is written at a time: `begin`, `add` parts,
+    `end`."""
 
     def __init__(self, directory: StateDirectory, name: str) -> None:
         self._directory = directory

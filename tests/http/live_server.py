@@ -11,7 +11,7 @@ from lean_selector.http.head import Limits, Request
 from lean_selector.http.listener import Listener, UnixPath, inet_socket
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, encode_response
-from lean_selector.http.tls import TlsDoor
+from lean_selector.http.tls import TlsAcceptor
 from tests.support.certificates import Authority
 from tests.support.on_loop import until
 
@@ -35,9 +35,9 @@ class Server:
         """`context`: TLS is spoken on TCP, with clients who have that of `believing`."""
         loop = asyncio.get_running_loop()
         self.connections = Connections(loop.call_soon, Limits(max_body_bytes=8 * MIB))
-        self.door: TlsDoor | None = None
+        self.door: TlsAcceptor | None = None
         if context is not None:
-            self.door = TlsDoor(context, self.connections, self.new_protocol)
+            self.door = TlsAcceptor(context, self.connections, self.new_protocol)
         self._believing = believing
         self.protocols: list[HttpProtocol] = []
         self.parked: asyncio.Queue[PendingReply] = asyncio.Queue()

@@ -9,7 +9,7 @@ from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits, Request
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, encode_response
-from lean_selector.http.tls import HANDSHAKES_PER_TURN, TlsConnection, TlsDoor
+from lean_selector.http.tls import HANDSHAKES_PER_TURN, TlsAcceptor, TlsConnection
 from tests.support.certificates import Authority
 
 OURS = Authority()
@@ -28,7 +28,7 @@ class Loop:
             self.turns.append, Limits(max_body_bytes=8 * KIB * KIB), clock=self.clock
         )
         self.parked: list[PendingReply] = []
-        self.door = TlsDoor(
+        self.door = TlsAcceptor(
             OURS.server(), self.connections, lambda: HttpProtocol(self.app, self.connections)
         )
 

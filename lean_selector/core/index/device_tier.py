@@ -132,7 +132,7 @@ _MAX_COMPARED = 8  # ranks that are checked to find one to compare hashes with
 _MAX_PARTS = 64  # the same for holders of a part of a run
 
 
-class OddNames:
+class HashAliases:
     """strand -> the odd ranks. Of all others any two call each block that both hold the same."""
 
     __slots__ = ("_odd", "_ranks")
@@ -244,7 +244,7 @@ class DeviceTier:
     def __init__(self, bits: RankBits, new_names: Callable[[], EngineHashes]) -> None:
         self.trie = RunTrie()
         self.ranks = DeviceRanks(bits, new_names)
-        self._odd = OddNames(self.ranks)
+        self._odd = HashAliases(self.ranks)
 
     def retire(self, rank: DeviceRank) -> Iterator[None]:
         """Retire a rank: its blocks are hidden at once. The iterator returned frees the memory, in

@@ -23,10 +23,10 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     EventBatch,
     EventPart,
+    LearnedFacts,
     PackedRemoved,
     PackedStored,
     StoreResult,
-    Taught,
     Tier,
 )
 from lean_selector.core.index.sweeping import emptied
@@ -108,7 +108,7 @@ class KvIngest:
         # blocks that cover the token after them although prompts' do not, or the reverse.
         self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = 0
-        self._ranks: dict[int, Taught] = {}  # the ranks that sent events, at most MAX_RANKS
+        self._ranks: dict[int, LearnedFacts] = {}  # the ranks that sent events, at most MAX_RANKS
 
     @property
     def block_size(self) -> int:
@@ -143,7 +143,7 @@ class KvIngest:
             if len(self._ranks) >= MAX_RANKS:
                 counts.skip("unknown", "too_many_ranks", len(batch.events))
                 return False
-            rank = self._ranks[dp_rank] = Taught({}, {})
+            rank = self._ranks[dp_rank] = LearnedFacts({}, {})
         rank.announced_end = None
         cleared = False
         for event in batch.events:
@@ -188,12 +188,12 @@ class KvIngest:
             self._forget_salts(rank)
         self._ranks.clear()
 
-    def _forget_salts(self, rank: Taught) -> None:
+    def _forget_salts(self, rank: LearnedFacts) -> None:
         for salts in rank.salts.values():
             self._index.do_in_steps(emptied(salts))  # there may be a million
         rank.salts = {}
 
-    def _store(self, dp_rank: int, rank: Taught, event: BlockStored) -> None:
+    def _store(self, dp_rank: int, rank: LearnedFacts, event: BlockStored) -> None:
         tier = event.tier
         if not self._is_wanted(rank, event, event.is_remote) or tier is None:
             return
@@ -238,7 +238,7 @@ class KvIngest:
             for kind, keys in event.unknown_keys.items():
                 counts.skip("block", f"extra_key_{kind}", keys)
 
-    def _store_packed(self, dp_rank: int, rank: Taught, event: PackedStored) -> None:
+    def _store_packed(self, dp_rank: int, rank: LearnedFacts, event: PackedStored) -> None:
         tier = event.tier
         if not self._is_wanted(rank, event, False) or tier is None:
             return
@@ -276,7 +276,9 @@ class KvIngest:
             hashes = u64s(blocks).unpack(event.names)
             _remember_salt(rank.salts.setdefault(tier, OrderedDict()), hashes, salt)
 
-    def _is_wanted(self, rank: Taught, event: BlockStored | PackedStored, is_remote: bool) -> bool:
+    def _is_wanted(
+        self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
+    ) -> bool:
         """Whether a stored event counts, which its group's kind decides; a skipped one is
         counted."""
         if event.part:
@@ -321,7 +323,7 @@ class KvIngest:
             self.stored_partial += size > 0 and tier is _DEVICE
 
     def _is_copy(
-        self, key: RankKey, rank: Taught, tier: Tier, parent: int | None, first: int
+        self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
         """Whether held blocks of an event are copies, instead of repeated announcements."""
         if self._is_again:
@@ -331,7 +333,7 @@ class KvIngest:
         return not self._index.knows(key, tier, first)
 
     def _is_announced(
-        self, key: RankKey, rank: Taught, parent: int | None, last: int, before: int
+        self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
         """Whether this event may announce blocks that a request found cached. If the next event of
         the batch continues it, the engine does announce them: such blocks are no copies, and those
@@ -358,7 +360,7 @@ class KvIngest:
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
 
-    def _remove(self, dp_rank: int, rank: Taught, event: BlockRemoved) -> None:
+    def _remove(self, dp_rank: int, rank: LearnedFacts, event: BlockRemoved) -> None:
         tier = event.tier
         reason = _objection(rank, event.group_idx, event.kind, event.is_remote)
         if tier is None or reason is not None:
@@ -371,7 +373,7 @@ class KvIngest:
         if rank.salts:
             self._forget_salts_of((self.worker_id, dp_rank), rank, tier, event.block_hashes)
 
-    def _remove_packed(self, dp_rank: int, rank: Taught, event: PackedRemoved) -> None:
+    def _remove_packed(self, dp_rank: int, rank: LearnedFacts, event: PackedRemoved) -> None:
         tier = event.tier
         reason = _objection(rank, event.group_idx, event.kind, False)
         if tier is None or reason is not None:
@@ -386,7 +388,7 @@ class KvIngest:
             self._forget_salts_of((self.worker_id, dp_rank), rank, tier, hashes)
 
     def _forget_salts_of(
-        self, key: RankKey, rank: Taught, tier: Tier, hashes: Sequence[int]
+        self, key: RankKey, rank: LearnedFacts, tier: Tier, hashes: Sequence[int]
     ) -> None:
         salts = rank.salts.get(tier)
         if salts:
@@ -394,14 +396,14 @@ class KvIngest:
                 if block_hash in salts and not self._index.knows(key, tier, block_hash):
                     del salts[block_hash]
 
-    def _learn(self, rank: Taught, group_idx: int, kind: str) -> None:
+    def _learn(self, rank: LearnedFacts, group_idx: int, kind: str) -> None:
         groups = rank.is_prefix_group
         if group_idx in groups or len(groups) < MAX_GROUPS:
             groups[group_idx] = kind in _PREFIX_KINDS
 
 
 def _objection(
-    rank: Taught, group_idx: int | None, kind: str | None, is_remote: bool
+    rank: LearnedFacts, group_idx: int | None, kind: str | None, is_remote: bool
 ) -> str | None:
     """Why an event does not count, or None. Group 0 counts until its kind is learned."""
     if is_remote:
@@ -413,7 +415,7 @@ def _objection(
     return "other_group"
 
 
-def _salt_of(rank: Taught, tier: Tier, parent_hash: int) -> str | None:
+def _salt_of(rank: LearnedFacts, tier: Tier, parent_hash: int) -> str | None:
     """The parent's salt, from the child's own tier if it is there: offloading copies blocks."""
     salts_here = rank.salts.get(tier)
     if salts_here and (own := salts_here.get(parent_hash)) is not None:

@@ -52,7 +52,7 @@ class Edge(msgspec.Struct, gc=False):
     ranks: int  # the set of ranks that have it, or ~bit for a single rank
 
 
-class Taught(msgspec.Struct):
+class LearnedFacts(msgspec.Struct):
     """What was learned from the events of one rank."""
 
     is_prefix_group: dict[int, bool]  # group_idx -> whether its blocks count

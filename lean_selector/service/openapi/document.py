@@ -157,7 +157,7 @@ def _complete(struct: type[msgspec.Struct], schema: Schema) -> None:
 
 
 def _narrowed(shown: Schema, more: Schema) -> Schema:
-    """With more said of the numbers in it."""
+    """The schema with the bounds of its numbers added."""
     if "anyOf" in shown:
         return {**shown, "anyOf": [_narrowed(each, more) for each in shown["anyOf"]]}
     return {**shown, **more} if shown.get("type") in ("number", "integer") else shown
