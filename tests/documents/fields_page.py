@@ -50,7 +50,7 @@ _LEFT_OUT: Final = {
     *("Block", "SessionList", "SessionLine", "Snapshot", "SnapshotLine", "SharedCache"),
     *("Fleet", "FleetWorker", "FleetRank", "FleetModel", "Finding", "PrefixTree", "UpperRun"),
     *("PlaneState", "PeerState", "PublisherState", "CurveState", "DiscoveryReport"),
-    *("DiscoveryState", "DiscoveredWorker", "DiscoveredPeer"),
+    *("DiscoveryState", "DiscoveredWorker", "DiscoveredPeer", "FetchAction", "FetchPayload"),
 }
 _ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")
 _TABLE: Final = ["| field | type, default | meaning |", "|---|---|---|"]
