@@ -10,6 +10,7 @@ stands beside it: it gets mirrored requests, KV events and the access log.
 
 import argparse
 import asyncio
+import contextlib
 import shlex
 import subprocess
 import sys
@@ -102,7 +103,12 @@ class RealTimeEngine:
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """POST /v1/completions: the head with the first token, the end with the last."""
-        while (head := await reader.readuntil(b"\r\n\r\n")).strip():
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await self._answer_all(reader, writer)
+        writer.close()
+
+    async def _answer_all(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
             lines = head.lower().split(b"\r\n")
             length = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
             body = msgspec.json.decode(await reader.readexactly(length), type=Body)
@@ -115,7 +121,6 @@ class RealTimeEngine:
             writer.write(b"1\r\ny\r\n0\r\n\r\n")
             SERVED.append(request)
             await writer.drain()
-            head = b""
 
 
 SERVED: list[SimulatedRequest] = []
@@ -180,7 +185,7 @@ async def play(options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "lean_selector", "--port", str(selector)]
     command += ["--decision-log", str(options.log), *shlex.split(options.flags)]
     if by_nginx:
-        command += ["--prompts", "learn", "--lifecycle-from", f"syslog:{HOST}:{log_port}"]
+        command += ["--prompts", "tokenize", "--lifecycle-from", f"syslog:{HOST}:{log_port}"]
     with ChildService(command, selector) as child, tempfile.TemporaryDirectory() as folder:
         child.wait()
         client = HttpClient(f"http://{HOST}:{selector}")

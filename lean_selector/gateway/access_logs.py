@@ -193,6 +193,7 @@ LONGEST_LINE: Final = 8192  # bytes; nginx and HAProxy cut theirs earlier
 LONGEST_ID: Final = 256
 _WORD: Final = re.compile(rb"(?:^|[ :])lean-end(?= )")
 _FIELD: Final = re.compile(rb' ([a-z_]+)=(?:"([^"]*)"|([^" ]*))')
+_SECONDS: Final = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,9})?")
 _STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy's -1 and Envoy's 0: there was no answer
 
 
@@ -203,6 +204,7 @@ class Ended(NamedTuple):
     worker_id: int | None
     dp_rank: int | None
     outcome: str | None  # outcome of the first worker: refused, failed or ok
+    ttft_s: float | None = None  # time to the first token
 
 
 class BadLine(ValueError):
@@ -232,7 +234,18 @@ def ended_of(line: bytes) -> Ended:
         outcome = outcome_of(fields, None if text is None else int(text))
     except ValueError as error:
         raise BadLine(str(error)) from None
-    return Ended(reservation_id, worker_id, _number(fields, "rank", 2**32 - 1), outcome)
+    rank = _number(fields, "rank", 2**32 - 1)
+    return Ended(reservation_id, worker_id, rank, outcome, _ttft_s(fields))
+
+
+def _ttft_s(fields: dict[str, str]) -> float | None:
+    """The last of nginx's list of tries. Raises BadLine."""
+    text = _LIST.split(fields.get("ttft", "-"))[-1]
+    if text == "-":
+        return None
+    if _SECONDS.fullmatch(text) is None:
+        raise BadLine("its ttft is not a number of seconds")
+    return float(text)
 
 
 def _fields(text: bytes) -> dict[str, str]:
@@ -293,12 +306,15 @@ class LogEnds:
         free: Callable[[str, float], None],
         report: Callable[[int, int | None, str, float], None],
         clock: Callable[[], float],
+        served: Callable[[str, int | None, int | None, float | None], None] | None = None,
     ) -> None:
         """`free` ends a reservation, and `report` an outcome for a worker's health; both raise
-        NotFound."""
+        NotFound. `served` hears before that of the worker, its rank and the time to the first
+        token."""
         self._free = free
         self._report = report
         self._clock = clock
+        self._served = served
         self._early: dict[str, float] = {}  # time of an end by reservation, the oldest first
         self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
         self.unknown_workers = 0  # lines whose worker is not registered
@@ -322,6 +338,8 @@ class LogEnds:
         if ended.reservation_id is None:
             self.results[EMPTY if ended.worker_id is None else REPORTED] += 1
         else:
+            if self._served is not None:
+                self._served(ended.reservation_id, ended.worker_id, ended.dp_rank, ended.ttft_s)
             try:
                 self._free(ended.reservation_id, now)
                 self.results[FREED] += 1

@@ -18,7 +18,7 @@ from lean_selector.core.load.shapes import Reservation
 from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.core.replication.ledger import LifecycleEvents
 from lean_selector.core.selection.explain import explained
-from lean_selector.core.selection.overlap import MatchSets
+from lean_selector.core.selection.overlap import MatchSets, match_of
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.shapes import Placement, SelectionRequest
@@ -147,8 +147,12 @@ class DecisionLog:
         self._clock = clock
         self._epoch_s = time.time() - clock()
         self._chosen: tuple[str, DecisionLine] | None = None  # until it is booked
+        self._chosen_among: tuple[Partition, MatchSets] | None = None
         self._begun: dict[str, DecisionLine] = {}  # by the ids of reservations
         self._ended: list[DecisionLine] = []  # not given to the thread yet
+        # By the same ids, what ranks held: where a line of an access log may name another rank.
+        self.keeps_matches = False
+        self._matches: dict[str, tuple[Partition, MatchSets]] = {}
         self._cost_next = 0.0
         self.requests = 0
 
@@ -187,6 +191,7 @@ class DecisionLog:
             took = time.perf_counter() - began
             self._cost_next = began + took * (1 + _PAUSES)
         self._chosen = request.reservation_id, line
+        self._chosen_among = partition, matches
 
     def reported(
         self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
@@ -198,6 +203,28 @@ class DecisionLog:
                 line.ttft_ms = round(ttft_s * 1e3 + line.waited_ms, 3)
             if cached_tokens is not None:
                 line.engine_cached = cached_tokens
+
+    def served(
+        self,
+        reservation_id: str,
+        worker_id: int | None,
+        dp_rank: int | None,
+        ttft_s: float | None,
+    ) -> None:
+        """An access log tells who served a request: perhaps not the worker that was chosen."""
+        line = self._begun.get(reservation_id)
+        if line is None:
+            return
+        self.reported(reservation_id, ttft_s, None)
+        key = worker_id, dp_rank or 0
+        if worker_id is None or key == (line.worker, line.rank):
+            return
+        line.selected, (line.worker, line.rank), line.cached = line.worker, key, None
+        partition, matches = self._matches.get(reservation_id, (None, []))
+        load = None if partition is None else partition.slots.ranks.get((worker_id, dp_rank or 0))
+        if partition is not None and load is not None:
+            held = match_of(matches, load.mask).device * partition.block_size
+            line.cached = min(held, line.input_length)
 
     # -- what the ledgers do -------------------------------------------------------------------
 
@@ -212,6 +239,8 @@ class DecisionLog:
             return
         if chosen is not None and chosen[0] == reservation_id:
             line = chosen[1]
+            if self.keeps_matches and self._chosen_among is not None:
+                self._matches[reservation_id] = self._chosen_among
         elif self._is_drawn(reservation_id):
             line = DecisionLine(0.0, len(sequence_hashes) // 8 * size, 0, [])
         else:
@@ -240,6 +269,7 @@ class DecisionLog:
         if self._then is not None:
             self._then.freed(target, reservation)
         line = self._begun.pop(reservation.request_id, None)
+        self._matches.pop(reservation.request_id, None)
         if line is not None:
             line.output_length = reservation.output_blocks * target.block_size
             line.ended_ms = self._since(line, self._clock())

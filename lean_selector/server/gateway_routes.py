@@ -4,6 +4,7 @@ import importlib
 import socket
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lean_selector.core.selection.selector import Selector
 from lean_selector.gateway.access_logs import (
@@ -28,6 +29,9 @@ from lean_selector.service.exposition import Families
 from lean_selector.service.gate import Route
 from lean_selector.service.metrics import prompt_families
 from lean_selector.service.selection import SelectionService
+
+if TYPE_CHECKING:
+    from lean_selector.server.decision_log import DecisionLog
 
 
 def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
@@ -55,10 +59,15 @@ class AccessLogReaders:
     """Reads access logs from when it is made until it is closed: sockets bound, lines taken."""
 
     def __init__(
-        self, config: AccessLogsFlags, selector: Selector, clock: Callable[[], float]
+        self,
+        config: AccessLogsFlags,
+        selector: Selector,
+        clock: Callable[[], float],
+        decisions: "DecisionLog | None" = None,
     ) -> None:
         """Raises StartError."""
-        self.ends = LogEnds(selector.free, selector.health.report, clock)
+        served = None if decisions is None else decisions.served
+        self.ends = LogEnds(selector.free, selector.health.report, clock, served)
         self._paths: list[UnixPath] = []
         self._readers: list[LineReader] = []
         senders = Senders(config.allowed)
@@ -112,6 +121,7 @@ class GatewayRoutes:
         access_logs: AccessLogsFlags,
         prompts: PromptSettings | None,
         new_client: Callable[[], OutboundClient],
+        decisions: "DecisionLog | None" = None,
     ) -> None:
         """`new_client` makes what asks engines. Raises StartError; then nothing is open."""
         selector = service.selector
@@ -120,7 +130,7 @@ class GatewayRoutes:
             self._prompts = prompts_of(prompts, CatalogFleet(selector.catalog), new_client())
         self._logs: AccessLogReaders | None = None
         if access_logs.places:
-            self._logs = AccessLogReaders(access_logs, selector, time.monotonic)
+            self._logs = AccessLogReaders(access_logs, selector, time.monotonic, decisions)
         self._route: RouteHandler | None = None
         if self._prompts is not None:
             self._route = RouteHandler(

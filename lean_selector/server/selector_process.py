@@ -176,6 +176,7 @@ class SelectorParts:
             events = self.decisions = decision_log.DecisionLog(
                 log.path, log.most_mb << 20, log.share, config.settings, events
             )
+            self.decisions.keeps_matches = bool(config.access_logs.places)
             self.families += self.decisions.families()
         check_worker: Callable[[WorkerSpec], None] = lambda spec: None  # noqa: E731
         if allowed is not None:
@@ -425,6 +426,7 @@ def gateway_routes_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayR
         config.access_logs,
         config.prompts.settings,
         parts.engine_client,
+        parts.decisions,
     )
 
 

@@ -84,7 +84,8 @@ def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
     steps: list[tuple[float, int, int]] = []  # (time, 0 to look or 1 to store, which request)
     for at, line in enumerate(lines):
         placed = line.timestamp + line.waited_ms
-        stored = placed if line.prefill_ms is None else line.timestamp + line.prefill_ms
+        first_s = ttft_s(line)
+        stored = placed if first_s is None else line.timestamp + first_s * 1e3
         steps += [(placed, 0, at), (stored, 1, at)]
     steps.sort()
     engines = [recording.engine_of(line) for line in lines]

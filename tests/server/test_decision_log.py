@@ -10,11 +10,13 @@ import pytest
 
 from lean_selector.core.errors import Conflict
 from lean_selector.core.hashing import sequence_hashes_bytes
+from lean_selector.core.index.shapes import Tier
 from lean_selector.core.selection.router_settings import RouterSettings
+from lean_selector.gateway.access_logs import LogEnds
 from lean_selector.server.decision_log import DecisionLog, RotatingFile, span_ids
 from lean_selector.server.host import StartError
 from lean_selector.tools.trace import trace_lines
-from tests.support.driven_selector import DrivenSelector
+from tests.support.driven_selector import DrivenSelector, pack
 from tests.support.running_service import RunningService, wait_until
 
 
@@ -184,6 +186,29 @@ def test_a_share_of_the_requests_is_logged_and_what_is_not_booked_is_not(tmp_pat
     logged.selector.free("a", 0.0)
     logged.log.close()
     assert logged.log.requests == 2
+
+
+def test_a_line_of_an_access_log_tells_who_served_a_request(tmp_path: Path) -> None:
+    logged = LoggedSelector(tmp_path / "log")
+    logged.log.keeps_matches = True
+    logged.register(2)
+    logged.partition.index.store(2, 0, Tier.DEVICE, None, [11], pack([1]))
+    for name in ("elsewhere", "here", "unknown"):
+        logged.book(name, hashes=[1, 2], pin=(1, 0))
+    lines = LogEnds(
+        logged.selector.free, logged.selector.health.report, lambda: 0.0, logged.log.served
+    )
+    lines.take(b'lean-end reservation=elsewhere worker=2 ttft="0.010, 0.250" status=200')
+    lines.take(b"lean-end reservation=here worker=1 ttft=- status=200")
+    lines.take(b"lean-end reservation=unknown worker=9 status=200")
+    lines.take(b"lean-end reservation=none worker=2 ttft=soon status=200")
+    logged.log.close()
+    elsewhere, here, unknown = map(json.loads, lines_of(tmp_path / "log")[1:])
+    fields = ("worker", "selected", "cached", "ttft_ms")
+    assert [elsewhere.get(field) for field in fields] == [2, 1, 4, 250.0]
+    assert [here.get(field) for field in fields] == [1, None, 0, None]
+    assert [unknown.get(field) for field in fields] == [9, 1, None, None]
+    assert lines.results["malformed"] == 1
 
 
 def test_a_file_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:

@@ -95,6 +95,23 @@ def test_a_log_of_one_policy_tells_what_another_would_have_brought(
     assert "policy=latency" in capsys.readouterr().out
 
 
+def test_beside_another_balancer_its_choices_are_compared_with_ours(tmp_path: Path) -> None:
+    lines = logged(talks(400), Policy("in turn", rule=round_robin), FLEET)
+    for line in lines:
+        line.ttft_ms, line.prefill_ms = line.prefill_ms, None
+        line.selected = 11 if line.worker != 11 else None
+    path, figures = write(tmp_path / "log", lines, {"policy": "latency"}), tmp_path / "figures"
+    assert replay([str(path), "--json", str(figures)]) == 0
+    found = json.loads(figures.read_bytes())
+    _, modelled, ours = found["rows"]
+    wanted = logged(talks(400), policy_of("latency"), FLEET)
+    assert sum(ours["ttft_s"]) == pytest.approx(
+        sum(line.prefill_ms or 0.0 for line in wanted) / 1e3, rel=0.1
+    )
+    assert ours["computed_tokens"] < modelled["computed_tokens"]
+    assert found["ttft_change"]["high"] < 0.0
+
+
 def test_tune_finds_what_is_better_and_says_where_nothing_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
