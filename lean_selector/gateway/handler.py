@@ -146,7 +146,7 @@ class GatewayHandler:
         return proxied.reply
 
     def _place(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
-        if self._spans is not None and is_completion and not proxied.attempts:
+        if self._spans is not None and is_completion and proxied.traceparent is None:
             self._spans.begin(proxied)
         return self._placing.begin(proxied, is_completion)
 

@@ -15,11 +15,12 @@ from lean_selector.core.selection.shapes import GATEWAY, WorkerSpec
 from lean_selector.core.settings import EjectionSettings
 from lean_selector.gateway.engine_answers import _Told
 from lean_selector.gateway.fleet import CatalogFleet
-from lean_selector.gateway.gateway_metrics import Counts
+from lean_selector.gateway.gateway_metrics import Counts, RetryBudget
 from lean_selector.gateway.handler import GatewayHandler
 from lean_selector.gateway.placing import Chooser, Placing
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.gateway.prompts import OFF, Prompts, Routed
+from lean_selector.gateway.proxied_request import ProxiedRequest
 from lean_selector.gateway.upstreams import Directory, Rotation, WorkerLease
 from lean_selector.http.client import ClientConnection
 from lean_selector.http.connections import Connections
@@ -205,3 +206,44 @@ def test_a_worker_that_came_back_is_given_a_share_that_grows() -> None:
     partition.health.returned[key] = monotonic() - 1e6
     served += [chosen(chooser, next(numbers)) for _ in range(9)]
     assert (served.count(1), partition.health.returned) == (len(served) // 3, {})
+
+
+class Spans:
+    """Counts them; begun, each has a name."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = 0
+        self.both_ended = asyncio.Event()
+
+    def begin(self, proxied: ProxiedRequest) -> None:
+        self.begun += 1
+        proxied.traceparent = f"span-{self.begun}"
+
+    def end(self, proxied: ProxiedRequest) -> None:
+        self.ended += 1
+        if self.ended == 2:
+            self.both_ended.set()
+
+
+@on_loop
+async def test_a_request_that_is_sent_again_has_one_span_and_takes_of_the_budget() -> None:
+    async def resolve(host: str, port: int) -> Any:
+        raise OSError("it is gone for good")
+
+    gateway, spans = Gateway(), Spans()
+    gateway.handler._spans = spans
+    gateway.handler._placing._resolve = resolve
+    client, transport = gateway.client()
+    for _ in range(2):
+        gateway.worker_transport.take()
+        client.data_received(request())
+        assert b"\r\ntraceparent: span-" in b"".join(gateway.worker_transport.writes)
+        if spans.begun == 1:
+            gateway.worker.data_received(ANSWER + b"1\r\n\n\r\n0\r\n\r\n")
+            transport.take()
+    gateway.worker.connection_lost(None)  # it had been kept
+    assert (gateway.counts.stale, spans.begun, gateway.live) == (1, 2, 1)
+    await spans.both_ended.wait()
+    assert (transport.take()[:12], spans.begun, gateway.live) == (b"HTTP/1.1 502", 2, 0)
+    left = RetryBudget.FIRST + 2 * RetryBudget.SHARE - 1
+    assert abs(gateway.counts.retry_budget._left - left) < 1e-9
