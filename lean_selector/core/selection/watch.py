@@ -24,7 +24,7 @@ from lean_selector.core.selection.shapes import (
 
 MOST_KEPT: Final = 100
 BEST: Final = 5
-EVERY_S: Final = 0.25  # between two that are explained
+EVERY_S: Final = 0.5  # between two that are explained
 _MOST_RUNS: Final = 4096  # whose hits are counted
 
 
