@@ -54,7 +54,8 @@ def test_a_request_names_its_own_policy(service: InProcess) -> None:
     assert "evicted_blocks" not in row
     override = {"policy": "latency", "prefill_load_scale": 7.0}
     (row,) = explanation(service, router_config_override=override)["ranks"]
-    assert (row["evicted_blocks"], row["cost"]) == (30.0 * 4, 2 * 30.0 * 4 + 4)
+    assert (row["burden_blocks"], row["evicted_blocks"]) == (30.0 * 4, 15.0 * 4)
+    assert row["cost"] == 2.5 * 30.0 * 4 + 4
     refused = prompt(router_config_override={"policy": "fastest"})
     status, answer = service.post("/select", refused)
     assert status == 422

@@ -104,10 +104,13 @@ def rank_costs(
         if terms.knows_speeds:
             factor *= partition.speeds.factor(load)
         new: float = prompt.sequence_count - prefixes.get(load.key, 0)
-        if terms.eviction and isl > cached and is_full(partition, worker, load):
-            others = any(not is_full(partition, *rank) for rank in ranks)
-            again = min(owed_tokens, cached) if others else 0
-            new += terms.eviction * (isl - cached + again) / block_size
+        if terms.eviction and isl > cached:
+            added = terms.eviction * (isl - cached) / block_size
+            if is_full(partition, worker, load):
+                others = any(not is_full(partition, *rank) for rank in ranks)
+                again = min(owed_tokens, cached) if others else 0
+                added += terms.eviction * (0.5 * (isl - cached) + 2 * again) / block_size
+            new += added
         off, least = 0.0, -math.inf
         if terms.credits_untracked and not terms.track_prefill:
             off = credit

@@ -12,6 +12,7 @@ from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.speeds import ONE_SPEED
 from lean_selector.core.rank_bits import bits_of, nth_bit
 from lean_selector.core.selection.cost import (
+    burden_blocks,
     cached_tokens,
     credit_blocks,
     credit_decay,
@@ -233,24 +234,25 @@ def cells(
             if cached > isl:
                 tokens = cached
             credit = credit_blocks(terms, 1.0, match)
-        evicted, rest = 0.0, 0
+        burden = burden_blocks(terms, isl - cached, block_size) if cached < isl else 0.0
+        added, rest = burden, 0
         if full and cached < isl and (evicting := alike & full):
             rest, alike = alike ^ evicting, evicting
-            evicted = evicted_blocks(terms, isl, cached, owed, block_size)
+            added += evicted_blocks(terms, isl, cached, owed, block_size)
         for part in (alike, rest) if rest else (alike,):
             for shared, sharing in shares if sharers is None else met(shares, sharers, part):
                 if both := part & sharing:
                     part ^= both
                     for factor, having in groups if members is None else met(groups, members, both):
                         if here := both & having:
-                            blocks = new_blocks - shared + evicted
+                            blocks = new_blocks - shared + added
                             found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
             if part:
-                blocks = new_blocks + evicted
+                blocks = new_blocks + added
                 for factor, having in groups if members is None else met(groups, members, part):
                     if here := part & having:
                         found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
-            evicted = 0.0
+            added = burden
     if pricing.credits_blocks:
         found = _crediting(found, pricing, partition, terms)
     return _favouring(found, pricing, request) if request.favoured else found

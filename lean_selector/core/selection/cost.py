@@ -13,14 +13,15 @@
 Where prefill is not tracked there is none, and decay is 1; in the 1.6 dialect blocks are then
 max(0, active_blocks + new_blocks - credit).
 
-With the policy `latency` D is 0 and S is 30, and to blocks is added, where prefill is tracked and
-the cache of the rank is full (`fullness.py`),
+With the policy `latency` D is 0 and S is 30, and to blocks is added, where prefill is tracked,
 
-    evicted  = 30 * (uncached + min(owed, cached)) / block_size
+    burden   = 30 * uncached / block_size
+    evicted  = 30 * (uncached / 2 + 2 * min(owed, cached)) / block_size
 
-and the cost is multiplied by the rank's slowness (`core/load/speeds.py`). So the time until the
-first token decides, and as much for each token that must be computed and stored in place of
-another. A block that decodes costs a thirtieth of a block of prefill: nearly tied ranks go by
+(the latter where the cache of the rank is full, `fullness.py`), and the cost is multiplied by the
+rank's slowness (`core/load/speeds.py`). So the time until the first token decides, as much again
+for those that come after it and wait for what it computes, and half of that for what is lost of a
+full cache. A block that decodes costs a thirtieth of a block of prefill: nearly tied ranks go by
 active blocks. The bonus of a soft session is 30 times as much.
 
 Wh is 0.75, Wd 0.25 and Wr 0 where nothing else is said. All in f64. The lowest cost wins, equal
@@ -51,11 +52,16 @@ def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
     return whole + (tokens - whole >= 0.5)  # the difference is exact; tokens + 0.5 may not be
 
 
+def burden_blocks(terms: CostTerms, uncached_tokens: int, block_size: int) -> float:
+    """What computing a prompt costs those that come after it, as blocks of the cost."""
+    return terms.eviction * uncached_tokens / block_size
+
+
 def evicted_blocks(
     terms: CostTerms, isl_tokens: int, cached: int, owed_tokens: int, block_size: int
 ) -> float:
     """What a full cache loses to a prompt that is not cached whole, as blocks of the cost."""
-    evicted = isl_tokens - cached + min(owed_tokens, cached)
+    evicted = _MISSED * (isl_tokens - cached) + 2 * min(owed_tokens, cached)
     return terms.eviction * evicted / block_size
 
 
@@ -124,6 +130,7 @@ def probabilities(costs: list[float], temperature: float) -> tuple[list[float], 
 # The weight of a block of prefill, in active blocks, under `latency`: decoding slows prefill down
 # little.
 _LATENCY_SCALE = 30.0
+_MISSED = 0.5  # of what a full cache evicts: so much is asked for again
 
 
 def terms(settings: RouterSettings) -> CostTerms:

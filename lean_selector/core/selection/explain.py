@@ -17,6 +17,7 @@ from lean_selector.core.selection.choice import (
     taint_weights,
 )
 from lean_selector.core.selection.cost import (
+    burden_blocks,
     cached_tokens,
     credit_blocks,
     credit_decay,
@@ -118,6 +119,9 @@ def explained(
                     0.0 if chance is None else chance[1],
                     bonus if load.mask & favoured else unfavoured,
                     partition.slots.reported_load(load.key, now) or UNSET,
+                    burden_blocks(terms, max(0, prompt.isl_tokens - cached), block_size)
+                    if terms.eviction
+                    else UNSET,
                     _evicted(partition, request, load, cached, owed),
                     partition.speeds.factor(load) if terms.knows_speeds else UNSET,
                     UNSET if (seconds := speed(load)) is None else seconds * (tokens + added),

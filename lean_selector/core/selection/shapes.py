@@ -172,6 +172,7 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     probability: float  # of being drawn, among the candidates
     session_bonus_blocks: float | UnsetType = UNSET  # only where the session is a soft one, bound
     engine_load: EngineLoad | UnsetType = UNSET  # as reported lately; it is no part of the cost
+    burden_blocks: float | UnsetType = UNSET  # likewise
     evicted_blocks: float | UnsetType = UNSET  # only under the policy latency
     slowness: float | UnsetType = UNSET  # a factor on the cost; only under the policy latency
     ttft_estimate_s: float | UnsetType = UNSET  # only where the speed of the rank is known

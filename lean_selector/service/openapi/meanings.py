@@ -303,6 +303,8 @@ OWN: Final = {
     "RankExplanation.probability": "chance of being chosen",
     "RankExplanation.session_bonus_blocks": "blocks subtracted from the cost for the session; "
     "absent without a soft session",
+    "RankExplanation.burden_blocks": "added to the cost for those that come after the prompt and"
+    " wait for what it computes; only with the policy `latency`",
     "RankExplanation.evicted_blocks": "added to the cost for blocks that the prompt would "
     "evict; only with the policy `latency`, where `potential_prefill_tokens` is the work "
     "before the first token",

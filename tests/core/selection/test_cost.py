@@ -10,6 +10,7 @@ import pytest
 from lean_selector.core.index.shapes import Matched
 from lean_selector.core.selection.cost import (
     base_terms,
+    burden_blocks,
     cached_tokens,
     credit_blocks,
     credit_decay,
@@ -155,10 +156,11 @@ def test_the_policy_latency_weighs_prefill_and_what_is_evicted() -> None:
     given = RouterSettings(prefill_load_scale=3.0, overlap_score_credit_decay=0.5)
     chosen = terms(msgspec.structs.replace(given, policy="latency"))
     assert (chosen.decay, chosen.scale, chosen.eviction) == (0.0, 30.0, 30.0)
-    # 24 tokens in place of others are one block and a half, and 8 that are owed half of one.
-    assert evicted_blocks(chosen, 40, 16, 0, 16) == 45.0
-    assert evicted_blocks(chosen, 40, 16, 8, 16) == 60.0
-    assert evicted_blocks(chosen, 40, 16, 99, 16) == 75.0  # no more than is cached
+    # 24 tokens are one block and a half.
+    assert burden_blocks(chosen, 24, 16) == 45.0
+    assert evicted_blocks(chosen, 40, 16, 0, 16) == 22.5
+    assert evicted_blocks(chosen, 40, 16, 8, 16) == 52.5
+    assert evicted_blocks(chosen, 40, 16, 99, 16) == 82.5  # no more than is cached
 
     base = base_terms(msgspec.structs.replace(given, policy="latency"))
     assert overridden(base, RouterOverride(), "latency") == chosen

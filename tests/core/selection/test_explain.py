@@ -114,9 +114,9 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
         prefill = scale * max(0.0, raw / BLOCK_SIZE - row.credit_blocks)
         decode = row.potential_decode_blocks + of_request * row.active_requests
         if eviction:
-            evicted = eviction * max(0, 10 - cached_tokens) / BLOCK_SIZE
-            assert row.evicted_blocks == evicted
-            decode += evicted
+            burden = eviction * max(0, 10 - cached_tokens) / BLOCK_SIZE
+            assert (row.burden_blocks, row.evicted_blocks) == (burden, burden / 2)  # all are full
+            decode += burden + burden / 2
         cost = (prefill + decode) * row.taint_factor
         assert row.cost == pytest.approx(cost)
         assert 0.0 < row.credit_decay <= 1.0
