@@ -1,13 +1,13 @@
 """Flags as fields of frozen dataclasses: `name: type = flag(default, "--name", "VARIABLE", ge=0)`.
 
-A group is a dataclass: the first line of its docstring is its title, and `name: help` stands there
-for each field. A configuration is a dataclass whose fields are groups. The command line, the
-environment, the TOML file, the help and the page of flags are made of these fields alone.
+A group is a dataclass: the first line of its docstring is its title, followed by `name: help` for
+each field. A configuration is a dataclass whose fields are groups. The command line, the
+environment, the TOML file, the help and the page of flags are generated from these fields alone.
 
-A flag on the command line goes before the environment, that before the file, that before the
-default; an empty variable counts as unset; a bad value ends the start with one line and status 2
-(D15). So does a flag that would do nothing without another, and an empty value where that would
-allow more than was meant.
+The command line takes precedence over the environment, the environment over the file, the file over
+the default. An empty variable counts as unset. A bad value stops the start with one line and status
+2 (D15); so does a flag that has no effect without another, and an empty value where it would allow
+more than intended.
 """
 
 import argparse
@@ -31,23 +31,23 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How a field is given. Its type says how a text is read; `each` replaces that."""
+    """How a field is set. Its type decides how its text is parsed; `each` overrides that."""
 
-    name: str  # with --; without, it is a list of arguments
+    name: str  # with --; without --, it is a list of positional arguments
     env: tuple[str, ...] = ()
     ge: float = -math.inf
     le: float = math.inf
     infinite: bool = False  # inf is accepted
-    none: bool = False  # the word none is accepted, and means that it is off
-    filled: bool = False  # given and empty is refused: it would allow more than was meant
-    # Without one of these flags it would do nothing, so given without them it is refused.
+    none: bool = False  # the word none is accepted: turns it off
+    filled: bool = False  # an empty value is refused: it would allow more than intended
+    # It has no effect without one of these flags, so it is refused without them.
     needs: tuple[str, ...] = ()
-    each: Callable[[str], Any] | None = None  # reads the text, or each item of a list
+    each: Callable[[str], Any] | None = None  # parses the text, or each item of a list
     common: bool = False  # in --help; the others are in --help-all
 
 
 def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """A field of a group; `more` are those of Flag."""
+    """A field of a group; `more` are fields of Flag."""
     made: dict[str, Any] = {"metadata": {"flag": Flag(name=name, env=env, **more)}}
     if isinstance(default, list):
         return field(default_factory=default.copy, **made)
@@ -61,9 +61,9 @@ def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What a program was told: subclasses have a field for each group."""
+    """The configuration of a program: subclasses have a field for each group."""
 
-    # Where each flag that was given comes from: FLAG, the variable, or the file.
+    # Source of each flag that was set: FLAG, the variable, or the file.
     given: dict[str, str] = field(default_factory=dict, compare=False)
 
 
@@ -130,14 +130,14 @@ class Field:
         return str(value).lower() if isinstance(value, bool) else f"{value}"
 
     def says(self, *, briefly: bool) -> str:
-        """The line of its help; the brief one ends at the first semicolon."""
+        """Its help text; the brief one ends at the first semicolon."""
         default = f" (default {self.shown_default})" if self.shown_default else ""
         env = f" [env {', '.join(self.flag.env)}]" if self.flag.env else ""
         return self.help.partition(";")[0] + default if briefly else self.help + default + env
 
 
 def fields_of(config: Any) -> Iterator[Field]:
-    """The flags of a configuration, in their order."""
+    """The flags of a configuration, in order of declaration."""
     for part in fields(config):
         if not is_dataclass(part.type):
             continue
@@ -159,7 +159,7 @@ def fields_of(config: Any) -> Iterator[Field]:
 
 
 def whole_number(text: str) -> int:
-    """In ASCII digits alone: Python takes 1_0 and other scripts' digits, too."""
+    """Parse ASCII digits only: Python's int also accepts 1_0 and digits of other scripts."""
     if re.fullmatch(r"\s*[+-]?[0-9]+\s*", text, re.ASCII) is None:
         raise ValueError("expected a whole number")
     return int(text)
@@ -175,18 +175,18 @@ def _decimal(text: str) -> float:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Complains in one line, exit status 2."""
+    """Report the error in one line; exit status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: Any, *, briefly: bool = False) -> None:
-    """`briefly`: only those that are common stand in the help."""
+    """`briefly`: only common flags appear in the help."""
     parser.formatter_class = _Lines
     parser.add_argument(
-        FILE, metavar="PATH", help="TOML file of flags, by their names without --; flags and "
-        "environment go before it"
+        FILE, metavar="PATH", help="TOML file of flags, named without --; flags and "
+        "environment take precedence"
     )  # fmt: skip
     found = list(fields_of(config))
     titles = dict.fromkeys(each.title for each in found)
@@ -222,7 +222,7 @@ def load(
     argv: Sequence[str],
     environ: Mapping[str, str],
 ) -> T:
-    """The configuration. A bad one ends the process through `parser.error`."""
+    """Return the configuration. A bad one ends the process through `parser.error`."""
     args = vars(parser.parse_args(argv))
     found, file = list(fields_of(config)), args[FILE.removeprefix("--")]
     in_file = _read_file(parser, file, found)
@@ -252,7 +252,7 @@ def load(
     for each in found:
         name, needs = each.flag.name, [need for need in each.flag.needs if need in told]
         if name not in given or given[name] not in (FLAG, file):
-            continue  # variables may be those of a whole fleet
+            continue  # variables may be set for a whole fleet
         if needs and all(told[need] in (None, []) for need in needs):
             parser.error(f"{name} requires {' or '.join(needs)}")
     kinds: dict[str, Any] = {part.name: part.type for part in fields(cast(Any, config))}
@@ -266,7 +266,7 @@ def load(
 def _read_file(
     parser: argparse.ArgumentParser, path: str | None, found: Sequence[Field]
 ) -> dict[str, str]:
-    """The texts of a TOML file, by flag."""
+    """The values in a TOML file, as text, by flag."""
     if path is None:
         return {}
     try:
@@ -294,7 +294,7 @@ def _text(value: object) -> str:
 
 
 def made_of(kind: type[T], *groups: object, **more: Any) -> T:
-    """A struct of the fields of groups that have the names of its own, and `more`."""
+    """A `kind` filled from the groups' fields with the same names, and from `more`."""
     names = cast(Any, kind).__struct_fields__
     told = {name: value for group in groups for name, value in vars(group).items() if name in names}
     return kind(**told | more)

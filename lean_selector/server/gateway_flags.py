@@ -1,4 +1,4 @@
-"""The flags of `lean-selector gateway`: its own, and beside them the selector's."""
+"""The flags of `lean-selector gateway`: its own and the selector's."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -15,26 +15,24 @@ from lean_selector.server.selector_flags import (
 )
 from lean_selector.server.service_flags import ListenFlags
 
-# For workers that say nothing of blocks, as those that publish no events.
+# For workers that report no block size, such as those that publish no events.
 _DEFAULTS = '{"block_size": 16}'
-# Longer than a prompt waits and is computed, mostly; then the engine's events say that it is there.
+# Usually longer than a prompt's queueing and prefill; after that the engine's events report it.
 _PREDICTED_TTL_S: Final = 10.0
-_TOUCHES = 3.0  # in the life of a reservation
+_TOUCHES = 3.0  # per reservation expiry time
 
 
 def _url(value: str) -> str:
-    """`http://host:port` of a worker, of which nothing else is used; /v1 may be behind it, as in
-    what OpenAI's clients are told."""
+    """Parse a worker's `http://host:port`. A trailing /v1, as in base URLs for OpenAI's clients, is
+    accepted and dropped."""
     url = Url(value)
     if url.target.rstrip("/") not in ("", "/v1") or "?" in value or "#" in value:
-        raise ValueError(
-            f"`{value}`: expected http://HOST:PORT, perhaps with /v1: workers are asked at the root"
-        )
+        raise ValueError(f"`{value}`: expected http://HOST:PORT or http://HOST:PORT/v1")
     return url.origin
 
 
 def _collector(value: str) -> str:
-    """`http://host:4318`; perhaps with a path, as collectors behind a proxy have."""
+    """Parse `http://host:4318`; a path is allowed, as for collectors behind a proxy."""
     url = Url(value)
     return url.origin + url.target.rstrip("/")
 
@@ -43,7 +41,7 @@ def _collector(value: str) -> str:
 class GatewayListenFlags(ListenFlags):
     """Listening, logging and stopping
 
-    drain_s: how long a stop may take; answers that have begun go on for so long
+    drain_s: longest that a stop may take; responses in progress may continue until then
     """
 
     port: int = flag(8080, "--port", ge=0, le=65535, common=True)
@@ -52,11 +50,11 @@ class GatewayListenFlags(ListenFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayHealthFlags(HealthFlags):
-    """Workers that fail
+    """Outlier detection and health checks
 
-    interval_s: ask every worker this often how it is, over HTTP; `none`: never
-    slow_start_s: for so long a worker that was ejected has a growing share of the requests; 0: its
-      whole share at once
+    interval_s: interval of HTTP health checks of every worker; `none`: no health checks
+    slow_start_s: after an ejection, increase a worker's share of requests over this time; 0: full
+      share at once
     """
 
     interval_s: float | None = flag(5.0, "--worker-health-interval-secs", ge=0.01, none=True)
@@ -67,7 +65,7 @@ class GatewayHealthFlags(HealthFlags):
 class GatewayPromptsFlags(PromptsFlags):
     """Raw prompts
 
-    mode: where the tokens of raw prompts come from
+    mode: how token ids of raw prompts are found
     """
 
     mode: Literal["learn", "tokenize", "local", "off"] = flag("learn", "--prompts", common=True)
@@ -77,8 +75,8 @@ class GatewayPromptsFlags(PromptsFlags):
 class GatewaySessionsFlags(SessionsFlags):
     """Sessions
 
-    mode: soft: the rank of a session is only favoured, and where it goes is its rank from then on;
-      hard: a session goes to its rank, however busy (default soft)
+    mode: soft: prefer the session's rank; if another is chosen, that becomes the session's rank;
+      hard: always choose the session's rank, however busy (default soft)
     """
 
     default_mode: ClassVar = "soft"
@@ -90,14 +88,13 @@ class GatewayFlags:
     """The gateway
 
     workers: workers: http://HOST:PORT or .../v1
-    selector_port: HTTP port of the selector's own API, and of the metrics; 0 takes a free one
-    silence_s: a worker that says nothing for so long has failed its request
-    pass_through: requests besides those that a worker is chosen for, lists of models, /health and
-      /ready that are passed
-      to workers; openai: those of OpenAI's API; all: engines' own routes, administrative ones too
-    request_timeout_s: longest from a request to the first byte of its answer, which is 504 then;
-      unset: no limit
-    max_body_mb: largest body of a request, in MiB
+    selector_port: HTTP port of the selector's own API and of the metrics; 0: any free port
+    silence_s: fail a request if its worker sends nothing for this long
+    pass_through: which requests are passed to workers besides inference requests, model lists,
+      /health and /ready; openai: those of OpenAI's API; all: also the engines' own routes,
+      including administrative ones
+    request_timeout_s: answer 504 if no response byte arrives within this time; unset: no limit
+    max_body_mb: largest request body, in MiB
     otlp_endpoint: send a span for each completion over OTLP/HTTP to this collector, http://HOST:4318
     """
 
@@ -112,7 +109,7 @@ class GatewayFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(SelectorConfig):
-    """What `lean-selector gateway` is told."""
+    """The configuration of `lean-selector gateway`."""
 
     gateway: GatewayFlags
     listen: GatewayListenFlags
@@ -138,12 +135,12 @@ class GatewayConfig(SelectorConfig):
 
     @property
     def touch_after_s(self) -> float:
-        """So often a reservation is touched while its answer goes on."""
+        """Interval at which a reservation is renewed while its response is streaming."""
         return self.reservations.reservation_expiry_s / _TOUCHES
 
     @cached_property
     def selector(self) -> SelectorConfig:
-        """What the selector in this process is told; its port is where its API is."""
+        """The configuration of the selector in this process; its port serves its API."""
         gateway, discover = self.gateway, self.discover
         if gateway.workers:
             defaults = discover.defaults if "--discover-defaults" in self.given else _DEFAULTS

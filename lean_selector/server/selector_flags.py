@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _CACHE = SelectionCacheSettings()
 _EJECTION = EjectionSettings()
 _ROUTED_TTL_S = 120.0  # without KV events, with --api 1.6
-# Of an unknown prompt that was not seen before: some 4 000 tokens, which take an engine longer to
-# compute than to tokenize.
+# Bytes of a prompt that were not seen before: some 4 000 tokens, whose prefill takes an engine
+# longer than their tokenization.
 _ASK_WHEN_LEARNING_BYTES = 16_384
 _NEVER = 1 << 40
 _MEGABYTE = 1 << 20
@@ -43,7 +43,7 @@ _FOUND = ("--discover", "workers")
 
 
 def where(value: str) -> str:
-    """A discovery of workers, as given."""
+    """Parse a discovery target for workers."""
     lazy("lean_selector.workers.particulars", "target_of")(value)
     return value
 
@@ -54,7 +54,7 @@ def _json(value: str) -> str:
 
 
 def _address(value: str) -> str:
-    """Where access logs are written to."""
+    """Parse the address that access logs are sent to."""
     lazy("lean_selector.gateway.access_logs", "place_of")(value)
     return value
 
@@ -93,7 +93,7 @@ def _mode(value: str) -> str:
     if value.lower() in ("tokenize", "local", "off"):
         return value.lower()
     learns = value.lower() == "learn"
-    why = "learning needs the engines' answers, which do not pass here; " if learns else ""
+    why = "learn needs the engines' responses, which only the gateway sees; " if learns else ""
     raise ValueError(f"{why}expected one of tokenize, local, off")
 
 
@@ -102,15 +102,15 @@ def _mode(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DialectFlags:
-    """Dialect
+    """API version
 
-    name: version of the HTTP API; 1.3 is the source document's, 1.6 that of Dynamo 1.6
-    decode_busy_threshold: answers say decode_busy above this part of a worker's total_kv_blocks
+    name: version of the HTTP API; 1.3: as in Dynamo 1.3; 1.6: as in Dynamo 1.6
+    decode_busy_threshold: report decode_busy above this fraction of a worker's total_kv_blocks
       (1.6); unset: never
-    prefill_busy_threshold: advisory selects say prefill_busy above this part of a worker's
+    prefill_busy_threshold: advisory selects report prefill_busy above this fraction of a worker's
       max_num_batched_tokens; unset: never
-    assume_kv_reuse: off: every block of a prompt counts as another than those that are active (1.6)
-    no_assume_kv_reuse: the same as --router-assume-kv-reuse false
+    assume_kv_reuse: off: no block of a prompt is assumed to be shared with active requests (1.6)
+    no_assume_kv_reuse: alias of --router-assume-kv-reuse false
     tracking_hash: only public-xxh3-v1; anything else stops the start
     """
 
@@ -134,11 +134,11 @@ class DialectFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionCacheFlags:
-    """Selections that are booked by their ids
+    """Selections reserved later by id
 
-    ttl_s: how long what /select chose under a selection_id can be booked by that id alone
-    max_entries: most selections kept for that; the oldest go first; 0: none
-    max_bytes: most bytes of hashes and names that they may have together; 0: none
+    ttl_s: how long a selection made by /select can be reserved by its selection_id alone
+    max_entries: most selections kept for this; the oldest is dropped first; 0: none
+    max_bytes: most bytes of hashes and names in all kept selections together; 0: none
     """
 
     ttl_s: float = flag(_CACHE.ttl_s, "--selection-cache-ttl-secs", ge=0, le=1e9)
@@ -157,28 +157,28 @@ def _model_policy(text: str) -> str:
 class RouterFlags:
     """Choosing a worker
 
-    policy: what the cost of a rank weighs; dynamo: as the reference does; latency: the time until
-      the first token, and what is evicted for the prompt (default dynamo; the gateway: latency)
-    model_policies: the same for one model, as MODEL=latency; may be given more than once
+    policy: cost function of a rank; dynamo: the reference's; latency: time to first token, and the
+      cost of evictions for the prompt (default dynamo; the gateway: latency)
+    model_policies: cost function for one model, as MODEL=latency; may be repeated
     use_kv_events: learn from the workers' KV events; off: no event endpoints needed, and overlap is
       0, or what --router-ttl-secs assumes
     ttl_s: with KV events off, assume that a routed prompt stays cached this long; 0: assume
       nothing; unset: 120 with --api 1.6, else nothing
-    predicted_ttl_s: with KV events on, assume so beside them, until they arrive; the gateway: 10
-      unless it is told
-    approximate_cache_policy: accepted for compatibility; lru is taken as ttl, and refused while KV
-      events are on
+    predicted_ttl_s: with KV events on, assume that a routed prompt is cached this long, until its
+      events arrive; gateway: 10 by default
+    approximate_cache_policy: accepted for compatibility; lru is treated as ttl, and refused while
+      KV events are on
     overlap_score_credit: blocks of prefill that a cached device block saves in the cost; above 1
-      with --api 1.6 alone
-    overlap_score_credit_decay: how fast that credit falls with a rank's waiting prefill
+      only with --api 1.6
+    overlap_score_credit_decay: how fast that credit decreases as a rank's waiting prefill grows
     prefill_load_scale: weight of prefill against decode in the cost
     overlap_score_weight: deprecated: sets the prefill load scale, and at 0 the overlap credit to 0
-    active_request_weight: blocks that each active request of a rank counts for in the cost, beside
-      those it holds
-    host_weight: what a block cached on the host is worth, in device blocks
-    disk_weight: the same for a block on disk or beyond
-    temperature: 0 takes the cheapest rank; above, ranks are drawn by cost
-    track_prefill_tokens: count the prefill tokens of what is placed
+    active_request_weight: blocks added to a rank's cost for each active request, besides the blocks
+      it holds
+    host_weight: value of a block cached in host memory, in device blocks
+    disk_weight: value of a block on disk or external storage, in device blocks
+    temperature: 0: choose the cheapest rank; above 0: sample ranks by cost
+    track_prefill_tokens: count the prefill tokens of reserved requests
     """
 
     policy: Literal["dynamo", "latency"] | None = flag(None, "--policy", common=True)
@@ -210,16 +210,16 @@ class RouterFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class QueueFlags:
-    """Requests that wait
+    """Queueing
 
     queue_threshold: park requests while every eligible rank has more prefill tokens than this many
       times its max_num_batched_tokens; unset: never
-    queue_policy: which parked request goes first; fcfs: the first that came, lcfs: the last, wspt:
-      the one with the least prefill left, least-work: the same with aging (default fcfs; with
+    queue_policy: which parked request goes first; fcfs: the oldest, lcfs: the newest, wspt: the one
+      with the least prefill left, least-work: like wspt, with aging (default fcfs; with
       --policy latency: least-work)
     queue_max_wait_s: answer 503 to a request parked this long; unset: it waits
-    overlap_refresh_after_s: look up a parked request's overlap again after this wait; 0 or less:
-      never
+    overlap_refresh_after_s: look up a parked request's overlap again if it waited this long; 0 or
+      less: never
     """
 
     queue_threshold: float | None = flag(
@@ -236,9 +236,9 @@ class QueueFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class BusyFlags:
-    """Shedding
+    """Load shedding
 
-    active_decode_blocks: a rank is busy above this part of its total_kv_blocks; unset: never
+    active_decode_blocks: a rank is busy above this fraction of its total_kv_blocks; unset: never
     active_prefill_tokens: a rank is busy above this many active prefill tokens; unset: never
     active_prefill_tokens_frac: a rank is busy above this many times its max_num_batched_tokens;
       unset: never
@@ -264,12 +264,11 @@ class BusyFlags:
 class SessionsFlags:
     """Sessions
 
-    ttl_s: keep the requests of a session on its rank, until so long after its last reservation has
-      ended; unset: sessions count for nothing
-    mode: hard: a session goes to its rank, however busy; soft: its rank is only favoured, and where
-      it goes is its rank from then on (default hard)
-    bonus_blocks: how much dearer than another, in blocks of the cost, the rank of a soft session
-      may be (default 64)
+    ttl_s: keep a session's requests on one rank, until this long after its last reservation has
+      ended; unset: sessions are ignored
+    mode: hard: always choose the session's rank, however busy; soft: prefer it; if another is
+      chosen, that becomes the session's rank (default hard)
+    bonus_blocks: cost advantage of a soft session's rank, in blocks (default 64)
     """
 
     default_mode: ClassVar = "hard"
@@ -304,10 +303,10 @@ class IndexFlags:
 
     recover_from: comma-separated HTTP URLs to recover the KV index from at start, through /dump
     recovery_timeout_s: longest that start-up recovery may take
-    source_grace_s: how long a worker's KV events may be unreachable, silent or without a replay
-      before that is a warning
-    device_blocks: most device blocks indexed for a rank that does not report total_kv_blocks
-    lower_tier_blocks: most blocks indexed for a rank on each lower tier
+    source_grace_s: warn after a worker's KV events have been unreachable, silent or without a
+      replay for this long
+    device_blocks: most device blocks indexed per rank that does not report total_kv_blocks
+    lower_tier_blocks: most blocks indexed per rank on each lower tier
     """
 
     recover_from: list[str] = flag([], "--indexer-peers", each=url, common=True)
@@ -323,10 +322,10 @@ class IndexFlags:
 class EngineKeysFlags:
     """Encryption of engines' events
 
-    server_keys_file: engines' events and replays are encrypted (CURVE), and this file has the
-      public keys of the engines, one a line
-    secret_key_file: key pair that engines admit, as `lean-selector keys` makes it; unset: one that
-      is made at each start
+    server_keys_file: encrypt engines' events and replays (CURVE); file with the engines' public
+      keys, one per line
+    secret_key_file: key pair that engines admit, made by `lean-selector keys`; unset: a new pair at
+      each start
     """
 
     server_keys_file: str | None = flag(None, "--kv-events-curve-server-keys-file", each=path)
@@ -345,9 +344,9 @@ class DiscoverFlags:
 
     targets: find workers at file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME,
       kubernetes:NAMESPACE/SERVICE or url:URL; may be repeated
-    defaults: JSON object with fields of a registration for found workers where neither the
-      discovery nor the engine says them; also events_port and replay_port
-    refresh_s: how often engines that were found are asked whether they have changed
+    defaults: JSON object of registration fields for found workers, used where neither the discovery
+      nor the engine reports them; also events_port and replay_port
+    refresh_s: how often found engines are checked for changes
     """
 
     targets: list[str] = flag([], "--discover", each=where, common=True)
@@ -359,10 +358,10 @@ class DiscoverFlags:
 class EnginesFlags(AccessFlags):
     """Requests to engines
 
-    token_file: bearer token for every request that we make of an engine; read again when it changes
-    ca_file: certificate authorities (PEM) of engines with https URLs; unset: the system's
-    cert_file: our certificate (PEM) for engines that ask for one; read again when it changes
-    key_file: the key of that certificate (PEM)
+    token_file: bearer token for every request to an engine; reread when it changes
+    ca_file: certificate authorities (PEM) for engines with https URLs; unset: the system's
+    cert_file: client certificate (PEM) for engines that require one; reread when it changes
+    key_file: key of that certificate (PEM)
     """
 
     whose = "worker"
@@ -374,19 +373,19 @@ class EnginesFlags(AccessFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFlags:
-    """Workers that fail
+    """Outlier detection and health checks
 
-    failures: eject a rank temporarily after so many requests in a row are reported failed or
-      refused; 0: never
+    failures: eject a rank temporarily after this many
+      consecutive requests failed or were refused; 0: never
     base_s: base ejection time; multiplied by consecutive ejections
     longest_s: longest ejection time
-    most_percent: most ranks of a model that are ejected, in percent; those of one worker always may
-      be
-    interval_s: ask every worker this often how it is, over HTTP; unset: never
-    path: path of the health check, at the worker's endpoint; any 2xx is well
-    timeout_s: longest that its answer may take
-    failed_polls: a worker is given no work after so many of these in a row failed, until one
-      succeeds
+    most_percent: most ranks of a model ejected at a time, in percent; the ranks of one worker may
+      always be ejected
+    interval_s: interval of HTTP health checks of every worker; unset: no health checks
+    path: path of the health check at the worker's endpoint; any 2xx is healthy
+    timeout_s: timeout of a health check
+    failed_polls: give a worker no requests after this many consecutive failed health checks, until
+      one succeeds
     """
 
     failures: int = flag(_EJECTION.failures, "--worker-ejection-failures", ge=0, le=2**31)
@@ -407,12 +406,13 @@ class HealthFlags:
 class PromptsFlags:
     """Raw prompts
 
-    mode: where the tokens of raw prompts come from: tokenize, local, off; unset: there is no /route
+    mode: how token ids of raw prompts are found: tokenize, local, off; unset: there is no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
-    memory_mb: most memory for prompts that were seen before, in MiB
+    memory_mb: most memory for known prompts, in MiB
     ask_from_bytes: tokenize only if at least this many bytes of a prompt are unknown; `none`:
-      never; unset: 0, or 16384 with --prompts learn where the answer teaches the tokens
-    ask_timeout_s: longest that an engine may take to answer; then what is known decides
+      never; unset: 0, or 16384 with --prompts learn if the response carries the token ids
+    ask_timeout_s: timeout of tokenization by an engine; after it, route by the known part of the
+      prompt
     """
 
     mode: str | None = flag(None, "--prompts", each=_mode)
@@ -428,14 +428,14 @@ class PromptsFlags:
     def __post_init__(self) -> None:
         if self.mode == "local" and self.tokenizer is None:
             raise ValueError(
-                "--prompts local needs --prompts-tokenizer: a folder with tokenizer.json"
+                "--prompts local requires --prompts-tokenizer: a folder with tokenizer.json"
             )
         if self.mode != "local" and self.tokenizer is not None:
             raise ValueError("--prompts-tokenizer requires --prompts local")
 
     @property
     def settings(self) -> "PromptSettings | None":
-        """None where raw prompts are not taken."""
+        """None where raw prompts are not accepted."""
         if self.mode is None:
             return None
         from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
@@ -457,9 +457,10 @@ class PromptsFlags:
 class AccessLogsFlags:
     """Gateways' access logs
 
-    places: free reservations by the lines of gateways' access logs; syslog:HOST:PORT or
+    places: free reservations according to gateways' access logs, received here; syslog:HOST:PORT or
       unixgram:PATH; may be repeated
-    allowed: networks that may write there besides loopback, such as 10.0.0.0/8; may be repeated
+    allowed: networks besides loopback from which logs are accepted, such as 10.0.0.0/8; may be
+      repeated
     """
 
     places: list[str] = flag([], "--lifecycle-from", each=_address)
@@ -472,9 +473,9 @@ class AccessLogsFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PageFlags:
-    """The page
+    """Web page
 
-    is_off: serve neither the page /ui nor what it shows: /events, /fleet, /prefixes
+    is_off: do not serve the page /ui and its data: /events, /fleet, /prefixes
     """
 
     is_off: bool = flag(False, "--no-ui")
@@ -484,10 +485,10 @@ class PageFlags:
 class DecisionLogFlags:
     """Decision log
 
-    path: append a line for each request to this file, for lean-selector simulate and replay:
-      lengths, times, hashes and the choice, no text
-    most_mb: at this size, in MiB, the file becomes PATH.1, in place of the one before
-    share: of the requests that are logged, drawn by their ids
+    path: append a line per request to this file, for lean-selector simulate and replay: lengths,
+      times, hashes and the choice, but no text
+    most_mb: at this size, in MiB, rename the file to PATH.1, replacing an older one
+    share: fraction of requests that are logged, sampled by id
     """
 
     path: str | None = flag(None, "--decision-log", each=path)
@@ -499,8 +500,8 @@ class DecisionLogFlags:
 class IgnoredFlags:
     """For compatibility
 
-    threads: accepted for compatibility, has no effect: one thread serves everything
-    policy_config: not supported yet: stops the start
+    threads: accepted, without effect: one thread serves everything
+    policy_config: not supported: stops the start
     track_active_blocks: accepted, without effect
     track_output_blocks: accepted, without effect
     replica_sync: accepted, without effect
@@ -518,7 +519,7 @@ class IgnoredFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorConfig(ServiceConfig):
-    """What `lean-selector` is told."""
+    """The configuration of `lean-selector`."""
 
     dialect: DialectFlags
     router: RouterFlags
@@ -536,7 +537,7 @@ class SelectorConfig(ServiceConfig):
     decisions: DecisionLogFlags
     page: PageFlags
     ignored: IgnoredFlags = field(compare=False)
-    needs_kv_events: bool = True  # False: a worker without a source of them is served by load alone
+    needs_kv_events: bool = True  # False: a worker without KV events is chosen by load alone
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -560,12 +561,12 @@ class SelectorConfig(ServiceConfig):
 
     @cached_property
     def settings(self) -> RouterSettings:
-        """What the router is told."""
+        """The settings of the router."""
         router, dialect, refresh_s = self.router, self.dialect, self.queue.overlap_refresh_after_s
         scale, credit = router.prefill_load_scale, router.overlap_score_credit
         weight = router.overlap_score_weight
         if weight is not None:
-            # From the environment it gives way to a flag, from the command line to nothing (D15).
+            # Set in the environment, a flag overrides it; on the command line, nothing does (D15).
             wins = self._by_flag("--router-kv-overlap-score-weight")
             if wins or not self._by_flag("--router-prefill-load-scale"):
                 scale = weight
@@ -593,7 +594,7 @@ class SelectorConfig(ServiceConfig):
 
     @property
     def thresholds(self) -> BusyThreshold:
-        """Those of every model, until one is given others."""
+        """The thresholds of every model that has none of its own."""
         return made_of(BusyThreshold, self.busy)
 
     @property

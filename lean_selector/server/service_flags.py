@@ -1,4 +1,4 @@
-"""The flags of every service: listening, state, replicas, and what it connects to."""
+"""The flags of every service: listening, state, replicas and outbound connections."""
 
 import importlib
 from collections.abc import Callable
@@ -19,24 +19,24 @@ _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
 
 def path(value: str) -> str:
-    """Reads a path; an empty one is refused, since the kernel would choose an address for it."""
+    """Parse a path; an empty one is refused: the kernel would choose an address for it."""
     if not value:
         raise ValueError("expected a path")
     return value
 
 
 def url(value: str) -> str:
-    """A base URL, without its trailing slash."""
+    """Parse a base URL; its trailing slash is dropped."""
     value = value.removesuffix("/")
     if not value.startswith(("http://", "https://")):
         raise ValueError(f"`{value}` is not an http:// or https:// URL")
-    if "@" in value.split("/")[2]:  # they would not be sent, and stand in every log line
+    if "@" in value.split("/")[2]:  # they would not be sent, but appear in every log line
         raise ValueError("credentials in a URL are not supported: give --peer-token-file")
     return value
 
 
 def port(value: str) -> int:
-    """Reads a port to bind; 0 is refused, since no free one is taken."""
+    """Parse a port to bind; 0 is refused: peers could not know which port was chosen."""
     if value.strip() == "0":
         raise ValueError("port must be greater than zero")
     number = whole_number(value)
@@ -58,7 +58,7 @@ def _peer(value: str) -> str:
 
 
 def pattern(value: str) -> str:
-    """Checks a pattern of endpoints that may be connected to."""
+    """Check a pattern of allowed endpoints."""
     _allowed([value])
     return value
 
@@ -70,13 +70,13 @@ def _allowed(patterns: list[str]) -> "AllowedEndpoints":
 
 
 def lazy(module: str, name: str) -> Callable[..., Any]:
-    """A callable of a module that is imported when a flag needs it."""
+    """A callable of a module, imported only when a flag needs it."""
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 
 
 def where(value: str) -> str:
-    """A discovery of replicas, as given."""
+    """Parse a discovery target for replicas."""
     lazy("lean_selector.workers.particulars", "peer_target_of")(value)
     return value
 
@@ -96,21 +96,21 @@ class TlsFiles(NamedTuple):
 class ListenFlags:
     """Listening, logging and stopping
 
-    port: HTTP port; 0 takes a free one
+    port: HTTP port; 0: any free port
     host: address to bind
-    uds: listen on this UNIX socket too (mode 0660)
-    tls_cert: TLS on the port, with this certificate and its chain (PEM); read again when it
-      changes, and on SIGHUP
-    tls_key: the key of that certificate (PEM)
-    tls_client_ca: accept only clients with a certificate of these authorities (PEM)
-    drain_s: how long a stop may take
-    max_connections: most HTTP connections at a time; one more is answered 503 and closed
-    log_level: least severe lines to log
-    log_format: how a line is written to stderr
+    uds: also listen on this UNIX socket (mode 0660)
+    tls_cert: serve TLS on the port with this certificate chain (PEM); reread when it changes, and
+      on SIGHUP
+    tls_key: key of that certificate (PEM)
+    tls_client_ca: require client certificates issued by these authorities (PEM)
+    drain_s: longest that a stop may take
+    max_connections: most HTTP connections at a time; further ones are answered 503 and closed
+    log_level: lowest severity that is logged
+    log_format: format of log lines on stderr
     access_log: log every request
-    auth_token_file: require a bearer token of this file; a line for each token, `ROLE TOKEN`, ROLE
-      one of read, write, admin; for every request but /health and /ready; read again when it
-      changes and on SIGHUP
+    auth_token_file: require a bearer token from this file; one `ROLE TOKEN` per line, ROLE one of
+      read, write, admin; required for every request except /health and /ready; reread when it
+      changes, and on SIGHUP
     """
 
     port: int = flag(8092, "--port", ge=0, le=65535, common=True)
@@ -139,7 +139,7 @@ class ListenFlags:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """None while the port speaks no TLS. The UNIX socket never does."""
+        """None if the port does not use TLS. The UNIX socket never does."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
@@ -152,11 +152,11 @@ class ListenFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class StateFlags:
-    """State over restarts
+    """State across restarts
 
-    path: keep workers, thresholds, peers and live reservations in this directory; it starts from
-      there
-    interval_s: how often live reservations are written there, when something changed
+    path: save workers, thresholds, peers and live reservations in this directory, and restore them
+      at start
+    interval_s: how often changed live reservations are written
     """
 
     path: str | None = flag(None, "--state-dir", each=path, common=True)
@@ -168,14 +168,15 @@ class ReplicaFlags:
     """Replicas
 
     port: ZMQ PUB port for load events to other replicas; bound on every IPv4 interface
-    bind: the same as a ZMQ endpoint, such as tcp://*:9092
-    advertise: that endpoint as other replicas reach it; refused as a peer
+    bind: ZMQ endpoint to bind instead of a port, such as tcp://*:9092
+    advertise: the endpoint at which other replicas reach this one; refused as a peer
     peers: comma-separated ZMQ PUB endpoints of other replicas; may be repeated
-    catch_up: comma-separated HTTP URLs of other replicas to take live reservations over from; from
-      the first that answers at start, and from all of them when events were missed; may be repeated
+    catch_up: comma-separated HTTP URLs of other replicas to copy live reservations from; at start
+      from the first that answers, after missed events from all; may be repeated
     discover: find the other replicas: dns:NAME:PORT or kubernetes:NAMESPACE/SERVICE:PORT; may be
       repeated
-    discover_http_port: HTTP port of the replicas that are found, to catch up from; unset: as --port
+    discover_http_port: HTTP port of found replicas, to copy live reservations from; unset: as
+      --port
     """
 
     port: int | None = flag(None, "--replica-sync-port", each=port, common=True)
@@ -217,7 +218,7 @@ class ReplicaFlags:
 
     @property
     def endpoint(self) -> str | None:
-        """The endpoint of the PUB socket; None while there is no replica sync."""
+        """The endpoint of the PUB socket; None without replica sync."""
         return self.bind if self.port is None else f"tcp://*:{self.port}"
 
 
@@ -225,10 +226,9 @@ class ReplicaFlags:
 class ReplicaKeysFlags:
     """Encryption of replica sync
 
-    secret_key_file: encrypt replica sync (CURVE) with this key pair, as `lean-selector keys` makes
-      it
-    peer_keys_file: public keys of the replicas, one a line: these are admitted and believed;
-      unset: all have the pair of this one
+    secret_key_file: encrypt replica sync (CURVE) with this key pair, made by `lean-selector keys`
+    peer_keys_file: public keys of the replicas that are trusted, one per line; unset: all replicas
+      share this one's key pair
     """
 
     secret_key_file: str | None = flag(None, "--replica-sync-curve-secret-key-file", each=path)
@@ -243,13 +243,13 @@ class ReplicaKeysFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class FinderFlags:
-    """How discovery looks
+    """Discovery
 
-    interval_s: how often files and names are looked at again
-    grace_s: how long what is not found any more stays
-    api: URL of the Kubernetes API server; unset: that of the pod's environment
-    api_token_file: token of the service account; read again when it changes
-    api_ca_file: certificate authorities of the API server; read again when they change
+    interval_s: how often files are reread and names resolved again
+    grace_s: keep a worker or peer this long after discovery no longer finds it
+    api: URL of the Kubernetes API server; unset: from the pod's environment
+    api_token_file: token of the service account; reread when it changes
+    api_ca_file: certificate authorities of the API server; reread when they change
     """
 
     interval_s: float = flag(2.0, "--discover-interval-secs", ge=0.01)
@@ -281,14 +281,14 @@ class AccessFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PeersFlags(AccessFlags):
-    """Requests to other services of ours
+    """Requests to replicas and index peers
 
-    token_file: bearer token for every request that we make of another replica or an index peer;
-      read again when it changes
-    ca_file: certificate authorities (PEM) of those with https URLs; unset: the system's
-    cert_file: our certificate (PEM) for those that ask for one; read again when it changes
-    key_file: the key of that certificate (PEM)
-    tls_name: the name that their certificates must have; unset: the host of the URL
+    token_file: bearer token for every request to another replica or an index peer; reread when it
+      changes
+    ca_file: certificate authorities (PEM) for those with https URLs; unset: the system's
+    cert_file: client certificate (PEM) for those that require one; reread when it changes
+    key_file: key of that certificate (PEM)
+    tls_name: name that their certificates must carry; unset: the host of the URL
     """
 
     whose = "peer"
@@ -301,22 +301,21 @@ class PeersFlags(AccessFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointsFlags:
-    """Where it connects to
+    """Allowed endpoints
 
-    allowed: endpoints that may be connected to, of workers, events, replays and peers;
-      SCHEME://HOST:PORT, HOST a name with * in it, a network such as 10.0.0.0/8, or *; may be
-      repeated; unset: all
+    allowed: allowlist for connections to workers, events, replays and peers; SCHEME://HOST:PORT,
+      HOST a name with wildcards, a network such as 10.0.0.0/8, or *; may be repeated; unset: all
     """
 
     allowed: list[str] = flag([], "--allow-endpoint", each=pattern, filled=True, common=True)
 
     @property
     def rules(self) -> "AllowedEndpoints | None":
-        """None where everything is allowed."""
+        """None if everything is allowed."""
         return _allowed(self.allowed) if self.allowed else None
 
     def check(self, what: str, endpoints: list[str]) -> None:
-        """Raises ValueError for one that is not allowed; its text begins with `what`."""
+        """Raise ValueError, whose text begins with `what`, if the endpoint is not allowed."""
         rules = self.rules
         for each in endpoints:
             refusal = None if rules is None else rules.refusal(each)
@@ -345,7 +344,7 @@ class ReservationsFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig(Config):
-    """What every service is told."""
+    """The configuration of every service."""
 
     listen: ListenFlags
     state: StateFlags
@@ -378,6 +377,6 @@ class TrackerListenFlags(ListenFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerConfig(ServiceConfig):
-    """What `lean-slot-tracker` is told."""
+    """The configuration of `lean-slot-tracker`."""
 
     listen: TrackerListenFlags

@@ -15,35 +15,35 @@ PAGE: Final = "docs/reference/flags.md"
 _GUIDES: Final = {
     "Listening, logging and stopping": "[operations](../guide/operations.md), "
     "[TLS](../guide/tls.md), [access](../guide/access.md)",
-    "State over restarts": "[restarts](../guide/restarts.md)",
+    "State across restarts": "[restarts](../guide/restarts.md)",
     "Replicas": "[replicas](../guide/replicas.md)",
     "Encryption of replica sync": "[replicas](../guide/replicas.md#keys)",
-    "How discovery looks": "[discovery](../guide/discovery.md)",
-    "Requests to other services of ours": "[TLS](../guide/tls.md#what-we-ask-of-others)",
-    "Where it connects to": "[operations](../guide/operations.md#where-it-connects-to)",
-    "Dialect": "[the 1.6 dialect](http-api-16.md)",
+    "Discovery": "[discovery](../guide/discovery.md)",
+    "Requests to replicas and index peers": "[TLS](../guide/tls.md#what-we-ask-of-others)",
+    "Allowed endpoints": "[operations](../guide/operations.md#where-it-connects-to)",
+    "API version": "[the 1.6 dialect](http-api-16.md)",
     "Choosing a worker": "[choosing](../guide/choosing.md)",
-    "Requests that wait": "[choosing](../guide/choosing.md#who-waits)",
-    "Shedding": "[load shedding](../guide/load-shedding.md)",
+    "Queueing": "[choosing](../guide/choosing.md#who-waits)",
+    "Load shedding": "[load shedding](../guide/load-shedding.md)",
     "Sessions": "[sessions](../guide/sessions.md)",
     "Encryption of engines' events": "[engines](../engines.md#engines-that-encrypt)",
     "Discovery of workers": "[discovery](../guide/discovery.md)",
-    "Workers that fail": "[health](../guide/health.md)",
+    "Outlier detection and health checks": "[health](../guide/health.md)",
     "Raw prompts": "[prompts](../guide/prompts.md), [gateways](../guide/gateways.md)",
     "Gateways' access logs": "[gateways](../guide/gateways.md#ends)",
-    "Recording a trace": "[choosing](../guide/choosing.md#your-own-traffic)",
+    "Decision log": "[choosing](../guide/choosing.md#your-own-traffic)",
     "The gateway": "[the gateway](../guide/gateway.md)",
 }
 _INTRO: Final = """\
 # Flags
 
-What `lean-selector`, `lean-slot-tracker` and `lean-selector gateway` can be told. This page is
-made of the flags' declarations by `.venv/bin/python -m tests.documents.flags_page`; a test fails
-when it is not what that writes. `--help` shows the most used flags, `--help-all` all of them.
+The flags of `lean-selector`, `lean-slot-tracker` and `lean-selector gateway`. This page is
+generated from the flags' declarations by `.venv/bin/python -m tests.documents.flags_page`; a test
+fails when it is out of date. `--help` shows the most used flags, `--help-all` all of them.
 
-A flag goes before its environment variable, that before the file of `--config`, that before the
-default. An empty variable counts as unset. `--config FILE` names a TOML file with the same names
-without `--`:
+A flag takes precedence over its environment variable, that over the file of `--config`, that over
+the default. An empty variable counts as unset. `--config FILE` names a TOML file with the same
+names without `--`:
 
 ```toml
 port = 8092

@@ -32,8 +32,8 @@ def selector(words: str) -> SelectorConfig:
     ("words", "said"),
     [
         ("--prompts guess", "--prompts: invalid value `guess`: expected one of tokenize"),
-        ("--prompts learn", "--prompts: invalid value `learn`: learning needs the engines'"),
-        ("--prompts local", "--prompts local needs --prompts-tokenizer"),
+        ("--prompts learn", "--prompts: invalid value `learn`: learn needs the engines'"),
+        ("--prompts local", "--prompts local requires --prompts-tokenizer"),
         ("--prompts-memory-mb 0", "expected 1 to"),
         ("--prompts-tokenize-from -1", "expected 0 to"),
         ("--prompts-tokenize-timeout-secs 0", "expected at least"),
