@@ -479,8 +479,10 @@ class Link:
         return self._step.value if self._curve is None else "it has no server key that we believe"
 
     def _end_monitor(self) -> None:
-        """From here on the connection is watched by its descriptor: libzmq reports a loss before it
-        closes it, so one whose inode was read before this last look belongs to the connection."""
+        """Stop reading libzmq's events; from here on the connection is watched by its descriptor.
+
+        Events are read once more: libzmq reports a loss before it closes the descriptor, so if
+        none is reported, the inode that was read before belongs to this connection."""
         if self._monitor is not None and not self._monitor.closed:  # closed with its context
             self._hear()
             asyncio.get_running_loop().remove_reader(self._monitor.fileno())
@@ -595,7 +597,8 @@ HTTP: Final = b"HTTP/"
 
 
 async def said_at(address: Address) -> bytes:
-    """HTTP where a listener speaks that, else the beginning of its ZMTP greeting, or less."""
+    """`HTTP` if the listener speaks it; otherwise the beginning of its ZMTP greeting, perhaps cut
+    short."""
     for question, size in ((b"HEAD / HTTP/1.0\r\n\r\n", len(HTTP)), (_GREETING, _GREETING_BYTES)):
         said = b""
         with contextlib.suppress(OSError):  # a time-out is one

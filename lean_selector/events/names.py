@@ -166,7 +166,7 @@ class Resolver:
 
 
 def numeric(host: str) -> Address | None:
-    """The address that `host` is itself, without a look-up; None for a name."""
+    """The address if `host` is a numeric one; None if it is a name."""
     text = host[1:-1] if host.startswith("[") else host
     try:
         found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

@@ -77,7 +77,7 @@ class Prompts:
         client: OutboundClient,
         local: Tokenizer | None = None,
     ) -> None:
-        """`local` tokenizes in that mode."""
+        """`local` is the tokenizer of the mode `local`."""
         self.memory = PromptMemory(settings.memory_bytes)
         self.unknown: Counter[str] = Counter()  # prompts with unknown blocks, by reason
         self._settings = settings

@@ -180,8 +180,8 @@ class FamilyGroup(Generic[T]):
         things: Callable[[], Iterable[tuple[str, T]]],
         families: Iterable[tuple[str, str, str, Callable[[T], Value]]],
     ) -> None:
-        """`things` come with their labels. `families`: name, kind, help, and the value of a
-        thing."""
+        """`things` returns pairs of labels and thing. A family is its name, kind, help, and the
+        function that returns the value of a thing."""
         self.things = things
         self.families = tuple(families)
 

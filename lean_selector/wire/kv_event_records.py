@@ -269,7 +269,7 @@ def _mm_hashes_of_block(
 
 
 def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
-    """These take precedence over extra keys, even if they name nothing."""
+    """The multimodal hashes of each block; used instead of the extra keys, even where empty."""
     return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]
 
 

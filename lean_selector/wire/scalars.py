@@ -276,7 +276,7 @@ def is_absent(hashes: HashList) -> bool:
 
 
 def check_ignored(fields: msgspec.Struct, name: str) -> None:
-    """A hash list that another form makes irrelevant must still be one."""
+    """Check a hash list, even if the prompt came in another form and it is not used."""
     hashes: HashList = getattr(fields, name)
     if not is_absent(hashes):
         packed(name, hashes)

@@ -150,7 +150,8 @@ class KvHint(msgspec.Struct, frozen=True):
 
 
 class Selection16(msgspec.Struct, frozen=True, gc=False):
-    """The answer to /select and, with all of the first four, /select_and_reserve; in this order."""
+    """The answer to /select and /select_and_reserve; the latter always has the first four fields.
+    JSON has the fields in this order."""
 
     selection_id: str | UnsetType
     sequence_hashes: tuple[int, ...] | UnsetType  # as signed integers

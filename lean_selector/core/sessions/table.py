@@ -218,8 +218,8 @@ class SessionTable:
             self.counts.expired += 1
 
     def keep_alive(self, now: float, max_steps: int) -> None:
-        """Publish again, at most `max_steps`, bindings that are held here and that peers would
-        expire, since they do not know that."""
+        """Publish at most `max_steps` bindings again that requests hold here. Peers do not know of
+        these requests, and would let the bindings expire."""
         if self._shared.tell is None:
             return
         for _ in range(max_steps):
