@@ -115,7 +115,8 @@ class FleetView:
         wall: float,
     ) -> FleetRank:
         key = worker.spec.worker_id, dp_rank
-        state, since = worker.lifecycle, None
+        state = worker.lifecycle
+        since: int | None = None
         source_state = None if source is None else source.state
         source_since = None if source is None else round(wall - source.state_age_s)
         load = None if partition is None else partition.slots.ranks.get(key)

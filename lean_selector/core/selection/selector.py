@@ -47,6 +47,7 @@ from lean_selector.core.selection.scheduler import (
 )
 from lean_selector.core.selection.shapes import (
     CachedSelection,
+    Decision,
     PartitionKey,
     Placement,
     SelectionRequest,
@@ -501,7 +502,8 @@ class Selector:
             placement = with_more(
                 partition, request, ranks, matches, (load, placement), now, is_steered
             )
-        prompt, decision = request.prompt, None
+        prompt = request.prompt
+        decision: Decision | None = None
         watch = self.watch
         if watch is not None:
             decision = watch.look(partition, request, ranks, matches, load, placement, now)
