@@ -1,15 +1,15 @@
 """Replica sync on the network: one PUB bound here, and a link to the PUB of every peer.
 
-Owns the rules for peers (slot_tracker.md 3.1 and 3.6); the links to them are in `replica_links`,
-the PUB in `replica_pub`. Does not know what an event does: hands decoded events to `on_event`, and
-publishes those it is given.
+Owns the rules for peers (slot_tracker.md 3.1 and 3.6); the links to them are in `peer_links`, the
+PUB in `pub_socket`. Passes decoded events to `on_event` without interpreting them, and publishes
+the events it is given.
 
-What one turn of the loop brings is sent at its end, in the order of the calls: the answers go
-first, and libzmq's thread, which has to be woken through a pipe, is woken once. `overflows` counts
-the beginnings of losses in the queues of peers, not what was lost (`replica_pub`).
+Events published in one turn of the loop are sent at its end, in the order of the calls: HTTP
+responses go first, and libzmq's thread is woken only once. `overflows` counts how often a peer's
+queue began to lose events, not how many were lost (`pub_socket`).
 
-What was lost the receiver can tell: our events are numbered, and a heartbeat says every second how
-many there were, so that a loss shows also when nothing follows it (decision D24).
+The receiver detects losses: events are numbered, and a heartbeat every second carries the last
+number, so that a loss at the end of a burst is detected too (decision D24).
 """
 
 import asyncio
@@ -52,21 +52,21 @@ from lean_selector.wire.replica_frames import (
 
 log = logging.getLogger("lean_selector.replica")
 
-# Events that may wait for each peer that we publish to. libzmq's 1000 loses bursts; the reference
-# puts queues of 100 000 before it. All peers' queues share a message's bytes, and the heartbeat
-# cuts off a peer that is stuck altogether after 15-20 s.
+# Events queued per peer. libzmq's default of 1000 loses bursts; the reference has queues of 100 000
+# in front of it. The queues share a message's bytes, and the heartbeat disconnects a peer that is
+# stuck for 15-20 s.
 HIGH_WATER_MARK = 100_000
-# Events that wait to be sent, as in the reference: a burst that is more than a turn carries off.
+# Capacity of the outbox, as in the reference: for bursts larger than one turn can send.
 MAX_OUTBOX = 100_000
-# What a turn of requests brings is some hundreds. So many take some 4 ms.
+# A turn of the loop publishes some hundreds of events. This many take some 4 ms.
 MAX_DUE_PER_TURN = 1_024
 # Replicas of one service are a handful.
 MAX_PEERS = 256
-# A loss at the end of a burst is seen that much later; costs a message of 60 bytes.
+# A loss at the end of a burst is detected at most this late; a heartbeat is 60 bytes.
 HEARTBEAT_S = 1.0
 
 WARN_EVERY_S = 10.0
-# Verdicts that speak of a configuration fault: a worker or model that one replica was not told of.
+# Verdicts that indicate a configuration fault: a worker or model is missing on one replica.
 _WORTH_A_WARNING = (
     Verdict.UNKNOWN_PARTITION,
     Verdict.BLOCK_SIZE,
@@ -102,13 +102,13 @@ def _bound(
 class ReplicaSync:
     """The replica mesh of one process. Must be used from the loop that it was started in.
 
-    `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` hears each
-    decoded event, `now` in monotonic seconds, and says what became of it. `router_id` is the sender
-    of what is published here. `advertise` is our own endpoint as peers see it, refused as a peer.
-    `on_connected()` hears that a subscription came, or came back; `on_missed()` that `heard` has a
-    gap more. `on_session` hears what peers tell of sessions, as `on_event`; None: they are not
-    listened to for that. With a `gate`, which is ours to close, peers speak CURVE: those that it
-    admits are those that we believe.
+    `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` handles each
+    decoded event, `now` in monotonic seconds, and returns its verdict. `router_id` is the sender id
+    of published events. `advertise` is this replica's endpoint as peers reach it; it is refused as
+    a peer. `on_connected()` is called when a subscription is made or restored, `on_missed()` when
+    `heard` has a new gap. `on_session` handles peers' session events, as `on_event`; None: do not
+    subscribe to them. With a `gate`, which the mesh closes, peers must use CURVE, and only keys
+    that it admits are trusted.
     Raises ReplicaSyncError when it cannot be set up.
     """
 
@@ -133,8 +133,8 @@ class ReplicaSync:
         self.refused = 0  # never sent: the outbox was full, or the event too big
         self.received = 0
         self.undecodable = 0
-        self.too_big = 0  # and not looked at any further
-        self.sequence = 0  # events handed over to be published, sent or refused
+        self.too_big = 0  # and not decoded
+        self.sequence = 0  # events to be published so far, sent or refused
         self.heard = ReplicaSequences()
         self._router_id = router_id
         self._on_event = on_event
@@ -150,7 +150,7 @@ class ReplicaSync:
         self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None
         self._outbox: deque[ReplicaEvent | SessionEvent] = deque()
-        self._left = 0  # in the outbox, of earlier turns
+        self._left = 0  # in the outbox, from earlier turns
         self._is_flushing = False
         self._call_soon = asyncio.get_running_loop().call_soon
         self._pub = _bound(context, bind, high_water_mark, gate)
@@ -168,7 +168,7 @@ class ReplicaSync:
 
     @property
     def bound_endpoint(self) -> str:
-        """Where the PUB listens, with the port that the system chose if it was asked to."""
+        """Where the PUB listens; with the port that the system chose for port 0."""
         return self._pub.endpoint
 
     @property
@@ -177,7 +177,7 @@ class ReplicaSync:
         return len(self._outbox)
 
     def start(self) -> None:
-        """Begin to connect and to receive; call it in the running loop."""
+        """Start to connect and to receive; call it in the running loop."""
         assert self._beating is None, "started twice"
         if self.gate is not None:
             self.gate.start()
@@ -198,8 +198,8 @@ class ReplicaSync:
     # publishing ---------------------------------------------------------------------------------
 
     def publish(self, event: ReplicaEvent | SessionEvent) -> None:
-        """Send one event to all peers that are connected, at the end of this turn of the loop, and
-        in the order of the calls; never waits, never fails.
+        """Send one event to all connected peers, at the end of this turn of the loop and in the
+        order of the calls; never waits, never fails.
         """
         if len(self._outbox) >= MAX_OUTBOX:
             self.refused += 1
@@ -213,10 +213,10 @@ class ReplicaSync:
             self._call_soon(self._flush)
 
     def _flush(self) -> None:
-        """What this turn brought goes, however long that takes: else a load that lasts, on a busy
-        processor, fills the outbox for as long. Of a burst some, and more while the time lasts."""
+        """Send all events of this turn, however long it takes: otherwise sustained load on a busy
+        processor fills the outbox. Of a backlog, send some, and more while the time slice lasts."""
         outbox = self._outbox
-        if self._pub.closed:  # what is freed after the end is not sent
+        if self._pub.closed:  # reservations freed after the end are not published
             outbox.clear()
         due = min(len(outbox) - self._left, MAX_DUE_PER_TURN)
         ends = time.monotonic() + MAX_TURN_S
@@ -237,7 +237,7 @@ class ReplicaSync:
         if isinstance(event, ReplicaEvent):
             self.sequence += 1
             topic, payload, most = TOPIC, encode_event(event, self.sequence), MAX_EVENT_BYTES
-        else:  # not numbered, for the reference's are not, and the next booking tells it again
+        else:  # not numbered: the reference's are not, and the next booking repeats it
             topic, payload, most = SESSION_TOPIC, encode_session(event), MAX_SESSION_BYTES
         if len(payload) > most:
             self.refused += 1
@@ -249,7 +249,7 @@ class ReplicaSync:
         self.published += 1
 
     async def _beat(self) -> None:
-        """Tell again and again how many events there were: a heartbeat may be lost as they are."""
+        """Publish the number of the last event repeatedly: a heartbeat can be lost, too."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))
@@ -300,11 +300,11 @@ class ReplicaSync:
 
     @property
     def dropped(self) -> int:
-        """Messages received and never looked at: too many waited."""
+        """Messages dropped unread: too many were queued."""
         return self._links.dropped
 
     def _handle(self, frames: list[bytes], now: float) -> Iterator[None] | None:
-        """Act on a message; or return the steps of doing so, of a few milliseconds each."""
+        """Handle a message, or return the steps to do so, of a few milliseconds each."""
         if frames[0] == HEARTBEAT_TOPIC:
             self._hear_heartbeat(frames, now)
             return None
@@ -381,7 +381,7 @@ class ReplicaSync:
 
 
 def _check(endpoint: str) -> None:
-    """Refuse what is no endpoint, or one that no peer can listen on."""
+    """Refuse an invalid endpoint, or one that no peer can listen on."""
     try:
         check_endpoint(endpoint)
     except ValueError as error:
@@ -391,7 +391,7 @@ def _check(endpoint: str) -> None:
 
 
 class DropWarnings:
-    """What the log says of dropped events: at most one line per reason in WARN_EVERY_S."""
+    """Logs dropped events: at most one line per reason in WARN_EVERY_S."""
 
     def __init__(self) -> None:
         self._said: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
@@ -399,13 +399,13 @@ class DropWarnings:
     def judge(
         self, event: ReplicaEvent | SessionEvent, verdict: Verdict | SessionVerdict, now: float
     ) -> None:
-        """Warns where what became of an event speaks of a fault."""
+        """Warn if an event's verdict indicates a configuration fault."""
         is_session = isinstance(event, SessionEvent)
         if verdict in (_SESSION_WORTH_A_WARNING if is_session else _WORTH_A_WARNING):
             self.warn(now, verdict.name.lower().replace("_", " "), name_of(event))
 
     def warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
-        """So many were dropped; `detail` is of the last."""
+        """Count `count` dropped events; `detail` describes the last."""
         last, count = self._said.get(reason, (-WARN_EVERY_S, 0))
         count += events
         if now - last < WARN_EVERY_S:

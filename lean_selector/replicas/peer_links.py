@@ -1,4 +1,4 @@
-"""A peer of a replica, as it is shown."""
+"""Connections to peers, and their state as it is shown."""
 
 import asyncio
 import logging
@@ -26,22 +26,20 @@ class Peer(msgspec.Struct):
 
 
 # -- replica links -------------------------------------------------------------------------------
-#
-# The peers of a replica: a link to each, and their messages in bounded turns of the loop.
-#
-# Knows nothing of what a message means. Spec: slot_tracker.md 3.1 and 3.6.
+# A link to each peer of a replica; their messages are handled in bounded turns of the loop.
+# Does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6.
 
 log = logging.getLogger("lean_selector.replica")
 
-# Work per turn of the loop, of all peers together: HTTP waits a millisecond at most.
+# Work per turn of the loop for all peers together: HTTP waits a millisecond at most.
 MAX_EVENTS_PER_TURN = 256
 MAX_TURN_S = 0.001
-# Events over their bound are refused one by one; a peer that sends more than this is cut off.
+# Larger events are refused one by one; a peer that sends a larger message is disconnected.
 MAX_MESSAGE_BYTES = 16 << 20
 
 
 class ReplicaLinks:
-    """Hears the peers that it is told of, from start() to close(). From the loop's thread only."""
+    """Receives from the added peers, from start() to close(). From the loop's thread only."""
 
     def __init__(
         self,
@@ -51,9 +49,9 @@ class ReplicaLinks:
         on_connected: Callable[[], None],
         curve: CurveClient | None = None,
     ) -> None:
-        """`on_message(frames, now)` hears what begins with a topic, in order of each peer; where
-        that takes long it returns the steps, and what the peer sent since waits for them.
-        `on_connected()` hears that a subscription came, or came back."""
+        """`on_message(frames, now)` handles each message on a topic, in order per peer; for long
+        work it returns steps, and later messages of that peer wait for them. `on_connected()` is
+        called when a subscription is made or restored."""
         self._links = links
         self._curve = curve
         self._topics = topics
@@ -61,15 +59,15 @@ class ReplicaLinks:
         self._on_connected = on_connected
         self._is_started = False
         self._peers: dict[str, Link] = {}
-        self._states: dict[str, tuple[str, float]] = {}  # and since when
+        self._states: dict[str, tuple[str, float]] = {}  # (state, since)
         self._ready: deque[Link] = deque()  # those with messages, each once
-        self._under_way: dict[Link, Iterator[None]] = {}  # of those, the ones amid a message
+        self._under_way: dict[Link, Iterator[None]] = {}  # links whose message is not finished
         self._is_scheduled = False
         self._ending: set[asyncio.Task[None]] = set()
-        self._dropped = 0  # of peers that are gone
+        self._dropped = 0  # by removed peers
 
     def start(self) -> None:
-        """Begin to connect; call it in the running loop."""
+        """Start to connect; call it in the running loop."""
         self._is_started = True
         for link in self._peers.values():
             link.start()
@@ -119,7 +117,7 @@ class ReplicaLinks:
 
     @property
     def dropped(self) -> int:
-        """Messages that nobody took, for too many waited."""
+        """Messages dropped because too many were queued."""
         return self._dropped + sum(link.dropped for link in self._peers.values())
 
     def states(self) -> list[Peer]:
@@ -130,7 +128,7 @@ class ReplicaLinks:
         ]
 
     def _note(self, link: Link) -> None:
-        """Keep a peer's state, and say when it has changed."""
+        """Store a peer's state, and log a change."""
         if link.state is LinkState.CONNECTED:
             state = "connected"
         elif link.was_connected:
@@ -161,7 +159,8 @@ class ReplicaLinks:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        """One message of each peer in turn, or one step of it, while the time lasts."""
+        """Handle one message, or one step of it, of each peer in turn, while the time slice
+        lasts."""
         self._is_scheduled = False
         ready = self._ready
         now = time.monotonic()
@@ -180,7 +179,7 @@ class ReplicaLinks:
         self._schedule()
 
     def _go_on(self, link: Link, now: float) -> None:
-        """With the message that is under way, or the next one."""
+        """Continue the unfinished message, or handle the next one."""
         steps = self._under_way.pop(link, None)
         if steps is None:
             message = link.take()

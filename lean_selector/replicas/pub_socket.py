@@ -1,13 +1,12 @@
-"""The PUB that replicas hear.
+"""The PUB socket that publishes events to replicas.
 
-It is a zmq.asyncio one, but messages leave through its own plain shadow, DONTWAIT. A PUB never has
-to wait: a full queue drops. So there is nothing to await, an HTTP handler publishes and stays
-synchronous, and it costs a tenth of the awaitable send.
+It is a zmq.asyncio socket, but messages are sent through its synchronous shadow with DONTWAIT. A
+PUB never waits: a full queue drops. So an HTTP handler can publish without awaiting, at a tenth of
+the cost of the awaitable send.
 
-What libzmq drops for a peer that does not read cannot be counted message by message. With
-XPUB_NODROP a send that meets a full queue fails (EAGAIN), for all peers; it is then repeated
-without the option, which serves the others. From then on libzmq passes over the full queue silently
-until half of it is read.
+libzmq does not count messages that it drops for a slow peer. With XPUB_NODROP a send fails for all
+peers (EAGAIN) if one queue is full; it is then repeated without the option, which reaches the
+others. After that libzmq skips the full queue silently until half of it is read.
 """
 
 import os
@@ -33,7 +32,7 @@ _OPTIONS: Final = {
 
 
 class ReplicaPub:
-    """From the loop's thread only. Raises zmq.ZMQError where it cannot be bound."""
+    """From the loop's thread only. Raises zmq.ZMQError if it cannot be bound."""
 
     def __init__(
         self,
@@ -42,7 +41,7 @@ class ReplicaPub:
         high_water_mark: int,
         gate: CurveGate | None = None,
     ) -> None:
-        """With a `gate` only those hear it whom that admits."""
+        """With a `gate`, only peers that it admits can subscribe."""
         self.closed = False
         self.socket: Final = context.socket(zmq.PUB)
         self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket.underlying)
@@ -55,8 +54,8 @@ class ReplicaPub:
             plain.setsockopt(zmq.IPV6, "[" in endpoint)
             if gate is not None:
                 gate.guard(plain)
-            # libzmq's bind reads the network's interfaces, and aborts the process where that finds
-            # no free descriptor.
+            # libzmq's bind lists the network interfaces, and aborts the process if no descriptor is
+            # free.
             os.close(os.open(os.devnull, os.O_RDONLY))
             plain.bind(endpoint)
         except OSError as error:
@@ -65,12 +64,12 @@ class ReplicaPub:
         except BaseException:
             self.socket.close(0)
             raise
-        #: Where it listens, with the port that the system chose if it was asked to.
+        #: Where it listens; with the port that the system chose for port 0.
         self.endpoint: Final = plain.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, topic: bytes, payload: bytes) -> bool:
-        """To all peers that are connected. False where some did not get it: their queues had just
-        become full."""
+        """Send to all connected peers. False if some did not get it: their queues had just become
+        full."""
         is_for_all = True
         try:
             self._plain.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
@@ -79,11 +78,11 @@ class ReplicaPub:
             self._plain.setsockopt(zmq.XPUB_NODROP, 0)
             self._plain.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
             self._plain.setsockopt(zmq.XPUB_NODROP, 1)
-        # The second frame of a message always goes where the first went.
+        # The second frame of a message always goes to the same peers as the first.
         self._plain.send(payload, zmq.DONTWAIT)
         return is_for_all
 
     def close(self) -> None:
-        """At once; what is queued for peers is dropped."""
+        """Close at once; messages queued for peers are dropped."""
         self.closed = True
         self.socket.close(0)

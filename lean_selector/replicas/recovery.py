@@ -2,9 +2,9 @@
 
 Asks the peers in order; the first usable dump is read whole, then applied, both in slices between
 which the loop serves. Recovered blocks wait in a partition without workers until the first complete
-worker decides the block size (decision D3). What an engine told us itself is newer than any dump: a
-rank whose source has brought something, or has ended, since the start is left alone. A source that
-can be asked for what it published begins after the recovery, exactly behind the dump (D34).
+worker decides the block size (decision D3). An engine's own events are newer than any dump: a rank
+whose source has delivered events, or has ended, since the start is skipped. A source with a replay
+starts after the recovery, exactly at the dump's watermark (D34).
 Spec: indexer.md 4.2 and 7.5.
 """
 
@@ -33,13 +33,14 @@ from lean_selector.wire.dump_shapes import (
     StoredBlocks,
 )
 
-# -- one GET from a peer, taken in pieces on the loop ----------------------------------------------
+# -- one GET from a peer, read in pieces on the loop ----------------------------------------------
 
 T = TypeVar("T")
 
 
 class PeerFailed(Exception):
-    """Nothing usable from this peer; the message is one clear line, `status` that of its answer."""
+    """Nothing usable from this peer; the message is one clear line, `status` that of its
+    response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -47,7 +48,8 @@ class PeerFailed(Exception):
 
 
 class PeerFetch(Generic[T]):
-    """Starts at once. `done` gets what was read, or PeerFailed; it may be cancelled at any time."""
+    """Starts at once. `done` gets the value read, or PeerFailed; it may be cancelled at any
+    time."""
 
     def __init__(
         self,
@@ -59,10 +61,9 @@ class PeerFetch(Generic[T]):
     ) -> None:
         """`timeout_s` bounds connecting alone; see `fetched`.
 
-        `read` takes the body apart, in the thread: it should be quick, as Python runs one at a
-        time.
+        `read` parses the body in the thread; it should be quick, because it holds the GIL.
         """
-        self.progress = 0  # grows with whatever arrives
+        self.progress = 0  # grows with each arrival of data
         self._client = client
         self._url = url
         self._timeout_s = timeout_s
@@ -79,7 +80,7 @@ class PeerFetch(Generic[T]):
             raise PeerFailed(error.message, error.status) from None
         except PeerFailed:
             raise
-        except Exception as error:  # whatever it is, it is the next peer's turn
+        except Exception as error:  # whatever the error, try the next peer
             raise PeerFailed(reason(error)) from None
 
     async def _fetched(self) -> list[bytes]:
@@ -98,7 +99,8 @@ class PeerFetch(Generic[T]):
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises; where it is cancelled, the thread goes on for nothing."""
+    """The result of `work`, run in a thread. If cancelled, the thread continues and its result is
+    dropped."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -124,10 +126,10 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 
 async def fetched(fetch: PeerFetch[T], left_s: float, peers_left: int) -> T:
-    """What a fetch brings within `left_s`; raises PeerFailed. It is given up at the end.
+    """The result of a fetch within `left_s`; after that it is cancelled. Raises PeerFailed.
 
-    A peer that sends nothing for its share of the time is given up, so that one that hangs leaves
-    some to the others; one that sends may use all.
+    A peer that sends nothing for its share of the time is abandoned, so that a hanging peer leaves
+    time for the others; one that keeps sending may use all of it.
     """
     ends = time.monotonic() + left_s
     share_s = left_s / peers_left
@@ -148,14 +150,14 @@ async def fetched(fetch: PeerFetch[T], left_s: float, peers_left: int) -> T:
 
 logger = logging.getLogger("lean_selector.recovery")
 
-# What no worker has claimed by then is of a worker that is gone: a fleet registers in minutes, and
-# so does one that is being rolled.
+# Blocks that no worker has claimed by then belong to a worker that is gone: a fleet registers
+# within minutes, also during a rolling update.
 RECOVERED_LIFE_S = 600.0
-# So long sources wait for it to end: the usual --recovery-timeout-secs.
+# Sources wait this long for its end: the default of --recovery-timeout-secs.
 MAX_HOLD_S = 10.0
 _LOGGED_PROBLEMS = 10  # per peer; a dump of garbage has millions
 
-# 12 million blocks of 86 bytes: more than one process should index, and what memory may hold twice.
+# 12 million blocks of 86 bytes: more than one process should index; memory can hold it twice.
 MAX_DUMP_BYTES = 1 << 30
 
 RankEvents = dict[RankKey, list[DumpEvent]]
@@ -165,7 +167,7 @@ Dump = tuple[list[DumpedPartition], list[str]]  # see split_dump
 def fetch_dump(client: OutboundClient, peer: str, timeout_s: float) -> PeerFetch[Dump]:
     """`peer` is a base URL.
 
-    One of ours that speaks 1.6 tells names and watermarks only where `detail` is asked for.
+    A peer with --api 1.6 includes names and watermarks only if `detail` is requested.
     """
     url = peer.rstrip("/") + "/dump?detail=true"
     return PeerFetch(client, url, timeout_s, MAX_DUMP_BYTES, split_dump)
@@ -174,7 +176,7 @@ def fetch_dump(client: OutboundClient, peer: str, timeout_s: float) -> PeerFetch
 class Recovery:
     """One start-up recovery. Only from the thread of the loop.
 
-    `blocks`, `skipped_events` and `skipped_ranks` count what came of the dump that was used.
+    `blocks`, `skipped_events` and `skipped_ranks` describe the dump that was used.
     """
 
     def __init__(
@@ -206,7 +208,7 @@ class Recovery:
             ):
                 return await self._recovered()
         except Exception:
-            logger.exception("recovery failed; going on with what there is")
+            logger.exception("recovery failed; continuing with the current index")
             return False
 
     async def _recovered(self) -> bool:
@@ -253,7 +255,7 @@ class Recovery:
     async def _read(
         self, peer: str, dumped: list[DumpedPartition], problems: list[str]
     ) -> list[tuple[DumpedPartition, RankEvents]]:
-        """Every event of the dump, by partition and rank. PeerFailed if none of it is usable."""
+        """Every event of the dump, by partition and rank. Raises PeerFailed if none is usable."""
         self.skipped_events = 0
         partitions: list[tuple[DumpedPartition, RankEvents]] = []
         events = 0
@@ -291,8 +293,9 @@ class Recovery:
             log_discarded(dumped)
             return
         self.skipped_ranks += len(left_alone)
-        # Not before every block is in: a source that starts at its watermark misses none. One that
-        # listens already may have batches from before the dump in its queue, so it starts afresh.
+        # Only after all blocks are applied, so that a source that starts at its watermark misses
+        # none. One that is already connected may have batches from before the dump in its queue, so
+        # it is restarted.
         for rank in dumped.watermarks.keys() - left_alone:
             if not (self._subscriptions.is_listening(rank) or self._is_ahead(rank)):
                 partition.watermarks[rank] = dumped.watermarks[rank]
@@ -300,8 +303,8 @@ class Recovery:
     async def _apply_rank(
         self, dumped: DumpedPartition, rank: RankKey, events: list[DumpEvent]
     ) -> bool:
-        """False if the rank was left alone, from some point on."""
-        waiting: dict[int, list[StoredBlocks]] = {}  # by the parent that is not there yet
+        """False if the rank was skipped, from some point on."""
+        waiting: dict[int, list[StoredBlocks]] = {}  # by the missing parent
         ready = events[::-1]
         while ready:
             await self._pause()
@@ -330,18 +333,18 @@ class Recovery:
         return True
 
     def _is_ahead(self, rank: RankKey) -> bool:
-        """What its source told, or tells no more, is newer than any dump."""
+        """Whether its source's own state, delivered or ended, is newer than any dump."""
         return rank in self._ended or self._subscriptions.is_ahead(rank)
 
     def _partition(self, dumped: DumpedPartition) -> Partition | None:
-        """Where the blocks go, as things stand now."""
+        """The partition that receives the blocks at this moment."""
         key = dumped.model_name, dumped.tenant_id
         return self._catalog.recovered_partition(key, dumped.block_size)
 
 
 def log_discarded(of: Partition | DumpedPartition) -> None:
-    """Say that recovered blocks are dropped because of their size (D3)."""
-    text = "recovered blocks of model=%s tenant=%s dropped: their size is %d, the workers' is not"
+    """Log that recovered blocks are dropped because of their block size (D3)."""
+    text = "recovered blocks of model=%s tenant=%s dropped: block size %d differs from the workers'"
     logger.warning(text, of.model_name, of.tenant_id, of.block_size)
 
 

@@ -1,12 +1,10 @@
-"""Runs a catch-up: fetches peers' live reservations and hands them to
-`core.replication.catch_up`.
+"""Runs a catch-up: fetches peers' live reservations and passes them to `core.replication.catch_up`.
 
-At start from the first peer that has a snapshot; after a subscription came (back), or events were
-missed, from all of them, for each knows best what has become of the requests that it admitted
-itself (decision D24). Waits for the subscriptions first, so that nothing ends unheard after a
-snapshot was taken. A peer that has none (404: a reference) is passed over. Reads and books in
-slices of the loop's turns, and looks on for ranks that are registered later, until the catch-up
-ends.
+At start it asks peers until one has a snapshot. After a subscription was made or restored, or
+events were missed, it asks all peers, because each is authoritative for the requests that it
+admitted (decision D24). It waits for the subscriptions first, so that no end is missed after a
+snapshot was taken. A peer without snapshots (404: the reference) is skipped. It reads and books in
+slices of the loop's turns, and retries ranks that are registered later, until the catch-up ends.
 """
 
 import asyncio
@@ -39,15 +37,15 @@ log = logging.getLogger("lean_selector.replica")
 PATH = "/replica_sync/snapshot"
 SESSIONS_PATH = "/replica_sync/sessions"
 MAX_SNAPSHOT_BYTES = 256 << 20  # 200 000 reservations of 64 blocks
-TIMEOUT_S = 10.0  # for all peers together, as start-up recovery
-CONNECT_S = 2.0  # for the subscriptions; a peer that is down must not hold up the others
-# After the last handshake: the subscription is on its way then, and libzmq looks at arrivals about
+TIMEOUT_S = 10.0  # for all peers together, as in start-up recovery
+CONNECT_S = 2.0  # for the subscriptions; a peer that is down must not delay the others
+# Wait after the last handshake: the subscription may still be in flight, and libzmq polls about
 # every millisecond.
 SETTLE_S = 0.25
-STEPS = 16  # bookings between looks at the clock
+STEPS = 16  # bookings between checks of the clock
 LOOK_AGAIN_S = 0.1
-AGAIN_S = 2.0  # at least between two: a peer that comes and goes must not cost more than that
-# Heard that recently, a replica is connected: three heartbeats.
+AGAIN_S = 2.0  # least pause between two: bounds the cost of a peer that reconnects often
+# A replica heard within this time counts as connected: three heartbeats.
 FOLLOWED_S = 3 * HEARTBEAT_S
 _LOOKS = 100
 _LOGGED_PROBLEMS = 10
@@ -60,12 +58,12 @@ class Occasion(Enum):
     """Why snapshots are taken."""
 
     START = 0
-    CONNECTED = 1  # a subscription came, or came back
+    CONNECTED = 1  # a subscription was made or restored
     MISSED = 2  # events of a peer that is connected
 
 
 class CatchingUp:
-    """What runs it; `tell(event, now)` acts on what a peer would have told."""
+    """Runs a catch-up; `tell(event, now)` applies an event that a peer would have sent."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class CatchingUp:
         *,
         client: Callable[[str], OutboundClient],
     ) -> None:
-        """`client(url)` is what asks a peer with this URL."""
+        """`client(url)` returns the HTTP client for a peer's URL."""
         self._client = client
         self._catch_up = catch_up
         self._sync = sync
@@ -86,8 +84,8 @@ class CatchingUp:
         self._targets = targets
         self._tell = tell
         self._sessions = sessions
-        self.took_s = 0.0  # what the last run spent on snapshots
-        self._failed = False  # a peer that might have one gave none in the last run
+        self.took_s = 0.0  # time that the last run spent on snapshots
+        self._failed = False  # in the last run, a peer that may have a snapshot gave none
 
     async def run(
         self,
@@ -95,10 +93,10 @@ class CatchingUp:
         take_occasion: Callable[[], Occasion],
         on_taken: Callable[[bool], None],
     ) -> None:
-        """Returns when the catch-up has ended, with everything booked or given up; or when it is
-        to begin `again`. `take_occasion` tells why: whatever gives another from then on comes too
-        late for this one. `on_taken` hears when the snapshots were taken, and whether they closed
-        a gap in what was heard of the peers.
+        """Return when the catch-up has ended, with every reservation booked or dropped, or when it
+        must begin `again`. `take_occasion` returns the reason; a later occasion needs another run.
+        `on_taken` is called when the snapshots were taken, with whether they closed a gap in peers'
+        events.
         """
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())
@@ -106,7 +104,7 @@ class CatchingUp:
             await _connected(self._sync)
             occasion = take_occasion()
             if occasion is Occasion.START and is_restored:
-                occasion = Occasion.CONNECTED  # of each peer something may have ended meanwhile
+                occasion = Occasion.CONNECTED  # reservations of every peer may have ended meanwhile
             again.clear()
             began = time.monotonic()
             mended = False
@@ -141,7 +139,7 @@ class CatchingUp:
             await pause()
 
     async def _take_from_first(self) -> None:
-        """All that the first peer knows which has a snapshot: nothing is known here yet."""
+        """Take everything from the first peer that has a snapshot: nothing is known here yet."""
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
             live, _ = await self._read(url, asked_at, snapshot)
             await self._take(live)
@@ -150,16 +148,15 @@ class CatchingUp:
         log.warning("catch-up: no peer had a snapshot; going on without")
 
     async def _take_from_all(self, occasion: Occasion) -> bool:
-        """What each says of its own requests, and what they know of those who cannot be asked.
+        """Take each peer's own requests, and what peers know of replicas that cannot be asked.
 
-        Of a replica that answers, or that is heard without a gap, others may know less: what they
-        hold of it may be what they never heard the end of. So may what they hold of one that does
-        not number its events, unless it may be its connection that was lost. True: a gap was
-        closed.
+        For a replica that answers, or whose events had no gap, others may be outdated: they may
+        have missed ends. The same holds for a replica that does not number its events, unless its
+        own connection may have been lost. Returns True if a gap was closed.
         """
         heard = self._sync.heard
         began = time.monotonic()
-        told: list[tuple[int, int]] = []  # replicas that answered, and how far they are
+        told: list[tuple[int, int]] = []  # replicas that answered, and their event numbers
         unasked: list[LiveBooking] = []
         answered = set()
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
@@ -189,7 +186,7 @@ class CatchingUp:
         return any(closed)
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:
-        """What each peer knows of sessions: of two bindings the newer counts."""
+        """Take each peer's sessions: of two bindings the newer wins."""
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list
         ):
@@ -204,9 +201,9 @@ class CatchingUp:
     async def _answers(
         self, name: str, path: str, read: Callable[[bytes], T]
     ) -> AsyncIterator[tuple[str, float, T]]:
-        """The URL of each peer that answers, when it was asked, and what it says."""
+        """Yield for each peer that answers its URL, the time of the request, and the answer."""
         ends = time.monotonic() + TIMEOUT_S
-        urls = list(self._urls)  # peers may come and go meanwhile
+        urls = list(self._urls)  # peers may be added and removed meanwhile
         for at, url in enumerate(urls):
             asked_at = time.monotonic()
             left_s = ends - asked_at
@@ -218,7 +215,7 @@ class CatchingUp:
                 taken = await fetched(fetch, left_s, len(urls) - at)
             except PeerFailed as error:
                 if error.status == 404:
-                    log.info("catch-up: %s has no %s, as the reference; passed over", url, name)
+                    log.info("catch-up: %s has no %s, like the reference; skipped", url, name)
                 else:
                     self._failed = True
                     log.warning("catch-up: nothing from %s: %s", url, error)
@@ -228,8 +225,8 @@ class CatchingUp:
     async def _read(
         self, url: str, asked_at: float, snapshot: SnapshotParts
     ) -> tuple[list[LiveBooking], bool]:
-        """The bookings, and whether all could be read: then what has become here meanwhile of those
-        that the peer admitted is acted on.
+        """Return the bookings, and whether all could be read. If so, also apply changes to
+        reservations that the peer admitted and that were missed here.
         """
         fetched_at = time.monotonic()
         live: list[LiveBooking] = []
@@ -239,7 +236,7 @@ class CatchingUp:
             snapshot.lines,
             lambda line: live.append(decode_line(line, fetched_at)),
         ):
-            return live, False  # what could not be read may be what seems to be missing
+            return live, False  # an unreadable reservation may be one that seems to be missing
         pause = Pauses()
         ended = 0
         for event in ended_meanwhile(self._targets(), snapshot.router_id, live, asked_at):
@@ -248,13 +245,13 @@ class CatchingUp:
                 ended += 1
             await pause()
         if ended:
-            log.info("catch-up: %d reservations of %s had changed unheard", ended, url)
+            log.info("catch-up: %d reservations of %s changed by missed events", ended, url)
         return live, True
 
     async def _each(
         self, what: str, url: str, lines: list[bytes], take: Callable[[bytes], object]
     ) -> int:
-        """Take each line of an answer; how many could not be read."""
+        """Take each line of an answer; return how many could not be read."""
         pause = Pauses()
         problems = 0
         for line in lines:
