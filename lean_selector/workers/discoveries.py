@@ -1,4 +1,4 @@
-"""All discoveries of a process, running: what finds, what is found, and how it is told."""
+"""Runs all discoveries of a process: finders, rosters, and questions to engines."""
 
 import asyncio
 import time
@@ -33,13 +33,13 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What finders need of the world: names, the API server, how often to look."""
+    """What finders use: name resolution, the API server, the refresh interval."""
 
     resolve: Resolve
     interval_s: float
-    ask_service: AskService | None  # None where no SRV records are looked up
+    ask_service: AskService | None  # None if no SRV records are needed
     api: str
-    api_client: OutboundClient | None  # None where no service of Kubernetes is followed
+    api_client: OutboundClient | None  # None if no Kubernetes service is followed
 
 
 class Discoveries:
@@ -57,7 +57,7 @@ class Discoveries:
     # -- what to find --------------------------------------------------------------------------
 
     def find_workers(self, targets: Iterable[Target], roster: Roster, asking: Asking) -> None:
-        """Engines that `roster` names are asked by `asking`."""
+        """`asking` queries the engines that `roster` lists."""
         self.workers, self._asking = roster, asking
         for target in targets:
             self._add("workers", target)
@@ -131,7 +131,7 @@ class Discoveries:
         ]
 
     async def close(self) -> None:
-        """Nothing is found or asked any more; what was registered stays."""
+        """Stop all discovery; registered workers stay."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -143,13 +143,13 @@ class Discoveries:
     # -- seen from outside ---------------------------------------------------------------------
 
     def worker_states(self) -> dict[str, int]:
-        """How many workers have come how far."""
+        """Number of workers in each state."""
         if self.workers is None:
             return {}
         return {state.value: count for state, count in by_state(self.workers).items()}
 
     def changes(self) -> dict[str, int]:
-        """What was done to the catalog, since the start."""
+        """Changes made to the catalog since the start."""
         if self.workers is None:
             return {}
         roster = self.workers
@@ -189,7 +189,7 @@ class Discoveries:
 
 
 async def _seen(sighting: Sighting, run: Run) -> None:
-    """What a finder fails of is seen where it is looked for, until it finds again."""
+    """Run a finder; an exception is shown as the discovery's error until it succeeds again."""
     try:
         await run()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Asks an engine what it is: model, block size, KV event endpoints, as vLLM and SGLang tell them.
+"""Asks an engine for its model, block size and KV event endpoints, as vLLM and SGLang report them.
 
-What an engine does not say, or not in a known form, is left out.
+Values that an engine does not report, or not in a known form, are left out.
 """
 
 import re
@@ -14,7 +14,8 @@ from lean_selector.http.allowed_endpoints import Url
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.workers.particulars import Particulars
 
-# -- what engines answer, as far as it is read -----------------------------------------------------
+# -- engines' responses, as far as they are read
+# -----------------------------------------------------
 
 
 class Model(msgspec.Struct):
@@ -40,7 +41,7 @@ class EventSource(msgspec.Struct):
 
 
 class EventSources(msgspec.Struct):
-    """An earlier form of /kv_event_sources: the list in an object."""
+    """Older form of /kv_event_sources: the list in an object."""
 
     sources: list[EventSource] = []
 
@@ -66,8 +67,8 @@ class KvEvents(msgspec.Struct):
 
 
 class EventsConfig(msgspec.Struct):
-    """What --kv-events-config takes: in SGLang's own flag, as JSON in a text, and by rank in vLLM's
-    GET /kv_event_sources."""
+    """A --kv-events-config: JSON text in SGLang's flag of that name; per rank in vLLM's GET
+    /kv_event_sources."""
 
     publisher: str | None = None
     endpoint: str | None = None
@@ -75,7 +76,7 @@ class EventsConfig(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """SGLang's GET /server_info, of old /get_server_info."""
+    """SGLang's GET /server_info (older name: /get_server_info)."""
 
     page_size: int | None = None
     max_total_num_tokens: int | None = None
@@ -91,12 +92,12 @@ class ServerInfo(msgspec.Struct):
 _CONFIG: Final = b"vllm:cache_config_info{"
 _LABEL: Final = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _WILDCARDS: Final = frozenset({"*", "0.0.0.0", "::", "[::]"})
-# Those whose blocks are hashed by pairs of tokens.
+# Speculative methods whose blocks are hashed over pairs of tokens.
 _EAGLES: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 
 
 def model_of(body: bytes) -> tuple[str | None, str | None]:
-    """From /v1/models: the first model that is no adapter, and its owner."""
+    """From /v1/models: the first model that is not an adapter, and its owner."""
     for model in msgspec.json.decode(body, type=Models).data:
         if model.parent is None:
             return model.id, model.owned_by
@@ -107,7 +108,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Block size and count, and of how many ranks; False where nothing of it is there."""
+    """Block size, number of blocks and of ranks; False if none is reported."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:
@@ -128,7 +129,7 @@ def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
 
 
 def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
-    """From /kv_event_sources: where each rank tells its events, and answers for what is missed."""
+    """From /kv_event_sources: each rank's endpoints for events and for their replay."""
     sources = list(_vllm_sources(body))
     if not sources:
         return
@@ -145,8 +146,8 @@ def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
 
 
 def _vllm_sources(body: bytes) -> Iterator[EventSource]:
-    """As a list, as a list in an object, or as vLLM 0.32 has it: each rank's own configuration by
-    its number, its ports those of that rank."""
+    """A list, a list in an object, or, as in vLLM 0.32, a map from rank to configuration with that
+    rank's ports."""
     if body.lstrip().startswith(b"["):
         yield from msgspec.json.decode(body, type=list[EventSource])
         return
@@ -229,7 +230,7 @@ def _each_rank(endpoint: str, size: int) -> dict[str, str]:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """An endpoint as it is bound, as we reach it: a wildcard stands for the engine's own host."""
+    """A bound endpoint as this host reaches it: a wildcard is replaced by the engine's host."""
     if not endpoint.startswith("tcp://"):
         return endpoint
     bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -239,7 +240,7 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def _cover(into: Particulars, ranks: Iterable[int]) -> None:
-    """The range of ranks that has all of these; a worker of rank 0 alone needs none told."""
+    """Set the range that covers all these ranks; rank 0 alone is the default."""
     found = set(ranks)
     if not found or found == {0}:
         return
@@ -253,15 +254,15 @@ def _number(text: str | None) -> int | None:
 
 # -- asking ----------------------------------------------------------------------------------------
 
-TIMEOUT_S: Final = 5.0  # of each question
+TIMEOUT_S: Final = 5.0  # per request
 MOST_METRICS_BYTES: Final = 16 << 20
 _OF_SGLANG: Final = ("/server_info", "/get_server_info")  # the second is the older name
 _NOT_SERVED: Final = (404, 405, 501)
 
 
 async def ask_engine(client: OutboundClient, base: str) -> Particulars:
-    """What the engine at `base` (`http://host:port`) says of itself; what it does not say is left
-    out. Raises OutboundFailed when it does not answer, or not in words that we know.
+    """The description of the engine at `base` (`http://host:port`); what it does not report is left
+    out. Raises OutboundFailed if it does not answer, or in an unknown form.
     """
     told = Particulars()
     try:
@@ -280,7 +281,7 @@ async def ask_engine(client: OutboundClient, base: str) -> Particulars:
         if sources is not None:
             read_vllm_sources(sources, host, told)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise OutboundFailed(f"{base}: an answer in words that we do not know: {error}") from None
+        raise OutboundFailed(f"{base}: unknown form of response: {error}") from None
     return told
 
 
@@ -295,7 +296,7 @@ async def _is_vllm(client: OutboundClient, base: str, told: Particulars) -> bool
 
 
 async def _first(client: OutboundClient, base: str, paths: tuple[str, ...]) -> bytes | None:
-    """The first of these that is served."""
+    """The response of the first of these paths that is served."""
     for path in paths:
         try:
             return await client.text(base + path, timeout_s=TIMEOUT_S)

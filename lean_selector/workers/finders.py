@@ -26,15 +26,15 @@ WARN_EVERY_S: Final = 60.0
 
 
 class Sighting:
-    """The state of a discovery. What it found holds until it finds something else: a failure
-    changes nothing but `error`."""
+    """The state of a discovery. Its last result holds until the next one: a failure changes only
+    `error`."""
 
     def __init__(self, name: str) -> None:
-        """`name` as in the flag that asks for it."""
+        """`name` is the target as given in the flag."""
         self.name: Final = name
-        self.count: int | None = None  # of what it found; None until it found something
+        self.count: int | None = None  # size of the last result; None before the first
         self.error: str | None = None
-        self.since = time.monotonic()  # of `error`, or of its absence
+        self.since = time.monotonic()  # when `error` was last set or cleared
         self.failures = 0
         self._warned_at = 0.0
 
@@ -52,7 +52,7 @@ class Sighting:
         self.error = None
 
     def failed(self, reason: str) -> None:
-        """May be called for every try: it is logged when it begins, and once a minute."""
+        """May be called for every failed try: the first is logged, then one a minute."""
         now = time.monotonic()
         self.failures += 1
         if self.error is None:
@@ -61,11 +61,11 @@ class Sighting:
         self.error = reason
         if not self._warned_at or now - self._warned_at >= WARN_EVERY_S:
             self._warned_at = now
-            text = "discovery %s fails, what it found before holds: %s"
+            text = "discovery %s fails, its last result stays in use: %s"
             log.warning(text, self.name, reason, extra={"discovery": self.name})
 
 
-# What is found, and of what is not, what is said to end.
+# Entries that are found, and endpoints that are reported as terminating.
 OnPlaces = Callable[[Iterable[Place], Iterable[Place]], None]
 
 
@@ -73,20 +73,20 @@ OnPlaces = Callable[[Iterable[Place], Iterable[Place]], None]
 
 
 class Registrations(msgspec.Struct, forbid_unknown_fields=True):
-    """Bodies of POST /workers, without a `worker_id` if the workers need no names of their own."""
+    """Bodies of POST /workers; `worker_id` is optional."""
 
     workers: list[Particulars] | None
 
 
 class ListedEndpoint(msgspec.Struct):
-    """One of llm-d's file discovery. What else stands there is for its own router."""
+    """An endpoint of llm-d's file discovery. Its other fields are for llm-d's router."""
 
     address: str
     port: int | str
     labels: dict[str, str] = {}
 
     def entry(self) -> Particulars:
-        """The label `model` is the model's name. Raises ValueError for what is no port."""
+        """The label `model` is the model's name. Raises ValueError for an invalid port."""
         if not str(self.port).isdigit() or not 1 <= int(self.port) <= 0xFFFF:
             raise ValueError(f"`{self.port}` of {self.address} is no port")
         place = Place(self.address, int(self.port))
@@ -100,16 +100,17 @@ class ListedEndpoints(msgspec.Struct):
 
 
 MOST_WORKERS: Final = 16_384
-_NAMED: Final = 3  # keys that cannot be such
-MOST_LEVELS: Final = 100  # libyaml takes some of the C stack for each, without a limit of its own
+_NAMED: Final = 3  # most invalid keys that are listed
+MOST_LEVELS: Final = 100  # libyaml uses C stack for each, without a limit of its own
 _TOO_DEEP: Final = "lists and objects are nested too deeply, or within themselves"
 
 
 def listed_workers(text: bytes, is_yaml: bool) -> Found:
-    """What a file lists. Raises ValueError, saying where it is wrong; nothing of it counts then.
+    """The workers that a file lists. Raises ValueError, naming the place; then the whole file is
+    ignored.
 
-    The forms: a list of registrations, or an object with `workers:`, which is one, or
-    `endpoints:`, which is llm-d's.
+    Accepted forms: a list of registrations, or an object with such a list as `workers:` or with
+    llm-d's `endpoints:`.
     """
     try:
         return _listed(text, is_yaml)
@@ -123,7 +124,7 @@ def _listed(text: bytes, is_yaml: bool) -> Found:
         content = {"workers": content}
     if not isinstance(content, dict) or not {"workers", "endpoints"} & content.keys():
         raise ValueError("expected a list of workers, or an object with `workers` or `endpoints`")
-    # By way of JSON, because YAML's keys may be numbers, as those of maps by rank.
+    # Convert through JSON: YAML's keys may be numbers, as in maps by rank.
     try:
         again = msgspec.json.encode(content)
     except TypeError:
@@ -157,13 +158,16 @@ def _content(text: bytes, is_yaml: bool) -> Any:
         return yaml.load(text, Loader=loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    except (AttributeError, LookupError) as error:  # its own, of a value with a tag of another kind
+    except (
+        AttributeError,
+        LookupError,
+    ) as error:  # from the YAML parser: value and tag disagree
         raise ValueError(f"a value is not what its tag says: {error!r}") from None
 
 
 def _odd_keys(content: object, where: str) -> Iterator[str]:
-    """Keys that are neither text nor numbers, and where they are. Raises RecursionError for what
-    holds itself."""
+    """Keys that are neither strings nor numbers, with their places. Raises RecursionError for a
+    value that contains itself."""
     if isinstance(content, dict):
         for key, value in content.items():
             if key is None or isinstance(key, bool):
@@ -196,9 +200,9 @@ MOST_BYTES: Final = 16 << 20
 
 @dataclass(eq=False)
 class FileFinder:
-    """Looks at a file again and again, and reads it when it has changed. Names ending in .json are
-    JSON, all others YAML. Replace the file in one step (rename): one that is half written is a
-    failure, or half a fleet."""
+    """Checks a file periodically, and reads it when it has changed. Names ending in .json are JSON,
+    all others YAML. Replace the file atomically (rename): a half-written file is an error, or half
+    a fleet."""
 
     sighting: Sighting
     path: str
@@ -216,13 +220,13 @@ class FileFinder:
                 text, is_new = self._file.read()
                 if is_new:
                     fault = None
-                    # In a thread: thousands of workers in YAML take a second.
+                    # In a thread: parsing thousands of workers in YAML takes a second.
                     found = await asyncio.to_thread(listed_workers, text, self._is_yaml)
                     self.sighting.found(len(found.entries))
                     self.on_found(found)
                 elif fault is not None:
                     self.sighting.failed(fault)
-                elif self.sighting.error is not None:  # it was away, and is what it was
+                elif self.sighting.error is not None:  # it was missing, and is back unchanged
                     self.sighting.found(self.sighting.count or 0)
             except OSError as error:
                 self.sighting.failed(os.strerror(error.errno) if error.errno else str(error))
@@ -230,7 +234,7 @@ class FileFinder:
                 fault = str(error)
                 self.sighting.failed(fault)
             except Exception:
-                self._file.forget()  # what became of it is not known
+                self._file.forget()  # whether it changed is unknown
                 raise
             await asyncio.sleep(self.interval_s)
 
@@ -246,10 +250,10 @@ MOST_PLACES: Final = 4096
 
 @dataclass(eq=False)
 class DnsFinder:
-    """Looks up a name again and again: with a `port` its addresses, without one its SRV records.
+    """Resolves a name periodically: its addresses if a `port` is given, else its SRV records.
 
-    An answer without addresses is a failure, as an unknown name is: DNS cannot say that there is
-    nothing."""
+    An answer without addresses is a failure, like an unknown name: DNS has no way to report an
+    empty fleet."""
 
     sighting: Sighting
     name: str
@@ -278,7 +282,7 @@ class DnsFinder:
             found = {Place(host, port, self.is_secure) for host, port in services}
         else:
             addresses = await self.resolve(self.name, self.port)
-            # Of one that has both it is the same worker: the older family stands for it.
+            # Both families name the same worker: use IPv4.
             families = {family for family, _ in addresses}
             wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
             found = {
@@ -297,10 +301,10 @@ _LIFETIME_S: Final = 10.0
 
 
 class SrvRecords:
-    """SRV records, by the name servers of the system or those that it is given.
+    """Looks up SRV records at the system's name servers or the given ones.
 
-    The system's resolver does not know them: dnspython asks, in daemon threads that nothing waits
-    for, as other look-ups (D29): its coroutines do not end when they are cancelled.
+    The system's resolver does not support SRV, so dnspython is used. It runs in daemon threads that
+    nothing waits for, like other look-ups (D29), because its coroutines do not stop when cancelled.
     """
 
     def __init__(self, servers: list[str] | None = None, port: int = 53) -> None:
@@ -314,7 +318,7 @@ class SrvRecords:
     async def ask(self, name: str) -> list[tuple[str, int]]:
         """Target and port of each record. Raises OSError.
 
-        Priorities and weights are for clients that send requests; here all are candidates.
+        Priorities and weights are ignored: all records are candidates.
         """
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[list[tuple[str, int]] | OSError] = loop.create_future()
@@ -325,7 +329,7 @@ class SrvRecords:
                 result = self._ask(name)
             except OSError as error:
                 result = error
-            except Exception as error:  # whatever it is, it is asked again
+            except Exception as error:  # whatever the error, the look-up is repeated
                 result = OSError(f"SRV of {name}: {type(error).__name__}: {error}")
             with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
                 loop.call_soon_threadsafe(_answer, answered, result)
@@ -346,7 +350,7 @@ class SrvRecords:
         return [
             (record.target.to_text(omit_final_dot=True).lower(), record.port)
             for record in answer
-            if record.target.to_text() != "."  # RFC 2782: the service is decidedly not there
+            if record.target.to_text() != "."  # RFC 2782: there is no such service
         ]
 
 

@@ -1,8 +1,8 @@
-"""Workers or peers behind a service of Kubernetes: its EndpointSlices, listed and then watched.
+"""Finds workers or peers behind a Kubernetes service: lists its EndpointSlices, then watches them.
 
-A watch goes on from the resource version of the list, or of the last event or bookmark. One that
-ends is begun again from there; one that is told 410 (Gone) needs a new list. What the list said
-holds while the API server cannot be asked.
+A watch starts at the resource version of the list, and is resumed at that of the last event or
+bookmark. After 410 (Gone) a new list is needed. The last result holds while the API server cannot
+be reached.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class SliceList(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """Why a watch ends, in an event of the type ERROR."""
+    """The reason why a watch ends, in an event of type ERROR."""
 
     code: int | None = None
     message: str = ""
@@ -73,7 +73,7 @@ class Status(msgspec.Struct):
 
 
 class WatchEvent(msgspec.Struct):
-    """A line of a watch; what `object` is depends on the type."""
+    """A line of a watch; the shape of `object` depends on the type."""
 
     type: str
     object: msgspec.Raw = msgspec.Raw(b"{}")
@@ -82,15 +82,14 @@ class WatchEvent(msgspec.Struct):
 # -- which endpoints count -------------------------------------------------------------------------
 
 _SECURE: Final = frozenset({"https", "kubernetes.io/https"})
-# The ports that are meant where none is named, in this order; else the first.
+# Ports used if none is named, in this order; else the first port.
 _USUAL: Final = ("http", "https")
 
 
 def places_of(slices: Iterable[Slice], port: str | None) -> tuple[list[Place], list[Place]]:
-    """Those that are ready, and those that are terminating; both sorted.
+    """The ready endpoints, and the terminating ones; both sorted.
 
-    `port` is a name or a number. Of a service with addresses of both families, IPv4 stands for
-    both.
+    `port` is a name or a number. For a dual-stack service only the IPv4 addresses are used.
     """
     slices = list(slices)
     is_v4 = any(each.address_type == "IPv4" and each.endpoints for each in slices)
@@ -119,7 +118,7 @@ def places_of(slices: Iterable[Slice], port: str | None) -> tuple[list[Place], l
 
 def _chosen(ports: list[Port], wanted: str | None) -> Port | None:
     if wanted is not None:
-        # Without a name a port is any that the slice has: its ports may be all that there are.
+        # `wanted` is a name or a number.
         for port in ports:
             if wanted in (port.name, str(port.port)):
                 return port
@@ -140,8 +139,8 @@ LIST_TIMEOUT_S: Final = 30.0
 PAGE: Final = 500  # slices; each has up to a hundred endpoints, or a thousand if so configured
 MOST_LIST_BYTES: Final = 64 << 20
 MOST_SLICES: Final = 10_000
-# The server is asked to end a watch after this time. Bookmarks come every minute; a server
-# that is silent for longer than all of it is gone, whatever the connection says.
+# The server is asked to end a watch after this time. Bookmarks come every minute; a server that is
+# silent for longer than this is down, even if the connection looks alive.
 WATCH_S: Final = 240
 SILENCE_S: Final = 300.0
 AGAIN_FIRST_S: Final = 0.2
@@ -150,8 +149,8 @@ AGAIN_LIMIT_S: Final = 30.0
 
 @dataclass(eq=False)
 class KubernetesFinder:
-    """Follows one service. `client` brings the service account's token and authority; `api` is the
-    server's URL, `port` the name or number of the port that is meant."""
+    """Follows one service. `client` adds the service account's token and trusts its authority;
+    `api` is the server's URL, `port` the name or number of the port to use."""
 
     sighting: Sighting
     client: OutboundClient
@@ -193,8 +192,8 @@ class KubernetesFinder:
                     self.sighting.failed(error.message)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self.version = ""
-                self.sighting.failed(f"an answer in words that we do not know: {error}")
-            # A server that ends every watch at once must not be asked without a pause.
+                self.sighting.failed(f"unknown form of response: {error}")
+            # Pause, so as not to flood a server that ends every watch at once.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, AGAIN_LIMIT_S)
 
@@ -223,8 +222,8 @@ class KubernetesFinder:
         self._tell()
 
     async def _watch(self) -> None:
-        """Until the server ends it. Raises OutboundFailed, with the status GONE
-        where it has forgotten what came after our resource version."""
+        """Watch until the server ends it. Raises OutboundFailed, with status GONE if our resource
+        version is too old."""
         url = (
             f"{self._url}&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
             f"&resourceVersion={quote(self.version, safe='')}"

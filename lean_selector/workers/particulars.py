@@ -1,4 +1,4 @@
-"""Discovery targets, what discovery reports of a worker, and the registration made from it."""
+"""Discovery targets, discovered facts about a worker, and the registration made from them."""
 
 import re
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from lean_selector.wire.selection_bodies import RankText, WorkerFields, WorkerRe
 
 
 class Target(msgspec.Struct, frozen=True):
-    """`text` is as it was given; of the others, those that its kind has."""
+    """`text` is the flag's value; the other fields are its parts."""
 
     text: str
     kind: Literal["file", "dns", "kubernetes", "url"]
     name: str  # a path, a host's or a service's name, a URL
     namespace: str = ""
-    port: str | None = None  # of dns and kubernetes
+    port: str | None = None  # for dns and kubernetes
     is_secure: bool = False
 
 
@@ -32,12 +32,12 @@ _FORMS: Final = (
 )
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?\.?")
 _SERVICE_HOST: Final = re.compile(r"_[A-Za-z0-9-]+\._(tcp|udp)(\.[A-Za-z0-9_-]+)+\.?")
-# Of a namespace, a service, and the name of a port.
+# Names of namespaces, services and ports.
 _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 def target_of(text: str) -> Target:
-    """Raises ValueError, saying what was expected."""
+    """Parse a target. Raises ValueError, saying what was expected."""
     kind, colon, rest = text.partition(":")
     if not colon or not rest:
         raise ValueError(f"`{text}`: expected {_FORMS}")
@@ -56,7 +56,7 @@ def target_of(text: str) -> Target:
 
 
 def peer_target_of(text: str) -> Target:
-    """A target that finds peers. Raises ValueError."""
+    """Parse a target that finds peers. Raises ValueError."""
     target = target_of(text)
     if target.kind not in ("dns", "kubernetes") or target.is_secure:
         raise ValueError(
@@ -94,14 +94,14 @@ def _is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and 1 <= int(text) <= 0xFFFF
 
 
-# -- what is known of a worker ---------------------------------------------------------------------
+# -- facts about a worker ---------------------------------------------------------------------
 
 
 class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
     """The fields of a registration (POST /workers), all optional, and two ports beside them.
 
     The ports are those of the first rank on the host of `endpoint`; each further rank has the next
-    one, as vLLM and SGLang count. They count where no endpoints are told.
+    port, as in vLLM and SGLang. They are used only if no endpoints are given.
     """
 
     worker_id: NonNegative | None = None
@@ -125,7 +125,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} {port} is no port")
 
     def told(self) -> dict[str, object]:
-        """What is told, by the name of its field."""
+        """The fields that are set, by name."""
         return {
             name: value
             for name in self.__struct_fields__
@@ -149,24 +149,24 @@ class Place(msgspec.Struct, frozen=True, order=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Everything that a discovery knows of at a time."""
+    """Everything that a discovery currently finds."""
 
     entries: tuple[Particulars, ...] = ()  # each with an endpoint
-    leaving: frozenset[str] = frozenset()  # endpoints that are said to end: no grace for them
+    leaving: frozenset[str] = frozenset()  # terminating endpoints: removed without a grace period
 
 
 # -- ids and keys ----------------------------------------------------------------------------------
 
-# 53 bits: what JavaScript, Lua and jq still read as they stand. Of 10 000 workers two have the same
-# with a probability of one in a hundred million.
+# 53 bits: JavaScript, Lua and jq read them exactly. Among 10 000 workers, the probability that two
+# share an id is one in a hundred million.
 _BITS: Final = (1 << 53) - 1
 
 
 def endpoint_key(endpoint: str) -> str:
-    """One key for all spellings of an endpoint, also without a scheme: `http://host:port`, and a
-    path if it has one, without the /v1 at its end.
+    """Normalize an endpoint, with or without a scheme: `http://host:port`, plus its path without a
+    trailing /v1.
 
-    Whatever is no URL stands for itself.
+    Text that is not a URL is returned unchanged.
     """
     try:
         url = endpoint_url(endpoint)
@@ -184,7 +184,7 @@ def worker_id_of(key: str) -> int:
 
 
 def defaults_of(text: str) -> Particulars:
-    """Read from a JSON object. Raises ValueError, saying what was wrong."""
+    """Parse a JSON object. Raises ValueError, saying what is wrong."""
     defaults = msgspec.json.decode(text, type=Particulars)
     for name in ("worker_id", "endpoint"):
         if getattr(defaults, name) is not None:
@@ -201,14 +201,14 @@ _REPLAYS: Final = ("replay_endpoint", "replay_endpoints")
 def spec_of(
     worker_id: int, entry: Particulars, engine: Particulars | None, defaults: Particulars
 ) -> WorkerSpec:
-    """What is registered. Raises ValueError where the three do not fit together."""
+    """The registration made from the three. Raises ValueError if they contradict each other."""
     fields = defaults.told()
     fields.pop("worker_id", None)
     for more in (engine, entry):
         if more is not None:
             told = more.told()
             for pair in (_EVENTS, _REPLAYS):
-                if any(name in told for name in pair):  # one of the pair speaks for both
+                if any(name in told for name in pair):  # either name sets the one value
                     for name in pair:
                         fields.pop(name, None)
             fields.update(told)
@@ -226,18 +226,18 @@ def spec_of(
     tenant, group = fields.get("tenant_id"), fields.get("routing_group")
     if tenant is not None and group is not None and tenant != group:
         raise ValueError("tenant_id and routing_group are two names of one thing")
-    return WorkerRequest(**fields).spec()  # type: ignore[arg-type]  # each checked as a Particular
+    return WorkerRequest(**fields).spec()  # type: ignore[arg-type]  # each is checked
 
 
 def is_complete(entry: Particulars, use_kv_events: bool) -> bool:
-    """Nothing need be asked of the engine: the entry says all that a worker cannot do without."""
+    """Whether the entry has all required fields, so that the engine need not be asked."""
     told = entry.told()
     has_events = any(name in told for name in (*_EVENTS, "events_port"))
     return {"model_name", "block_size"} <= told.keys() and (has_events or not use_kv_events)
 
 
 def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
-    """On the endpoint's host, the next port for each further rank."""
+    """Endpoints on the host of `endpoint`; each further rank has the next port."""
     assert isinstance(port, int)
     try:
         url = endpoint_url(endpoint)

@@ -1,7 +1,7 @@
-"""The peers that discoveries name, kept in step with the replica mesh, and never this replica.
+"""Keeps the replica mesh in step with the peers that discoveries find; never adds this replica.
 
-Adds and removes by the calls that the routes for peers make. Peers by flag or over HTTP are not
-touched; one that was removed over HTTP stays away until the discoveries let go of it.
+Adds and removes peers by the same calls as the HTTP routes. Peers set by flag or over HTTP are not
+touched. A peer that was removed over HTTP stays removed until no discovery finds it.
 """
 
 import logging
@@ -36,12 +36,12 @@ class Mesh(Protocol):
 
 @dataclass(eq=False)
 class KnownPeer:
-    """One place, and what it is to us."""
+    """A discovered place, and its state as a peer."""
 
     place: Final[Place]
     state: str = ITSELF
-    error: str | None = None  # why it is no peer, or is not caught up from
-    leaves_at: float | None = None  # monotonic; while no discovery names it
+    error: str | None = None  # why it is not a peer, or cannot be used for catch-up
+    leaves_at: float | None = None  # monotonic; set while no discovery finds it
 
     @property
     def endpoint(self) -> str:
@@ -49,7 +49,7 @@ class KnownPeer:
 
 
 def is_own_address_here(host: str) -> bool:
-    """The address is one of this machine's: only those can be bound. False for a name."""
+    """Whether the address belongs to this machine, tested by binding it. False for a name."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.inet_pton(family, host)
@@ -63,8 +63,8 @@ def is_own_address_here(host: str) -> bool:
 @dataclass(eq=False)
 class PeerRoster:
     """From the loop's thread only. This replica publishes on `own_port` and is advertised as
-    `own_endpoint`. Others are asked for their snapshots on `http_port`, over TLS if that port
-    `is_secure`, where no other is found, unless `refusal(url)` has a reason against it."""
+    `own_endpoint`. Snapshots are requested from peers at `http_port`, unless discovery finds
+    another port, over TLS if `is_secure`; not if `refusal(url)` returns a reason."""
 
     mesh: Mesh
     own_port: int
@@ -86,7 +86,7 @@ class PeerRoster:
     def found(
         self, discovery: str, places: Iterable[Place], leaving: Iterable[Place], now: float
     ) -> None:
-        """All that a discovery knows of; what it knew before and does not now may leave."""
+        """Take a discovery's complete list; peers that are missing from it may leave."""
         self._found[discovery] = set(places)
         named = set[Place]().union(*self._found.values())
         for place in sorted(named):
@@ -105,7 +105,7 @@ class PeerRoster:
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Lets go of peers whose time is over, and sees what HTTP did. About every second."""
+        """Remove peers whose grace is over, and note changes over HTTP; call about every second."""
         peers = set(self.mesh.peers())
         for known in list(self._known.values()):
             if known.state == REGISTERED and known.endpoint not in peers:
@@ -120,7 +120,7 @@ class PeerRoster:
             self.mesh.catch_up_from(urls)
 
     def _url(self, known: KnownPeer) -> str | None:
-        """Where its snapshot is asked for, if it is."""
+        """The URL for its snapshot; None if it is not requested."""
         if known.state not in (REGISTERED, KNOWN):
             return None
         scheme = "https" if self.is_secure else "http"

@@ -1,7 +1,7 @@
-"""Polls the health of workers: GET of a path of theirs, a bounded number at once.
+"""Health checks of workers: GET a path of each, with bounded concurrency.
 
-What they answer goes to the core's `WorkerHealth`, which ejects a worker after several failures in
-a row. Polls are spread over the interval, and each is moved a little by chance.
+Results go to the core's `WorkerHealth`, which ejects a worker after several consecutive failures.
+Polls are spread over the interval, with jitter.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from lean_selector.http.outbound import OutboundAnswer, OutboundFailed
 from lean_selector.tasks import watched
 
 MOST_AT_ONCE: Final = 64
-JITTER: Final = 0.1  # of the interval, to either side
-_LOOKS_EVERY_S: Final = 0.5  # for workers that came
+JITTER: Final = 0.1  # fraction of the interval, in either direction
+_LOOKS_EVERY_S: Final = 0.5  # for new workers
 _MOST_BYTES: Final = 1 << 20
 _LONGEST_FAULT: Final = 200
 
 
 class Asks(Protocol):
-    """What makes our requests; see `OutboundClient`."""
+    """Makes the requests; see `OutboundClient`."""
 
     def get(self, url: str, *, timeout_s: float, most_bytes: int) -> Awaitable[OutboundAnswer]: ...
 
 
 @dataclass(eq=False)
 class WorkerPolls:
-    """Only from the thread of the loop. `run` until it is cancelled, then `close`."""
+    """From the loop's thread only. `run` until cancelled, then `close`."""
 
     catalog: Catalog
     health: WorkerHealth
@@ -41,19 +41,19 @@ class WorkerPolls:
     rng: random.Random
     interval_s: float
     path: str
-    timeout_s: float  # for a whole answer
+    timeout_s: float  # for a whole response
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._revision = -1  # of the catalog that `_due` knows
-        self._due: list[tuple[float, int]] = []  # a heap; of each worker one entry counts
-        self._next: dict[int, float] = {}  # the time of that entry
+        self._revision = -1  # revision of the catalog that `_due` reflects
+        self._due: list[tuple[float, int]] = []  # a heap; one entry per worker is current
+        self._next: dict[int, float] = {}  # the time of the current entry
         self._running: dict[int, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
 
     def soon(self, worker_id: int) -> None:
-        """Something else was heard of it: it is asked at once, not when it is its turn."""
-        self._take_in()  # it may just have come
+        """Poll a worker now, because something else was learned about it."""
+        self._take_in()  # it may be new
         if worker_id in self._next:
             self._schedule(worker_id, self.clock())
             self._wake.set()
@@ -78,7 +78,7 @@ class WorkerPolls:
     # -- when ----------------------------------------------------------------------------------
 
     def _take_in(self) -> None:
-        """Workers that came get a turn of theirs, those that are gone lose it."""
+        """Schedule new workers, and drop those that are gone."""
         if self._revision == self.catalog.revision:
             return
         self._revision = self.catalog.revision
@@ -98,7 +98,7 @@ class WorkerPolls:
         heapq.heappush(self._due, (at, worker_id))
 
     def _begin_due(self) -> float:
-        """Begins the polls whose time has come; returns how long nothing is due, in seconds."""
+        """Start the polls that are due; return the seconds until the next one."""
         while self._due and len(self._running) < MOST_AT_ONCE:
             at, worker_id = self._due[0]
             now = self.clock()
@@ -109,7 +109,7 @@ class WorkerPolls:
                 part = 1.0 + JITTER * (2.0 * self.rng.random() - 1.0)
                 self._schedule(worker_id, now + part * self.interval_s)
                 self._begin(worker_id)
-            elif self._next.get(worker_id) == at:  # the last one still waits for its answer
+            elif self._next.get(worker_id) == at:  # the last poll is still waiting for its response
                 self._schedule(worker_id, now + self.interval_s)
         return _LOOKS_EVERY_S
 
@@ -137,6 +137,6 @@ class WorkerPolls:
                 fault = f"{url}: status {answer.status}"
         except OutboundFailed as error:
             fault = error.message.removeprefix("GET ")
-        if self.catalog.workers.get(worker_id) is worker:  # and not another by now
+        if self.catalog.workers.get(worker_id) is worker:  # not replaced meanwhile
             shown = None if fault is None else fault[:_LONGEST_FAULT]
             self.health.polled(worker_id, shown, self.clock())

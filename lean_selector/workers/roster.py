@@ -1,9 +1,9 @@
-"""The workers that discoveries name, kept in step with the catalog.
+"""Keeps the catalog in step with the workers that discoveries find.
 
-Registers and removes by the calls that POST and DELETE /workers make, so that metrics, sources and
-reservations follow. Whatever is said over HTTP is the last word: a worker that was registered,
-changed or deleted there is not touched here until the discoveries let go of it. `Roster` opens no
-sockets and waits for nothing: time is an argument.
+Registers and removes workers by the same calls as POST and DELETE /workers, so that metrics,
+sources and reservations follow. HTTP takes precedence: a worker that was registered, changed or
+deleted over HTTP is not touched here until no discovery finds it. `Roster` opens no sockets and
+never waits: time is an argument.
 """
 
 import asyncio
@@ -31,35 +31,35 @@ from lean_selector.workers.particulars import (
 
 
 class State(Enum):
-    ASKING = "asking"  # the engine has not said what it is yet
-    REGISTERED = "registered"  # by us; whether it can be scheduled its record says
-    BY_HTTP = "by_http"  # registered or changed over HTTP, which is the last word
-    REMOVED = "removed"  # deleted over HTTP, and so away until it is found anew
-    REFUSED = "refused"  # what was said of it cannot be registered
+    ASKING = "asking"  # the engine has not described itself yet
+    REGISTERED = "registered"  # by discovery; its record says whether it can be scheduled
+    BY_HTTP = "by_http"  # registered or changed over HTTP, which takes precedence
+    REMOVED = "removed"  # deleted over HTTP; stays deleted until it is found anew
+    REFUSED = "refused"  # its description cannot be registered
 
 
 @dataclass(eq=False, slots=True)
 class KnownWorker:
-    """One endpoint. `spec` is what we registered, exactly while it is ours."""
+    """One endpoint. `spec` is set exactly while discovery owns the registration."""
 
     key: Final[str]  # of the endpoint
     entry: Particulars
     worker_id: int = field(init=False)
     discoveries: list[str] = field(default_factory=list)
-    engine: Particulars | None = None  # what it said of itself
+    engine: Particulars | None = None  # its own description
     state: State = State.ASKING
     error: str | None = None
     spec: WorkerSpec | None = None
-    leaves_at: float | None = None  # monotonic; while no discovery names it
+    leaves_at: float | None = None  # monotonic; set while no discovery finds it
     asking: asyncio.Task[None] | None = None
-    warnings: Sequence[str] = ()  # of its last registration, as the log has them
-    is_restored: bool = False  # not named since the process began
+    warnings: Sequence[str] = ()  # of its last registration, as logged
+    is_restored: bool = False  # not found since the process started
 
     def __post_init__(self) -> None:
         self.worker_id = self.id_by(self.entry)
 
     def id_by(self, entry: Particulars) -> int:
-        """By which it goes if `entry` speaks for it."""
+        """Its worker id if `entry` describes it."""
         return worker_id_of(self.key) if entry.worker_id is None else entry.worker_id
 
     def takes(self, entry: Particulars) -> None:
@@ -73,8 +73,8 @@ log = logging.getLogger("lean_selector.discovery")
 
 @dataclass(eq=False)
 class Roster:
-    """From the loop's thread only. `register` and `remove` raise SelectorError; `register` says
-    what is probably wrong with what it registered."""
+    """From the loop's thread only. `register` and `remove` raise SelectorError; `register` returns
+    warnings about the registration."""
 
     catalog: Catalog
     register: Callable[[WorkerSpec], Sequence[str]]
@@ -82,9 +82,9 @@ class Roster:
     defaults: Particulars
     grace_s: float
     use_kv_events: bool
-    on_new: Callable[[KnownWorker], None]  # of workers whose engines are to be asked
-    on_gone: Callable[[KnownWorker], None]  # of all that are forgotten
-    # Why a worker at this endpoint is neither asked nor registered.
+    on_new: Callable[[KnownWorker], None]  # called for workers whose engines must be asked
+    on_gone: Callable[[KnownWorker], None]  # called for every worker that is dropped
+    # Returns why a worker at this endpoint is neither asked nor registered.
     refusal: Callable[[str], str | None] = lambda endpoint: None
     registrations: int = 0
     removals: int = 0
@@ -92,8 +92,8 @@ class Roster:
     def __post_init__(self) -> None:
         self._found: dict[str, dict[str, Particulars]] = {}  # by discovery, by key
         self._known: dict[str, KnownWorker] = {}  # by key
-        self._revision = -1  # of the catalog, when it was last compared
-        self._others: dict[str, int] = {}  # endpoints of workers that are not ours: their ids
+        self._revision = -1  # revision of the catalog at the last comparison
+        self._others: dict[str, int] = {}  # ids of other workers, by endpoint
 
     def __iter__(self) -> Iterator[KnownWorker]:
         return iter(self._known.values())
@@ -122,9 +122,9 @@ class Roster:
         self._settle(known)
 
     def failed(self, known: KnownWorker, reason: str) -> None:
-        """An engine did not answer. Its last answer stays in force."""
+        """An engine did not answer. Its last answer stays in use."""
         if known.error is None:
-            log.warning("discovered worker %s does not tell what it is: %s", known.key, reason)
+            log.warning("discovered worker %s does not describe itself: %s", known.key, reason)
         known.error = reason
 
     def look(self, now: float) -> None:
@@ -139,7 +139,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Which discoveries name which workers at this moment, for `take_back` after a restart."""
+        """Which discoveries currently find which workers, for `take_back` after a restart."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -162,7 +162,7 @@ class Roster:
         for discovery in kept.discoveries:
             self._found.setdefault(discovery, {})[kept.key] = entry
 
-    # -- what is named -------------------------------------------------------------------------
+    # -- found workers -------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
         """A discovery lists it, or no longer does. The first that lists it decides."""
@@ -199,10 +199,10 @@ class Roster:
     def _is_complete(self, known: KnownWorker) -> bool:
         return is_complete(known.entry, self.use_kv_events)
 
-    # -- what is registered --------------------------------------------------------------------
+    # -- registrations --------------------------------------------------------------------
 
     def _settle(self, known: KnownWorker) -> None:
-        """Register a worker once enough is known of it, or when that has changed."""
+        """Register a worker once enough is known about it, and again when that has changed."""
         if known.state in (State.BY_HTTP, State.REMOVED):
             return
         if known.engine is None and not self._is_complete(known):
@@ -225,7 +225,7 @@ class Roster:
         self._warn(known, warnings)
 
     def _refuse(self, known: KnownWorker, reason: str) -> None:
-        """What is said of it now is not registered; what was registered before stays."""
+        """Its new description is not registered; an earlier registration stays."""
         if known.error != reason:
             log.warning("discovered worker %s: %s", known.key, reason)
         known.error = reason
@@ -262,16 +262,16 @@ class Roster:
         log.info("discovered worker %s is %s", known.key, what, extra=_named(known))
 
     def _warn(self, known: KnownWorker, warnings: Sequence[str]) -> None:
-        """A client that registers over HTTP reads them in the answer: here they are logged."""
+        """Log the warnings that a registration over HTTP would return."""
         if warnings and warnings != known.warnings:
             text = "; ".join(warnings)
             log.warning("discovered worker %s: %s", known.key, text, extra=_named(known))
         known.warnings = warnings
 
-    # -- what was done over HTTP ---------------------------------------------------------------
+    # -- changes over HTTP ---------------------------------------------------------------
 
     def _compare(self) -> None:
-        """Attribute to HTTP whatever differs from what we registered."""
+        """Attribute to HTTP every difference from our registrations."""
         if self.catalog.revision == self._revision:
             return
         workers = self.catalog.workers
@@ -314,8 +314,8 @@ def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:
 
 
 # -- asking engines --------------------------------------------------------------------------------
-# An engine that is not up yet is asked again after a pause that doubles; one that has answered, now
-# and then, because it may have been restarted as something else.
+# An engine that is not up yet is asked again after a pause that doubles. One that has answered is
+# asked again periodically, because it may have been restarted with another configuration.
 
 MOST_AT_ONCE: Final = 16  # engines
 AGAIN_FIRST_S: Final = 0.5
@@ -324,7 +324,7 @@ AGAIN_LIMIT_S: Final = 15.0
 
 @dataclass(eq=False)
 class Asking:
-    """A task for each engine; bounded many ask at a time. `ask(base_url)` raises OutboundFailed."""
+    """Runs a task per engine, with bounded concurrency. `ask(base_url)` raises OutboundFailed."""
 
     ask: Callable[[str], Awaitable[Particulars]]
     on_heard: Callable[[KnownWorker, Particulars], None]
@@ -348,13 +348,13 @@ class Asking:
             task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """When all have been ended."""
+        """Wait for the end of all cancelled tasks."""
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _run(self, known: KnownWorker) -> None:
         pause_s = self.again_first_s
         while True:
-            if known.state in (State.BY_HTTP, State.REMOVED):  # known without asking
+            if known.state in (State.BY_HTTP, State.REMOVED):  # no answer needed
                 await asyncio.sleep(self.refresh_s)
                 continue
             try:
@@ -362,7 +362,7 @@ class Asking:
                     engine = await self.ask(known.key)
             except OutboundFailed as error:
                 self.on_failed(known, error.message)
-                # All engines of a rack come up together.
+                # Jitter: the engines of a rack often start together.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, AGAIN_LIMIT_S)
                 continue

@@ -382,7 +382,7 @@ async def test_blocks_of_another_size_than_the_workers_are_dropped(
     assert of.index.block_size == 8
     assert of.index.is_empty
     assert not of.partition.watermarks
-    assert "recovered blocks of model=m tenant=t dropped: their size is 4" in caplog.text
+    assert "recovered blocks of model=m tenant=t dropped: block size 4" in caplog.text
 
 
 @on_loop

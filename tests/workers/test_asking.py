@@ -51,9 +51,9 @@ async def test_sglang_is_asked_under_both_names_of_its_route() -> None:
     ("body", "reason"),
     [
         (b'{"data":[]}', "it serves no model yet"),
-        (b"<html>", "in words that we do not know"),
-        (b'{"data":[{"id":5}]}', "in words that we do not know"),
-        (b'{"data":' + b"[" * 100_000, "in words that we do not know"),
+        (b"<html>", "unknown form of response"),
+        (b'{"data":[{"id":5}]}', "unknown form of response"),
+        (b'{"data":' + b"[" * 100_000, "unknown form of response"),
     ],
 )
 @on_loop

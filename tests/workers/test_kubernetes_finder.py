@@ -160,7 +160,7 @@ async def test_an_answer_that_is_nested_too_deeply_is_a_failure_as_any_other() -
         )
         running = asyncio.create_task(finder.run())
         await until(lambda: sighting.failures)
-        assert "an answer in words that we do not know" in str(sighting.error)
+        assert "unknown form of response" in str(sighting.error)
         assert (running.done(), told) == (False, [])
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
