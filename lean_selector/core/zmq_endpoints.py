@@ -72,7 +72,7 @@ class HttpPlace(NamedTuple):
 
 
 def http_place(endpoint: str) -> HttpPlace | None:
-    """None for what is no HTTP endpoint. One without a scheme is plain HTTP."""
+    """Parse an HTTP endpoint; None if it is not one. Without a scheme it is plain HTTP."""
     try:
         url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         port = url.port or {"http": 80, "https": 443}.get(url.scheme)

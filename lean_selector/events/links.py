@@ -196,7 +196,7 @@ class Links:
                 await self.turn(self._probe_at - loop.time())
 
     def may_probe(self) -> bool:
-        """Whether the caller may probe now; then it counts."""
+        """Whether the caller may probe now. If so, it has used up its turn."""
         return not self._probing.locked() and self._takes_probe()
 
     def _takes_probe(self) -> bool:

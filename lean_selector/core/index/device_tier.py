@@ -436,8 +436,8 @@ class DeviceTier:
         return bytes(row[start : start + 8]) + local
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Drop the blocks with these hashes, 8 bytes each, unless they have another hash or copy;
-        returns how many."""
+        """Drop the blocks with these hashes, 8 bytes each, unless they have another hash or copy.
+        Returns the number of dropped blocks."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)
