@@ -1,8 +1,8 @@
-"""`--decision-log PATH`: what was chosen among what for each request, and what came of it.
+"""`--decision-log PATH`: the candidates, the choice and the outcome of each request.
 
-`lean-selector simulate` and `replay` read it: wire/decision_lines.py has the format. Prompts are
-told by hashes of 512 tokens at a time: no token and no text is in it. A line is written when a
-request ends, by a thread; at a size the file becomes PATH.1, in place of the one before.
+`lean-selector simulate` and `replay` read it; wire/decision_lines.py defines the format. Prompts
+are represented by hashes of 512 tokens each: it contains no tokens and no text. A thread writes a
+line when a request ends. At a given size the file is renamed to PATH.1, replacing an older one.
 """
 
 import logging
@@ -34,9 +34,9 @@ from lean_selector.wire.decision_lines import (
 )
 
 MOST_CANDIDATES = 4
-# After candidates were costed for t seconds, none are for so many times t: 1 % of the CPU.
+# After costing candidates for t seconds, pause for this many times t: 1 % of the CPU.
 _PAUSES = 100
-_TOGETHER = 64  # lines are given to the thread: waking it costs more than a line
+_TOGETHER = 64  # lines per hand-over: waking the thread costs more than a line
 _MOST_WAITING_BYTES = 16 << 20
 _FLUSH_S = 5.0
 _log = logging.getLogger("lean_selector.decisions")
@@ -44,13 +44,13 @@ _encoder = msgspec.json.Encoder()
 
 
 def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
-    """An id for each SPAN_TOKENS of a prompt, its last part too: by the hash of the block in which
-    the span ends, which stands for all before it. 32 bits of it: whoever compares prompts compares
-    from their beginning, so two spans can be confused only behind the same one."""
+    """An id for each SPAN_TOKENS of a prompt, including the last part: 32 bits of the sequence hash
+    of the block in which the span ends. 32 bits suffice: prompts are compared from their beginning,
+    so two spans can only collide after the same prefix."""
     words = memoryview(sequence_hashes).cast("I")[1::2]  # the upper halves
     blocks = len(words)
     spans = -(-blocks * block_size // SPAN_TOKENS)
-    if SPAN_TOKENS % block_size:  # large blocks end several spans
+    if SPAN_TOKENS % block_size:  # one large block may end several spans
         ends = (min(-(-span * SPAN_TOKENS // block_size), blocks) for span in range(1, spans + 1))
         return [(words[end - 1] + span) % 2**32 for span, end in enumerate(ends)]
     each = SPAN_TOKENS // block_size
@@ -61,7 +61,7 @@ def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
 
 
 def header_of(settings: RouterSettings, share: float) -> bytes:
-    """The first line of a file: of the settings those that a replay can change."""
+    """The first line of a file: the settings that a replay can change."""
     default = RouterSettings()
     names = (name for name in settings.__struct_fields__ if name not in ("dialect", "sessions"))
     given = {name: getattr(settings, name) for name in names}
@@ -74,10 +74,10 @@ def header_of(settings: RouterSettings, share: float) -> bytes:
 
 
 class RotatingFile(LineWriter):
-    """A LineWriter of a file that begins anew, with a header, where it would become too large."""
+    """A LineWriter that starts a new file, with a header, before the file becomes too large."""
 
     def __init__(self, path: str, most_bytes: int, header: bytes) -> None:
-        """Goes on behind what the file has. Raises OSError."""
+        """Append to the existing file. Raises OSError."""
         self._path = path
         self._most_bytes = most_bytes
         self._header = header
@@ -98,10 +98,10 @@ class RotatingFile(LineWriter):
                 if not end and self._size > len(self._header):
                     self._rotate()
                     continue
-                end = end or data.index(b"\n") + 1  # a line that is larger than a file may be
+                end = end or data.index(b"\n") + 1  # one line exceeds the size limit
                 self._write_whole(data[:end])
                 data = data[end:]
-        except OSError:  # the log is no reason to stop
+        except OSError:  # a failing log must not stop the service
             self.failed += data.count(b"\n")
 
     def _rotate(self) -> None:
@@ -112,7 +112,7 @@ class RotatingFile(LineWriter):
         self._write_whole(self._header)
 
     def _write_whole(self, data: bytes) -> None:
-        """All of it, or nothing and OSError: whoever reads the file finds whole lines."""
+        """Write all of it, or nothing and raise OSError, so that the file has only whole lines."""
         rest = memoryview(data)
         try:
             while rest:
@@ -124,8 +124,8 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Hears what is chosen, and what the ledgers do before `then`. Prompts without block hashes are
-    left out."""
+    """Observes choices, and the ledgers' calls before passing them to `then`. Prompts without block
+    hashes are left out."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class DecisionLog:
         then: LifecycleEvents | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Appends to the file. `share`: of the requests, by their ids; `clock` is the one whose
-        time the core is given. Raises StartError."""
+        """Append to the file. `share`: fraction of requests, sampled by id; `clock` is the clock
+        that the core uses. Raises StartError."""
         try:
             self._file = RotatingFile(path, most_bytes, header_of(settings, share))
         except OSError as error:
@@ -146,17 +146,17 @@ class DecisionLog:
         self._then = then
         self._clock = clock
         self._epoch_s = time.time() - clock()
-        self._chosen: tuple[str, DecisionLine] | None = None  # until it is booked
+        self._chosen: tuple[str, DecisionLine] | None = None  # until it is reserved
         self._chosen_among: tuple[Partition, MatchSets] | None = None
-        self._begun: dict[str, DecisionLine] = {}  # by the ids of reservations
-        self._ended: list[DecisionLine] = []  # not given to the thread yet
-        # By the same ids, what ranks held: where a line of an access log may name another rank.
+        self._begun: dict[str, DecisionLine] = {}  # by reservation id
+        self._ended: list[DecisionLine] = []  # not handed to the thread yet
+        # What ranks held, by reservation id; needed if an access log may name another rank.
         self.keeps_matches = False
         self._matches: dict[str, tuple[Partition, MatchSets]] = {}
         self._cost_next = 0.0
         self.requests = 0
 
-    # -- what is chosen ------------------------------------------------------------------------
+    # -- choices ------------------------------------------------------------------------
 
     def chosen(
         self,
@@ -167,7 +167,7 @@ class DecisionLog:
         placement: Placement,
         now: float,
     ) -> None:
-        """`placement` was chosen among `ranks`, and is about to be booked."""
+        """`placement` was chosen among `ranks`, and is about to be reserved."""
         if self._share < 1.0 and not self._is_drawn(request.reservation_id):
             return
         tokens = request.prompt.isl_tokens
@@ -196,7 +196,7 @@ class DecisionLog:
     def reported(
         self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
     ) -> None:
-        """What is known of a request beside its lifecycle."""
+        """Add facts about a request that its lifecycle calls do not carry."""
         line = self._begun.get(reservation_id)
         if line is not None:
             if ttft_s is not None:
@@ -211,7 +211,7 @@ class DecisionLog:
         dp_rank: int | None,
         ttft_s: float | None,
     ) -> None:
-        """An access log tells who served a request: perhaps not the worker that was chosen."""
+        """An access log names the worker that served a request, which may not be the chosen one."""
         line = self._begun.get(reservation_id)
         if line is None:
             return
@@ -246,7 +246,7 @@ class DecisionLog:
         else:
             return
         line.hash_ids = span_ids(sequence_hashes, size)
-        # Of prompts whose last block is not hashed, or that lie about their length, what is hashed.
+        # If the last block is not hashed, or the given length is wrong: log the hashed part.
         line.input_length = max(1, min(line.input_length, len(line.hash_ids) * SPAN_TOKENS))
         at_ms = (self._epoch_s + reservation.touched_at) * 1e3
         line.timestamp = round(at_ms - line.waited_ms, 3)
@@ -286,7 +286,7 @@ class DecisionLog:
     # -- the log itself ------------------------------------------------------------------------
 
     def hand_over(self) -> None:
-        """Give what has ended to the thread that writes: call it now and then."""
+        """Hand the lines of ended requests to the writer thread; call it periodically."""
         lines, self._ended = self._ended, []
         if lines and self._file.write_lines(_encoder.encode_lines(lines), len(lines)):
             self.requests += len(lines)
@@ -295,13 +295,13 @@ class DecisionLog:
         file = self._file
         return table({
             "decision_log_requests_total": (lambda: self.requests,
-                "Requests whose line was given to the decision log."),
+                "Requests logged to the decision log."),
             "decision_log_dropped_total": (lambda: file.dropped + file.failed,
-                "Of these and others, those that could not be written in time, or at all."),
+                "Requests whose line was dropped: the disk was too slow, or failed."),
         })  # fmt: skip
 
     def close(self) -> None:
-        """Wait for what is still to be written, for a few seconds at most."""
+        """Wait a few seconds at most until pending lines are written."""
         self.hand_over()
         self._file.flush(_FLUSH_S)
         dropped = self._file.dropped + self._file.failed

@@ -1,4 +1,4 @@
-"""Discovery, wired. Imported only by a service that is to find somebody."""
+"""Wires discovery. Imported only if a discovery target is set."""
 
 import importlib
 import os
@@ -34,7 +34,7 @@ def selector_discoveries(
     replication: Replication | None,
     links: Links,
 ) -> Discoveries:
-    """What finds workers and peers. Raises StartError."""
+    """The discovery of workers and peers. Raises StartError."""
     finding, workers, others = _discoveries_of(
         config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
     )
@@ -59,7 +59,7 @@ def selector_discoveries(
 def tracker_discoveries(
     config: TrackerConfig, replication: Replication, links: Links
 ) -> Discoveries:
-    """What finds peers. Raises StartError."""
+    """The discovery of peers. Raises StartError."""
     finding, _, targets = _discoveries_of(
         config.finder, links.resolver.resolve, [], config.replica.discover
     )
@@ -68,7 +68,7 @@ def tracker_discoveries(
 
 
 def discovery_families(finding: Discoveries) -> Families:
-    """As many series as there are flags."""
+    """Metrics: a fixed number of series per discovery flag."""
 
     def sightings() -> list[tuple[str, Sighting]]:
         return [(labels(discovery=one.name, finds=finds), one) for finds, one in finding.sightings]
@@ -76,9 +76,9 @@ def discovery_families(finding: Discoveries) -> Families:
     return [
         table_of(sightings, {
             "discovery_failing": (lambda one: int(one.error is not None),
-                "1 while a discovery cannot look: what it found before holds."),
+                "1 while a discovery fails: its last result stays in use."),
             "discovery_found": (lambda one: one.count or 0,
-                "Endpoints that a discovery found last."),
+                "Endpoints in the last result of a discovery."),
             "discovery_failures_total": (lambda one: one.failures,
                 "Times that a discovery failed."),
         }),
@@ -94,7 +94,7 @@ def discovery_families(finding: Discoveries) -> Families:
 def _discoveries_of(
     finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
-    """What will run, and what is to be found: workers, and peers. Raises StartError."""
+    """Collects the finders to run, and their rosters of workers and peers. Raises StartError."""
     worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
     targets = [*worker_targets, *peer_targets]
     for target in targets:
@@ -121,7 +121,7 @@ def find_workers(
     use_kv_events: bool,
     allowed: AllowedEndpoints | None = None,
 ) -> None:
-    """The workers behind `targets` are registered and removed as over HTTP."""
+    """Register and remove the workers behind `targets`, as over HTTP."""
 
     def register(spec: WorkerSpec) -> list[str]:
         worker = registry.upsert_worker(spec, clock())
@@ -152,7 +152,7 @@ def _find_peers(
     replication: Replication,
     allowed: AllowedEndpoints | None,
 ) -> None:
-    """The peers behind `targets` join and leave the mesh as over HTTP."""
+    """Add and remove the peers behind `targets`, as over HTTP."""
     http_port = config.replica.discover_http_port
     port = replication.sync.bound_endpoint.rpartition(":")[2]
     own_port = int(port) if port.isdigit() else 0
@@ -163,7 +163,7 @@ def _find_peers(
         config.listen.port if http_port is None else http_port,
         config.finder.grace_s,
         refusal=_refusal_of(allowed),
-        is_secure=config.listen.tls is not None,  # replicas are alike
+        is_secure=config.listen.tls is not None,  # assume that all replicas have the same settings
     )
     discoveries.find_peers(targets, roster)
 
@@ -198,12 +198,12 @@ def _ask_service(target: Target) -> AskService:
 
     try:
         return SrvRecords().ask
-    except Exception as error:  # its own kinds; the system names no server
+    except Exception as error:  # dnspython's exceptions: no name server is configured
         raise StartError(f"--discover {target.text}: {error}") from None
 
 
 def _extra(module: str, target: Target) -> None:
-    """What an extra brings is there. Raises StartError."""
+    """Check that a module of an extra is installed. Raises StartError."""
     try:
         importlib.import_module(module)
     except ImportError:

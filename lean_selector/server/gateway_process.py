@@ -1,7 +1,7 @@
 """Builds the gateway and runs it on the host, with a selector in this process.
 
-This module only wires. Two servers share the loop: the gateway's, which says when to stop, and the
-selector's API, which answers until that has drained.
+This module only wires. Two servers share the loop: the gateway's, which handles signals, and the
+selector's API, which answers until the gateway has drained.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ from lean_selector.service.metrics import prompt_families
 
 
 def run_gateway(config: GatewayConfig) -> None:
-    """Runs the gateway until it is told to stop. Raises StartError."""
+    """Run the gateway until a signal stops it. Raises StartError."""
     run(config, lambda log_state: _gateway(config, log_state))
 
 
 def _spans(endpoint: str | None) -> Any:
-    """What sends spans (`otlp_spans`), or None. Raises StartError."""
+    """The exporter of spans (`otlp_spans`), or None. Raises StartError."""
     if endpoint is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Wires POST /route, access logs, and the prompts that /route and the gateway read."""
+"""Wires POST /route, access logs, and the prompt reader of /route and the gateway."""
 
 import importlib
 import socket
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
-    """What the gateway and /route ask of the prompts of their requests. Raises StartError."""
+    """The reader of raw prompts for the gateway and /route. Raises StartError."""
     if settings.mode is not Mode.LOCAL:
         return Prompts(settings, fleet, client)
     assert settings.tokenizer is not None
@@ -56,7 +56,7 @@ def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -
 
 
 class AccessLogReaders:
-    """Reads access logs from when it is made until it is closed: sockets bound, lines taken."""
+    """Receives access logs on bound sockets, from construction until it is closed."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class AccessLogReaders:
                 if not config.allowed and not is_loopback(bound.getsockname()[0]):
                     bound.close()
                     raise StartError(
-                        f"--lifecycle-from {text}: this is no loopback address, and who can write "
-                        "there can free and eject workers: name who may with --lifecycle-allow"
+                        f"--lifecycle-from {text}: this is not a loopback address, and its senders "
+                        "can free reservations and eject workers: give --lifecycle-allow"
                     )
                 return bound
             warn_of_a_short_queue(text)
@@ -113,7 +113,7 @@ class AccessLogReaders:
 
 
 class GatewayRoutes:
-    """POST /route and access logs, or either; logs are read from when it is made to its close."""
+    """POST /route, access logs, or both; logs are received from construction until it is closed."""
 
     def __init__(
         self,
@@ -123,7 +123,8 @@ class GatewayRoutes:
         new_client: Callable[[], OutboundClient],
         decisions: "DecisionLog | None" = None,
     ) -> None:
-        """`new_client` makes what asks engines. Raises StartError; then nothing is open."""
+        """`new_client` makes the client for engines. Raises StartError; then nothing is left
+        open."""
         selector = service.selector
         self._prompts: Prompts | None = None
         if prompts is not None:
@@ -161,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """No end is told where no log is read."""
+    """Does nothing: without access logs, no end is reported."""
     return False

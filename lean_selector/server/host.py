@@ -1,4 +1,4 @@
-"""What a service runs on: its log, its listeners, a clock that ticks, signals, a stop in order."""
+"""The host of a service: log, listeners, periodic tick, signals, orderly stop."""
 
 import asyncio
 import contextlib
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def is_beyond_loopback(host: str) -> bool:
-    """Whether others than this machine reach what is bound to `host`, the text of --host; a name
-    but `localhost` counts as if they did."""
+    """Whether other machines can reach `host`, the text of --host; any name but `localhost` counts
+    as reachable."""
     if host.lower().rstrip(".") == "localhost":
         return False
     try:
@@ -46,31 +46,32 @@ def is_beyond_loopback(host: str) -> bool:
 
 
 def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[str]:
-    """What a stranger could make a service do that is bound to `host`. `asks_who`: who
-    calls must have a token, or a certificate; `has_allowed`: endpoints are held against a list."""
+    """Warnings about what an unauthenticated client could do to a service bound to `host`.
+    `asks_who`: clients need a token or a certificate; `has_allowed`: endpoints are checked against
+    an allowlist."""
     if asks_who or not is_beyond_loopback(host):
         return []
     if has_allowed:
         return [
-            f"whoever reaches --host {host} can call every route: give --auth-token-file, or bind "
-            "127.0.0.1"
+            f"any client that reaches --host {host} can call every route: give "
+            "--auth-token-file, or bind 127.0.0.1"
         ]
     return [
-        f"whoever reaches --host {host} can register workers and peers, and so make this process "
-        "connect to any endpoint: give --auth-token-file or --allow-endpoint, or bind 127.0.0.1"
+        f"any client that reaches --host {host} can register workers and peers, so that this "
+        "process connects to any endpoint: give --auth-token-file or --allow-endpoint, or bind "
+        "127.0.0.1"
     ]
 
 
 # -- expiry sweep --------------------------------------------------------------------------------
 #
-# Expiry in slices of the loop's turns: it keeps up with any rate, and nobody else waits long.
+# Expiry in slices of the loop's turns: it keeps up with any rate, and delays other work little.
 #
-# One slice a turn until nothing is overdue, so that the loop looks at its sockets in between. What
-# is booked meanwhile is overdue one day too, and a turn may have booked more than a slice has
-# steps: so a slice drops at least twice as many as the turn before it booked, and a backlog shrinks
-# however fast it is fed. Dropping is the cheaper of the two.
+# One slice per turn until nothing is overdue, so that the loop polls its sockets in between. A turn
+# may book more reservations than a slice has steps. So a slice drops at least twice as many as the
+# previous turn booked, and a backlog always shrinks. Dropping is cheaper than booking.
 
-# About a millisecond and a half, with what is published to peers: a request meets this pause.
+# About 1.5 ms, including events to peers: the longest delay of a request.
 SLICE_STEPS = 250
 
 CallSoon = Callable[[Callable[[], None]], object]
@@ -86,9 +87,9 @@ class ExpirySweep:
         call_soon: CallSoon,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`expire` drops what is overdue at a time, in at most so many steps, and says how many it
-        took: as many as it might means that more may be left. `arrived` counts what was booked,
-        ever; `call_soon` is the loop's."""
+        """`expire(now, steps)` drops overdue reservations in at most that many steps and returns
+        the steps used; if all were used, more may be left. `arrived` counts all reservations ever
+        booked; `call_soon` is the loop's."""
         self._expire = expire
         self._arrived = arrived
         self._call_soon = call_soon
@@ -98,13 +99,13 @@ class ExpirySweep:
         self._is_stopped = False
 
     def begin(self) -> None:
-        """Call it about every second: takes the first slice now, the others in turns to come."""
+        """Call it about every second: runs the first slice now, the others in later turns."""
         if not self._is_scheduled:
             self._arrived_before = self._arrived()
             self._slice()
 
     def stop(self) -> None:
-        """No slice is begun any more."""
+        """Start no more slices."""
         self._is_stopped = True
 
     def _slice(self) -> None:
@@ -112,7 +113,7 @@ class ExpirySweep:
         if self._is_stopped:
             return
         arrived = self._arrived()
-        # A partition that went took its count along: then the difference says nothing.
+        # A removed partition takes its count along: then the difference is meaningless.
         steps = max(SLICE_STEPS, 2 * (arrived - self._arrived_before))
         self._arrived_before = arrived
         if self._expire(self._clock(), steps) >= steps:
@@ -121,18 +122,17 @@ class ExpirySweep:
 
 
 # -- host ----------------------------------------------------------------------------------------
-#
-# Knows no service: it is given an app, and what to call when (decision D14 for the stop).
+# Independent of the service: it gets an app and callbacks (decision D14 for the stop).
 
 log = logging.getLogger("lean_selector.server")
 
-TICK_S = 0.5  # the date header, time-outs and expiry are at most this late
-# One tick that fails is a bug that the next may not meet. So many in a row, in some 10 s, are a
-# service that neither times out nor expires any more: it stops as when told to, with status 1, and
-# whoever runs it begins it again.
+TICK_S = 0.5  # most delay of the date header, time-outs and expiry
+# A single failed tick may be a passing bug. After this many consecutive failures, in some 10 s, the
+# service neither times out nor expires any more: it stops in order, with status 1, and its
+# supervisor restarts it.
 MOST_TICKS_LOST = 20
 DRAIN_LOOK_S = 0.05
-# For handshakes under way when a stop begins. It costs a newcomer of that time a second.
+# For handshakes in progress when a stop begins. A client that connects then loses a second.
 LAST_CALL_S = 0.05
 
 
@@ -143,8 +143,8 @@ class StartError(Exception):
 def run(
     config: ServiceConfig, serve: Callable[[logs.LogState], Coroutine[object, object, None]]
 ) -> None:
-    """Sets up the log, writes the form that runs and what of `config` is not the default, and runs
-    `serve` on a loop to its end. What is doubtful stands behind what it listens at."""
+    """Set up the log, log the build (pure or compiled) and the settings that differ from the
+    defaults, and run `serve` on a loop to its end. Warnings follow the listening addresses."""
     listen = config.listen
     log_state = logs.set_up(listen.log_level, listen.log_format)
     told = logs.flat(config)
@@ -167,7 +167,7 @@ async def _under_watch(service: Coroutine[object, object, None]) -> None:
 
 
 def new_zmq_context() -> zmq.asyncio.Context:
-    """A context for what is published, and descriptors for as many engines as a fleet may have."""
+    """A ZMQ context, and enough descriptors for the largest fleet."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -175,7 +175,7 @@ def new_zmq_context() -> zmq.asyncio.Context:
 
 
 class HttpServer:
-    """Listens on TCP and perhaps on a UNIX socket, and serves one app until told to stop."""
+    """Listens on TCP and optionally on a UNIX socket, and serves one app until stopped."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class HttpServer:
         protocol: type[HttpProtocol] = HttpProtocol,
         port_flag: str = "--port",
     ) -> None:
-        """`name` is for the log, `port_flag` for the reason why it cannot listen."""
+        """`name` appears in the log, `port_flag` in the error if it cannot listen."""
         self._listen = listen
         self._name = name
         self._port_flag = port_flag
@@ -195,8 +195,8 @@ class HttpServer:
         self._app = app
         self._new_protocol = protocol
         self._listeners: list[Listener] = []
-        self._refusals = 0, 0  # that the log knows of
-        # Called on SIGHUP, which otherwise ends the process: fill it before `serve`.
+        self._refusals = 0, 0  # already logged
+        # Called on SIGHUP, which otherwise ends the process: set it before `serve`.
         self.on_reload: list[Callable[[], object]] = []
         self._looks: list[Callable[[], object]] = []
         self._tls: ServerTls | None = None
@@ -254,8 +254,8 @@ class HttpServer:
         self._stop.set()
 
     def watch(self, look: Callable[[bool], object]) -> None:
-        """`look` at a file that may have changed: about every TICK_S, and on SIGHUP with True,
-        which says that it has. Before `serve`."""
+        """Call `look` to check a file: about every TICK_S, and on SIGHUP with True, which forces a
+        reload. Call this before `serve`."""
         self._looks.append(partial(look, False))
         self.on_reload.append(partial(look, True))
 
@@ -270,19 +270,19 @@ class HttpServer:
         close: Callable[[], Awaitable[None]],
         doubts: Iterable[str] = (),
     ) -> None:
-        """Serves until a signal; then drains for at most `drain_s`, or until a second signal. First
-        it tells its `doubts`.
+        """Log the warnings in `doubts`, then serve until a signal; then drain for at most
+        `drain_s`, or until a second signal.
 
-        `tick` runs about every TICK_S; `refuse_new` when the stop begins; `close` at its end.
-        A tick that fails MOST_TICKS_LOST times in a row is a signal, too; what it raised the last
-        time is then raised at the end.
+        `tick` runs about every TICK_S, `refuse_new` when the stop begins, `close` at its end.
+        MOST_TICKS_LOST consecutive failures of the tick also stop the service; the last exception
+        is raised at the end.
         """
         for doubt in doubts:
             log.warning(doubt)
         if self.on_reload:
             self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         gc.collect()
-        gc.freeze()  # what start-up made stays: no collection need look at it again
+        gc.freeze()  # objects made at start-up stay: exclude them from garbage collection
         failures.setdefault("tick", 0)  # from the first scrape on
         ticking = asyncio.create_task(self._tick(tick))
         ticking.add_done_callback(lambda _: self._stop.set())
@@ -301,8 +301,8 @@ class HttpServer:
         log.info("stopped")
 
     def sweep(self, now: float) -> None:
-        """Time-outs of connections, the log of those who were refused, and files that changed:
-        for `serve`, and for whoever runs a second server beside it."""
+        """Handle time-outs of connections, log refused clients, reload changed files; called by
+        `serve`, or by the owner of a second server."""
         self.connections.sweep(now)
         self._log_refusals()
         if self._tls is not None:
@@ -311,13 +311,13 @@ class HttpServer:
             look()
 
     def abort(self) -> None:
-        """At once: nobody connects any more, and who is connected is dropped."""
+        """Close at once: stop listening, and drop open connections."""
         for listener in self._listeners:
             listener.close()
         self.connections.abort()
 
     async def _drain(self) -> None:
-        """Answer what still comes until all are quiet, for at most `drain_s` (D14, D27)."""
+        """Answer requests until all connections are idle, for at most `drain_s` (D14, D27)."""
         started = now = time.monotonic()
         self.connections.sweep(now)
         self.connections.start_draining()
@@ -333,7 +333,7 @@ class HttpServer:
                 return
             if now - started >= LAST_CALL_S and connections.open and not is_told:
                 is_told = True
-                text = "stopping waits for answers under way; a second signal (Ctrl-C) ends it now"
+                text = "stopping: waiting for open responses; a second signal (Ctrl-C) stops now"
                 fields = {"connections": len(connections.open), "at_most_s": self._listen.drain_s}
                 log.info(text, extra=fields)
             with contextlib.suppress(TimeoutError):
@@ -377,18 +377,17 @@ class HttpServer:
 def os_reason(error: OSError) -> str:
     if error.errno is None:
         return str(error)
-    if isinstance(error, socket.gaierror):  # numbers of their own
+    if isinstance(error, socket.gaierror):  # these have their own error numbers
         return error.strerror or str(error)
     return f"{os.strerror(error.errno)} (os error {error.errno})"
 
 
 # -- access --------------------------------------------------------------------------------------
-#
-# The tokens that a service asks for.
+# The bearer tokens that a service requires.
 
 
 def tokens_of(listen: ListenFlags) -> AccessTokens | None:
-    """None where none are asked for. Raises StartError."""
+    """None if no token is required. Raises StartError."""
     path = listen.auth_token_file
     if path is None:
         return None

@@ -1,9 +1,9 @@
-"""A span for each request that a worker is chosen for, sent over OTLP by OpenTelemetry's own SDK.
+"""A span for each request that is routed, sent over OTLP by OpenTelemetry's SDK.
 
-Imported where `--otlp-endpoint` is given; needs the extra `otel`. The SDK keeps what has ended in a
-bounded queue, and a thread of its own sends it in batches: a collector that is slow or gone costs
-spans, which the SDK logs, and never holds the loop. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the
-other variables of the SDK hold.
+Imported only with `--otlp-endpoint`; needs the extra `otel`. The SDK queues ended spans, bounded,
+and sends them in batches from its own thread. A slow or absent collector loses spans, which the SDK
+logs, but never blocks the loop. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the SDK's other
+variables apply.
 """
 
 import time
@@ -20,11 +20,11 @@ from lean_selector.gateway.genai_metrics import operation_of
 from lean_selector.gateway.headers import traceparent_of
 from lean_selector.gateway.proxied_request import ProxiedRequest
 
-_CLOSING_MS: Final = 2_000  # for what still waits, at the end
+_CLOSING_MS: Final = 2_000  # for pending spans at the end
 
 
 class OtlpSpans:
-    """From the loop's thread; `close` from another, for it waits."""
+    """From the loop's thread, except `close`, which blocks."""
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: `http://HOST:4318` of a collector."""
@@ -35,10 +35,10 @@ class OtlpSpans:
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("lean_selector.gateway")
         self._propagator = TraceContextTextMapPropagator()
-        self._open: dict[ProxiedRequest, tuple[trace.Span, int]] = {}  # and when they began
+        self._open: dict[ProxiedRequest, tuple[trace.Span, int]] = {}  # (span, start time)
 
     def begin(self, proxied: ProxiedRequest) -> None:
-        """Below the client's span, if it names one; the worker's is to be below this one."""
+        """A child of the client's span, if the request names one, and parent of the worker's."""
         given = traceparent_of(proxied.request.section)
         parent = self._propagator.extract({} if given is None else {"traceparent": given})
         began = time.time_ns()
@@ -80,6 +80,6 @@ class OtlpSpans:
         span.end()
 
     def close(self) -> None:
-        """Send what waits."""
+        """Send pending spans."""
         self._processor.force_flush(_CLOSING_MS)
         self._provider.shutdown()

@@ -1,4 +1,4 @@
-"""What our requests bring along, of engines and of other services of ours, as the flags say."""
+"""Credentials for requests to engines and to other replicas, from the flags."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -29,12 +29,11 @@ def credentials_of(access: AccessFlags) -> Credentials:
 
 
 # -- endpoint rules ------------------------------------------------------------------------------
-#
-# What `--allow-endpoint` says of a worker, before it is registered.
+# Checks a worker against `--allow-endpoint` before it is registered.
 
 
 def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
-    """Raises BadRequest for a worker with an endpoint that is not allowed, naming its field."""
+    """Raise BadRequest, naming the field, if an endpoint of the worker is not allowed."""
 
     def check(spec: WorkerSpec) -> None:
         for field, endpoint in _endpoints(spec):
@@ -46,7 +45,7 @@ def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
 
 
 def _endpoints(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
-    """(field, endpoint): all that we may ever connect to because of this worker."""
+    """(field, endpoint) for every endpoint of this worker that we may connect to."""
     if spec.endpoint:
         yield "endpoint", spec.endpoint
     if spec.kv_events_endpoint:

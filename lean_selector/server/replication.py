@@ -1,7 +1,7 @@
-"""Replica sync of a service, wired: sockets, what hears them, and what speaks through them.
+"""Wires the replica sync of a service: sockets, receivers and publishers.
 
-Both services have the same one; they differ in where a partition is looked up, and in what happens
-after an event was applied.
+Both services use it; they differ in how a partition is looked up, and in what follows an applied
+event.
 """
 
 import asyncio
@@ -43,9 +43,9 @@ log = logging.getLogger("lean_selector.replica")
 
 Lookup = Callable[[str, str], ReplicaTarget | None]
 _SMALL_SNAPSHOT = 100  # reservations: up to a millisecond
-# Snapshots cost the loops of those who give and take them: no more than a fifth of the time.
+# Snapshots cost loop time at both replicas: at most a fifth of the time.
 COST_PAUSE = 5
-# Between tries to mend what nobody could tell more of.
+# Pause between tries to close a gap that no peer could close.
 MEND_PAUSE_MAX_S = 60.0
 _KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
 _REASONS = [verdict for verdict in Verdict if verdict is not Verdict.APPLIED]
@@ -59,9 +59,9 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
 
 
 class Replication:
-    """What a service has of its replicas. Raises StartError when it cannot be set up.
+    """The replication of a service. Raises StartError if it cannot be set up.
 
-    `on_applied(event, now)` hears of each event of a peer that changed something here.
+    `on_applied(event, now)` is called for each peer's event that changed state here.
     """
 
     def __init__(
@@ -75,13 +75,13 @@ class Replication:
         *,
         tells_sessions: bool = False,
     ) -> None:
-        """`targets` are all partitions that `lookup` finds; `links` those of the process.
-        `tells_sessions`: then `sessions` must be set before the start.
+        """`targets` are all partitions that `lookup` finds; `links` are the process's links. With
+        `tells_sessions`, `sessions` must be set before the start.
 
-        No callable is called in here, so what is behind it may be made with `events`.
+        No callable is called here, so its target may be made later, with `events`.
         """
         self._lookup = lookup
-        self._credentials = credentials_of(config.peers)  # for the peers that are asked over HTTP
+        self._credentials = credentials_of(config.peers)  # for HTTP requests to peers
         self._allowed = links.allowed
         self._resolve = links.resolver.resolve
         self._targets = targets
@@ -90,7 +90,7 @@ class Replication:
         assert replica.endpoint is not None
         self.advertise = replica.advertise
         self._given_urls = replica.catch_up
-        self._catch_up_urls = list(replica.catch_up)  # those of found peers, too
+        self._catch_up_urls = list(replica.catch_up)  # including discovered peers
         self._catch_up: CatchUp | None = None  # until it has ended
         self._catch_up_again = asyncio.Event()
         self._fates: Callable[[], Iterable[tuple[Fate, int]]] | None = None
@@ -99,7 +99,7 @@ class Replication:
         self._mend_not_before = 0.0
         self._mend_pause_s = 0.0
         self._occasion = Occasion.START  # of the next catch-up
-        self._is_mending = False  # the catch-up that runs or will was asked for by a gap
+        self._is_mending = False  # the current or next catch-up is due to a gap
         self._snapshots = SlicedAnswers(
             "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
         )
@@ -134,7 +134,7 @@ class Replication:
         self.events = ReplicaEvents(self.router_id, self._publish)
 
     def start(self) -> None:
-        """Begin to hear peers; call it in the running loop."""
+        """Start to receive from peers; call it in the running loop."""
         self.sync.start()
         log.info(
             "replica sync is on at %s, process_id=%d", self.sync.bound_endpoint, self.router_id
@@ -155,7 +155,8 @@ class Replication:
         self._catching_up = supervise("catch-up", lambda: self._run_catch_up(catch_up))
 
     async def _run_catch_up(self, catch_up: CatchUp) -> None:
-        """At start, and again whenever a subscription came or came back, or events were missed."""
+        """Catch up at start, and whenever a subscription was made or restored, or events were
+        missed."""
         again = self._catch_up_again
         running = CatchingUp(
             catch_up,
@@ -172,17 +173,17 @@ class Replication:
             try:
                 await running.run(again, self._take_occasion, self._plan_to_mend)
             except Exception:
-                log.exception("catch-up failed; going on with what there is")
+                log.exception("catch-up failed; continuing with the current state")
             if not again.is_set():
                 self._catch_up = None
                 await again.wait()
             self._catch_up = catch_up
-            catch_up.begin_again(time.monotonic())  # from here on what ends is noted
+            catch_up.begin_again(time.monotonic())  # from here on, ends are recorded
             pause_s = max(AGAIN_S, COST_PAUSE * running.took_s)
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     def _client(self, url: str) -> OutboundClient:
-        """URLs of a flag are the operator's word."""
+        """URLs from a flag are trusted."""
         allowed = None if url in self._given_urls else self._allowed
         return OutboundClient(self._resolve, self._credentials, allowed)
 
@@ -200,7 +201,7 @@ class Replication:
             self._mend_soon()
 
     def _mend_soon(self) -> None:
-        """Events were missed. Where the last try brought nothing, the next waits longer."""
+        """Events were missed. If the last try closed no gap, the next one waits longer."""
         if self._mending is None:
             left_s = self._mend_not_before - time.monotonic()
             self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
@@ -212,7 +213,7 @@ class Replication:
             self._catch_up_again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """The peers' snapshots were taken; `mended`: that closed a gap."""
+        """The peers' snapshots were taken; `mended`: they closed a gap."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -269,7 +270,7 @@ class Replication:
         return self._snapshots.answer(at_once=live <= _SMALL_SNAPSHOT)
 
     def _snapshot(self) -> Iterator[bytes]:
-        # The number first: what it counts is booked, what is booked later may be in there too.
+        # Read the number first: events up to it are in the snapshot; later ones may be.
         sequence = self.sync.sequence
         yield from encode_snapshot(self.router_id, sequence, self._live_bookings(), time.monotonic)
 
@@ -299,13 +300,13 @@ class Replication:
 
         return table({
             "replica_events_total": (exchanged,
-                "Replica events by direction, kind and what became of them."),
+                "Replica events by direction, kind and outcome."),
             "replica_send_overflows_total": (lambda: sync.overflows,
                 "Times that a peer's send queue was found full."),
             "replica_outbox_events": (lambda: sync.waiting,
                 "Events that wait to be published to peers."),
             "replica_missed_events_total": (lambda: sync.heard.missed,
-                "Events that peers of ours published and that never arrived here."),
+                "Events that peers published and that never arrived here."),
             "replica_peers": (peers, "Peers by connection state."),
         })  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""The selector: all that it consists of, made, started and taken down again, and its listener.
+"""Builds, starts and stops the parts of the selector, and its listener.
 
-Everything lives on one uvloop loop in one thread. This module only wires: it makes the objects and
-hands each the two or three others that it uses (decision D14).
+Everything runs on one uvloop loop in one thread. This module only wires: it makes the objects and
+gives each the two or three others that it uses (decision D14).
 """
 
 import asyncio
@@ -67,15 +67,15 @@ if TYPE_CHECKING:
     from lean_selector.workers.polls import WorkerPolls
 
 _MOST_LATE_S = 0.5
-_LATE = 1 / 40  # of the time that a block lives
+_LATE = 1 / 40  # fraction of a block's lifetime
 _LEAST_S = 0.01
 
 CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
 
 
 class RoutedExpiry:
-    """Expires routed prompts in the approximate indexes of all partitions: a little after their
-    time, never before it, and more often than the host's tick where they live but seconds."""
+    """Expires routed prompts in the approximate indexes of all partitions: slightly after their
+    TTL, never before, and more often than the host's tick if the TTL is only seconds."""
 
     def __init__(
         self,
@@ -109,15 +109,15 @@ class RoutedExpiry:
 
 # -- selector parts ------------------------------------------------------------------------------
 
-# Of each model, twice a second: 5 ms at most.
+# Per model, twice a second: 5 ms at most.
 SESSION_STEPS = 1_000
 
 
 class SelectorParts:
-    """A selector on the running loop, and all that it needs but a listener: what hears engines and
-    replicas, what finds and recovers, the handlers of its routes.
+    """A selector on the running loop, without a listener: event sources, replication, discovery,
+    recovery and the route handlers.
 
-    `start` what speaks first, call `tick` every TICK_S, `refuse_new` when a stop begins, and await
+    Call `start` to begin outbound work, `tick` every TICK_S, `refuse_new` when a stop begins; await
     `close` at its end. Raises StartError; then nothing runs.
     """
 
@@ -149,7 +149,7 @@ class SelectorParts:
 
         self.families: Families = []  # metrics of what is off by default
         replication: Replication | None = None
-        tables: SessionTables | None = None  # None: of no replica
+        tables: SessionTables | None = None  # None: not replicated
         if config.replica.endpoint is not None:
             from lean_selector.server import replication as wiring
 
@@ -214,7 +214,7 @@ class SelectorParts:
             self.families += discovery.discovery_families(self.finding)
         peers = config.index.recover_from if config.settings.use_kv_events else []
         if peers:
-            subscriptions.hold()  # workers that are restored wait for the recovery, too
+            subscriptions.hold()  # restored workers wait for the recovery, too
         self._state = ServiceState(is_recovering=bool(peers))
         self.dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
         service = SelectionService
@@ -249,7 +249,7 @@ class SelectorParts:
         self.routes = routes if self.persister is None else durable(routes, self.persister)
         self._config = config
         if config.peers.token_file or config.peers.ca_file or config.peers.cert_file:
-            self.peer_client()  # files that cannot be used stop the start, asked for or not
+            self.peer_client()  # unusable files stop the start, even if no request needs them
         self._recovering: asyncio.Task[None] | None = None
         if peers:
             from lean_selector.replicas import recovery
@@ -263,7 +263,7 @@ class SelectorParts:
                 try:
                     await recovering.run()
                 finally:
-                    self._state.is_recovering = False  # what there is now is what is served
+                    self._state.is_recovering = False  # serve the current state
                 await recovering.forget_unclaimed()
 
             self._recovering = supervise("recovery", recover, again=False)
@@ -291,14 +291,14 @@ class SelectorParts:
             self._forgetting.start()
 
     def engine_client(self) -> "OutboundClient":
-        """For requests to engines. Raises StartError."""
+        """The client for requests to engines. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
         from lean_selector.server.peer_access import credentials_of
 
         return OutboundClient(self.resolve, credentials_of(self._config.engines), self.allowed)
 
     def peer_client(self) -> "OutboundClient":
-        """For requests to peers. Raises StartError."""
+        """The client for requests to peers. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
         from lean_selector.server.peer_access import credentials_of
 
@@ -336,7 +336,7 @@ class SelectorParts:
             self.persister.let_go()
 
     def begin_no_links(self) -> None:
-        """Those that wait for their turn to connect do not get it: the loop may end first."""
+        """Cancel pending connects: the loop may end before their turn."""
         self._links.is_ending = True
 
     async def close(self) -> None:
@@ -367,7 +367,7 @@ def _log_discarded(partition: Partition) -> None:
 
 
 def run_selector(config: SelectorConfig) -> None:
-    """Runs the selection service until it is told to stop. Raises StartError."""
+    """Run the selection service until a signal stops it. Raises StartError."""
     run(config, lambda log_state: _selector(config, log_state))
 
 
@@ -398,7 +398,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
 
 
 def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
-    """Of connections to the selector's API, which may have to stream."""
+    """The limits of connections to the selector's API, whose responses may stream."""
     if config.page.is_off:
         return HttpProtocol
     from lean_selector.http.streaming import StreamingProtocol
@@ -407,12 +407,12 @@ def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
 
 
 def gateway_routes_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayRoutes | None":
-    """What gateways are offered besides the API, if anything. Raises StartError."""
+    """The routes for gateways, if enabled. Raises StartError."""
     if not config.access_logs.places and config.prompts.settings is None:
         return None
     from lean_selector.server.gateway_routes import GatewayRoutes
 
-    # What gateways are told is the same in every dialect.
+    # Responses to gateways are the same in every API version.
     service = SelectionService(
         parts.selector,
         dump=parts.dumps.answer,
@@ -440,8 +440,8 @@ def selector_app(
     tokens: AccessTokens | None = None,
     meters: Sequence[RouteMeter] = (),
 ) -> App:
-    """The selector's API; `more` are metrics of what else runs in this process, `meters` those of
-    what asks for workers beside the routes, `tokens` those that are asked for."""
+    """The selector's API. `more` are metrics of other parts of this process, `meters` those of
+    selections made outside the routes, `tokens` the required bearer tokens."""
     is_16 = config.settings.dialect == API_1_6
     return observed(
         (*parts.routes, *(() if gateways is None else gateways.routes())),

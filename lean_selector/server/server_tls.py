@@ -1,7 +1,7 @@
-"""The certificate of a service, its key, and the authorities of its clients: read, and read again.
+"""Loads and reloads the certificate of a service, its key, and its client authorities.
 
-What is new counts for new handshakes; open connections keep theirs. Files that do not fit together
-are refused at the start, and later leave everything as it was, with a log line.
+Reloaded files apply to new handshakes; open connections keep theirs. Files that do not fit together
+stop the start; later they are logged, and the old ones stay in use.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ log = logging.getLogger("lean_selector.server")
 
 HANDSHAKE_LOG_S: Final = 10.0
 
-Marks = tuple[tuple[int, int, int] | None, ...]  # when changed, which file, how long
+Marks = tuple[tuple[int, int, int] | None, ...]  # time of change, inode, size
 
 
 class ServerTls:
-    """What a listener on TCP has where TLS is spoken: the protocol of each connection."""
+    """Makes the protocol of each TLS connection of a TCP listener."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class ServerTls:
         return self._door.new_connection()
 
     def look(self, now: float) -> None:
-        """Takes over files that have changed, and logs what failed. Call it now and then.
+        """Reload files that have changed, and log failures. Call it periodically.
 
-        What changed is taken when it is the same at two looks: a certificate and its key are not
-        replaced in one step.
+        A change is loaded once two checks see the same files: a certificate and its key are not
+        replaced atomically.
         """
         self._log.look(now)
         marks = _marks(self._files)
@@ -55,7 +55,7 @@ class ServerTls:
             self._load(marks)
 
     def reload(self) -> None:
-        """Takes them over at once, also when they look as they did."""
+        """Reload at once, even if the files look unchanged."""
         self._load(_marks(self._files))
 
     def _context(self) -> ssl.SSLContext:
@@ -64,21 +64,22 @@ class ServerTls:
         return context
 
     def _load(self, marks: Marks) -> None:
-        self._loaded = marks  # what cannot be used is tried again when it has changed again
+        self._loaded = marks  # unusable files are tried again after their next change
         try:
             self._door.context = self._context()
         except ValueError as error:
             self._counts.reload_failures += 1
             log.error(
-                "the TLS files cannot be used, the last ones stay", extra={"error": str(error)}
+                "the TLS files cannot be used; the last ones stay in use",
+                extra={"error": str(error)},
             )
             return
         self._counts.reloads += 1
-        log.info("the TLS files were read again", extra={"cert": self._files.cert})
+        log.info("the TLS files were reloaded", extra={"cert": self._files.cert})
 
 
 class HandshakeLog:
-    """Failed handshakes, in one line for all of some seconds: any client can make many."""
+    """Logs failed handshakes, one line for several seconds: any client can cause many."""
 
     def __init__(self, counts: TlsCounts) -> None:
         self._counts: Final = counts
@@ -86,7 +87,7 @@ class HandshakeLog:
         self._not_before = 0.0  # monotonic seconds
 
     def look(self, now: float) -> None:
-        """Call it now and then."""
+        """Call it periodically."""
         failures, known = self._counts.failures, self._known
         if now < self._not_before or failures == known:
             return
@@ -102,7 +103,7 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
     """TLS 1.2 at least. Raises ValueError in one clear line, naming the flag and the file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # In TLS 1.2 a client may otherwise ask for one costly handshake after the other.
+    # Otherwise a TLS 1.2 client could force one costly renegotiation after another.
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     _check_certificates("--tls-cert", files.cert)

@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
 
 def run_slot_tracker(config: TrackerConfig) -> None:
-    """Runs the slot tracker until it is told to stop. Raises StartError."""
+    """Run the slot tracker until a signal stops it. Raises StartError."""
     run(config, lambda log_state: _slot_tracker(config, log_state))
 
 
@@ -55,7 +55,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
             config,
             lambda model_name, tenant_id: trackers.lookup(model_name, tenant_id),  # made below
             lambda: trackers.in_order(),
-            lambda event, now: None,  # no requests wait here that an event could let in
+            lambda event, now: None,  # no queue here that an event could admit from
             links,
         )
         families += replication.families()

@@ -1,8 +1,8 @@
-"""The state of a service, written to its directory and read back at the start. Imported only where
-there is a directory.
+"""The state of a service, written to its directory and restored at start. Imported only with
+--state-dir.
 
-The file `catalog` is one JSON object, each worker on a line of its own. What cannot be read is set
-aside, and never stops a start.
+The file `catalog` is one JSON object with one worker per line. Unreadable state is set aside, and
+never stops a start.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.roster import Roster
 
-# -- what is written of a service, and read back ---------------------------------------------------
+# -- saved state ---------------------------------------------------
 
 # -- the file --------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def read_catalog(text: bytes) -> CatalogFile:
 def read_rows(
     rows: Sequence[msgspec.Raw], decode: Callable[[bytes], T], problems: list[str]
 ) -> list[T]:
-    """Those that can be read; what is wrong with the others is added to `problems`."""
+    """The readable workers; faults of the others are added to `problems`."""
     found: list[T] = []
     for row in rows:
         try:
@@ -107,22 +107,23 @@ def read_rows(
 
 @dataclass
 class PeersByHttp:
-    """What was said over HTTP holds, also against a flag."""
+    """Changes made over HTTP take precedence over flags."""
 
-    mesh: "Replication | None"  # without one what was restored is kept as it is
+    mesh: "Replication | None"  # None: restored peers are kept unchanged
     given: Collection[str]  # by flags
     found: Callable[[], Collection[str]]  # by discoveries
     restored: tuple[list[str], list[str]] = ([], [])
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Those added, and those removed, each sorted."""
+        """The added and the removed peers, each sorted."""
         if self.mesh is None:
             return self.restored
         peers = set(self.mesh.peers())
         return sorted(peers - {*self.given, *self.found()}), sorted({*self.given} - peers)
 
     def restore(self, added: list[str], removed: list[str]) -> list[str]:
-        """Before the mesh is started. Returns what could not be added, with the reason."""
+        """Call before the mesh is started. Returns the peers that could not be added, with
+        reasons."""
         self.restored = added, removed
         mesh, problems = self.mesh, list[str]()
         if mesh is None:
@@ -139,20 +140,21 @@ class PeersByHttp:
 
 
 # -- the selector's --------------------------------------------------------------------------------
-# A worker that a discovery named belongs to the discovery again (D33).
+# A worker that discovery found belongs to the discovery again (D33).
 
 _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 
 
 @dataclass
 class SelectorCatalog:
-    """What is written of a selector. `discoveries`: those that run now, and tell the `roster`."""
+    """The saved state of a selector. `discoveries` are the running ones, which update the
+    `roster`."""
 
     selector: Selector
     peers: PeersByHttp
     roster: "Roster | None" = None
     discoveries: Collection[str] = ()
-    lines: dict[int, tuple[WorkerSpec, bytes]] = field(default_factory=dict)  # as encoded last
+    lines: dict[int, tuple[WorkerSpec, bytes]] = field(default_factory=dict)  # as last encoded
     service: ClassVar[Literal["selector"]] = "selector"
 
     @property
@@ -161,7 +163,7 @@ class SelectorCatalog:
         return self.selector.catalog.revision
 
     def text(self) -> bytes:
-        """The file as it should be now. A worker is encoded when it has changed."""
+        """The current content of the file. A worker is encoded only when it has changed."""
         found = [] if self.roster is None else self.roster.kept()
         selector, before, self.lines = self.selector, self.lines, {}
         for worker_id, worker in selector.catalog.workers.items():
@@ -188,7 +190,7 @@ class SelectorCatalog:
         return catalog_text(head, [text for _, text in self.lines.values()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Puts it back into a selector that has just been made. Returns what did not fit."""
+        """Restore it into a new selector. Returns what did not fit."""
         problems = self.peers.restore(file.peers_added, file.peers_removed)
         selector = self.selector
         for row in file.thresholds:
@@ -221,7 +223,7 @@ class SelectorCatalog:
             except SelectorError as error:
                 problems.append(f"worker {spec.worker_id}: {error.message}")
                 self._not_a_member(spec)
-        if self.roster is not None:  # the discoveries named them, as if they had just done so
+        if self.roster is not None:  # treat these workers as just found by their discoveries
             for kept in sought.values():
                 worker = selector.catalog.workers.get(kept.worker_id)
                 if kept.is_removed:
@@ -231,7 +233,7 @@ class SelectorCatalog:
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
-        """It could not be registered: it holds no block size, nor the partition."""
+        """Drop a worker that could not be registered, so that it fixes no block size."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -246,7 +248,7 @@ _decode_row = msgspec.json.Decoder(WorkerRow).decode
 
 @dataclass
 class TrackerCatalog:
-    """What is written of a slot tracker."""
+    """The saved state of a slot tracker."""
 
     trackers: Trackers
     peers: PeersByHttp
@@ -258,7 +260,7 @@ class TrackerCatalog:
         return self.trackers.revision
 
     def text(self) -> bytes:
-        """The file as it should be now."""
+        """The current content of the file."""
         added, removed = self.peers.changes()
         head = CatalogFile(
             version=1, service=self.service, peers_added=added, peers_removed=removed
@@ -266,7 +268,7 @@ class TrackerCatalog:
         return catalog_text(head, [_encode(row) for row in self.trackers.workers()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Puts it back into trackers that have just been made. Returns what did not fit."""
+        """Restore it into new trackers. Returns what did not fit."""
         problems = self.peers.restore(file.peers_added, file.peers_removed)
         for row in read_rows(file.workers, _decode_row, problems):
             try:
@@ -276,17 +278,17 @@ class TrackerCatalog:
         return problems
 
 
-# -- reading it back at the start ------------------------------------------------------------------
+# -- restoring at start ------------------------------------------------------------------
 
 log = logging.getLogger("lean_selector.state")
 
 
 _MOST_LOGGED = 10
-_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # a read that failed with EIO
+_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # retries of a read that failed with EIO
 
 
 class OtherService(Exception):
-    """The directory is whole, and that of the other service."""
+    """The directory is intact, but belongs to the other service."""
 
 
 def restore_catalog(
@@ -306,7 +308,7 @@ def restore_catalog(
         "unfit": len(problems),
     }
     if problems:
-        # The file is written without them at the next change; a flag may have been mistyped.
+        # The next change writes the file without them; keep a copy, in case a flag was mistyped.
         try:
             fields["kept_as"] = directory.keep_copy(CATALOG)
         except OSError as error:
@@ -322,10 +324,10 @@ def restore_reservations(
     now: float,
     stamp: Stamp,
 ) -> tuple[int, int]:
-    """How many are live again, and how many are not: too old by now, or their rank is gone.
+    """Return the numbers of restored and of dropped reservations: expired, or their rank is gone.
 
-    `book` gets each with the peer that admitted it, None if this replica did; the oldest first.
-    It is `now`, in monotonic seconds, and `stamp` by the clocks that files are stamped by.
+    `book` gets each with the peer that admitted it (None: this replica), the oldest first. `now` is
+    the present in monotonic seconds, `stamp` the same by the clocks that stamp files.
     """
     problems: list[str] = []
 
@@ -361,7 +363,7 @@ def restore_reservations(
 
 
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:
-    """None: there is none, or it was set aside."""
+    """None: there is no file, or it was set aside."""
     try:
         sealed = _tried(lambda: directory.read(name))
         if sealed is None:
@@ -380,7 +382,7 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T
 
 
 def _tried(read: Callable[[], T]) -> T:
-    """A disk may fail once, and answer the next time. Raises OSError."""
+    """Read with retries: a disk may fail once. Raises OSError."""
     for pause_s in _AGAIN_AFTER_S:
         try:
             return read()
@@ -401,10 +403,10 @@ def _log_problems(what: str, problems: list[str]) -> None:
 
 # -- wiring ----------------------------------------------------------------------------------------
 
-# The process before this one lets go as soon as it has written all, once it is told to stop.
+# The previous process releases the directory once it has stopped and written everything.
 TAKE_WAIT_S = 2.0
 _LOOK_S = 0.05
-# A disk that is full or ill now may be well later, and the service is wanted now.
+# Do not wait for a full or failing disk: it may recover later, and the service is needed now.
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
 
 
@@ -415,9 +417,9 @@ def keep_selector(
     finding: "Discoveries | None",
     state: ServiceState,
 ) -> Persister:
-    """Takes the directory, restores what is in it, and keeps it from `start` on.
+    """Lock the directory, restore its state, and keep it up to date from `start` on.
 
-    Before anything else is put into the selector, and before replica sync starts. Raises
+    Call before anything else is added to the selector, and before replica sync starts. Raises
     StartError.
     """
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
@@ -441,7 +443,7 @@ def keep_trackers(
     replication: Replication | None,
     finding: "Discoveries | None",
 ) -> Persister:
-    """The same of a slot tracker."""
+    """Like `keep_selector`, for a slot tracker."""
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = TrackerCatalog(trackers, peers)
 
@@ -487,7 +489,7 @@ def _kept(
 
 
 def _taken(directory: StateDirectory) -> str | None:
-    """Holds the directory, or tells what keeps it from doing so for now. Raises StartError."""
+    """Lock the directory, or return the present obstacle. Raises StartError."""
     gives_up_at = time.monotonic() + TAKE_WAIT_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A state directory: its lock, and files that appear in it whole or not at all, with a checksum."""
+"""A state directory: its lock, and its files, which are written atomically and have a checksum."""
 
 import asyncio
 import contextlib
@@ -25,12 +25,12 @@ _Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Stamp(msgspec.Struct, frozen=True):
-    """A moment, by two clocks: the one on the wall, which may be set, and the one since the boot,
-    which counts suspensions and means nothing after another boot."""
+    """A moment by two clocks: the wall clock, which may be set, and the boot clock, which counts
+    suspensions and is valid only within one boot."""
 
     wall_s: float  # since 1970
     boot_s: float
-    boot_id: str  # empty where the system has none
+    boot_id: str  # empty if the system has none
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class PartitionRow(msgspec.Struct, frozen=True):
 
 
 class StoredThreshold(msgspec.Struct, frozen=True):
-    """What a model and tenant was given."""
+    """The thresholds of a model and tenant."""
 
     model_name: str
     tenant_id: str
@@ -52,28 +52,28 @@ class StoredThreshold(msgspec.Struct, frozen=True):
 
 
 class CatalogHead(msgspec.Struct, frozen=True):
-    """What a catalog of any release has."""
+    """The fields that a catalog of any release has."""
 
     version: int
 
 
 class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything but what lives: the file `catalog`. A worker is a WorkerSpec in the file of a
-    selector, a WorkerRow in that of a slot tracker."""
+    """The file `catalog`: everything except live reservations. A worker is a WorkerSpec in a
+    selector's file, a WorkerRow in a slot tracker's."""
 
     version: Literal[1]
     service: Literal["selector", "slot_tracker"]
     partitions: list[PartitionRow] = []
     thresholds: list[StoredThreshold] = []
     found: list[KeptWorker] = []
-    peers_added: list[str] = []  # over HTTP, beside those of the flags
-    peers_removed: list[str] = []  # over HTTP, of those of the flags
+    peers_added: list[str] = []  # over HTTP, besides those set by flags
+    peers_removed: list[str] = []  # over HTTP, among those set by flags
     workers: list[msgspec.Raw] = []
 
 
 # -- the last line of a file: when it was written, and a checksum ----------------------------------
 
-# Counts suspensions where the system has one that does.
+# A clock that counts suspensions, if the system has one.
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _END = b'"}\n'
@@ -82,11 +82,11 @@ _decode = msgspec.json.Decoder(Stamp).decode
 
 
 class Damaged(ValueError):
-    """What was read is not what was written; the message says what is wrong."""
+    """The content read is not what was written; the message says what is wrong."""
 
 
 class OtherVersion(Damaged):
-    """It is what was written, by a release that writes another format."""
+    """The file is intact, but has the format of another release."""
 
 
 def stamp_now() -> Stamp:
@@ -99,15 +99,15 @@ def stamp_now() -> Stamp:
 
 
 def elapsed_s(since: Stamp, now: Stamp) -> float:
-    """Seconds between the two, at least 0: by the boot clock if both are of one boot, else by the
-    wall clock."""
+    """Seconds between the two, at least 0: by the boot clock within one boot, else by the wall
+    clock."""
     if since.boot_id and since.boot_id == now.boot_id:
         return max(0.0, now.boot_s - since.boot_s)
     return max(0.0, now.wall_s - since.wall_s)
 
 
 class Checksum:
-    """Checksum of a file being written: `add` each part of its text, then write `end`."""
+    """Checksum of a file being written: `add` each part of the text, then write `end`."""
 
     def __init__(self) -> None:
         self._sum = xxh3_64()
@@ -141,43 +141,44 @@ def opened(sealed: bytes) -> tuple[bytes, Stamp]:
 
 
 # -- the directory ---------------------------------------------------------------------------------
-# One process holds it, by a lock on the file `lock`; the kernel releases it when the process ends.
-# Every method waits for the disk.
+# One process holds it by locking the file `lock`; the kernel unlocks it when the process ends.
+# Every method blocks on the disk.
 
 CATALOG: Final = "catalog"
 RESERVATIONS: Final = "reservations"
 LOCK: Final = "lock"
 _PATIENCE_S: Final = 0.5
-_TOKEN_BYTES: Final = 48  # always as many, so that a full disk has room for the next one
+_TOKEN_BYTES: Final = 48  # constant, so that the next token fits on a full disk
 
 
 class DirectoryHeld(Exception):
-    """Another process holds the directory; the message says which, as far as it is known."""
+    """Another process holds the directory; the message names it if known."""
 
 
 class StateDirectory:
-    """`take` it first. `write` may be called from any thread, the others from one at a time."""
+    """`take` it first. `write` may be called from any thread, the other methods by one at a
+    time."""
 
     def __init__(self, path: str) -> None:
         self.path: Final = os.path.abspath(path)
         self._lock_path: Final = os.path.join(self.path, LOCK)
         self._fd: int | None = None
-        self._token = b""  # what we wrote into the lock file when we last took it
-        self._is_missing = False  # it could not be made
-        self._is_wanted = False  # it is not to be taken again after we let go
+        self._token = b""  # what we last wrote into the lock file
+        self._is_missing = False  # the directory could not be made
+        self._is_wanted = False  # False after release: do not take it again
         self._taking = threading.Lock()
-        self.generation = 0  # another one: what was written before may not be here
+        self.generation = 0  # a new value: earlier files may be missing
 
     # -- the lock --------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Makes the directory where there is none. Raises OSError; a `write` tries again then."""
+        """Make the directory if missing. Raises OSError; a later `write` tries again."""
         self._is_missing = True
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         self._is_missing = False
 
     def take(self) -> None:
-        """From here on ours. Raises Held, or OSError."""
+        """Lock the directory. Raises DirectoryHeld, or OSError."""
         token = (b"%d %b" % (os.getpid(), secrets.token_hex(16).encode())).ljust(_TOKEN_BYTES - 1)
         fd = self._locked()
         try:
@@ -193,9 +194,10 @@ class StateDirectory:
         self._is_wanted = True
 
     def let_go(self) -> None:
-        """Unlock it for a successor. A file still being written is not renamed into place."""
+        """Unlock it for a successor. A file that is still being written is not renamed into
+        place."""
         self._is_wanted = False
-        # A disk that hangs may have this for good: then the end of the process lets go.
+        # A hanging disk may block this for good: then the end of the process unlocks it.
         if self._taking.acquire(timeout=_PATIENCE_S):
             self._close()
             self._taking.release()
@@ -206,7 +208,7 @@ class StateDirectory:
             self._fd = None
 
     def take_again(self) -> bool:
-        """Takes it once more if no other has held it since we let go; else leaves all as it is."""
+        """Take it again if no other process has held it since our release; else do nothing."""
         if self._fd is not None or not self._token:
             return self._fd is not None
         try:
@@ -235,7 +237,7 @@ class StateDirectory:
             except OSError:
                 os.close(fd)
                 raise
-            os.close(fd)  # it was replaced meanwhile
+            os.close(fd)  # the lock file was replaced meanwhile
 
     def _is_at_path(self, fd: int) -> bool:
         try:
@@ -246,17 +248,18 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[None]:
-        """No other process takes it meanwhile. Raises OSError."""
+        """Keep the lock during a block. Raises OSError."""
         with self._taking:
             try:
                 self._hold()
                 yield
             finally:
-                if not self._is_wanted:  # it was let go of meanwhile, without waiting
+                if not self._is_wanted:  # it was released meanwhile, without waiting
                     self._close()
 
     def _hold(self) -> None:
-        """The disk may have gone, and another one, or the same, have come. Raises OSError."""
+        """Check for a disk that was unmounted, and perhaps replaced or mounted again. Raises
+        OSError."""
         if not self._is_wanted:
             raise OSError(errno.EBUSY, "the directory was let go")
         if self._fd is not None and self._is_at_path(self._fd):
@@ -279,7 +282,7 @@ class StateDirectory:
     # -- files -----------------------------------------------------------------------------------
 
     def read(self, name: str) -> bytes | None:
-        """A whole file; None where there is none. Raises OSError."""
+        """The content of a file; None if it does not exist. Raises OSError."""
         try:
             with open(os.path.join(self.path, name), "rb") as file:
                 return file.read()
@@ -287,14 +290,14 @@ class StateDirectory:
             return None
 
     def set_aside(self, name: str) -> str:
-        """Renames a file, over one that was set aside before; its new path. Raises OSError."""
+        """Rename a file, replacing one set aside before; return its new path. Raises OSError."""
         aside = os.path.join(self.path, f"{name}.damaged")
         os.rename(os.path.join(self.path, name), aside)
         return aside
 
     def keep_copy(self, name: str) -> str:
-        """Links a file as it is beside itself, over one that was kept before, for it will be
-        written anew; its second path. Raises OSError."""
+        """Keep a copy (hard link) of a file before it is rewritten, replacing an older copy; return
+        its path. Raises OSError."""
         copy = os.path.join(self.path, f"{name}.unfit")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(copy)
@@ -302,10 +305,10 @@ class StateDirectory:
         return copy
 
     def write(self, name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
-        """A file of these parts and their checksum, in the place of the one that was; its bytes.
+        """Replace a file by these parts and their checksum; return its size in bytes.
 
-        On disk when it returns. Raises OSError, and whatever `parts` raises; then the one that was
-        is still there.
+        It is on disk on return. Raises OSError, and any error of `parts`; then the old file is
+        still there.
         """
         path = os.path.join(self.path, name)
         new = f"{path}.new"
@@ -332,8 +335,8 @@ class StateDirectory:
 
 
 def _created(path: str) -> int:
-    """Open for writing, and ours alone: the process that held the directory before may still write
-    under that name."""
+    """Open a new file for writing: the previous holder of the directory may still write to one of
+    that name."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -355,9 +358,9 @@ def _write(fd: int, part: bytes) -> int:
 
 
 # -- writing in a thread ---------------------------------------------------------------------------
-# The thread is a daemon: a disk that hangs keeps no process from its end.
+# The thread is a daemon: a hanging disk does not keep the process from ending.
 
-# A disk that is slower than we are does not get all of a large file at once.
+# Bounds the data queued for a slow disk.
 MOST_QUEUED_BYTES: Final = 8 << 20
 
 T = TypeVar("T")
@@ -368,20 +371,19 @@ class _Dropped(Exception):
 
 
 class _Job:
-    """One file, from its first part to its last: None. What went wrong is raised where the end is
-    awaited."""
+    """One file: its parts, then None. An error is raised when its end is awaited."""
 
     def __init__(self, work: "Callable[[_Job], object]") -> None:
-        """`work` is done in the thread; its result is that of `done`."""
+        """`work` runs in the thread; `done` gets its result."""
         self.work: Final = work
         self.done: Final = asyncio.get_running_loop().create_future()
         self.parts: SimpleQueue[bytes | _Dropped | None] = SimpleQueue()
         self.put = self.taken = 0  # bytes
         self.is_over = False
-        self.moved = asyncio.Event()  # since it was cleared, something was taken, or it has failed
+        self.moved = asyncio.Event()  # set after a part was taken, or after a failure
 
     def each(self, on_taken: Callable[[], object]) -> Iterator[bytes]:
-        """The parts, in the thread."""
+        """Iterate over the parts; in the thread."""
         while (part := self.parts.get()) is not None:
             if isinstance(part, _Dropped):
                 raise part
@@ -391,22 +393,21 @@ class _Job:
 
 
 class FileWriter:
-    """For the loop's thread only. One file is written at a time: `begin`, `add` parts,
-    `end`."""
+    """For the loop's thread only. Writes one file at a time: `begin`, `add` parts, `end`."""
 
     def __init__(self, directory: StateDirectory, name: str) -> None:
         self._directory = directory
         self._name = name
         self._loop = asyncio.get_running_loop()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._job: _Job | None = None  # what the thread does
-        # From `begin` to `end` or `drop`; the thread may have failed before all parts came.
+        self._job: _Job | None = None  # the thread's current job
+        # True from `begin` to `end` or `drop`, even if the thread has already failed.
         self._file: _Job | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self.spent_s = 0.0  # processor time of the thread, ever
-        self.bytes = 0  # of the file that was written last
-        # When the disk took something last, in monotonic seconds; while a file is written.
+        self.spent_s = 0.0  # total processor time of the thread
+        self.bytes = 0  # size of the last file written
+        # When the disk last took data, in monotonic seconds; valid while a file is written.
         self.moved_at: float | None = None
         threading.Thread(target=self._run, name=f"state {name}", daemon=True).start()
 
@@ -421,7 +422,7 @@ class FileWriter:
         self._begin(self._file)
 
     async def ask(self, question: Callable[[], T]) -> T:
-        """What waits for the disk, too, and is no file. Raises what `question` raises."""
+        """Run another blocking disk operation in the thread. Raises what `question` raises."""
         job = _Job(lambda _: question())
         self._begin(job)
         answer: T = await job.done
@@ -440,7 +441,7 @@ class FileWriter:
         self._jobs.put(job)
 
     async def add(self, part: bytes) -> None:
-        """Waits where the disk is slower than we are. Raises OSError where it has failed."""
+        """Add a part; wait if the disk is slow. Raises OSError if it has failed."""
         job = self._file
         assert job is not None, "begin first"
         if job.is_over:
@@ -452,20 +453,20 @@ class FileWriter:
             job.moved.clear()
 
     async def end(self) -> None:
-        """The file is on disk. Raises OSError; then the one that was is still there."""
+        """Wait until the file is on disk. Raises OSError; then the old file is still there."""
         job, self._file = self._file, None
         assert job is not None, "begin first"
         job.parts.put(None)
         self.bytes = await job.done
 
     def drop(self) -> None:
-        """No more parts will come. Nothing happens where no file is being written."""
+        """Abandon the file being written, if any."""
         job, self._file = self._file, None
         if job is not None:
             job.parts.put(_Dropped())
 
     async def idle(self) -> None:
-        """Nothing is being written."""
+        """Wait until nothing is being written."""
         await self._idle.wait()
 
     def close(self) -> None:
@@ -478,7 +479,7 @@ class FileWriter:
         while (job := self._jobs.get()) is not None:
             try:
                 self._work(job)
-            except RuntimeError:  # the loop is closed: nothing waits any more
+            except RuntimeError:  # the loop is closed: nothing waits for the result
                 return
 
     def _work(self, job: _Job) -> None:
@@ -503,4 +504,4 @@ class FileWriter:
             job.done.set_result(result)
         else:
             job.done.set_exception(error)
-            job.done.exception()  # it is read where the end is awaited, if it still is
+            job.done.exception()  # mark as retrieved; it is raised where the end is awaited

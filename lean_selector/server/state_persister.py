@@ -1,6 +1,6 @@
-"""Keeps a state directory up to date: the catalog on each change, reservations once an interval.
+"""Keeps a state directory up to date: the catalog on each change, reservations at an interval.
 
-The loop's work is in slices; what waits for the disk is in the threads of `FileWriter`.
+Work on the loop is done in slices; blocking disk operations run in `FileWriter`'s threads.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from lean_selector.service.exposition import Families, by, table
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_snapshot import SNAPSHOT_END, SnapshotLines, snapshot_head
 
-# The slots themselves tell a partition from one that has its name later.
+# The slots object distinguishes a partition from a later one of the same name.
 Revision = list[tuple[Slots, int]]
 
 
 class LiveBookings:
-    """Live reservations of all partitions that `targets` gives."""
+    """Live reservations of all partitions that `targets` returns."""
 
     def __init__(
         self,
@@ -38,18 +38,18 @@ class LiveBookings:
         router_id: int,
         sequence: Callable[[], int],
     ) -> None:
-        """`router_id` and `sequence` are the replica's; 0 where it has no peers."""
+        """`router_id` and `sequence` are the replica's; 0 without replica sync."""
         self._targets: Final = targets
         self._router_id: Final = router_id
         self._sequence: Final = sequence
         self._lines: Final = SnapshotLines(router_id)
 
     def revision(self) -> Revision:
-        """Differs from an earlier one exactly where something has changed."""
+        """A value that changes exactly when a reservation changes."""
         return [(target.slots, target.slots.revision) for target in self._targets()]
 
     def parts(self, now: float) -> Iterator[bytes]:
-        """The text, a part for each reservation; ages are those at `now`."""
+        """The text, one part per reservation, with ages at `now`."""
         lines = self._lines
         lines.begin()
         yield snapshot_head(self._router_id, self._sequence())
@@ -63,16 +63,15 @@ class LiveBookings:
 
 log = logging.getLogger("lean_selector.state")
 
-SLICE_S: Final = 0.001  # of a turn of the loop, as KV events
-STEPS: Final = 32  # reservations between looks at the clock: 50 us
-# Of a core, for what lives: where a snapshot costs more than this part of the interval, the next
-# one comes later.
+SLICE_S: Final = 0.001  # per turn of the loop, as for KV events
+STEPS: Final = 32  # reservations between checks of the clock: 50 us
+# Most of a core for saving reservations: if a snapshot takes a larger fraction of the interval, the
+# next one is delayed.
 SHARE: Final = 0.03
 RETRY_S: Final = 1.0  # after a failure
-# A disk that has not answered for so long has failed, for calls that wait.
+# After this time without an answer, waiting calls treat the disk as failed.
 HANGS_AFTER_S: Final = 5.0
-# At the end of the process the disk has so long for each slice: it must end, and what is lost
-# expires.
+# Time for each slice at the end of the process: it must end, and lost reservations expire.
 LAST_S: Final = 2.0
 
 
@@ -86,8 +85,9 @@ class Contents(Protocol):
 
 
 class Persister:
-    """Only from the thread of the loop. `start` it; when a stop begins `let_go`, at its end
-    `close`. `on_fault` hears of what keeps us from writing, and of None when that is over."""
+    """From the loop's thread only. Call `start`, `let_go` when a stop begins, and `close` at its
+    end. `on_fault` is called with the reason why state cannot be written, and with None once it
+    can."""
 
     def __init__(
         self,
@@ -106,71 +106,71 @@ class Persister:
         self._files = {name: FileWriter(directory, name) for name in (CATALOG, RESERVATIONS)}
         self._tasks: list[asyncio.Task[None]] = []
         self._letting_go: asyncio.Task[None] | None = None
-        self._limit: asyncio.Timeout | None = None  # of how long the disk is waited for
+        self._limit: asyncio.Timeout | None = None  # the limit for waiting on the disk
         self._changed = asyncio.Event()
         self._seen_revision = -1  # of the catalog
-        self._change = 0  # grows with each change of the catalog; what of it is on disk:
+        self._change = 0  # grows with each change of the catalog
         self._saved_change = 0
         self._saved_text = b""
-        self._generation = directory.generation  # of the directory, that what is saved is in
+        self._generation = directory.generation  # of the directory that has the saved files
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # oldest first
         self._saved_revision: Revision | None = None
         self._loop_spent_s = 0.0
-        self._saved_at = time.monotonic()  # what lived then is on disk
+        self._saved_at = time.monotonic()  # reservations of this time are on disk
         self.writes: Final = {CATALOG: 0, RESERVATIONS: 0}
         self.failures: Final = {CATALOG: 0, RESERVATIONS: 0}
-        self.restored = 0  # reservations, at the start
-        self.dropped = 0  # those that no longer fitted
+        self.restored = 0  # reservations restored at start
+        self.dropped = 0  # reservations that no longer fitted
 
     # -- seen from outside -----------------------------------------------------------------------
 
     @property
     def fault(self) -> str | None:
-        """Why what changes is not on disk; None while it is."""
+        """Why changes cannot be written; None while they can."""
         return next((f"{name}: {why}" for name, why in self._faults.items()), None)
 
     def spent_s(self) -> float:
-        """Processor time, of the loop and of the threads."""
+        """Processor time of the loop and of the threads."""
         return self._loop_spent_s + sum(file.spent_s for file in self._files.values())
 
     def age_s(self) -> float:
-        """The age of what is on disk: what a crash now would lose. 0 while nothing has changed."""
+        """How much time a crash now would lose. 0 while nothing has changed."""
         if self._bookings.revision() == self._saved_revision:
             return 0.0
         return time.monotonic() - self._saved_at
 
     def families(self) -> Families:
-        """How far the state directory is behind."""
+        """Metrics of the state directory."""
         return table({
             "state_failing": (lambda: int(self.fault is not None),
                 "1 while the state directory cannot be written."),
             "state_age_seconds": (self.age_s,
-                "How old the live reservations on disk are: 0 while nothing has changed since."),
+                "Age of the live reservations on disk; 0 if nothing has changed since."),
             "state_writes_total": (lambda: by("file", self.writes),
                 "Files that were written, by file."),
             "state_write_failures_total": (lambda: by("file", self.failures),
                 "Files that could not be written, by file."),
             "state_file_bytes": (
                 lambda: by("file", {name: file.bytes for name, file in self._files.items()}),
-                "The file that was written last, by file."),
+                "Size of the file written last, by file."),
             "state_cpu_seconds_total": (self.spent_s,
-                "Processor time that keeping state took, of the loop and of its threads."),
+                "Processor time used to save state, of the loop and of its threads."),
             "state_restored_reservations": (
                 lambda: by("result", {"live": self.restored, "dropped": self.dropped}),
-                "Reservations on disk at the start, by what became of them."),
+                "Reservations on disk at start, by outcome."),
         })  # fmt: skip
 
     # -- the catalog -----------------------------------------------------------------------------
 
     def note(self) -> None:
-        """The catalog may have changed."""
+        """Note that the catalog may have changed."""
         self._change += 1
         self._seen_revision = self._catalog.revision
         self._changed.set()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
-        """Calls `then` once all that was noted is on disk, or cannot be put there; False, and it is
-        not called: nothing is to be waited for."""
+        """Call `then` once all noted changes are on disk, or have failed to be written. Returns
+        False, without calling it, if there is nothing to wait for."""
         if self._saved_change == self._change or CATALOG in self._faults or self._letting_go:
             return False
         self._waiting.append((self._change, then))
@@ -211,7 +211,7 @@ class Persister:
         self._tell_waiting(change)
         return True
 
-    # -- what lives ------------------------------------------------------------------------------
+    # -- reservations ------------------------------------------------------------------------------
 
     async def _keep_reservations(self) -> None:
         pause_s = self._interval_s
@@ -221,7 +221,7 @@ class Persister:
             is_saved = await self._save_reservations()
             if self._generation != self._directory.generation:
                 self._generation = self._directory.generation
-                self._saved_revision, self._saved_text = None, b""  # it may be another disk
+                self._saved_revision, self._saved_text = None, b""  # the disk may be another one
                 self.note()
             if not is_saved:
                 pause_s = max(RETRY_S, self._interval_s)
@@ -249,7 +249,7 @@ class Persister:
     # -- any file --------------------------------------------------------------------------------
 
     async def _write(self, file: FileWriter, parts: Iterable[bytes]) -> None:
-        """In slices of the loop's turns, each handed to the file at once. Raises OSError."""
+        """Write a file in slices of the loop's turns. Raises OSError."""
         file.begin(stamp_now())
         try:
             made: list[bytes] = []
@@ -273,7 +273,7 @@ class Persister:
             file.drop()
             raise
 
-    # -- what goes wrong -------------------------------------------------------------------------
+    # -- faults -------------------------------------------------------------------------
 
     def _failed(self, name: str, error: OSError) -> None:
         self.failures[name] += 1
@@ -291,8 +291,8 @@ class Persister:
             self._on_fault(self.fault)
 
     def look(self, now: float) -> None:
-        """About every second: what changed without a call that was noted, as by a discovery. And a
-        disk may hang: no call waits for it longer than HANGS_AFTER_S."""
+        """Call about every second: notes changes that no call reported, such as a discovery's, and
+        ends waits for a disk that has hung for HANGS_AFTER_S."""
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():
@@ -302,7 +302,7 @@ class Persister:
                     self._tell_waiting(self._change)
 
     def begin_with(self, fault: str | None) -> None:
-        """The directory could not be taken yet."""
+        """Note that the directory could not be locked yet."""
         if fault is not None:
             self._say(CATALOG, fault)
         self.note()
@@ -316,7 +316,7 @@ class Persister:
         ]
 
     def let_go(self) -> None:
-        """A stop begins: all is written once more, and the directory is a successor's."""
+        """A stop begins: write everything, then release the directory to a successor."""
         if self._letting_go is None:
             self._letting_go = supervise("state hand-over", self._save_and_let_go, again=False)
 
@@ -331,20 +331,20 @@ class Persister:
             self._directory.let_go()
 
     async def _save_all(self) -> None:
-        """While the disk takes something every LAST_S, or not at all."""
+        """Continue while the disk takes data within every LAST_S; else give up."""
         try:
             async with asyncio.timeout(LAST_S) as self._limit:
                 for file in self._files.values():
-                    await file.idle()  # from what was being written when the tasks ended
+                    await file.idle()  # of the write in progress when the tasks ended
                 await self._save_catalog()
                 await self._save_reservations()
         except TimeoutError:
-            log.warning("state is not all written", extra={"waited_s": LAST_S})
+            log.warning("state is not completely written", extra={"waited_s": LAST_S})
         finally:
             self._limit = None
 
     async def _take_again(self) -> bool:
-        """The directory is ours once more. Not where the disk hangs, nor another has held it."""
+        """Lock the directory again, unless the disk hangs or another process has held it."""
         file = self._files[CATALOG]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_S):
@@ -353,7 +353,8 @@ class Persister:
         return False
 
     async def close(self) -> None:
-        """The stop is over. What changed since it began is written if no successor has come."""
+        """End the stop. Changes since it began are written unless a successor holds the
+        directory."""
         self.let_go()
         assert self._letting_go is not None
         await asyncio.wait({self._letting_go})

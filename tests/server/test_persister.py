@@ -221,7 +221,7 @@ async def test_a_disk_that_hangs_keeps_nothing_from_its_end(
     await kept.hangs()
     await kept.persister.close()
     assert kept.answered == ["second"]
-    assert "state is not all written" in caplog.text
+    assert "state is not completely written" in caplog.text
     other = StateDirectory(str(tmp_path))
     other.take()  # it was let go
     kept.disk.answers.set()

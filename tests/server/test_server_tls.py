@@ -179,7 +179,7 @@ def test_new_files_are_for_new_connections(files: Files, how: str) -> None:
         if how == "on SIGHUP":
             before = [os.stat(path) for path in (files.cert, files.key)]
             service.process.send_signal(signal.SIGHUP)
-            wait_until(lambda: "the TLS files were read again" in service.log(), "they are read")
+            wait_until(lambda: "the TLS files were reloaded" in service.log(), "they are read")
             assert [os.stat(path) for path in (files.cert, files.key)] == before
         else:
             files.write(OURS.issue(HOST))
