@@ -50,7 +50,7 @@ from lean_selector.service.selector_metrics import (
     selection_families,
     session_families,
 )
-from lean_selector.service.shared_handlers import discovery_routes
+from lean_selector.service.shared_handlers import discovery_routes, page_routes
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.tasks import supervise
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from lean_selector.server.gateway_routes import GatewayRoutes
     from lean_selector.server.replication import Replication
     from lean_selector.server.state_persister import Persister
-    from lean_selector.service.ui import Events
+    from lean_selector.service.ui import Page
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
 
@@ -239,13 +239,9 @@ class SelectorParts:
             self.families += self.persister.families()
         report = None if self.finding is None else self.finding.report
         routes = (*self.service.routes(), *discovery_routes(report))
-        self._events: Events | None = None
+        self._page: Page | None = None  # when it was asked for
         if not config.page.is_off:
-            from lean_selector.service import fleet, ui
-
-            view = fleet.FleetView(selector, subscriptions, self._state, report)
-            self._events = ui.Events(selector, view, loop.call_soon, loop.call_later)
-            routes = (*routes, *ui.ui_routes(view, self._events, loop.call_soon))
+            routes = (*routes, *page_routes(self._asked_page))
         self.routes = routes if self.persister is None else durable(routes, self.persister)
         self._config = config
         if config.peers.token_file or config.peers.ca_file or config.peers.cert_file:
@@ -327,13 +323,26 @@ class SelectorParts:
 
     def refuse_new(self) -> None:
         self._state.is_draining = True
-        if self._events is not None:
-            self._events.close()
+        if self._page is not None:
+            self._page.close()
         if self._recovering is not None:
             self._recovering.cancel()
         self.selector.refuse_parked(Unavailable(SHUTDOWN))
         if self.persister is not None:
             self.persister.let_go()
+
+    def _asked_page(self) -> "Page":
+        if self._page is None:
+            from lean_selector.service import fleet, ui
+
+            loop = asyncio.get_running_loop()
+            report = None if self.finding is None else self.finding.report
+            view = fleet.FleetView(self.selector, self.subscriptions, self._state, report)
+            events = ui.Events(self.selector, view, loop.call_soon, loop.call_later)
+            self._page = ui.Page(view, events, loop.call_soon)
+            if self._state.is_draining:
+                self._page.close()
+        return self._page
 
     def begin_no_links(self) -> None:
         """Cancel pending connects: the loop may end before their turn."""

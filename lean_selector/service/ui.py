@@ -23,9 +23,8 @@ from lean_selector.core.selection.watch import ChoiceWatch
 from lean_selector.http.head import Request
 from lean_selector.http.response import date_header, encode_response
 from lean_selector.http.streaming import StreamedReply
-from lean_selector.service.access import OPEN, READ
 from lean_selector.service.fleet import FleetView
-from lean_selector.service.gate import Endpoint, Route, Served, plain
+from lean_selector.service.gate import Served
 from lean_selector.service.replies import SLICE_S, CallSoon, SlicedAnswers
 from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.fleet import Fleet, FleetEvent, FleetRank
@@ -233,38 +232,47 @@ class Events:
         return b"event: fleet\ndata: %b\n\n" % json_form(event)
 
 
-# -- the routes -----------------------------------------------------------------------------------
+# -- the routes' handlers -------------------------------------------------------------------------
 
 
-def ui_routes(view: FleetView, events: Events, call_soon: CallSoon) -> tuple[Route, ...]:
-    """`call_soon` is the loop's."""
-    pages: list[tuple[bytes, bytes]] = []  # read when it is first asked for
+class Page:
+    """What `page_routes` of shared_handlers.py asks."""
 
-    def ui(request: Request, param: bytes | None) -> Served:
-        if not pages:
-            pages.append(page())
-        return encode_response(200, pages[0][0], b"text/html; charset=utf-8", pages[0][1])
+    def __init__(self, view: FleetView, events: Events, call_soon: CallSoon) -> None:
+        """`call_soon` is the loop's."""
+        self._view = view
+        self._events = events
+        self._text, self._lines = page()
+        self._fleet = SlicedAnswers("the fleet", self._fleet_parts, call_soon)
+        self._prefixes = SlicedAnswers("the prefixes", self._prefix_parts, call_soon)
 
-    def fleet_parts() -> Iterator[bytes]:
-        fleet = view.empty()
-        for _ in view.look(fleet):
+    def ui(self, request: Request, param: bytes | None) -> Served:
+        return encode_response(200, self._text, b"text/html; charset=utf-8", self._lines)
+
+    def events(self, request: Request, param: bytes | None) -> Served:
+        return self._events.answer(request, param)
+
+    def fleet(self, request: Request, param: bytes | None) -> Served:
+        return self._fleet.answer(at_once=False)
+
+    def prefixes(self, request: Request, param: bytes | None) -> Served:
+        return self._prefixes.answer(at_once=False)
+
+    def close(self) -> None:
+        """Ends all streams: a stop begins."""
+        self._events.close()
+
+    def _fleet_parts(self) -> Iterator[bytes]:
+        fleet = self._view.empty()
+        for _ in self._view.look(fleet):
             yield b""
         yield json_form(fleet)
 
-    def prefix_parts() -> Iterator[bytes]:
+    def _prefix_parts(self) -> Iterator[bytes]:
         trees = []
-        watch = events.choices
-        for tree in view.prefixes(None if watch is None else watch.hits):
+        watch = self._events.choices
+        for tree in self._view.prefixes(None if watch is None else watch.hits):
             if tree is not None:
                 trees.append(tree)
             yield b""
         yield json_form(trees)
-
-    fleet = SlicedAnswers("the fleet", fleet_parts, call_soon)
-    prefixes = SlicedAnswers("the prefixes", prefix_parts, call_soon)
-    return (
-        ("GET", "/ui", OPEN, Endpoint(ui)),
-        ("GET", "/events", READ, Endpoint(events.answer)),
-        ("GET", "/fleet", READ, plain(lambda: fleet.answer(at_once=False))),
-        ("GET", "/prefixes", READ, plain(lambda: prefixes.answer(at_once=False))),
-    )

@@ -9,6 +9,7 @@ from tests.support.running_service import RunningService
 
 OFF = (
     "lean_selector.client",
+    "lean_selector.core.selection.explain",
     "lean_selector.events.curve_keys",
     "lean_selector.gateway",
     "lean_selector.http.outbound",
@@ -24,8 +25,11 @@ OFF = (
     "lean_selector.server.server_tls",
     "lean_selector.server.state",
     "lean_selector.server.state_files",
+    "lean_selector.service.fleet",
+    "lean_selector.service.judgements",
     "lean_selector.service.openapi",
     "lean_selector.service.selection_16",
+    "lean_selector.service.ui",
     "lean_selector.replicas.recovery",
     "lean_selector.replicas.mesh",
     "lean_selector.tools",

@@ -13,7 +13,8 @@ from lean_selector.http.response import PendingReply
 from lean_selector.http.streaming import StreamingProtocol
 from lean_selector.service.fleet import MOST_RUNS, FleetView
 from lean_selector.service.gate import Gate
-from lean_selector.service.ui import MOST_LISTENERS, Events, page, ui_routes
+from lean_selector.service.shared_handlers import page_routes
+from lean_selector.service.ui import MOST_LISTENERS, Events, Page, page
 from lean_selector.service.worker_handlers import ServiceState
 from tests.http.test_protocol import FakeTransport
 from tests.support.driven_selector import pack
@@ -51,8 +52,8 @@ class Looked:
             self.turns.call_soon,
             lambda delay, call: self.later.append((delay, call)),
         )
-        routes = ui_routes(self.view, self.events, self.turns.call_soon)
-        self.gate = Gate([*self.service.routes(), *routes])
+        asked = Page(self.view, self.events, self.turns.call_soon)
+        self.gate = Gate([*self.service.routes(), *page_routes(lambda: asked)])
         self.http = InProcess(self.gate)
         for worker_id in range(1, workers + 1):
             self.register(worker_id)

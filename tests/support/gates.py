@@ -23,9 +23,9 @@ from lean_selector.service.fleet import FleetView
 from lean_selector.service.gate import Gate, Route
 from lean_selector.service.selection import SelectionService, Timer
 from lean_selector.service.selection_16 import SelectionService16
-from lean_selector.service.shared_handlers import discovery_routes
+from lean_selector.service.shared_handlers import discovery_routes, page_routes
 from lean_selector.service.slot_tracker_handlers import SlotTrackerService
-from lean_selector.service.ui import Events, ui_routes
+from lean_selector.service.ui import Events, Page
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition
 
@@ -174,7 +174,8 @@ def looks_of(service: SelectionService, turns: Turns | None = None) -> tuple[Rou
     turns = turns or Turns()
     view = FleetView(service.selector, NoEngines(), ServiceState(), clock=lambda: NOW)
     events = Events(service.selector, view, turns.call_soon, lambda delay, call: None)
-    return ui_routes(view, events, turns.call_soon)
+    page = Page(view, events, turns.call_soon)
+    return page_routes(lambda: page)
 
 
 def request(
