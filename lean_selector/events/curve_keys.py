@@ -172,7 +172,7 @@ class CurveGate:
         ask_for_keys(socket, self.pair)
 
     def start(self) -> None:
-        """Until then every handshake fails."""
+        """Begin to admit clients; before that every handshake fails."""
         self._authenticator.start()
 
     def close(self) -> None:

@@ -169,8 +169,8 @@ class Chooser:
         return lease
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
-        """Workers that came back lately and have their share: one request at first, and at the end
-        of their time one more than the others have on average."""
+        """Workers in slow start that have as many requests as they may: one at first, rising to one
+        more than the average of the others."""
         returned, ranks = partition.health.returned, partition.slots.ranks
         total = sum(load.active_requests for load in ranks.values())
         full = set()

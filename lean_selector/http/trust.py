@@ -22,7 +22,7 @@ class WatchedFile:
     them."""
 
     def __init__(self, path: str, most_bytes: int = MOST_FILE_BYTES, *, keeps: bool = True) -> None:
-        """Without `keeps` the content is not cached, and read only when it has changed."""
+        """With `keeps=False` the content is not cached: `read` returns it only after a change."""
         self.path: Final = path
         self._keeps = keeps
         self._most_bytes = most_bytes

@@ -1,4 +1,4 @@
-"""What a selector says of itself, judged: findings, each with what mends it. Asks nothing."""
+"""Findings from a selector's own answers, each with its fix. Sends no requests."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence

@@ -21,7 +21,7 @@ class LogHeader(msgspec.Struct):
 
 
 class LoggedCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a rank would have cost, and what that was made of before the request was booked."""
+    """The cost of a candidate and its terms, as they were before the request was booked."""
 
     worker: int
     rank: int

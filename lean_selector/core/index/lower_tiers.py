@@ -275,7 +275,7 @@ class LowerTier:
         return True
 
     def drop_oldest(self, blocks: int) -> None:
-        """Drop this many blocks; the tier has them."""
+        """Drop the oldest blocks; the tier must have this many."""
         for _ in range(blocks):
             name, edge = self._edge.popitem(last=False)
             self._copies.pop(name, None)

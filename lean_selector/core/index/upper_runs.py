@@ -22,10 +22,10 @@ Hits = dict[Run, int]
 def upper_runs(
     root: Run, in_use: int, most: int, hits: Hits | None = None
 ) -> Iterator[UpperRun | None]:
-    """At most so many runs, parents before their children. `in_use`: the ranks that count.
+    """Yields at most `most` runs, parents before their children. `in_use`: the ranks that count.
 
-    None stands for a step without a run. The trie may change between the steps: what is gone by
-    then is told as it was when it was looked at.
+    None is yielded for a step without a run. The trie may change between steps: a run that is gone
+    by then is yielded as it was when it was visited.
     """
     # By weight; the serial number says which of equals came first.
     heap: list[tuple[int, int, int, int, int, int, Run]] = []

@@ -419,7 +419,7 @@ class DrawBounds:
         return math.exp(-above) if above > 0.0 else 1.0  # also if unknown
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """A part's ranks in parts with closer bounds; `others` is the mass of all other parts."""
+        """Divide a part into parts with closer bounds; `others` is the mass of all other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
         enough = others * _LEFT  # or as many ranks as were cut off

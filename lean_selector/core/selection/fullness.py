@@ -5,10 +5,10 @@ stated is left beside what the index knows there and what waits to be computed; 
 none counts as full. It is looked at again after its load has changed, as it does before and after
 it stores a prompt, not with each event.
 
-Who shares a prefix goes where that is cached, for ever if the others are idle. So what full ranks
-were given to compute while others had room, less what those were given, is owed and counts as
-evicted too, up to what is cached there: a prefix is computed once more elsewhere when about as much
-has been evicted for its sake.
+Requests that share a prefix go where it is cached, for ever if the other ranks are idle. So the
+prefill that full ranks got while others had room, minus the prefill that the others got since, is
+owed. It counts as evicted too, up to what is cached there: the prefix is computed on another rank
+once about as much has been evicted for it.
 """
 
 from collections.abc import Mapping
@@ -62,12 +62,12 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """What counts as evicted beside the prompt's own, up to what is cached, where one of
-        `ranks` that is full is chosen."""
+        """The tokens owed by the full ones of `ranks`: they count as evicted, up to what is cached
+        there. 0 unless another of `ranks` has room."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:
-        """Of these ranks this one was chosen and is to compute so much."""
+        """A prompt was booked: `load` was chosen among `ranks`, and computes this many tokens."""
         full = self._full
         if not load.mask & full:
             self._owed_tokens = max(0, self._owed_tokens - uncached_tokens)
