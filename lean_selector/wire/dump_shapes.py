@@ -65,7 +65,7 @@ class TierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
-    """A `TierEvent` of the 1.6 dialect, with the domain of the residency: here always a worker's."""
+    """A `TierEvent` of the 1.6 dialect; the domain of the residency is always a worker's here."""
 
     worker_id: int
     storage_tier: str

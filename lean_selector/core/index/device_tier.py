@@ -99,8 +99,8 @@ class DeviceRanks:
         self._keys.clear()
 
     def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
-        """The rank with this bit if it has a row for the strand. If it has none, a bit in the runs of
-        the strand is left over from a rank that was retired."""
+        """The rank with this bit if it has a row for the strand. If not, a bit in the runs of the
+        strand is left over from a rank that was retired."""
         rank = self._by_bit[bit]
         return rank if rank is not None and strand in rank.names.rows else None
 
@@ -133,7 +133,7 @@ _MAX_PARTS = 64  # the same for holders of a part of a run
 
 
 class HashAliases:
-    """The odd ranks of each strand. All other ranks have the same engine hash for the same block."""
+    """The odd ranks of each strand. All others have the same engine hash for the same block."""
 
     __slots__ = ("_odd", "_ranks")
 
