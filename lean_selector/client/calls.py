@@ -1,7 +1,7 @@
-"""The requests to the selection service: what to send, and how to read the answer. No I/O.
+"""Requests to the selection service: their content, and the parsing of responses. No I/O.
 
 Shapes follow spec selection.md 1.3 and 1.5; only the fields that the clients use are read. Each
-function makes a Call, of which only the sending is left.
+function makes a Call, ready to be sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +29,10 @@ _encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_bare).encode
 
 
 class Call(msgspec.Struct, Generic[T], frozen=True):
-    """One request. `waits`: the service may hold the answer back until a worker is free.
+    """One request. `waits`: the service may delay the response until a worker is free.
 
-    `has_prompt`: the route takes MessagePack too, and hash lists in `fields` are bytes. `content`
-    is a body that is encoded already.
+    `has_prompt`: the route also accepts MessagePack, and hash lists in `fields` are bytes.
+    `content` is an encoded body.
     """
 
     method: str
@@ -45,7 +45,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     headers: Mapping[str, str] = {}
 
     def json(self) -> bytes | None:
-        """The body as any service takes it: hashes are signed integers there."""
+        """The JSON body that any service accepts: hashes are signed integers."""
         if self.content is not None:
             return self.content
         if self.fields is None:
@@ -58,7 +58,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         )
 
     def msgpack(self) -> bytes:
-        """The body of a prompt as this project's service takes it, with nothing to decode."""
+        """The MessagePack body that this project's service accepts, with hashes as bytes."""
         assert self.has_prompt
         return _encode_msgpack(self.fields)
 
@@ -90,7 +90,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """Which workers are meant, and how their blocks are cut; block_size None: not known."""
+    """The workers that requests go to, and their block size; None: not known."""
 
     model_name: str
     tenant_id: str
@@ -99,7 +99,7 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 def nothing(_: bytes) -> None:
-    """The reader of an answer that only says that it worked."""
+    """Reads a response that only reports success."""
 
 
 def post(path: str, fields: Mapping[str, object], read: Callable[[bytes], T]) -> Call[T]:
@@ -117,8 +117,7 @@ def prompt_fields(
 ) -> dict[str, object]:
     """The prompt as packed hashes, or as token ids while the block size is not known.
 
-    Hashing is work that the service would have to do otherwise, in its one thread. Raises
-    ValueError for tokens outside u32.
+    Hashing here saves work in the service's one thread. Raises ValueError for tokens outside u32.
     """
     fields: dict[str, object] = {"model_name": scope.model_name, "tenant_id": scope.tenant_id}
     if scope.block_size is None:
@@ -143,12 +142,12 @@ _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def select(fields: Mapping[str, object]) -> Call[Selected]:
-    """Choose without booking."""
+    """Choose without reserving."""
     return post_prompt("/select", fields, _read_selected, waits=True)
 
 
 def select_and_reserve(reservation_id: str, fields: Mapping[str, object]) -> Call[Selected]:
-    # 1.6 calls a booking's id so, and does not read the other; 1.3 echoes it.
+    # The reservation's id in 1.6, which ignores the other name; 1.3 echoes it.
     body = {**fields, "reservation_id": reservation_id, "selection_id": reservation_id}
     return post_prompt("/select_and_reserve", body, _read_selected, waits=True)
 
@@ -191,7 +190,7 @@ def output_block(reservation_id: str, decay_fraction: float | None = None) -> Ca
 def free(
     reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
 ) -> Call[None]:
-    """The end of a reservation; how its request went, as far as that is known."""
+    """Free a reservation, with the outcome of its request if known."""
     fields = _given(outcome=outcome, cached_tokens=cached_tokens)
     return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
 

@@ -1,4 +1,4 @@
-"""What a user may set of a client: access to the service, time-outs, back-off, router settings."""
+"""Settings of a client: access to the service, time-outs, back-off, router settings."""
 
 import random
 import ssl
@@ -17,7 +17,7 @@ Token = str | Callable[[], str]
 
 
 class Access:
-    """TLS and the bearer token of requests to the service; workers get none of it."""
+    """TLS and the bearer token for requests to the service; not used for workers."""
 
     def __init__(
         self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
@@ -93,7 +93,7 @@ class Backoff(msgspec.Struct, frozen=True):
     def wait_s(
         self, attempt: int, rng: random.Random, retry_after_s: float | None = None
     ) -> float | None:
-        """Seconds before retry number `attempt` (from 0), or None when there is to be no more.
+        """Seconds before retry number `attempt` (from 0), or None for no further retry.
 
         A longer retry_after_s of the service is honoured, up to longest_s.
         """
@@ -107,9 +107,9 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds. None waits for ever."""
 
     connect_s: float = 5.0
-    service_s: float = 10.0  # for the selector's ordinary answers
+    service_s: float = 10.0  # for the selector's ordinary responses
     queue_s: float | None = 60.0  # for a selection, which may wait in the selector's queue
-    worker_s: float | None = 300.0  # for the next piece of a worker's answer
+    worker_s: float | None = 300.0  # for the next piece of a worker's response
 
 
 # Settings of Dynamo's in-process router that belong to the service, or to parts that do not exist
@@ -142,10 +142,10 @@ WITHOUT_EFFECT = frozenset(
 
 
 class KvRouterConfig:
-    """What this router's requests ask for, unless their own router_config_override says else.
+    """Defaults of this router's requests; a request's own router_config_override takes precedence.
 
-    The service owns its settings. Those that a request may override become the defaults of this
-    router's requests; the others are accepted, so that a program moves over unchanged.
+    Settings that a request may override are sent with this router's requests. The others belong to
+    the service; they are accepted without effect, so that programs need no change.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class KvRouterConfig:
         """None leaves a setting to the service.
 
         router_track_output_blocks: False keeps generate() from reporting output blocks.
-        without_effect: the names in WITHOUT_EFFECT; what they are is not looked at. Raises
+        without_effect: the names in WITHOUT_EFFECT; their values are ignored. Raises
         TypeError for any other, and for a setting of a wrong type; ValueError for one out of range.
         """
         for name in without_effect:
@@ -188,10 +188,10 @@ class KvRouterConfig:
         self.track_output_blocks = tracks is not False
         self._override = {name: value for name, value in settings.items() if value is not None}
         try:
-            RouterOverride(**self._override)  # type: ignore[arg-type]  # looked at just now
+            RouterOverride(**self._override)  # type: ignore[arg-type]  # checked above
         except ValueError as error:
             raise ValueError(str(error).removeprefix("__all__: ")) from None
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
-        """The router_config_override to send: ours with the request's on top; None for none."""
+        """The router_config_override to send: ours, updated by the request's; None if empty."""
         return {**self._override, **(of_request or {})} or None

@@ -34,12 +34,12 @@ _encode = msgspec.json.Encoder().encode
 Chunk = dict[str, Any]
 Option = Mapping[str, object] | None
 
-# The router document's names, where the completions API has others.
+# Names of the router document that differ in the completions API.
 _API_NAMES = {"stop_token_ids_hidden": "stop_token_ids"}
 
 
 class MalformedStream(Exception):
-    """What the engine sends is no stream of completions; the message says what is wrong."""
+    """The engine's response is not a stream of completions; the message says why."""
 
 
 def completion_body(
@@ -52,8 +52,8 @@ def completion_body(
 ) -> bytes:
     """A streaming request. Later options win; those that are None are left out.
 
-    The salt goes out marked: otherwise vLLM's events do not tell it apart from other keys,
-    and its blocks would be taken for blocks without a salt.
+    The salt is sent with a marker: otherwise vLLM's events do not distinguish it from other keys,
+    and its blocks would count as blocks without a salt.
     """
     body: dict[str, object] = {
         "model": model,
@@ -78,19 +78,20 @@ _decode_event = msgspec.json.Decoder(CompletionEvent).decode
 class CompletionStream:
     """Bytes of a text/event-stream in, chunks out.
 
-    A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs`, `usage` where the
-    engine gave them. `output_tokens` counts what was generated: token ids, or the engine's own
-    usage; without either, one for each piece of text. What follows `[DONE]` does not count.
+    A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs`, `usage` if the engine
+    sent them. `output_tokens` counts generated tokens: token ids, or the engine's usage; without
+    either, one per piece of text. Data after `[DONE]` is ignored.
     """
 
     def __init__(self) -> None:
         self.output_tokens = 0
-        self.cached_tokens: int | None = None  # of the prompt, where the engine's usage says
+        self.cached_tokens: int | None = None  # of the prompt, if the engine's usage has it
         self.state: Literal["open", "finished", "done"] = "open"
         self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """Chunks that `data` completes. Raises MalformedStream, also for an error of the engine."""
+        """Chunks that `data` completes. Raises MalformedStream, also if the engine reports an
+        error."""
         if self.state == "done":
             return
         lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
@@ -112,7 +113,7 @@ class CompletionStream:
         try:
             event = _decode_event(payload)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedStream(f"an event that is no completion: {error}") from None
+            raise MalformedStream(f"an event that is not a completion: {error}") from None
         if event.error is not UNSET and event.error is not None:
             raise MalformedStream(f"the engine reports {_error_text(event.error)}")
         for choice in event.choices:

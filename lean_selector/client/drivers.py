@@ -1,8 +1,8 @@
-"""Runs flows, and sees to it that no reservation outlives its owner.
+"""Runs flows, and frees every reservation when its owner ends.
 
-A driver owns the connections and what is booked at the moment, and reports and frees in tasks of
-its own. For clients without an event loop `SyncDriver` has a `Driver` on a loop in a thread.
-`routing` decides what is sent, and when.
+A driver owns the connections and the live reservations, and reports and frees in its own tasks. For
+clients without an event loop, `SyncDriver` runs a `Driver` on a loop in a thread. `routing` decides
+what is sent, and when.
 """
 
 import asyncio
@@ -48,10 +48,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 # A stream's end waits for its reservation to be freed, which takes a millisecond; when the service
 # is away, it goes on in the background after this long.
 RELEASE_WAIT_S = 1.0
-LAST_FREE_S = 1.0  # for the one try that is left when the event loop ends
-CLOSE_WAIT_S = 10.0  # longer than all tries of a release together
-# A booking that was cancelled on its way is given this long to be answered, so that it is freed
-# when it is certain to exist; after that the connection is cut, which takes it out of a queue.
+LAST_FREE_S = 1.0  # for the last try when the event loop ends
+CLOSE_WAIT_S = 10.0  # longer than all tries of one release together
+# A booking cancelled while in flight waits this long for its response, so that it can be freed;
+# after that the connection is closed, which removes it from the queue.
 BOOKING_GRACE_S = 0.5
 
 
@@ -72,13 +72,13 @@ class Driver:
         self._is_closing = False
         self._sleep = asyncio.sleep if sleep is None else sleep
         self._service = ServiceConnection(endpoint, timeouts, access)
-        self._loop: asyncio.AbstractEventLoop | None = None  # the first that used it
-        # What streams and placements hold, with the worker's answer; one for each.
+        self._loop: asyncio.AbstractEventLoop | None = None  # the first loop that used it
+        # Reservations of streams and placements, with the worker's response.
         self._held: dict[Reservation, Opened | None] = {}
-        self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # on their way
+        self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # in flight
         self._reporting: set[Reservation] = set()
         self._releasing: dict[str, asyncio.Task[None]] = {}  # by reservation id
-        self._tasks: set[asyncio.Task[None]] = set()  # a report and a release for each reservation
+        self._tasks: set[asyncio.Task[None]] = set()  # one report and one release per reservation
 
     @cached_property
     def _workers(self) -> httpx.AsyncClient:
@@ -88,7 +88,8 @@ class Driver:
     # -- flows ---------------------------------------------------------------------------------
 
     async def drive(self, flow: Flow[T]) -> T:
-        """Run a flow to its end. What ends us, a cancellation too, is first shown to the flow."""
+        """Run a flow to its end. An exception that ends us, or a cancellation, is first thrown into
+        the flow."""
         self._check_loop()
         try:
             step = next(flow)
@@ -136,12 +137,12 @@ class Driver:
         return await self._open(step)
 
     async def _book(self, step: Ask[Any], reservation: Reservation) -> object:
-        """A booking is not torn off with its caller: it must be known what became of it.
+        """Run a booking that outlives its caller's cancellation, because its outcome must be known.
 
-        Raises ClientClosed also when close() meets it on its way, and has released it by then.
+        Raises ClientClosed also if close() came while it was in flight; it is released then.
         """
         while (earlier := self._releasing.get(reservation.id)) is not None:
-            await asyncio.wait({earlier})  # or its free would meet this booking
+            await asyncio.wait({earlier})  # otherwise its free could hit this booking
         self._check_open()
         task = asyncio.create_task(self._service.exchange(step.call))
         self._bookings[reservation] = task
@@ -149,8 +150,8 @@ class Driver:
             outcome = await asyncio.shield(task)
         except asyncio.CancelledError:
             if reservation.ended and not _is_cancelled():
-                raise self.closed() from None  # it was the booking that close() has cancelled
-            raise  # and the release will ask what became of it
+                raise self.closed() from None  # close() cancelled the booking
+            raise  # the release will look up the outcome
         except BaseException:
             self._bookings.pop(reservation, None)
             raise
@@ -184,14 +185,14 @@ class Driver:
             await response.aclose()
         raise worker_refused(step, response.status_code, body)
 
-    # -- what is held --------------------------------------------------------------------------
+    # -- reservations --------------------------------------------------------------------------
 
     def hold(self, reservation: Reservation, opened: Opened) -> None:
-        """From now on the stream is stopped when the reservation is released."""
+        """From now on, releasing the reservation stops the stream."""
         self._held[reservation] = opened
 
     def report(self, reservation: Reservation) -> None:
-        """Tell the service what is new about it, without holding up the stream."""
+        """Report its progress to the service, without delaying the stream."""
         if reservation not in self._reporting and reservation.next_report() is not None:
             self._reporting.add(reservation)
             self._spawn(self._reported(reservation))
@@ -210,7 +211,7 @@ class Driver:
             self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
 
     async def release_now(self, reservation: Reservation) -> None:
-        """Release it, and wait for that, but not for long."""
+        """Release it, and wait a limited time for that."""
         self.release(reservation)
         if (task := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # which does not cancel it
@@ -223,7 +224,7 @@ class Driver:
             if booking is None or await self._may_exist(reservation, booking):
                 await self.drive(self._routing.release(reservation))
         except asyncio.CancelledError:
-            # Only the end of the event loop cancels this task, or aclose() when time is up.
+            # This task is cancelled only by the end of the loop, or by aclose() at its time limit.
             with contextlib.suppress(ClientError, TimeoutError):
                 async with asyncio.timeout(LAST_FREE_S):
                     await self._service.exchange(reservation.freeing())
@@ -251,7 +252,8 @@ class Driver:
         return task
 
     async def close(self) -> None:
-        """Release what is held or on its way, wait for that, and close all connections."""
+        """Release all reservations, also those in flight, wait for that, and close all
+        connections."""
         self._check_loop()
         self._is_closing = True
         for reservation in [*self._held, *self._bookings]:
@@ -272,8 +274,8 @@ def _is_cancelled() -> bool:
 
 
 class SyncDriver:
-    """A Driver for calls from any thread. Its loop runs in a thread that the first call starts, and
-    that ends with close(), or when the client is dropped."""
+    """A Driver for calls from any thread. Its loop runs in a thread that starts with the first call
+    and ends with close(), or when the client is garbage-collected."""
 
     def __init__(
         self,
@@ -292,7 +294,8 @@ class SyncDriver:
         self._is_closed = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns on the loop. What ends the caller, as Ctrl-C does, cancels it."""
+        """Return the result of `work`, run on the loop. An exception in the caller, such as Ctrl-C,
+        cancels it."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._running())
         except ClientClosed:
@@ -328,12 +331,13 @@ class SyncDriver:
         return self.run(self.driver.drive(flow))
 
     def release(self, reservation: Reservation) -> None:
-        """Stop its stream and free it, once; does not wait for long."""
+        """Stop its stream and free it, once; waits a limited time."""
         if not reservation.ended:
             self.run(self.driver.release_now(reservation))
 
     def close(self) -> None:
-        """Release what is held or on its way, wait for that, and close all connections."""
+        """Release all reservations, also those in flight, wait for that, and close all
+        connections."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed or self._loop is None or self._thread is None:
@@ -346,12 +350,12 @@ class SyncDriver:
 
 
 def _run_loop(runner: asyncio.Runner) -> None:
-    with runner:  # at its end what still runs is cancelled
+    with runner:  # its exit cancels running tasks
         runner.get_loop().run_forever()
 
 
 def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures.Future[None]":
-    """Close the driver, then its loop. Waits for nothing: the collector calls it in any thread."""
+    """Close the driver, then its loop. Never waits: garbage collection calls it in any thread."""
 
     async def ended() -> None:
         try:
@@ -362,13 +366,13 @@ def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures
     return asyncio.run_coroutine_threadsafe(ended(), loop)
 
 
-# -- methods of both kinds of client, from the flow that both have in common ----------------------
+# -- methods of both kinds of client, made from their common flow ----------------------
 
 
 def described_by(made: Callable[..., object]) -> Callable[[F], F]:
-    """Give a method the name, the arguments and the text of `made`, which it calls.
+    """Give a method the name, signature and docstring of `made`, which it calls.
 
-    What it returns is what its own annotation says, or what comes out of the flow or call.
+    Its return annotation is its own, or the result type of the flow or call.
     """
 
     def described(method: F) -> F:
@@ -385,7 +389,7 @@ def described_by(made: Callable[..., object]) -> Callable[[F], F]:
 def awaited(
     flow: Callable[Concatenate[Any, P], Flow[T]],
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """A method of a client with a Driver, which awaits what its `_calls` have for it."""
+    """A method of a client with a Driver: awaits the flow that its `_calls` return."""
 
     @described_by(flow)
     async def method(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -396,7 +400,7 @@ def awaited(
 
 
 def done(flow: Callable[Concatenate[Any, P], Flow[T]]) -> Callable[Concatenate[Any, P], T]:
-    """A method of a client with a SyncDriver, which returns what its `_calls` have for it."""
+    """A method of a client with a SyncDriver: returns the result of the flow of its `_calls`."""
 
     @described_by(flow)
     def method(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,18 +1,18 @@
 """What the clients raise, one tree:
 
     ClientError
-      ServiceUnreachable     no answer: refused, lost or timed out
-      ServiceRefused         the service answered with an error: .status and .error, its own words
+      ServiceUnreachable     no response: refused, lost or timed out
+      ServiceRefused         the service answered with an error: .status and .error, its message
         InvalidRequest       400, 413, 415, 422
         NotFound             404
         AlreadyExists        409
-        NoWorkerAvailable    503, 429: worth trying again
+        NoWorkerAvailable    503, 429: retry later
       WorkerError            .worker_id and .endpoint
-        WorkerUnreachable    it did not take the request; another worker may
-        WorkerRefused        .status and .error, its own words
-        WorkerStreamBroken   it began to answer and did not finish
+        WorkerUnreachable    it did not accept the request; another worker may
+        WorkerRefused        .status and .error, its message
+        WorkerStreamBroken   its response ended early
       OtherEventLoop         the client belongs to the event loop that used it first
-      ClientClosed           the client was closed before, or while, it was asked
+      ClientClosed           the client was closed before or during the call
       ModelNotNamed          the selector serves several models, the router has no model_name
       WrongBlockSize         the router hashes blocks of another size than the workers
 
@@ -35,7 +35,7 @@ class ServiceUnreachable(ClientError):
 
 
 class ServiceRefused(ClientError):
-    """`retry_after_s` is what the answer's retry-after header asks for."""
+    """`retry_after_s` is the value of the response's retry-after header."""
 
     def __init__(self, status: int, error: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {error}")
@@ -74,7 +74,7 @@ def service_refusal(status: int, error: str, retry_after_s: float | None = None)
 
 
 class WorkerError(ClientError):
-    """Something between the client and the chosen worker."""
+    """A failure between the client and the chosen worker."""
 
     def __init__(self, worker_id: int, endpoint: str, reason: str) -> None:
         super().__init__(f"worker {worker_id} at {endpoint}: {reason}")
@@ -118,9 +118,9 @@ class OtherEventLoop(ClientError):
 class ModelNotNamed(ClientError):
     def __init__(self, served: Iterable[str]) -> None:
         names = ", ".join(sorted(served))
-        super().__init__(f"the selector serves several models, say model_name: {names}")
+        super().__init__(f"the selector serves several models, set model_name: {names}")
 
 
 class WrongBlockSize(ClientError):
     def __init__(self, ours: int, theirs: int) -> None:
-        super().__init__(f"the router was told block_size {ours}, the workers have {theirs}")
+        super().__init__(f"the router has block_size {ours}, the workers have {theirs}")

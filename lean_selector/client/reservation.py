@@ -1,7 +1,7 @@
-"""One reservation, as its owner sees it: what has happened, and what the service knows of it.
+"""One reservation: its progress, and which progress was reported to the service.
 
-The stream only says what happened; what is still to be reported follows from the difference. So
-reports never queue up, keep their order, and a lost one is made up for by the next.
+The stream records progress; the difference to the last report is sent next. So reports never queue
+up, keep their order, and a lost one is repaired by the next.
 """
 
 import uuid
@@ -15,7 +15,7 @@ from lean_selector.client.errors import WorkerStreamBroken
 
 
 class Reservation:
-    """Ids are random, and never used again, unless the user gives one."""
+    """Ids are random and unique, unless the user gives one."""
 
     def __init__(
         self,
@@ -26,10 +26,10 @@ class Reservation:
     ) -> None:
         self.id = str(uuid.uuid4()) if reservation_id is None else reservation_id
         self.is_named = reservation_id is not None
-        self.ambiguous = False  # the service may book it after we ask to free it
-        self.ended = False  # nothing is reported any more
-        self.outcome: str | None = None  # how its worker did: refused, failed, ok; None: not known
-        self.cached_tokens: int | None = None  # of the prompt, as the engine counted them
+        self.ambiguous = False  # the service may book it after our free
+        self.ended = False  # no more reports
+        self.outcome: str | None = None  # of its worker: refused, failed, ok; None: not known
+        self.cached_tokens: int | None = None  # of the prompt, as reported by the engine
         self._isl_tokens = isl_tokens
         self._expected_output_tokens = expected_output_tokens
         self._block_size: int | None = None
@@ -39,16 +39,16 @@ class Reservation:
         self._told_blocks = 0  # <= output blocks filled
 
     def track_output(self, block_size: int) -> None:
-        """From here on output blocks are reported, too."""
+        """From here on, also report output blocks."""
         self._block_size = block_size
 
     def output(self, tokens: int) -> None:
-        """The prompt is computed, and `tokens` have been generated up to now."""
+        """The prefill is complete, and `tokens` have been generated so far."""
         self._has_output = True
         self._output_tokens = max(tokens, self._output_tokens)
 
     def next_report(self) -> Call[None] | None:
-        """The first report that the service has not had yet."""
+        """The first report that is due."""
         if self.ended or not self._has_output:
             return None
         if not self._told_prefill:
@@ -56,26 +56,26 @@ class Reservation:
         size = self._block_size
         if size is None:
             return None
-        # A block fills when prompt and output together reach its end: the prompt's own hashes
-        # stand for its full blocks only.
+        # A block is full when prompt and output together reach its end: the prompt's hashes cover
+        # only its full blocks.
         filled = (self._isl_tokens + self._output_tokens) // size - self._isl_tokens // size
         if self._told_blocks >= filled:
             return None
         return calls.output_block(self.id, self._decay_fraction(size))
 
     def _decay_fraction(self, size: int) -> float | None:
-        """How much of the expected output is still to come, as in the reference."""
+        """The fraction of the expected output that remains, as in the reference."""
         if self._expected_output_tokens is None:
             return None
         done = (self._told_blocks + 1) * size
         return max(0.0, 1.0 - done / max(1, self._expected_output_tokens))
 
     def freeing(self) -> Call[None]:
-        """Its end, and how its worker did."""
+        """Its end, and its worker's outcome."""
         return calls.free(self.id, self.outcome, self.cached_tokens)
 
     def reported(self) -> None:
-        """What next_report() returned has reached the service."""
+        """The report that next_report() returned has reached the service."""
         if self._told_prefill:
             self._told_blocks += 1
         else:
@@ -100,27 +100,27 @@ class Placed:
         self._reservation = reservation
 
     def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
-        """How the worker did, sent with the end of the reservation: a worker that fails is given
-        no requests for a while. cached_tokens: of the prompt, as the engine counted them."""
+        """The worker's outcome, sent with the end of the reservation: a failing worker is
+        temporarily ejected. cached_tokens: of the prompt, as reported by the engine."""
         self._reservation.outcome = outcome
         self._reservation.cached_tokens = cached_tokens
 
 
 class ChunkIntake(Placed):
-    """Bytes of the worker's answer in, chunks out, and what they mean for the reservation."""
+    """Parses the worker's response into chunks, and records their effect on the reservation."""
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         super().__init__(selected, reservation)
         self._completion = CompletionStream()
         self._ready: deque[Chunk] = deque()  # the chunks of one read
-        self._failure: WorkerStreamBroken | None = None  # reported after those
+        self._failure: WorkerStreamBroken | None = None  # raised after those chunks
 
     @property
     def _is_over(self) -> bool:
         return self._reservation.ended or self._completion.state == "done"
 
     def _take(self, data: bytes | None) -> None:
-        """Take what was read; None is the end of the answer. Raises WorkerStreamBroken."""
+        """Take bytes that were read; None is the end of the response. Raises WorkerStreamBroken."""
         if data is None:
             if self._completion.state == "open":
                 raise self._broken("the stream ended before it was finished")

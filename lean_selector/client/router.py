@@ -41,7 +41,7 @@ D = TypeVar("D", Driver, SyncDriver)
 
 
 class RouterCalls:
-    """What the methods of both routers do, as flows; a router returns what the flow returns."""
+    """The methods of both routers, as flows; a router's method returns the flow's result."""
 
     def __init__(self, routing: Routing, return_token_ids: bool) -> None:
         self._routing = routing
@@ -71,10 +71,11 @@ class RouterCalls:
         stop_conditions, sampling_options, output_options, extra_args: fields of the worker's
             /v1/completions, later ones winning; the router document's names are understood.
         worker_id: only this worker; with dp_rank, only that rank of it.
-        expected_output_tokens: lets the load of a request fade as it nears its end.
+        expected_output_tokens: lets the load of a request decrease as it nears its end.
 
-        Busy workers and an absent service are waited for as `backoff` says; a worker that does not
-        take the request is avoided while there are others. Raises ClientError and ValueError.
+        Retries as set by `backoff` while workers are busy or the service is absent; a worker that
+        does not accept the request is avoided while there are others. Raises ClientError and
+        ValueError.
         """
         terms = Wishes(
             router_config_override=router_config_override,
@@ -103,9 +104,10 @@ class RouterCalls:
     ) -> Flow[tuple[int, int, int]]:
         """(worker_id, dp_rank, overlap_blocks): device blocks of the prompt on that rank.
 
-        With request_id the placement is booked under it, and is the caller's: it must call
-        mark_prefill_complete() and free(), of this router or of any other; aclose() frees only
-        what streams and placements hold. Raises NoWorkerAvailable at once, without retries. When
+        With request_id the placement is reserved under that id, and belongs to the caller, who must
+        call mark_prefill_complete() and free(), on this router or another; aclose() frees only
+        reservations of streams and placements. Raises NoWorkerAvailable at once, without retries.
+        When
         it raises, the id is free again.
         """
         terms = Wishes(
@@ -141,7 +143,7 @@ class RouterCalls:
         return self._routing.overlap_scores(prompt, router_config_override)
 
     def mark_prefill_complete(self, request_id: str) -> Flow[None]:
-        """Raises NotFound for an id that is not booked."""
+        """Raises NotFound for an unknown id."""
         return ask(calls.prefill_complete(request_id))
 
     def free(
@@ -151,7 +153,7 @@ class RouterCalls:
         *,
         cached_tokens: int | None = None,
     ) -> Flow[None]:
-        """outcome, cached_tokens: as in report(). Raises NotFound for an id that is not booked."""
+        """outcome, cached_tokens: as in report(). Raises NotFound for an unknown id."""
         return ask(calls.free(request_id, outcome, cached_tokens))
 
     def report(
@@ -163,10 +165,11 @@ class RouterCalls:
         ttft_ms: float | None = None,
         cached_tokens: int | None = None,
     ) -> Flow[None]:
-        """How a request to a worker went that you sent yourself, without a booking.
+        """Report the outcome of a request that you sent to a worker yourself, without a
+        reservation.
 
         refused: the connection was refused; failed; or ok. Without dp_rank the whole worker counts.
-        A worker that fails several times in a row is ejected for a while. Raises NotFound.
+        A worker is temporarily ejected after several consecutive failures. Raises NotFound.
         """
         call = calls.report(worker_id, outcome, dp_rank, ttft_ms, cached_tokens)
         return ask(call)
@@ -194,7 +197,7 @@ class RouterCalls:
         """`with router.reserve(token_ids) as placement:` books, and frees at the end; `async with`
         on an event loop.
 
-        Busy workers and an absent service are waited for as `backoff` says.
+        Retries as set by `backoff` while workers are busy or the service is absent.
         """
         terms = Wishes(
             router_config_override=router_config_override,
@@ -214,7 +217,7 @@ class RouterCalls:
         """`async with router.route(body) as placement:` books as reserve() does, for a raw OpenAI
         request, and frees at the end.
 
-        The service must run with --prompts. Busy workers are waited for as `backoff` says.
+        The service must run with --prompts. Retries as set by `backoff` while workers are busy.
         """
         return self._routing.route(path, body)
 
@@ -242,9 +245,10 @@ class _Router(Generic[D]):
     ) -> None:
         """
         endpoint: URL of the selection service, or unix:PATH.
-        block_size: tokens per KV block, which must be the workers'. None: as the service says.
+        block_size: tokens per KV block, which must be the workers'. None: as reported by the
+        service.
         model_name: under which the workers are registered. None: the only one there is.
-        is_eagle: None: as the service says.
+        is_eagle: None: as reported by the service.
         return_token_ids: ask engines for token ids in the stream (a vLLM extension; switch it off
             for an engine that refuses unknown fields).
         verify, cert, token: for the service, not for workers. verify is True for the system's
@@ -253,8 +257,8 @@ class _Router(Generic[D]):
             bearer token, or a function that returns the current one.
         sleep: waits that many seconds.
 
-        Raises ValueError for an endpoint, a block size or a token that cannot be, and OSError for
-        files that cannot be used.
+        Raises ValueError for an invalid endpoint, block size or token, and OSError for unusable
+        files.
         """
         self._routing = Routing(
             kv_router_config, block_size, model_name, tenant_id, is_eagle, backoff or Backoff(), rng
@@ -305,7 +309,7 @@ class TokenStream(ChunkIntake, AsyncClosing):
             raise
 
     def taken(self) -> Chunk | None:
-        """The next chunk of those that came together, if one is left."""
+        """The next buffered chunk, if any."""
         return self._ready.popleft() if self._ready else None
 
     def forget(self) -> None:
@@ -318,25 +322,26 @@ class TokenStream(ChunkIntake, AsyncClosing):
         await self._driver.release_now(self._reservation)
 
     def __del__(self) -> None:
-        # May run in any thread, and at any moment: only hand over what has to be released.
+        # May run in any thread at any moment: only schedule the release.
         if not self._reservation.ended:
-            with suppress(RuntimeError):  # the loop has ended, and all with it
+            with suppress(RuntimeError):  # the loop has ended, and its driver with it
                 self._loop.call_soon_threadsafe(self._driver.release, self._reservation)
 
 
 class Placement(Placed):
-    """A booked rank, for as long as the `async with` lasts."""
+    """A reserved rank, for the duration of the `async with`."""
 
     def __init__(self, driver: Driver, selected: Selected, reservation: Reservation) -> None:
         super().__init__(selected, reservation)
         self._driver = driver
 
     async def prefill_complete(self) -> None:
-        """The first token is there. Raises NotFound when the reservation has expired."""
+        """Report the first token. Raises NotFound if the reservation has expired."""
         await self._driver.drive(ask(calls.prefill_complete(self.reservation_id)))
 
     async def output_block(self, decay_fraction: float | None = None) -> None:
-        """One more block of output is full; decay_fraction (0 to 1) weighs the request's blocks."""
+        """Report one more full block of output; decay_fraction (0 to 1) scales the request's
+        blocks."""
         call = calls.output_block(self.reservation_id, decay_fraction)
         await self._driver.drive(ask(call))
 
@@ -376,7 +381,8 @@ def _reserved(
 
 
 class KvRouter(_Router[Driver], AsyncClosing):
-    """Selects workers, books and frees, and streams from them. Use as `async with`, or aclose()."""
+    """Selects workers, reserves and frees, and streams from them. Use as `async with`, or
+    aclose()."""
 
     _kind = Driver
     generate = _streamed(RouterCalls.generate)
@@ -391,7 +397,8 @@ class KvRouter(_Router[Driver], AsyncClosing):
     route = _reserved(RouterCalls.route)
 
     async def aclose(self) -> None:
-        """Free what streams and placements hold or are about to, then close all connections.
+        """Free all reservations of streams and placements, also pending ones, then close all
+        connections.
 
         A call that waits for a worker raises ClientClosed.
         """
@@ -440,18 +447,19 @@ class SyncTokenStream(Placed, Closing):
 
 
 class SyncPlacement(Placed):
-    """A booked rank, for as long as the `with` lasts."""
+    """A reserved rank, for the duration of the `with`."""
 
     def __init__(self, driver: SyncDriver, selected: Selected, reservation: Reservation) -> None:
         super().__init__(selected, reservation)
         self._driver = driver
 
     def prefill_complete(self) -> None:
-        """The first token is there. Raises NotFound when the reservation has expired."""
+        """Report the first token. Raises NotFound if the reservation has expired."""
         self._driver.drive(ask(calls.prefill_complete(self.reservation_id)))
 
     def output_block(self, decay_fraction: float | None = None) -> None:
-        """One more block of output is full; decay_fraction (0 to 1) weighs the request's blocks."""
+        """Report one more full block of output; decay_fraction (0 to 1) scales the request's
+        blocks."""
         call = calls.output_block(self.reservation_id, decay_fraction)
         self._driver.drive(ask(call))
 
@@ -506,5 +514,5 @@ class SyncKvRouter(_Router[SyncDriver], Closing):
     route = _sync_reserved(RouterCalls.route)
 
     def close(self) -> None:
-        """Free what streams and placements still hold, then close all connections."""
+        """Free all reservations of streams and placements, then close all connections."""
         self._driver.close()

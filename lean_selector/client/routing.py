@@ -1,8 +1,8 @@
-"""What a router does, as flows: the logic that the asynchronous and the synchronous router share.
+"""The flows of a router: logic shared by the asynchronous and the synchronous router.
 
-A flow is a generator that yields steps and is sent their outcomes, so that it can be driven with
-or without an event loop; it never waits itself. It raises the errors of `errors`, and leaves no
-reservation behind that the driver does not know. Knows nothing of httpx.
+A flow is a generator that yields steps and is sent their outcomes, so that it can run with or
+without an event loop; it never waits itself. It raises the errors of `errors`, and the driver knows
+every reservation it makes. Independent of httpx.
 """
 
 import random
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Ask(msgspec.Struct, Generic[T], frozen=True):
-    """Do the exchange. Outcome: what it reads. `books`: the reservation that it creates."""
+    """Do the exchange. Outcome: the parsed response. `books`: the reservation that it creates."""
 
     call: Call[T]
     books: Reservation | None = None
@@ -49,9 +49,9 @@ class Pause(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """See to it that this is freed; the flow need not wait until it is.
+    """Free this reservation; the flow need not wait for it.
 
-    `first`: it is about to end, and should not before this is freed, unless that takes long.
+    `first`: the flow is about to end, and should wait for the free, for a limited time.
     """
 
     reservation: Reservation
@@ -59,7 +59,7 @@ class Release(msgspec.Struct, frozen=True):
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """It is the caller's from here on, to free when and wherever it likes."""
+    """From here on the caller owns the reservation, and frees it."""
 
     reservation: Reservation
 
@@ -93,7 +93,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """How it is to be placed; None leaves everything to the service."""
+    """Options of the placement; None leaves all to the service."""
 
     router_config_override: Mapping[str, object] | None = None
     worker_id: int | None = None
@@ -109,19 +109,19 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """What a worker is to be asked, once there is one."""
+    """The request to the worker, once one is chosen."""
 
     model: str
     options: Sequence[Option]
     return_token_ids: bool
 
 
-# A free is tried this often, over some six seconds; what is lost then, the service expires itself.
+# Tries of a free, over some six seconds; after that the service expires the reservation.
 RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
 REPORT = Backoff(max_retries=2, first_s=0.1, longest_s=1.0)
-# What the selector serves is asked for again after this, and at once for a model that it had not.
+# Served models are looked up again after this time, and at once for an unknown model.
 FRESH_S = 10.0
-# How long a booking may still be on its way that the service did not know when it was freed.
+# If a free finds no reservation, its booking may still arrive for this long.
 AMBIGUOUS_S = 0.5
 
 
@@ -131,14 +131,14 @@ def ask(call: Call[T]) -> Flow[T]:
 
 
 def book(call: Call[T], reservation: Reservation) -> Flow[T]:
-    """One try. Without an answer there may be a booking all the same, so that is released.
+    """One try. Without a response a reservation may exist all the same, so it is released.
 
-    An id that the user gave may be booked anew as soon as this has raised; it is freed before.
+    It is released before this raises, so that the user's id can be reserved again.
     """
     try:
         booked: T = yield Ask(call, reservation)
     except (ServiceRefused, ClientClosed):
-        raise  # there is none, or the driver sees to it
+        raise  # no reservation exists, or the driver frees it
     except ServiceUnreachable as error:
         if not error.never_sent:
             reservation.ambiguous = True
@@ -176,14 +176,14 @@ class Routing:
         self._backoff = backoff
         self._rng = rng or random.Random()
         self._clock = clock
-        self._served: dict[str, Scope] = {}  # by model; empty: not asked yet
+        self._served: dict[str, Scope] = {}  # by model; empty: not looked up yet
         self._absent: set[str] = set()  # models that were not among them
         self._looked_at = 0.0
 
-    # -- what is meant -------------------------------------------------------------------------
+    # -- scope -------------------------------------------------------------------------
 
     def scope(self, model: str | None = None) -> Flow[Scope]:
-        """The workers that requests go to; asks the selector for what is not set.
+        """The workers that requests go to; looks up at the selector what is not set.
 
         The model is the one given to the router, else the only one that is served, else `model`.
         Raises ModelNotNamed when that is not enough.
@@ -229,7 +229,7 @@ class Routing:
         return self._served
 
     def _again_if_changed(self, attempt: Callable[[], Flow[T]]) -> Flow[T]:
-        """Where the workers' blocks have another size than when we looked, looks anew, once."""
+        """If the workers' block size has changed since the look-up, look it up again, once."""
         try:
             return (yield from attempt())
         except WrongBlockSize:
@@ -289,7 +289,7 @@ class Routing:
         return selected
 
     def place(self, prompt: Prompt, terms: Wishes) -> Flow[tuple[Selected, Reservation]]:
-        """Select and book, again and again while no worker is free or the service is away."""
+        """Select and reserve; retry while no worker is free or the service is absent."""
         return self._again_if_changed(lambda: self._until_free(lambda: self._place(prompt, terms)))
 
     def _place(self, prompt: Prompt, terms: Wishes) -> Flow[tuple[Selected, Reservation]]:
@@ -311,7 +311,7 @@ class Routing:
         return selected, reservation
 
     def _until_free(self, attempt: Callable[[], Flow[T]]) -> Flow[T]:
-        """Again and again while no worker is free or the service is away, as the backoff says."""
+        """Retry, as set by the backoff, while no worker is free or the service is absent."""
         tries = 0
         while True:
             try:
@@ -331,7 +331,7 @@ class Routing:
         return selected, reservation
 
     def _pause(self, attempt: int, error: ClientError) -> Flow[None]:
-        """Wait before the next try, or raise `error` when there is to be none."""
+        """Wait before the next try, or raise `error` if there is none."""
         asked = error.retry_after_s if isinstance(error, ServiceRefused) else None
         wait_s = self._backoff.wait_s(attempt, self._rng, asked)
         if wait_s is None:
@@ -373,7 +373,7 @@ class Routing:
                         fields["allowed_worker_ids"] = others
                     else:
                         _, error = avoided.popitem()
-                        avoided.clear()  # they may be back after a while
+                        avoided.clear()  # they may have recovered
                         yield from self._pause(attempt, error)
                         attempt += 1
                 selected, reservation = yield from self._place_once(prompt, terms, scope, fields)
@@ -423,7 +423,7 @@ class Routing:
     # -- after the placement -------------------------------------------------------------------
 
     def report(self, reservation: Reservation) -> Flow[None]:
-        """Send the reports that are due; those that fail are left to the next call."""
+        """Send the due reports; failed ones are left to the next call."""
         failures = 0
         while (call := reservation.next_report()) is not None:
             try:
@@ -435,7 +435,7 @@ class Routing:
                 failures += 1
                 yield Pause(wait_s)
             except (ServiceRefused, ClientClosed):
-                return  # it expired, or the service was restarted; the free will tell
+                return  # it expired, or the service was restarted; the free will show
             else:
                 reservation.reported()
 
@@ -464,8 +464,8 @@ class Routing:
 
 
 def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
-    """True for a worker that did not take the request, as one that sheds load or is starting up:
-    another one may."""
+    """True if a worker did not accept the request, such as one that sheds load or is starting up:
+    another may."""
     if isinstance(error, WorkerRefused):
         return error.status in NOT_FREE
     return isinstance(error, WorkerUnreachable)

@@ -1,7 +1,7 @@
 """SlotTracker and SyncSlotTracker: clients of the standalone slot tracker, for one model.
 
 Routes and fields are those of its document, "Topology API", "Lifecycle API", "Load API" and
-"Replica Synchronization". Nothing is retried: an /add whose answer is lost may have been counted.
+"Replica Synchronization". Nothing is retried: an /add whose response is lost may have been counted.
 """
 
 from collections.abc import Sequence
@@ -125,7 +125,7 @@ class _Tracker(Generic[D]):
         token: Token | None = None,
     ) -> None:
         """endpoint: URL or unix:PATH. verify, cert, token: as of KvRouter. Raises ValueError for
-        anything else, and OSError for files that cannot be used."""
+        any other URL, and OSError for unusable files."""
         access = Access(verify, cert, token)
         self._driver: D = self._kind(endpoint, Routing(), timeouts or Timeouts(), None, access)
         self._calls = SlotTrackerCalls(model_name, tenant_id)

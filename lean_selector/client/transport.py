@@ -1,7 +1,6 @@
 """HTTP through httpx: calls to a service, streams from workers.
 
-Says where a service is, and which of httpx's errors means what. What is retried, and when, is
-decided in `routing`.
+Parses a service's address, and maps httpx's errors to ours. `routing` decides on retries.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ T = TypeVar("T")
 # Connections to the service. A selection that waits in the service's queue holds one.
 SERVICE_LIMITS = httpx.Limits(max_connections=512, max_keepalive_connections=64)
 # A stream holds a connection for as long as it runs, so the caller's own concurrency is the bound.
-# Kept for less than uvicorn's five seconds, so that a request does not meet a closing connection.
+# Shorter than uvicorn's five seconds, so that no request is sent on a closing connection.
 WORKER_LIMITS = httpx.Limits(
     max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0
 )
@@ -52,16 +51,16 @@ def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:
     )
 
 
-# What an exchange may raise: httpx lets a refusal through that comes after the handshake, as that
-# of our certificate does in TLS 1.3.
+# Errors of an exchange, including a TLS 1.3 refusal of our certificate, which comes after the
+# handshake and which httpx does not wrap.
 CALL_ERRORS = (httpx.HTTPError, ssl.SSLError)
-# What opening a stream may raise; InvalidURL comes from how a worker was registered.
+# Errors of opening a stream; InvalidURL: the worker's registered endpoint is invalid.
 OPEN_ERRORS = (httpx.HTTPError, httpx.InvalidURL)
 STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)
 
 
 def not_opened(wanted: OpenStream, error: Exception) -> WorkerUnreachable | WorkerStreamBroken:
-    """A worker that keeps silent has taken the request; one that hangs up has not."""
+    """A worker that times out has accepted the request; one that closes the connection has not."""
     if isinstance(error, httpx.ReadTimeout):
         return stream_broken(wanted, error)
     never_connected = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
@@ -103,7 +102,7 @@ class Opened:
     """A worker's response whose status was 200."""
 
     def __init__(self, asked: OpenStream, response: httpx.Response) -> None:
-        self.is_done = False  # the engine has said that no more comes
+        self.is_done = False  # the engine has signalled the end
         self._asked = asked
         self._response = response
         self._pieces = response.aiter_raw()
@@ -116,7 +115,7 @@ class Opened:
             raise stream_broken(self._asked, error) from error
 
     async def close(self) -> None:
-        """Stop the engine; or, when it is done, leave the connection fit for another request."""
+        """Stop the engine; or, if it is done, leave the connection reusable."""
         with contextlib.suppress(*STREAM_ERRORS, ClientError, OSError):
             try:
                 if self.is_done:
@@ -132,14 +131,14 @@ class ServiceConnection:
     `http://host:port`, or `unix:PATH` for a UNIX socket."""
 
     def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
-        """Raises ValueError for anything else, TypeError for what is no text, and OSError for files
-        of `access`."""
+        """Raises ValueError for other endpoints, TypeError if it is not a string, and OSError for
+        files of `access`."""
         if not isinstance(endpoint, str):
             raise TypeError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
         self._endpoint = endpoint
         self._timeouts = timeouts
         self._access = Access() if access is None else access
-        self._takes_msgpack = True  # until it says otherwise
+        self._takes_msgpack = True  # until the service refuses it
         self._base_url = endpoint.rstrip("/")
         uds: str | None = None
         context: ssl.SSLContext | bool = False  # no TLS
@@ -175,7 +174,7 @@ class ServiceConnection:
 
     def request(self, call: Call[T]) -> httpx.Request:
         timeout = _call_timeout(self._timeouts, call.waits)
-        # The body goes out as it is; a POST without one has no content type either.
+        # The body is sent unchanged; a POST without one has no content type.
         if call.has_prompt and self._takes_msgpack:
             body: bytes | None = call.msgpack()
             headers = {"content-type": MSGPACK}
@@ -193,7 +192,8 @@ class ServiceConnection:
         )
 
     def _wants_json(self, response: httpx.Response) -> bool:
-        """True when the service knows no MessagePack, as the reference does not: ask again."""
+        """True if the service does not support MessagePack, like the reference: send it again as
+        JSON."""
         if response.status_code != 415:
             return False
         was_msgpack: bool = response.request.headers.get("content-type") == MSGPACK
@@ -205,7 +205,7 @@ class ServiceConnection:
 
 
 def answer_of(call: Call[T], response: httpx.Response) -> T:
-    """What the call reads from a finished response. Raises ServiceRefused."""
+    """The result that the call reads from a finished response. Raises ServiceRefused."""
     if not response.is_success:
         raise service_refusal(
             response.status_code, error_text(response.content), _retry_after_s(response)

@@ -1,9 +1,9 @@
-"""What both classes take, give and raise: Python's form of what HTTP carries, in the words of 1.6.
+"""Arguments, results and exceptions of both classes: the HTTP API of 1.6 in Python's form.
 
-Maps from ranks have keys that are numbers, and any sequence may stand for a list. Checks what only
-Python can get wrong; what the fields mean is checked where HTTP's are. What a service of the 1.3
-dialect calls otherwise is renamed, and what it does not say is worked out where the request tells
-it (spec selection_16.md 1, 4).
+Maps by rank have int keys, and any sequence may stand for a list. Only Python's types are checked
+here; the values are checked where HTTP's are. Fields that a 1.3 service names differently are
+renamed, and fields that it lacks are derived from the request if possible (spec selection_16.md 1,
+4).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,8 @@ class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 class SelectionServiceError(Exception):
     """A refusal that depends on the state. `status_code` is what HTTP would answer.
 
-    `kind`: not_found, conflict, scheduler (no worker can take it now), not_ready (there is no
-    worker at all, or the service is shut down), sequence (the worker has no such rank), unreachable
+    `kind`: not_found, conflict, scheduler (no worker is free now), not_ready (no worker at all, or
+    the service is shut down), sequence (the worker has no such rank), unreachable
     (RemoteSelectionService only).
     """
 
@@ -42,7 +42,7 @@ class SelectionServiceError(Exception):
 
 
 _KINDS = {404: "not_found", 409: "conflict", 429: "scheduler", 503: "scheduler"}
-# Over HTTP an answer has no kind: these are the words of one that is `not_ready`.
+# HTTP responses have no kind: these messages mean `not_ready`.
 _NOT_READY = ("no schedulable workers", "selection service is shutting down")
 _NO_SUCH_RANK = "Worker WorkerWithDpRank"
 
@@ -50,7 +50,7 @@ NOT_FOUND = 404
 
 
 def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
-    """The exception to raise for an error answer."""
+    """The exception for an error response."""
     if status in (400, 413, 415, 422):
         return ValueError(message)
     kind = _KINDS.get(status, "internal")
@@ -62,7 +62,7 @@ def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
 
 
 def refusal(error: SelectorError) -> ValueError | SelectionServiceError:
-    """What an error of the core is raised as."""
+    """The exception for an error of the core."""
     if isinstance(error, NoWorkers):
         return SelectionServiceError(error.message, error.status, "not_ready")
     return refusal_of(error.status, error.message)
@@ -75,21 +75,21 @@ def shut_down() -> SelectionServiceError:
 # -- requests and records -------------------------------------------------------------------------
 
 Fields = dict[str, Any]
-Done = tuple[()]  # what the methods return that only say that it worked
+Done = tuple[()]  # the result of methods that only report success
 
 _PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 for each hash
 
 
 def fields_of(name: str, given: object) -> Fields:
-    """A request as a dict of its own, of what JSON has. Raises ValueError."""
+    """A copy of a request, as a dict of JSON types. Raises ValueError."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
     return {key: _plain(str(key), value) for key, value in given.items()}
 
 
 def _plain(name: str, value: object) -> object:
-    """Dicts and lists for maps and sequences of any kind, all through. Raises ValueError for what
-    is nothing in JSON."""
+    """Convert maps and sequences of any kind to dicts and lists, recursively. Raises ValueError for
+    a type that JSON lacks."""
     if value is None or isinstance(value, (str, bytes, bytearray)):
         return value
     if isinstance(value, (int, float)):
@@ -113,14 +113,14 @@ def _plain(name: str, value: object) -> object:
 
 
 def _number(value: int | float) -> int | float:
-    """Without what a subclass adds, which is not sent."""
+    """A plain value without a subclass's additions, which are not sent."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, int) else float(value)
 
 
 def worker_fields(name: str, given: object) -> Fields:
-    """The description of a worker as a dict, as JSON has it. Raises ValueError."""
+    """The description of a worker as a dict of JSON types. Raises ValueError."""
     fields = fields_of(name, given)
     for field in BY_RANK:
         by_rank = fields.get(field)
@@ -133,7 +133,8 @@ def worker_fields(name: str, given: object) -> Fields:
 
 
 def check_text(name: str, given: object) -> None:
-    """Raises ValueError for a string that has no UTF-8, which Python allows and JSON does not."""
+    """Raise ValueError for a string without a UTF-8 encoding, which Python allows and JSON does
+    not."""
     if isinstance(given, str):
         if not given.isascii():
             try:
@@ -212,7 +213,7 @@ def scores(answer: Fields) -> Fields:
 
 
 def selected_and_booked(answer: Fields, request: Fields, is_eagle: bool) -> Fields:
-    """The answer to select_and_reserve, with the hashes that were booked."""
+    """The response to select_and_reserve, with the hashes that were reserved."""
     answer = renamed(answer)
     if "sequence_hashes" in answer:
         return answer

@@ -1,7 +1,7 @@
-"""RemoteSelectionService: SelectionService in front of a selector that runs elsewhere.
+"""RemoteSelectionService: SelectionService as a client of a remote selector.
 
-Speaks to it over HTTP or a UNIX socket, in the fields that both dialects read. Owns the
-connections, and what is sent in the background because its method must not wait.
+Uses HTTP or a UNIX socket, with fields that both API versions read. Owns the connections, and the
+background requests of methods that must not wait.
 """
 
 import asyncio
@@ -51,14 +51,14 @@ from lean_selector.tasks import watched
 T = TypeVar("T")
 
 _read = msgspec.json.Decoder().decode
-# Output blocks that wait to be sent. While a service is away for longer, more are lost; their load
-# ends with their requests.
+# Most output blocks queued to be sent. During a long outage further ones are lost; their load ends
+# with their requests.
 MAX_UNTOLD = 4096
 _log = logging.getLogger("lean_selector.inprocess")
 
 
 class Side:
-    """What one loop has of a service: connections, and what it tells beside its calls."""
+    """One loop's connections to a service, and its background requests."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -67,7 +67,7 @@ class Side:
         self._telling: asyncio.Task[None] | None = None
 
     def tell(self, selection_id: str, call: Call[None]) -> None:
-        """Ask in the background, in the order of the calls; an unknown id is no error."""
+        """Send in the background, in the order of the calls; an unknown id is not an error."""
         if len(self._untold) >= MAX_UNTOLD:
             self.lost += 1
             return
@@ -92,19 +92,19 @@ class Side:
             self._untold = deque(each for each in self._untold if each[0] != selection_id)
 
     async def close(self) -> None:
-        """Wait for what is sent in the background, then close the connections."""
+        """Wait for background requests, then close the connections."""
         if self._telling is not None:
             await asyncio.wait({self._telling})
         await self.driver.close()
 
 
 class RemoteSelectionService:
-    """The methods of SelectionService, asked of the service at `url`.
+    """The methods of SelectionService, as requests to the service at `url`.
 
-    Each event loop that uses it has connections of its own. The methods that do not wait,
-    `list_workers`, `loads`, `ready` and `list_replica_peers`, stop the loop for one exchange;
-    `add_output_block` does not: it is sent in the background, in order. Raises what
-    SelectionService does, and SelectionServiceError of the kind `unreachable` without an answer.
+    Each event loop that uses it has its own connections. The synchronous methods `list_workers`,
+    `loads`, `ready` and `list_replica_peers` block the loop for one exchange; `add_output_block`
+    does not: it is sent in the background, in order. Raises the errors of SelectionService, and
+    SelectionServiceError of kind `unreachable` if there is no response.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class RemoteSelectionService:
         token: Token | None = None,
     ) -> None:
         """url: http://host:port, https://host:port, or unix:PATH. verify, cert, token: as of
-        KvRouter. Raises ValueError for anything else, and OSError for files that cannot be used."""
+        KvRouter. Raises ValueError for any other URL, and OSError for unusable files."""
         self._url = url
         self._timeouts = timeouts or Timeouts()
         self._access = Access(verify, cert, token)
         ServiceConnection(url, self._timeouts, self._access)  # raises ValueError and OSError
         self._blocking: SyncDriver | None = None  # made when first needed
         self._sides: WeakKeyDictionary[asyncio.AbstractEventLoop, Side] = WeakKeyDictionary()
-        self._are_eagle: dict[tuple[str, str], bool] = {}  # by partition, where it had to be asked
+        self._are_eagle: dict[tuple[str, str], bool] = {}  # by partition, if looked up
         self._is_shut_down = False
 
     @property
@@ -165,25 +165,25 @@ class RemoteSelectionService:
     # -- workers -------------------------------------------------------------------------------
 
     async def upsert_worker(self, worker: object) -> Fields:
-        """Register a worker, or change it whole; its record."""
+        """Register or replace a worker; return its record."""
         fields = for_both(worker_fields("worker", worker))
         return _record(await self._asked(post("/workers", fields, _read)))
 
     async def patch_worker(self, worker_id: int, patch: object) -> Fields:
-        """Change what is given and not None; the record."""
+        """Change the given fields that are not None; return the record."""
         path = f"/workers/{worker_id_of(worker_id)}"
         fields = worker_fields("patch", patch)
         return _record(await self._asked(Call("PATCH", path, _read, fields)))
 
     async def delete_worker(self, worker_id: int) -> Fields:
-        """Remove a worker, its blocks and its reservations; the record that it had."""
+        """Remove a worker, its blocks and its reservations; return its last record."""
         call: Call[Any] = Call("DELETE", f"/workers/{worker_id_of(worker_id)}", _read)
         return _record(await self._asked(call))
 
     def list_workers(
         self, *, model_name: str | None = None, routing_group: str | None = None
     ) -> list[Fields]:
-        """The records, of all or of those that match exactly."""
+        """The records of all workers, or of exact matches."""
         path = _filtered("/workers", model_name, routing_group)
         return list(map(_record, self._asked_at_once(Call("GET", path, _read))))
 
@@ -206,9 +206,9 @@ class RemoteSelectionService:
         return renamed(await self._asked(post_prompt("/select", fields, _read, waits=True)))
 
     async def select_and_reserve(self, request: object) -> Fields:
-        """Choose a rank and book it, in one step.
+        """Choose a rank and reserve it, in one step.
 
-        What was booked for a caller that was cancelled, or whose answer was lost, is freed.
+        The reservation is freed if the caller is cancelled, or the response lost.
         """
         fields = for_both({"selection_id": None, **fields_of("request", request)})
         if fields["selection_id"] is None:
@@ -230,7 +230,7 @@ class RemoteSelectionService:
         return selected_and_booked(answer, fields, bool(is_eagle))
 
     def _is_eagle(self, model_name: str, tenant_id: str) -> Flow[bool]:
-        """How a partition's prompts are cut into blocks, of which 1.3 says nothing."""
+        """Whether a partition's blocks are hashed for EAGLE, which 1.3 does not report."""
         key = model_name, tenant_id
         if key not in self._are_eagle:
             workers = yield from ask(calls.workers(model_name, tenant_id))
@@ -240,8 +240,8 @@ class RemoteSelectionService:
         return self._are_eagle[key]
 
     async def create_reservation(self, request: object) -> Fields:
-        """Book what `select` chose under this selection_id; or, with a worker_id and the prompt,
-        the rank that the caller chose. Freed if its answer is lost."""
+        """Reserve the selection with this selection_id; or, with a worker_id and the prompt, the
+        caller's rank. Freed if the response is lost."""
         fields = for_both(fields_of("request", request))
         call: Call[Fields] = post_prompt("/reservations", fields, _read)
         selection_id = fields.get("selection_id")
@@ -250,12 +250,13 @@ class RemoteSelectionService:
         return renamed(await self._driven(_booked(call, selection_id)))
 
     async def prefill_complete(self, selection_id: str) -> Done:
-        """The first token is there: no prefill waits any more."""
+        """Report the first token: the prefill is complete."""
         await self._asked(calls.prefill_complete(selection_id_of(selection_id)))
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
-        """One more block of output; `decay_fraction` (0 to 1) weighs all blocks of the request.
+        """Report one more block of output; `decay_fraction` (0 to 1) scales all blocks of the
+        request.
 
         Sent in the background, so an unknown id raises nothing; without a running loop it is sent
         at once.
@@ -289,7 +290,7 @@ class RemoteSelectionService:
         return list(map(renamed, self._asked_at_once(Call("GET", path, _read))))
 
     async def potential_loads(self, request: object) -> list[Fields]:
-        """What the load of every rank would be with this prompt."""
+        """The load of every rank if it got this prompt."""
         fields = for_both(fields_of("request", request))
         rows: list[Fields] = await self._asked(post_prompt("/potential_loads", fields, _read))
         return rows
@@ -306,7 +307,7 @@ class RemoteSelectionService:
     # -- replicas ------------------------------------------------------------------------------
 
     async def register_replica_peer(self, endpoint: str) -> bool:
-        """Let the service listen to a replica; whether that is new. Raises ValueError, or
+        """Subscribe the service to a replica; return whether that is new. Raises ValueError, or
         RuntimeError while replica sync is off."""
         known = endpoint in await self._asked(_PEERS)
         await self._peer("/replica_sync/register_peer", endpoint)
@@ -331,31 +332,31 @@ class RemoteSelectionService:
             raise _refusal(error) from error
 
     def list_replica_peers(self) -> list[str]:
-        """The endpoints of the replicas that the service listens to."""
+        """The endpoints of the replicas that the service subscribes to."""
         return self._asked_at_once(_PEERS)
 
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
-        """A service recovers at its start, by its flag --indexer-peers. Raises
+        """Not supported: a service recovers at its start, from --indexer-peers. Raises
         NotImplementedError."""
         raise NotImplementedError("a service recovers at its start: --indexer-peers")
 
     # -- the end -------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Ask it nothing more; the service goes on. `shutdown_async` closes the connections."""
+        """Send no more requests; the service continues. `shutdown_async` closes the connections."""
         self._is_shut_down = True
         if self._blocking is not None:
             self._blocking.close()
 
     async def shutdown_async(self) -> Done:
-        """Waits for what this loop tells in the background, and closes its connections."""
+        """Wait for this loop's background requests, and close its connections."""
         self.shutdown()
         await self.disconnect()
         return ()
 
     async def disconnect(self) -> None:
-        """Closes the connections of the running loop, which may make others later. For a loop that
-        ends before the last one."""
+        """Close the connections of the running loop, which may make new ones later. For a loop that
+        ends before the others."""
         side = self._sides.pop(asyncio.get_running_loop(), None)
         if side is not None:
             await side.close()
@@ -372,7 +373,7 @@ def _booked(call: Call[Fields], selection_id: str) -> Flow[Fields]:
 
 
 def _record(answer: Fields) -> Fields:
-    for name in ("replay_endpoints", "load_endpoint"):  # which 1.6 has not
+    for name in ("replay_endpoints", "load_endpoint"):  # which 1.6 lacks
         answer.pop(name, None)
     return record(renamed(answer))
 

@@ -1,7 +1,7 @@
-"""SelectionService: the selector inside the program that asks it, without HTTP.
+"""SelectionService: the selector inside the calling program, without HTTP.
 
-The arguments of a method become the body that HTTP's route takes, its handler is called, and its
-answer becomes a dict again: so both say the same (spec selection_16.md 11.1).
+A method's arguments become the body of the HTTP route, whose handler is called, and the response
+becomes a dict: so both give the same results (spec selection_16.md 11.1).
 """
 
 import asyncio
@@ -59,14 +59,14 @@ from lean_selector.wire.selection_bodies import OutputBlockRequest, PromptFields
 
 T = TypeVar("T")
 
-# A call from another thread that does not wait takes microseconds; a loop that has not answered
-# by then is stopped, or waits for its caller.
+# A non-waiting call from another thread takes microseconds; a loop that has not answered by then is
+# stopped, or is waiting for its caller.
 ANSWERS_WITHIN_S = 10.0
 
 
 class _Context(zmq.asyncio.Context):
-    """Keeps its sockets. pyzmq's own has weak references alone, which are cleared before a
-    finaliser runs: then it would close none of them, and wait for all."""
+    """A context with strong references to its sockets. pyzmq's has weak ones, which are cleared
+    before a finaliser runs: it would close no socket, and wait for all."""
 
     kept: list[zmq.asyncio.Socket] = []
     looked_through_at: int = 64
@@ -84,16 +84,16 @@ class _Context(zmq.asyncio.Context):
         return made
 
 
-# Those whose sockets may be open. A context that the collector finds with open ones waits for them
-# for ever, and it may find both together: so nothing of them is garbage before it was destroyed.
+# Contexts whose sockets may be open. A context that is garbage-collected with open sockets waits
+# for them forever; so each is referenced here until it is destroyed.
 _open: set["Running"] = set()
 
 
 class Running:
-    """From its making, on the running loop, to `stopped`. Raises StartError.
+    """Runs from construction, on the running loop, to `stopped`. Raises StartError.
 
-    A loop that was closed without a word to its tasks takes this with it: what it left open is
-    closed when its user goes, or when the next one begins.
+    If its loop is closed without ending its tasks, open sockets are closed when the owner is
+    collected, or when the next selector starts.
     """
 
     def __init__(self, config: SelectorConfig) -> None:
@@ -116,10 +116,10 @@ class Running:
         self._next_tick = self._loop.call_later(TICK_S, self._tick)
         self.parts.tick(time.monotonic())
 
-    # -- from wherever it is asked -------------------------------------------------------------
+    # -- calls from any thread -------------------------------------------------------------
 
     def at_once(self, work: Callable[[], T]) -> T:
-        """What `work` returns, called in the thread of the loop."""
+        """The result of `work`, called in the loop's thread."""
         if threading.get_ident() == self._thread:
             return work()
         done: Future[T] = Future()
@@ -136,12 +136,12 @@ class Running:
     async def in_time(
         self, work: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], None] | None = None
     ) -> T:
-        """What `work` returns, run on the loop. `undo` takes back, there, what was returned to a
-        caller that was cancelled and never saw it."""
+        """The result of `work`, run on the loop. If the caller was cancelled, `undo` reverts the
+        result there."""
         if asyncio.get_running_loop() is self._loop:
             return await work()
         if threading.get_ident() == self._thread:
-            raise RuntimeError("the event loop of this SelectionService runs no more")
+            raise RuntimeError("the event loop of this SelectionService has stopped")
         done: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -175,7 +175,7 @@ class Running:
     # -- the end -------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Refuse requests that wait, and stop listening; once, however often it is called."""
+        """Refuse queued requests, and stop listening; further calls have no effect."""
         if self._loop.is_closed():
             self._destroy()
         elif self._stopping is None:
@@ -183,16 +183,16 @@ class Running:
             self.parts.refuse_new()
             self.parts.begin_no_links()
             self._stopping = watched("selection service stop", self._close())
-            # Also where the loop ends before its first step.
+            # Runs even if the loop ends before its first step.
             self._stopping.add_done_callback(lambda _: self._destroy())
 
     async def _close(self) -> None:
         try:
             await self.parts.close()
-        except asyncio.CancelledError:  # the loop ends: what was not reached yet is closed, too
+        except asyncio.CancelledError:  # the loop ends: close the rest, too
             await self.parts.close()
             raise
-        self._destroy()  # before the caller goes on: the port is free then
+        self._destroy()  # before the caller continues, so that the port is free
 
     def destroy_after_its_loop(self) -> None:
         if self._loop.is_closed():
@@ -208,7 +208,7 @@ class Running:
             await asyncio.shield(self._stopping)
 
     def abandoned(self) -> None:
-        """Its last user is gone, perhaps in another thread, or with the loop."""
+        """Its last user is gone, perhaps in another thread, or after the loop."""
         try:
             self._loop.call_soon_threadsafe(self.stop)
         except RuntimeError:  # the loop is closed
@@ -217,10 +217,10 @@ class Running:
 
 # -- its configuration ----------------------------------------------------------------------------
 #
-# The arguments of the class are flags of `lean-selector`, so that ranges are checked and defaults
-# stand in one place; what has no argument comes from the same environment, DYN_*.
+# The arguments of the class map to flags of `lean-selector`, so that ranges and defaults are
+# defined once; other settings come from the same environment variables, DYN_*.
 
-# The flags that are not called as the arguments are.
+# Flags whose names differ from the arguments'.
 _ARGUMENTS = {
     "--threads": "indexer_threads",
     "--selection-cache-ttl-secs": "selection_cache.ttl_secs",
@@ -230,7 +230,7 @@ _ARGUMENTS = {
 
 
 class _Parser(OneLineParser):
-    """Complains to the caller."""
+    """Reports errors to the caller."""
 
     def error(self, message: str) -> NoReturn:
         flag, colon, fault = message.removeprefix("argument ").partition(": ")
@@ -247,8 +247,8 @@ def config_of(
     selection_cache: SelectionCacheConfig | None,
     session_affinity_ttl_secs: float | None,
 ) -> SelectorConfig:
-    """What arguments and environment say. Raises ValueError or, for one of a wrong type, TypeError;
-    both name it."""
+    """The configuration from arguments and environment. Raises ValueError, or TypeError for a wrong
+    type; both name the setting."""
     if not isinstance(selection_cache, SelectionCacheConfig | None):
         raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
     cache = selection_cache or SelectionCacheConfig()
@@ -279,7 +279,7 @@ def _joined(name: str, values: Sequence[str] | None) -> str | None:
 
 
 def texts_of(name: str, values: object) -> list[str]:
-    """Raises TypeError, also for a text alone, which is a sequence of its letters."""
+    """Raises TypeError, also for a plain string, which is a sequence of characters."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise not_a(name, "a sequence of str", values)
     for place, value in enumerate(values):
@@ -292,7 +292,7 @@ def texts_of(name: str, values: object) -> list[str]:
 
 Handler = Callable[..., object]
 
-# Of a prompt the hash lists may be packed, too: bytes, 8 for each hash.
+# Hash lists of a prompt may also be packed: bytes, 8 per hash.
 _SELECT: type[SelectRequest16] = binary_form(SelectRequest16)
 _SELECT_AND_RESERVE: type[SelectAndReserveRequest16] = binary_form(SelectAndReserveRequest16)
 _RESERVATION: type[ReservationRequest16] = binary_form(ReservationRequest16)
@@ -302,13 +302,13 @@ _PROJECTION: type[ProjectionRequest16] = binary_form(ProjectionRequest16)
 class SelectionService:
     """A selector on the caller's event loop.
 
-    It starts with the first call under a running loop, the constructor if there is one, and lives
-    there: calls from other threads and their loops are carried over. Router settings come from the
-    environment, as those of the service do. Requests and answers are those of HTTP with
-    `--api 1.6`, but maps from ranks have int keys.
+    It starts with the first call under a running loop (the constructor, if there is one), and stays
+    on that loop: calls from other threads and loops are forwarded to it. Router settings come from
+    the environment, as for the service. Requests and responses are those of HTTP with `--api 1.6`,
+    but maps by rank have int keys.
 
-    Raises ValueError for what HTTP answers 400 or 422, SelectionServiceError for its other
-    refusals, TypeError and OverflowError for an id that is none.
+    Raises ValueError where HTTP answers 400 or 422, SelectionServiceError for other error
+    responses, TypeError and OverflowError for an invalid id.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class SelectionService:
                 self._running = running = Running(self._config)
             except StartError as error:
                 raise OSError(str(error)) from None
-            # The loop holds `running` alone, so that this object can be collected.
+            # The loop references only `running`, so that this object can be collected.
             weakref.finalize(self, running.abandoned).atexit = False
         return self._running
 
@@ -364,7 +364,7 @@ class SelectionService:
         *arguments: object,
         undo: Callable[[Fields], None] | None = None,
     ) -> Fields:
-        """What the handler answers, perhaps later, as its JSON says it."""
+        """The handler's response, perhaps later, from its JSON."""
         running = self._start()
         answer: Fields = await running.in_time(lambda: _awaited(handler, arguments, undo), undo)
         return answer
@@ -372,7 +372,7 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """What a handler answers that does not wait; `before` is the answer while there is no
+        """The response of a handler that does not wait; `before` is the result while there is no
         loop."""
         if self._running is None and not _is_on_a_loop():
             return before
@@ -383,27 +383,27 @@ class SelectionService:
     # -- workers -------------------------------------------------------------------------------
 
     async def upsert_worker(self, worker: object) -> Fields:
-        """Register a worker, or change it whole; its record."""
+        """Register or replace a worker; return its record."""
         self._check_open()
         body = _body(WorkerRequest16, worker_fields("worker", worker))
         return record(await self._asked(self._handlers.register, body))
 
     async def patch_worker(self, worker_id: int, patch: object) -> Fields:
-        """Change what is given and not None; the record."""
+        """Change the given fields that are not None; return the record."""
         self._check_open()
         worker_id = worker_id_of(worker_id)
         body = _body(WorkerPatch16, worker_fields("patch", patch))
         return record(await self._asked(self._handlers.patch, worker_id, body))
 
     async def delete_worker(self, worker_id: int) -> Fields:
-        """Remove a worker, its blocks and its reservations; the record that it had."""
+        """Remove a worker, its blocks and its reservations; return its last record."""
         worker_id = worker_id_of(worker_id)
         return record(await self._asked(self._handlers.remove, worker_id))
 
     def list_workers(
         self, *, model_name: str | None = None, routing_group: str | None = None
     ) -> list[Fields]:
-        """The records, of all or of those that match exactly."""
+        """The records of all workers, or of exact matches."""
         query = _query(model_name, routing_group)
         found = self._asked_at_once(lambda parts: parts.service.workers, query, before=[])
         return list(map(record, found))
@@ -422,8 +422,8 @@ class SelectionService:
         return await self._asked(self._handlers.select, body)
 
     async def select_and_reserve(self, request: object) -> Fields:
-        """Choose a rank and book it, in one step. May wait in the queue, if there is one; a caller
-        that is cancelled leaves it, and nothing stays booked."""
+        """Choose a rank and reserve it, in one step. May wait in the queue, if enabled; a cancelled
+        caller leaves it, and nothing stays reserved."""
         self._check_open()
         body = _body(_SELECT_AND_RESERVE, fields_of("request", request))
         service = self._handlers
@@ -435,20 +435,21 @@ class SelectionService:
         return await self._asked(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
-        """Book what `select` chose under this selection_id; or, with a worker_id and the prompt,
-        the rank that the caller chose."""
+        """Reserve the selection with this selection_id; or, with a worker_id and the prompt, the
+        caller's rank."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
         return await self._asked(self._handlers.reserve, body)
 
     async def prefill_complete(self, selection_id: str) -> Done:
-        """The first token is there: no prefill waits any more."""
+        """Report the first token: the prefill is complete."""
         name = selection_id_of(selection_id)
         await self._asked(self._handlers.prefill_complete, name)
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
-        """One more block of output; `decay_fraction` (0 to 1) weighs all blocks of the request."""
+        """Report one more block of output; `decay_fraction` (0 to 1) scales all blocks of the
+        request."""
         name = selection_id_of(selection_id)
         body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
         if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
@@ -473,7 +474,7 @@ class SelectionService:
         return loads
 
     async def potential_loads(self, request: object) -> list[Fields]:
-        """What the load of every rank would be with this prompt."""
+        """The load of every rank if it got this prompt."""
         body = _body(_PROJECTION, fields_of("request", request))
         rows: Any = await self._asked(self._handlers.potential_loads, body)
         return list(rows)
@@ -484,7 +485,7 @@ class SelectionService:
         return await self._asked(self._handlers.overlap_scores, body)
 
     async def indexer_snapshot(self) -> Fields:
-        """The index, in the form of GET /dump. Others are served while it is made."""
+        """The index, in the form of GET /dump. The loop serves other calls while it is made."""
         running = self._start()
 
         async def made() -> bytes:
@@ -500,13 +501,14 @@ class SelectionService:
     # -- replicas ------------------------------------------------------------------------------
 
     async def register_replica_peer(self, endpoint: str) -> bool:
-        """Listen to a replica; whether that is new. Raises ValueError, or RuntimeError while
+        """Subscribe to a replica; return whether that is new. Raises ValueError, or RuntimeError
+        while
         replica sync is off."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.register_peer(endpoint))
 
     async def deregister_replica_peer(self, endpoint: str) -> bool:
-        """Listen to it no more; whether it was listened to."""
+        """Remove a peer; False if it was not a peer."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.deregister_peer(endpoint))
 
@@ -523,7 +525,7 @@ class SelectionService:
         return replication
 
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
-        """Take over the index of the first peer, by its HTTP URL, that can be reached."""
+        """Copy the index of the first reachable peer, given by HTTP URLs."""
         self._check_open()
         running, timeout_s = self._start(), self._config.index.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
@@ -534,14 +536,14 @@ class SelectionService:
     # -- the end -------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Stop listening to engines and replicas, and refuse what waits in the queue. What is
-        booked can still be freed. The loop ends the rest; `shutdown_async` waits for that."""
+        """Disconnect from engines and replicas, and refuse queued requests. Reservations can still
+        be freed. The loop ends the rest; `shutdown_async` waits for that."""
         self._is_shut_down = True
         if self._running is not None:
             self._running.at_once(self._running.stop)
 
     async def shutdown_async(self) -> Done:
-        """Shut down, and wait until nothing of it runs and its port is free."""
+        """Shut down, and wait until all tasks have ended and the port is free."""
         self._is_shut_down = True
         if self._running is not None:
             await self._running.in_time(self._running.stopped)
@@ -568,13 +570,13 @@ def _body(kind: type[T], fields: Fields) -> T:
 
 
 def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
-    """As HTTP's handlers have it: a routing group under the older of its names (D2)."""
+    """The body for HTTP's handlers: a routing group under its older name (D2)."""
     filters = {"model_name": model_name, "tenant_id": routing_group}
     return {name: value for name, value in filters.items() if value is not None}
 
 
 def _called(handler: Handler, *arguments: object) -> object:
-    """What a handler returns. Raises what the class does."""
+    """A handler's result. Raises the errors of the class."""
     try:
         try:
             return handler(*arguments)
@@ -598,14 +600,14 @@ def _decoded(result: object) -> Any:
 async def _awaited(
     handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
 ) -> Any:
-    """What a handler answers, now or later; `undo` takes back what a cancelled caller was given."""
+    """A handler's response, now or later; `undo` reverts the result of a cancelled caller."""
     result = _called(handler, *arguments)
     if not isinstance(result, LaterReply):
         return _decoded(result)
     answered: asyncio.Future[tuple[int, object]] = asyncio.get_running_loop().create_future()
     result.take = lambda status, said: answered.set_result((status, said))
     try:
-        # Not cancelled with us: a request that leaves the queue meanwhile is booked, and undone.
+        # Not cancelled with us: a request that leaves the queue meanwhile is reserved, then undone.
         status, said = await asyncio.shield(answered)
     except asyncio.CancelledError:
         result.hang_up()

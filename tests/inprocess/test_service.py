@@ -278,7 +278,7 @@ def test_a_loop_that_ended_is_not_replaced_by_another() -> None:
         await service.upsert_worker(worker())
 
     async def second() -> None:
-        with pytest.raises(RuntimeError, match="runs no more"):
+        with pytest.raises(RuntimeError, match="has stopped"):
             await service.select(ask())
 
     asyncio.run(first())
