@@ -1,6 +1,6 @@
-"""In which form the package runs: its sources as they are, or their behaviour compiled by mypyc.
+"""The build that is running: pure Python, or compiled by mypyc.
 
-Which modules a compiled installation has compiled is found by `setup.py`; this only looks.
+`setup.py` selects the modules to compile; this module only inspects the result.
 """
 
 import sys
@@ -9,14 +9,14 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 
 PURE, COMPILED = "pure", "compiled"
-_LIBRARY = "lean_selector__mypyc"  # of all compiled modules: it names them in its attributes
+_LIBRARY = "lean_selector__mypyc"  # of all compiled modules, which are its attributes
 _PREFIX = "init_"
 
 
 def form() -> str:
-    """`pure` or `compiled`, or how many modules are compiled where only some are.
+    """`pure` or `compiled`, or the number of compiled modules if only some are.
 
-    Only some are where the libraries of others are gone, and their sources lie beside those.
+    Only some are compiled if the other libraries are missing and the sources are used.
     """
     names = compiled_modules()
     compiled = sum(map(_is_compiled, names))
@@ -26,8 +26,8 @@ def form() -> str:
 
 
 def compiled_modules() -> list[str]:
-    """Names of the modules that the installation has compiled; whether those run or their sources
-    is another question."""
+    """Names of the modules that the installation has compiled, whether or not they are the ones
+    imported."""
     try:
         library = import_module(_LIBRARY)
     except ImportError:

@@ -11,7 +11,7 @@ from lean_selector.build_info import form
 from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
-# By command, the module that has its `main`; imported when it is asked for.
+# The module with `main`, by command; imported when the command is used.
 TOOLS: Final = {
     **{name: name for name in ("demo", "top", "simulate", "replay", "tune", "check", "keys")},
     "deploy": "recipes",
@@ -20,23 +20,23 @@ COMMANDS: Final = ("gateway", *TOOLS)
 
 
 def hold_standard_streams() -> None:
-    """Opens what of stdin, stdout and stderr was closed at the start, on nothing.
+    """Open stdin, stdout and stderr on the null device if they were closed at start.
 
-    Otherwise the first socket gets such a number: what is logged is written into it, and libuv ends
-    the process with an abort when it is closed.
+    Otherwise the first socket gets such a descriptor: log lines are written into it, and libuv
+    aborts the process when it is closed.
     """
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as it runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selection service, or one of COMMANDS; returns the exit status."""
+    """Run the selection service, or one of COMMANDS; return the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in TOOLS:
@@ -86,7 +86,7 @@ def _gateway(arguments: Sequence[str]) -> int:
 
 
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
-    """Runs the slot tracker; returns the exit status."""
+    """Run the slot tracker; return the exit status."""
     hold_standard_streams()
     from lean_selector.server.service_flags import TrackerConfig
 
@@ -107,10 +107,10 @@ def _served(
     run: tuple[str, str],
     argv: Sequence[str] | None,
 ) -> int:
-    """Reads what a service is told, and runs it; returns the exit status.
+    """Parse the flags of a service, and run it; return the exit status.
 
-    `run` names a module and its function: it is imported only then, so that `--help` and a bad flag
-    are answered at once.
+    `run` names a module and its function, imported late, so that `--help` and bad flags are
+    answered at once.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=name, description=description, allow_abbrev=False)

@@ -1,7 +1,7 @@
-"""Programs written for Dynamo's SelectionService, run with this one: `compat.install()`.
+"""Runs programs written for Dynamo's SelectionService with this one: `compat.install()`.
 
-Puts modules of the names `dynamo.llm` and `dynamo._core` where none are installed, with the
-selection classes alone. What they hold is imported when it is first asked for.
+Provides modules named `dynamo.llm` and `dynamo._core` if none are installed, with only the
+selection classes, which are imported at first use.
 """
 
 import functools
@@ -14,8 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Where the service is that stands for the program's own; the file of a bearer token for it, read
-# for each request; and PEM certificates to trust.
+# URL of the service to use; file with its bearer token, read for each request; PEM certificates to
+# trust.
 URL = "LEAN_SELECTOR_URL"
 TOKEN_FILE = "LEAN_SELECTOR_TOKEN_FILE"
 CA_FILE = "LEAN_SELECTOR_CA_FILE"
@@ -28,10 +28,10 @@ _NAMES = {
 
 
 class _Shim(ModuleType):
-    """A module whose names are ours."""
+    """A stand-in module for one of Dynamo's."""
 
     def __init__(self, name: str, url: str | None) -> None:
-        super().__init__(name, "From lean_selector.compat: the selection classes alone.")
+        super().__init__(name, "From lean_selector.compat: only the selection classes.")
         self.__spec__ = ModuleSpec(name, None, is_package=name == "dynamo")
         if name == "dynamo":
             self.__path__: list[str] = []
@@ -47,13 +47,13 @@ class _Shim(ModuleType):
 
 
 def install(url: str | None = None) -> bool:
-    """Let `from dynamo.llm import SelectionService` find this project's class; whether it does.
+    """Let `from dynamo.llm import SelectionService` find this project's class; return whether it
+    does.
 
-    With a `url` (http://host:port, or unix:PATH), or with one in the environment as
-    LEAN_SELECTOR_URL, it is RemoteSelectionService in front of that selector; else SelectionService
-    in this process. The selector is shown the token in the file LEAN_SELECTOR_TOKEN_FILE, and held
-    against the certificates in LEAN_SELECTOR_CA_FILE, where the environment has those. Where Dynamo
-    is installed nothing changes, and the answer is False.
+    With a `url` (http://host:port, or unix:PATH), or LEAN_SELECTOR_URL in the environment, it is
+    RemoteSelectionService for that selector; else SelectionService in this process. If set,
+    LEAN_SELECTOR_TOKEN_FILE names the file with the bearer token, and LEAN_SELECTOR_CA_FILE the
+    certificates to trust. If Dynamo is installed, nothing changes, and the result is False.
     """
     if not isinstance(sys.modules.get("dynamo.llm"), _Shim) and _is_installed():
         return False
@@ -77,10 +77,10 @@ def _service_at(url: str) -> type[Any]:
     from lean_selector.inprocess.remote import RemoteSelectionService
 
     class SelectionService(RemoteSelectionService):
-        """In front of the service at one URL."""
+        """A client of the service at one URL."""
 
         def __init__(self, *, indexer_threads: int = 4) -> None:
-            """`indexer_threads` is the service's business; other settings are its flags."""
+            """`indexer_threads` has no effect; other settings are the service's flags."""
             token_file = os.environ.get(TOKEN_FILE)
             super().__init__(
                 url,

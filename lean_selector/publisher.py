@@ -30,17 +30,17 @@ from lean_selector.wire.kv_event_shapes import (
 if TYPE_CHECKING:
     from lean_selector.events.curve_keys import CurveGate
 
-# The three limits below are vLLM's defaults (buffer_steps, hwm), so that a service finds the same
-# history and the same patience whichever engine it listens to.
+# The three limits below are vLLM's defaults (buffer_steps, hwm), so that all engines offer the same
+# history and queue length.
 PUB_SEND_HWM = 100_000  # messages queued per slow subscriber; beyond it PUB drops
 REPLAY_BATCHES = 10_000
 # vLLM bounds its replay buffer by count only; 10 000 batches of long prompts are over 600 MB.
 REPLAY_BYTES = 256 * 1024 * 1024
-# A reader of a replay that takes no more frames for this long is given up, others wait meanwhile.
+# A reader of a replay that accepts no frames for this long is abandoned; others wait meanwhile.
 REPLAY_SEND_TIMEOUT_MS = 2_000
-LINGER_MS = 1_000  # close() waits at most this long for what is still on its way
+LINGER_MS = 1_000  # close() waits at most this long for queued messages
 
-DESCRIPTORS = 32  # that must be free at the start; a publisher takes up to 16
+DESCRIPTORS = 32  # that must be free at start; a publisher uses up to 16
 
 _END_OF_REPLAY = b"\xff" * 8
 _I64_MAX = 2**63 - 1
@@ -60,7 +60,7 @@ def signed_hashes(hashes: Sequence[int]) -> list[int]:
 
 
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
-    """The endpoint of one data-parallel rank: port + rank for tcp, a `_dp<rank>` suffix else.
+    """The endpoint of one data-parallel rank: port + rank for tcp, else a `_dp<rank>` suffix.
 
     Rank 0 and a port chosen by the system (`0` or `*`) are left as they are.
     """
@@ -75,7 +75,7 @@ def rank_endpoint(endpoint: str, dp_rank: int) -> str:
 
 
 class _EventSink:
-    """The three publish_ methods; subclasses say where an event goes."""
+    """The three publish_ methods; subclasses decide where an event goes."""
 
     def __init__(self, kv_block_size: int) -> None:
         if kv_block_size <= 0:
@@ -194,9 +194,9 @@ class KvEventPublisher(_EventSink):
     ) -> None:
         """Bind the sockets; endpoints name the base port, to which dp_rank is added.
 
-        With curve_secret_key_file, a pair as `lean-selector keys` makes it, both sockets speak
-        nothing but CURVE, and services need its public key. curve_client_keys_file lists the public
-        keys of the services that are admitted; without it all are that know ours.
+        With curve_secret_key_file, a key pair made by `lean-selector keys`, both sockets require
+        CURVE, and services need its public key. curve_client_keys_file lists the public keys of
+        admitted services; without it, every service that knows our public key is admitted.
 
         component and enable_local_indexer have no effect: there is no runtime to join and no
         indexer inside the engine. worker_id is not sent either: the service knows a worker by
@@ -247,7 +247,7 @@ class KvEventPublisher(_EventSink):
     def batch(self) -> Iterator[SentBatch]:
         """Collect events and send them as one message, also when the block raises.
 
-        What was reported up to an exception has happened in the cache, so it is published.
+        Events before an exception have happened in the cache, so they are published.
         """
         batch = SentBatch(self.kv_block_size)
         try:
@@ -279,7 +279,7 @@ class KvEventPublisher(_EventSink):
     def _start_replay(self, endpoint: str) -> None:
         """Bind the ROUTER here, so that a taken address raises, then give it to its thread."""
         router = self._context.socket(zmq.ROUTER)
-        router.linger = 0  # a replay cut short by our end is asked for again
+        router.linger = 0  # a replay cut short by our end will be requested again
         router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
         router.router_mandatory = True  # wait for a slow reader instead of dropping silently
         if self._gate is not None:
@@ -339,7 +339,7 @@ class KvEventPublisher(_EventSink):
 
 
 def _need_descriptors() -> None:
-    """Raises OSError where there are too few: libzmq would abort the process."""
+    """Raise OSError if too few descriptors are free: libzmq would abort the process."""
     with ExitStack() as taken:
         for _ in range(DESCRIPTORS):
             taken.enter_context(open(os.devnull, "rb"))
@@ -348,7 +348,8 @@ def _need_descriptors() -> None:
 def _gate(
     context: "zmq.Context[zmq.Socket[bytes]]", secret_file: str, clients_file: str | None
 ) -> "CurveGate":
-    """What admits services, in a thread. Raises OSError and ValueError for bad key files."""
+    """The authenticator of services, in a thread. Raises OSError and ValueError for bad key
+    files."""
     from zmq.auth.thread import ThreadAuthenticator
 
     from lean_selector.events.curve_keys import CurveGate, check_curve, read_list, read_pair

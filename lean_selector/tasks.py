@@ -1,8 +1,8 @@
-"""Supervision of background tasks: what fails is logged and counted, and tasks that are
-to run for good are begun again.
+"""Supervision of background tasks: failures are logged and counted, and permanent tasks are
+restarted.
 
-Without this a task that raises is a task that is gone: what it did just stops, and nothing says so.
-The same of a callback of the loop, of a thread, and of a finaliser.
+Without supervision, the work of a task that raises stops silently. The same holds for a callback of
+the loop, a thread, and a finaliser.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 
 log = logging.getLogger("lean_selector.tasks")
 
-# Before a task that failed is begun again; doubled each time up to the limit, and as at first after
-# a run that lasted that long.
+# Pause before a failed task is restarted; doubled each time up to the limit, and reset after a run
+# as long as the limit.
 AGAIN_FIRST_S = 0.1
 AGAIN_LIMIT_S = 30.0
 
-# How often a task failed since the process began, by name. Names are few: they name what the task
-# does, not for whom. CALLBACK and so on are for those that have none.
+# Failures since the process started, by task name. Names are few: they name the kind of work, not
+# the worker or request. CALLBACK and the others are for work without a name.
 failures: Counter[str] = Counter()
 CALLBACK = "callback of the loop"
 TASK = "task without a name"
@@ -37,9 +37,9 @@ def supervise(
 ) -> "asyncio.Task[None]":
     """Run `work()` in a task until it returns or the task is cancelled.
 
-    What it raises is logged and counted; it is then begun again after a pause, or left if `again`
-    is false. A CancelledError that nobody sent to this task counts as raised. The task itself never
-    raises; keep it, the loop does not.
+    An exception is logged and counted; the work is then restarted after a pause, unless `again` is
+    false. A CancelledError that was not sent to this task counts as an exception. The task itself
+    never raises; keep a reference, the loop does not.
     """
     return asyncio.get_running_loop().create_task(_supervised(name, work, again), name=name)
 
@@ -70,7 +70,7 @@ async def _supervised(
 
 
 def _failed(name: str, again: bool) -> None:
-    failed(name, "it is begun again" if again else "it has ended")
+    failed(name, "it is restarted" if again else "it has ended")
 
 
 def failed(name: str, outcome: str, error: BaseException | None = None) -> None:
@@ -81,8 +81,8 @@ def failed(name: str, outcome: str, error: BaseException | None = None) -> None:
 
 
 def watched(name: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Run `work` once, in a task that its owner need not look at: what it raises is logged and
-    counted. It may be awaited all the same. Keep it, the loop does not."""
+    """Run `work` once, in a task that need not be awaited: an exception is logged and counted. It
+    may be awaited. Keep a reference, the loop does not."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_look_at)
     return task
@@ -93,18 +93,18 @@ def _look_at(task: "asyncio.Task[Any]") -> None:
         failed(task.get_name(), "it has ended", error)
 
 
-# -- work that seldom waits -----------------------------------------------------------------------
+# -- work that rarely waits -----------------------------------------------------------------------
 #
-# A generator that yields what it has to wait for, and is sent what that gave. Where nothing has to
-# be waited for it runs to its end in its caller's turn of the loop, without a task; and it can be
-# compiled, which a coroutine cannot.
+# A generator that yields futures to wait for, and is sent their results. If it need not wait, it
+# runs to its end in its caller's turn of the loop, without a task; and it can be compiled, which a
+# coroutine cannot.
 
 Steps = Generator[Awaitable[Any], Any, T]
 
 
 def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
-    """Run `steps` as far as they go now. The task that waits for the rest of them; None where they
-    have ended. If the task is cancelled before it ran, they are closed."""
+    """Run `steps` until they must wait. Return the task that runs the rest; None if they have
+    ended. If the task is cancelled before it ran, they are closed."""
     try:
         awaited = steps.send(None)
     except StopIteration:
@@ -121,7 +121,7 @@ def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
 
 
 async def finished(steps: Steps[T]) -> T:
-    """The result of all of them."""
+    """Run all steps and return their result."""
     try:
         awaited = steps.send(None)
     except StopIteration as end:
@@ -145,18 +145,18 @@ async def _step(steps: Steps[T], awaited: Awaitable[Any]) -> T:
 
 
 async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
-    """What `future` gives. Raises TimeoutError after `limit_s`."""
+    """The result of `future`. Raises TimeoutError after `limit_s`."""
     async with asyncio.timeout(limit_s):
         return await future
 
 
-# -- what has no task of its own, or none that anybody watches ------------------------------------
+# -- unsupervised work: callbacks, unawaited tasks, threads, finalisers
+# ------------------------------------
 
 
 def watch_process(loop: asyncio.AbstractEventLoop) -> None:
-    """From here on, what callbacks of `loop`, tasks that nobody awaits, threads and finalisers
-    raise is logged and counted as well. For a process that is ours; inside another program these
-    are its own to watch."""
+    """From here on, also log and count exceptions of `loop`'s callbacks, unawaited tasks, threads
+    and finalisers. Only for our own processes: another program handles its own."""
     loop.set_exception_handler(_told_by_the_loop)
     threading.excepthook = _told_by_a_thread
     sys.unraisablehook = _told_by_a_finaliser
@@ -166,7 +166,7 @@ def _told_by_the_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
     name = TASK if "task" in context or "future" in context else CALLBACK
     error = context.get("exception")
     outcome = str(context.get("message") or "no message")
-    if error is None:  # as for a task that is dropped while it waits
+    if error is None:  # such as a task that is collected while it waits
         failures[name] += 1
         log.critical("task failed: %s; %s", name, outcome, extra={"task": name})
     else:
@@ -180,4 +180,4 @@ def _told_by_a_thread(told: threading.ExceptHookArgs) -> None:
 
 
 def _told_by_a_finaliser(told: "sys.UnraisableHookArgs") -> None:
-    failed(FINALISER, told.err_msg or "its exception goes to nobody", told.exc_value)
+    failed(FINALISER, told.err_msg or "its exception was not handled", told.exc_value)

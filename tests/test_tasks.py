@@ -148,7 +148,7 @@ def test_a_task_that_fails_is_logged_counted_and_begun_again(
     uvloop.run(story())
     assert (runs, failures[name]) == (3, 2)
     told = [record.getMessage() for record in caplog.records]
-    assert told == [f"task failed: {name}; it is begun again"] * 2
+    assert told == [f"task failed: {name}; it is restarted"] * 2
     assert caplog.records[0].exc_info is not None
 
 

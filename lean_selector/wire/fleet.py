@@ -79,7 +79,7 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     gone: list[str]  # WORKER/RANK
     models: list[FleetModel]
     findings: list[Finding] | UnsetType = UNSET
-    seen: int  # choices since somebody looks
+    seen: int  # choices since a page is open
     choices: list[Decision]
 
 

@@ -84,9 +84,9 @@ def test_tokens_are_counted_by_ids_then_usage_then_text() -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        pytest.param(b"data: {\n", "no completion", id="cut json"),
-        pytest.param(b'data: {"choices": 1}\n', "no completion", id="wrong shape"),
-        pytest.param(b'data: "\xff"\n', "no completion", id="not utf-8"),
+        pytest.param(b"data: {\n", "not a completion", id="cut json"),
+        pytest.param(b'data: {"choices": 1}\n', "not a completion", id="wrong shape"),
+        pytest.param(b'data: "\xff"\n', "not a completion", id="not utf-8"),
         pytest.param(event(error={"message": "oom"}), "the engine reports oom", id="an error"),
         pytest.param(b"x" * (MAX_EVENT_BYTES + 1), "an event of more", id="endless line"),
     ],

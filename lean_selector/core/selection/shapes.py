@@ -212,7 +212,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """A choice as people look at it: the chosen rank, and the candidates that cost least."""
 
     at: float  # monotonic seconds
-    number: int  # of all choices since somebody looks; not all are told
+    number: int  # of all choices since a page is open; only a sample is sent
     model_name: str
     tenant_id: str
     worker_id: int
