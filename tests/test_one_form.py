@@ -8,7 +8,9 @@ from tests.test_compiled_modules import COMPILED
 
 # Tests of anything name errors, and blocks by their hashes.
 OF_ANYTHING = {"lean_selector.core.errors", "lean_selector.core.hashing"}
-LEFT_OUT = sorted(path for path in TESTS.rglob("test_*.py") if is_of_one_form(path))
+# Compiled classes have no interpreted subclasses, which this one's leases are.
+SUBCLASSING = {TESTS / "gateway/test_proxied_request.py"}
+LEFT_OUT = sorted({path for path in TESTS.rglob("test_*.py") if is_of_one_form(path)} - SUBCLASSING)
 
 
 def imported(path: Path) -> set[str]:
