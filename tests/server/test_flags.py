@@ -264,7 +264,7 @@ SAMPLES = {
     **{"WHERE": "dns:a:80", "JSON": "{}", "BYTES": "5", "MODE": "off", "NETWORK": "10.0.0.0/8"},
     "ADDRESS": "unixgram:/x",
     "SELECTOR_URL": "http://a:1",
-    "MODEL_POLICY": "m=latency",
+    **{"MODEL_POLICY": "m=latency", "COLLECTOR": "http://a:1"},
 }
 
 
