@@ -234,7 +234,9 @@ def cells(
             if cached > isl:
                 tokens = cached
             credit = credit_blocks(terms, 1.0, match)
-        burden = burden_blocks(terms, isl - cached, block_size) if cached < isl else 0.0
+        burden = 0.0
+        if terms.eviction and cached < isl:
+            burden = burden_blocks(terms, isl - cached, block_size)
         added, rest = burden, 0
         if full and cached < isl and (evicting := alike & full):
             rest, alike = alike ^ evicting, evicting
