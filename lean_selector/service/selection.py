@@ -382,8 +382,8 @@ class SelectionService(WorkerHandlers):
         if body.selection_id is not None:
             check_id("selection_id", body.selection_id)
         override = body.router_config_override
-        prompt = self.prompt(body, partition, override)
-        request = SelectionRequest(prompt, self._terms(partition.model_name, override))
+        terms = self._terms(partition.model_name, override)
+        request = SelectionRequest(self.prompt(body, partition, override), terms)
         request.expected_output_tokens = body.expected_output_tokens
         if body.explain:
             request.adds = EXPLANATION
@@ -407,8 +407,8 @@ class SelectionService(WorkerHandlers):
         return request
 
     def _terms(self, model_name: str, override: RouterOverride | None) -> CostTerms:
-        if override is None:
-            return self.selector.terms_of(model_name)
+        if override is None:  # as `Selector.terms_of`, without a call
+            return self.selector.model_terms.get(model_name, self.selector.terms)
         return overridden(self._base_terms, override, self.selector.settings.policy_of(model_name))
 
     def _worker_load(self, outlook: RankOutlook) -> WorkerLoad:

@@ -294,8 +294,8 @@ class Selector:
         the catalog's; `sessions` are made from the settings unless given; `call_soon` is the
         loop's, for queued requests that are admitted in a later turn."""
         self.settings = settings
-        self.terms: CostTerms = terms(settings)  # but of models that have a policy of their own
-        self._model_terms = {
+        self.terms: CostTerms = terms(settings)  # of all models but these
+        self.model_terms = {
             model: under(base_terms(settings), policy)
             for model, policy in settings.model_policies.items()
         }
@@ -326,7 +326,7 @@ class Selector:
 
     def terms_of(self, model_name: str) -> CostTerms:
         """The terms of a request that says nothing of them."""
-        return self._model_terms.get(model_name, self.terms)
+        return self.model_terms.get(model_name, self.terms)
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
         index, ttl_s = self._new_index(block_size), self.settings.routed_ttl_s
