@@ -58,7 +58,10 @@ def failed_start(*flags: str, module: str = "lean_selector") -> tuple[int, str]:
             ("--replica-sync-port", "9", "--replica-sync-curve-secret-key-file", "{}/file"),
             "--replica-sync-curve-secret-key-file: {}/file holds no secret-key",
         ),
-        (("--lifecycle-from", "syslog:0.0.0.0:5140"), "syslog:0.0.0.0:5140: this is not a loopback"),
+        (
+            ("--lifecycle-from", "syslog:0.0.0.0:5140"),
+            "syslog:0.0.0.0:5140: this is not a loopback",
+        ),
         (("--lifecycle-from", "unixgram:{}/no/s"), "unixgram:{}/no/s"),
     ],
     ids=lambda given: " ".join(given)[:60] if isinstance(given, tuple) else "",
