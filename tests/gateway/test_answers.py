@@ -131,6 +131,12 @@ def test_each_event_of_a_stream_with_carriage_returns_is_sent_on_at_once() -> No
     assert (reader.feed(event[:-2]), reader.feed(event[-2:])) == (b"", event)
 
 
+def test_an_event_without_ids_adds_nothing() -> None:
+    sent, learned, _ = read([b'data: {"token_ids":[]}\n\n', b'data: {"token_ids":[4]}\n\n'])
+    assert sent.count(b"null") == 2
+    assert learned.output == [4]
+
+
 def test_of_a_prompt_told_twice_the_first_counts_and_an_empty_output_adds_nothing() -> None:
     sent, learned, _ = read(
         [b'[{"prompt_token_ids":[1,2],"token_ids":[]},{"prompt_token_ids":[3],"token_ids":[4]}]']

@@ -16,6 +16,7 @@ from lean_selector.gateway.answers import Additions
 from lean_selector.gateway.engine_answers import tokenize_body
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory
 from lean_selector.gateway.model_request import (
+    MEDIA,
     MOST_FIELDS,
     MOST_IDS,
     MOST_MESSAGES,
@@ -202,6 +203,11 @@ def test_a_message_of_no_known_form_goes_by_load(message: str) -> None:
 def test_a_message_without_media_is_text(message: str) -> None:
     request = ModelRequest(CHAT, f'{{"messages":[{message}]}}'.encode())
     assert (request.kind, request.why_not) == (Kind.CHAT, None)
+
+
+def test_media_in_messages_of_anthropics_api_go_by_load() -> None:
+    body = b'{"messages":[{"role":"user","content":[{"type":"image"}]}]}'
+    assert ModelRequest("/v1/messages", body).why_not == MEDIA
 
 
 # -- what reading a body costs --------------------------------------------------------------------

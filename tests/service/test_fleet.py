@@ -1,12 +1,15 @@
 """GET /fleet, /prefixes and /events, in process and over streams that are driven by hand."""
 
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from lean_selector.core.index.runs import Run
 from lean_selector.core.index.shapes import Tier
+from lean_selector.core.index.upper_runs import MOST_CHILDREN, upper_runs
 from lean_selector.core.selection.watch import EVERY_S, MOST_KEPT, ChoiceWatch
 from lean_selector.http.connections import Connections
 from lean_selector.http.response import PendingReply
@@ -367,6 +370,40 @@ def test_runs_have_their_hits_while_somebody_listens() -> None:
     Client(looked)
     looked.http.post("/select", {"model_name": "m", **HASHES})
     assert looked.get("/prefixes")[0]["runs"][0]["hits"] == 1
+
+
+def test_of_too_many_runs_no_more_are_counted() -> None:
+    looked = Looked(1)
+    looked.store(1, [5, 6])
+    watch = told(looked)
+    watch.hits = {Run(number, 0, b"", None): 1 for number in range(4096)}
+    looked.http.post("/select", {"model_name": "m", **HASHES})
+    assert (watch.seen, len(watch.hits)) == (1, 4096)
+
+
+def test_runs_of_ranks_that_are_gone_do_not_count_and_a_look_ends() -> None:
+    root, serial = Run(0, 0, b"", None), itertools.count(1)
+
+    def child(parent: Run) -> Run:
+        number = next(serial)
+        run = Run(number, 0, number.to_bytes(8, "little"), parent)
+        run.whole = 1
+        parent.children = {**(parent.children or {}), bytes(run.label): run}
+        return run
+
+    gone = child(root)
+    gone.whole, gone.partial = 0, {3: 1}
+    several = [child(root) for _ in range(5)]
+    for parent in several:
+        parent.children = {
+            number.to_bytes(8, "little"): Run(number, 0, number.to_bytes(8, "little"), parent)
+            for number in range(MOST_CHILDREN)
+        }
+        for run in parent.children.values():
+            run.whole = 1
+    runs = [run for run in upper_runs(root, 0b1, 25_000) if run is not None]
+    assert all(run.holders for run in runs)
+    assert len(runs) == 20_000 - 1
 
 
 # -- the page -------------------------------------------------------------------------------------

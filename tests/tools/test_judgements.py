@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from lean_selector.service.judgements import (
@@ -38,6 +39,12 @@ _SOURCE: dict[str, Any] = {
 
 def source(state: str, **fields: Any) -> KvSource:
     return KvSource(**{**_SOURCE, "state": state, **fields})
+
+
+def test_a_tenant_has_either_name() -> None:
+    body = b'{"worker_id":1,"model_name":"m","lifecycle":"schedulable","%b":"a"}'
+    for name in (b"tenant_id", b"routing_group"):
+        assert msgspec.json.decode(body % name, type=WorkerRecord).tenant_id == "a"
 
 
 def worker(worker_id: int, *ranks: RankHealthRow, **fields: Any) -> WorkerRecord:

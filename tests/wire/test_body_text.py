@@ -284,6 +284,7 @@ def test_a_list_that_is_packed_is_bounded_too(name: str) -> None:
         ({"mm_routing_info": {"routing_token_ids": [1] * (MOST_VALUES + 1)}}, "routing_token_ids"),
         ({"token_ids": [1] * (MOST_VALUES + 1)}, "token_ids"),
         ({"token_ids": [1] * MOST_VALUES}, ""),
+        ({"mm_routing_info": {}, "pad": b"x" * COSTLY_BODY_BYTES}, ""),
         ({"unknown": [None] * 2**20}, ""),
         ({f"f{number}": number for number in range(60_000)}, "fields"),
         ({"block_hashes": b"x" * 2**20}, ""),

@@ -44,6 +44,13 @@ def stored(event: object) -> BlockStored:
     return record
 
 
+def test_an_odd_array_has_what_follows_its_blocks_too() -> None:
+    tail = [None, None, None, 0, "full_attention", None, "LOCAL", None, None]
+    fields = ["BlockStored", [1], None, [*range(16)], 16, None, "GPU", *tail[1:]]
+    plain, odd = stored([*fields[:15], [[7]]]), stored([b"BlockStored", *fields[1:15], [[7]]])
+    assert plain == odd
+
+
 def removed(event: object) -> BlockRemoved:
     (record,) = decode(event).events
     assert isinstance(record, BlockRemoved)

@@ -210,6 +210,18 @@ def test_an_unknown_key_beside_a_long_prompt_changes_nothing() -> None:
     assert event.booking.prefill_duration_s == 2.5
 
 
+def test_a_frame_without_hashes_is_read_in_one_step() -> None:
+    add = msgspec.structs.replace(FULL, sequence_hashes=b"")
+    nil = tree(add)
+    nil["event"]["data"]["AddRequest"]["token_sequence"] = None
+    freed = tree(add)
+    freed["event"]["data"] = "Free"
+    for envelope in (nil, freed):
+        payload = msgspec.msgpack.encode(envelope)
+        _, event = work_by_step(payload)
+        assert event == decode_event(payload)
+
+
 def raw(value: object) -> bytes:
     return msgspec.msgpack.encode(value)
 

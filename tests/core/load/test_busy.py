@@ -117,6 +117,14 @@ def test_load_that_never_wears_off_far_enough_is_no_fall() -> None:
     assert room._falling == {}
 
 
+def test_load_of_no_duration_is_below_at_once() -> None:
+    slots, room = headroom(1.0, 8, RankLimits())
+    book(slots, "r", 0, 0, b"", 32, 0.0, prefill_duration_s=0.0)
+    book(slots, "untimed", 0, 0, b"", 6, 0.0)
+    room.advance(0.0)
+    assert (room.below, room._falling) == (1, {})
+
+
 def test_a_rank_that_is_gone_is_in_no_set() -> None:
     slots, room = headroom(1.0, 10, RankLimits())
     book(slots, "r", 0, 0, b"", 20, 0.0, prefill_duration_s=1.0)

@@ -86,6 +86,12 @@ def test_a_rank_that_thrashes_or_hangs_is_slow_after_ten(completes: bool) -> Non
     assert ranks.factors() == [1.0, 1.0, 4.0]
 
 
+def test_a_first_token_that_took_no_time_says_nothing() -> None:
+    ranks = Ranks(1)
+    ranks.all_serve(0.0)
+    assert ranks.speeds.seconds_per_token(ranks.loads[0]) is None
+
+
 def test_who_hangs_up_early_says_nothing() -> None:
     ranks = Ranks(2)
     ranks.all_serve(1e-4, 1e-4)
@@ -151,8 +157,10 @@ def test_an_engine_that_counts_its_prefill_tells_while_nothing_else_does() -> No
                 (rank, 0), engine(1_000 * second, 1_000 * second * seconds), 6.0 * second
             )
     assert ranks.factors() == [1.0, 4.0]
-    slots.report_load((1, 0), engine(None, None), 1_000.0)
-    slots.report_load((1, 0), engine(1, 1e9), 1_006.0)
+    for second, (prefilled, busy_s) in enumerate(
+        ((None, None), (1, 1e9), (None, 1.0), (10_000, None), (20_000, 1e9))
+    ):
+        slots.report_load((1, 0), engine(prefilled, busy_s), 1_000.0 + 6 * second)
     assert ranks.factors() == [1.0, 4.0]
 
 

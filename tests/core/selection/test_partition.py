@@ -40,6 +40,13 @@ def test_the_ranks_of_many_workers_follow_those_that_come_and_go() -> None:
     assert before.bit_count() - 1 == without.bit_count() == 11
 
 
+def test_a_rank_that_is_gone_is_emptied_without_effect() -> None:
+    partition = fleet().partition
+    before = partition.order.moved
+    partition.emptied(99, 0)
+    assert partition.order.moved == before
+
+
 def test_what_was_recovered_is_dropped_unless_its_worker_is_here() -> None:
     driven = DrivenSelector()
     driven.register(1)
