@@ -179,8 +179,8 @@ def _wrapped(head: str, text: str, width: int) -> list[str]:
 DEFAULT_URL = "http://127.0.0.1:8092"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the check."""
+def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the selector to ask, and the credentials for it."""
     parser.add_argument(
         "url",
         nargs="?",
@@ -188,6 +188,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_URL,
         help=f"of the selector; {DEFAULT_URL}",
     )
+    parser.add_argument("--token-file", help="a bearer token for the selector; `read` is enough")
+    parser.add_argument("--ca-file", help="PEM certificates to trust, in place of the system's")
+    parser.add_argument("--cert-file", help="our PEM certificate, for a selector that asks for one")
+    parser.add_argument("--key-file", help="the key of that certificate")
+
+
+def selector_credentials(args: argparse.Namespace) -> Credentials:
+    """The credentials that `add_selector_arguments` declares. Raises OSError and ValueError for
+    files that cannot be used."""
+    if args.key_file is not None and args.cert_file is None:
+        raise ValueError("--key-file requires --cert-file")
+    trust = Trust(args.ca_file, args.cert_file, args.key_file)
+    trust.context()
+    return Credentials(token_of(args.token_file), trust)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the check."""
+    add_selector_arguments(parser)
     parser.add_argument(
         "--probe",
         action="store_true",
@@ -198,10 +217,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.add_argument("--worker-token-file", help="a bearer token for the engines")
-    parser.add_argument("--ca-file", help="PEM certificates to trust, in place of the system's")
-    parser.add_argument("--token-file", help="a bearer token for the selector")
-    parser.add_argument("--cert-file", help="our PEM certificate, for a selector that asks for one")
-    parser.add_argument("--key-file", help="the key of that certificate")
     parser.add_argument(
         SERVERS, metavar="PATH", help="public keys of engines that encrypt, as the selector has it"
     )
@@ -238,13 +253,9 @@ def main(argv: Sequence[str]) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    if args.key_file is not None and args.cert_file is None:
-        parser.error("--key-file requires --cert-file")
     try:
+        selector = selector_credentials(args)
         engines = Credentials(token_of(args.worker_token_file), Trust(args.ca_file))
-        ours = Trust(args.ca_file, args.cert_file, args.key_file)
-        selector = Credentials(token_of(args.token_file), ours)
-        ours.context()
         keys = _client_keys(
             args.kv_events_curve_server_keys_file, args.kv_events_curve_secret_key_file
         )

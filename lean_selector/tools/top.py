@@ -15,9 +15,9 @@ import uvloop
 
 from lean_selector.events.names import Resolver
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.http.trust import Credentials, Trust
+from lean_selector.http.trust import Credentials
 from lean_selector.service.judgements import Level
-from lean_selector.tools.check import DEFAULT_URL, patience, selector_url, token_of
+from lean_selector.tools.check import add_selector_arguments, patience, selector_credentials
 from lean_selector.tools.check_questions import AskedSelector, NotASelector
 from lean_selector.tools.demo import ScreenView
 from lean_selector.wire.findings import Finding
@@ -152,21 +152,11 @@ def _key(rank: FleetRank) -> RankKey:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument(
-        "url",
-        nargs="?",
-        type=selector_url,
-        default=DEFAULT_URL,
-        help=f"of the selector; {DEFAULT_URL}",
-    )
+    add_selector_arguments(parser)
     parser.add_argument(
         "--seconds", type=patience, default=2.0, help="between two looks; default: 2"
     )
     parser.add_argument("--once", action="store_true", help="print the fleet once, and end")
-    parser.add_argument("--token-file", help="a bearer token for the selector; `read` is enough")
-    parser.add_argument("--ca-file", help="PEM certificates to trust, in place of the system's")
-    parser.add_argument("--cert-file", help="our PEM certificate, for a selector that asks for one")
-    parser.add_argument("--key-file", help="the key of that certificate")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -177,12 +167,8 @@ def main(argv: Sequence[str]) -> int:
     )
     add_arguments(parser)
     args = parser.parse_args(argv)
-    if args.key_file is not None and args.cert_file is None:
-        parser.error("--key-file requires --cert-file")
     try:
-        trust = Trust(args.ca_file, args.cert_file, args.key_file)
-        credentials = Credentials(token_of(args.token_file), trust)
-        trust.context()
+        credentials = selector_credentials(args)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     try:
