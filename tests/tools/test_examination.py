@@ -142,7 +142,7 @@ def test_endpoints_of_two_workers_that_are_exchanged_are_named(
             for number in range(3 * engine.worker_id):
                 engine.cache([number] * 16)
             follow(selector, engine, **{field: other.registration()[field]})
-        found = findings(selector, "--probe", status=1, patience_s=2.0)
+        found = findings(selector, "--probe", status=1, patience_s=6.0)
         errors = [each for each in found if each["level"] == "error"]
         assert any(field in each["mend"] for each in errors), errors
         assert {each["subject"][:8] for each in errors} == {"worker 1", "worker 2"}
