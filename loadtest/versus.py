@@ -32,7 +32,6 @@ if __name__ == "__main__":
 from lean_selector.tools.service_process import ServiceError
 from loadtest.duel import index, report
 from loadtest.duel.prompts import Prompts
-from loadtest.duel.report import draw
 from loadtest.duel.results import FAILURES, Results
 from loadtest.duel.stages import Plan, StageRun, stages
 from loadtest.duel.targets import forms, machine, references
@@ -72,8 +71,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"Mooncake format, gzip or not; default: ${TRACE_VARIABLE}, else made up",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the CPU per request there")
     parser.add_argument(
         "--rounds", type=int, help="of the cases over HTTP but those at a fixed rate; default: 5"
     )
@@ -169,13 +166,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("versus: interrupted", file=sys.stderr)
         return 1
-    print(report.lines(results, about, markdown=False))
+    print(report.lines(results, about))
     if args.json:
         args.json.write_bytes(report.as_json(results, about))
-    if args.markdown:
-        args.markdown.write_text(report.lines(results, about, markdown=True) + "\n")
-    if args.svg:
-        args.svg.write_text(draw(results, f"{about['date']}, {about['machine']}"))
     for failure in results.failures:
         print(f"versus: {failure}", file=sys.stderr)
     return 1 if results.failures else 0

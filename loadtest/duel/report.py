@@ -1,7 +1,6 @@
-"""Results against the bounds of the project, as tables, as JSON, and as a drawing."""
+"""Results against the bounds of the project, as tables and as JSON."""
 
 from collections.abc import Callable
-from html import escape
 
 import msgspec
 
@@ -259,18 +258,15 @@ class Table(msgspec.Struct, frozen=True):
     head: list[str]
     rows: list[list[str]]
 
-    def text(self) -> str:
-        widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
-        lines = [self.title]
-        for first, *others in [self.head, *self.rows]:
-            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-            lines.append("  " + "  ".join([first.ljust(widths[0]), *cells]).rstrip())
-        return "\n".join(lines)
-
     def markdown(self) -> str:
-        rule = ["---"] + ["---:"] * (len(self.head) - 1)
-        lines = ["| " + " | ".join(row) + " |" for row in [self.head, rule, *self.rows]]
-        return "\n".join([f"**{self.title}**", "", *lines])
+        """With columns that are aligned, so that it can be read in a terminal."""
+        widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
+        rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+        lines = [f"**{self.title}**", ""]
+        for first, *others in [self.head, rule, *self.rows]:
+            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+            lines.append("| " + " | ".join([first.ljust(widths[0]), *cells]) + " |")
+        return "\n".join(lines)
 
 
 def figure(value: float | None) -> str:
@@ -309,15 +305,12 @@ def tables(results: Results) -> list[Table]:
     return [*made, Table(title, ["budget", *against, "at least", "aim", "verdict"], judged)]
 
 
-def lines(results: Results, about: dict[str, str], *, markdown: bool) -> str:
-    """Everything, as text for a terminal or for a document."""
+def lines(results: Results, about: dict[str, str]) -> str:
+    """Everything, in Markdown."""
     head = [f"{name}: {value}" for name, value in about.items()]
     skipped = [f"{case}: {reason}" for case, reason in results.skipped.items()]
-    words = [*head, *skipped, *results.warnings()]
-    if markdown:
-        words = [f"- {word}" for word in words]
-    parts = [table.markdown() if markdown else table.text() for table in tables(results)]
-    return "\n\n".join(["\n".join(words), *parts])
+    words = [f"- {word}" for word in [*head, *skipped, *results.warnings()]]
+    return "\n\n".join(["\n".join(words), *(table.markdown() for table in tables(results))])
 
 
 def as_json(results: Results, about: dict[str, str]) -> bytes:
@@ -353,52 +346,3 @@ def as_json(results: Results, about: dict[str, str]) -> bytes:
         "notes": results.warnings(),
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
-
-
-# -- the drawing -----------------------------------------------------------------------------------
-# Written by hand so that nothing has to be installed. Bars are relative to the first reference, for
-# cases differ by a factor of thirty; the figures themselves stand at the bars.
-
-METRIC = "cpu_us"
-WIDTH, LABEL, BAR, GAP = 920, 430, 13, 10  # pixels; LABEL is the width of the words on the left
-UNIT = 300  # pixels of a bar as long as the first reference's
-LONGEST = 1.4  # bars beyond this many times the reference are cut
-COLOURS = ("#2f6fb3", "#c8743c", "#dcb08c", "#8a8a8a", "#b5b5b5")
-
-
-def draw(results: Results, about: str) -> str:
-    """An SVG document; `about` is its last line."""
-    parts = [_text(12, 22, "CPU of the server process per request, µs", "bold 15px")]
-    at, y = 12, 62
-    for number, target in enumerate(results.targets):
-        parts += [_bar(at, 34, 11, 11, number), _text(at + 16, 44, target)]
-        at += 40 + 7 * len(target)
-    for case in results.rounds:
-        values = [results.value(case, name, METRIC) for name in results.targets]
-        first = len(results.own)  # of the references
-        base = next((value for value in values[first:] + values if value), None)
-        if base is None:
-            continue
-        parts.append(_text(12, y + BAR * len(values) // 2 + 4, case))
-        for number, value in enumerate(values):
-            if value is not None:
-                width = max(1.0, min(LONGEST, value / base) * UNIT)
-                parts.append(_bar(LABEL, y, width, BAR - 2, number))
-                parts.append(_text(LABEL + width + 6, y + BAR - 3, figure(value), "11px"))
-            y += BAR
-        y += GAP
-    parts.append(_text(12, y + 12, about, "11px"))
-    size = f'width="{WIDTH}" height="{y + 24}"'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 24}" {size}'
-        f' fill="#222">\n<rect {size} fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _bar(x: float, y: float, width: float, height: float, number: int) -> str:
-    colour = COLOURS[number % len(COLOURS)]
-    return f'<rect x="{x}" y="{y}" width="{width:.0f}" height="{height}" fill="{colour}"/>'
-
-
-def _text(x: float, y: float, words: str, font: str = "12px") -> str:
-    return f'<text x="{x:.0f}" y="{y}" style="font: {font} sans-serif">{escape(words)}</text>'

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,7 @@ def test_what_a_reference_cannot_do_is_skipped_and_the_others_figures_stay(tmp_p
     program = tmp_path / "other.py"
     program.write_text(WITHOUT_REPLICAS)
     reference = shlex.join([sys.executable, str(program), "--port", "{port}"])
-    markdown, svg = tmp_path / "f.md", tmp_path / "f.svg"
     flags = ["--reference", reference, "--cases", f"^({SELECT}|{REPLICAS})$"]
-    flags += ["--markdown", str(markdown), "--svg", str(svg)]
     found, out, errors = figures(tmp_path, 1, *flags)
     *told, last = errors.splitlines()
     assert [line.split("s  ", 1)[1] for line in told] == [f"{SELECT}: round 1"]
@@ -68,8 +65,7 @@ def test_what_a_reference_cannot_do_is_skipped_and_the_others_figures_stay(tmp_p
     assert set(found["cases"]) == {SELECT}
     assert found["skipped"] == {REPLICAS: f"skipped: {reason}"}
     assert f"{REPLICAS}: skipped: {reason}" in out
-    assert f"| {SELECT} |" in markdown.read_text()
-    assert ET.fromstring(svg.read_text()).tag.endswith("svg")
+    assert f"| {SELECT} " in out
 
 
 def has_ended(pid: int) -> bool:
