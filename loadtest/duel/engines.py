@@ -224,7 +224,7 @@ class Engines:
         cache.release(names[: placed.hit + placed.stored])
         size = self._prompts.block_size
         tokens = prompt_tokens(prompt.line) if placed.stored else []
-        messages = list(self._removals(engine, placed.evicted, 1))
+        messages = list(self._removals(engine, placed.evicted))
         end = placed.hit + placed.stored
         step = self._event_blocks or max(1, placed.stored)
         media = ("GPU", "CPU") if self._offloads else ("GPU",)
@@ -269,23 +269,18 @@ class Engines:
         for engine in range(self.count):
             yield Message(engine, _batch(events), len(names), 0)
 
-    def empty(self, engines: Iterable[int], blocks_per_event: int) -> Iterator[Message]:
+    def empty(self, engines: Iterable[int]) -> Iterator[Message]:
         """These engines remove all that they hold, least recently used first. Call it last."""
         for engine in engines:
             cache = self._caches[engine]
             evicted = cache.hold(range(self._capacity)).evicted  # makes room for something else
-            yield from self._removals(engine, evicted, blocks_per_event)
+            yield from self._removals(engine, evicted)
 
-    def _removals(
-        self, engine: int, names: Sequence[int], blocks_per_event: int
-    ) -> Iterator[Message]:
+    def _removals(self, engine: int, names: Sequence[int]) -> Iterator[Message]:
         """As vLLM tells it: an event per block, those of one step in one batch."""
         for at in range(0, len(names), EVENT_BLOCKS):
             part = names[at : at + EVENT_BLOCKS]
-            events = [
-                self._layout.removed(part[i : i + blocks_per_event])
-                for i in range(0, len(part), blocks_per_event)
-            ]
+            events = [self._layout.removed([name]) for name in part]
             yield Message(engine, _batch(events), 0, len(part))
 
     # -- how it is told ------------------------------------------------------------------------

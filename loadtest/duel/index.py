@@ -4,7 +4,6 @@ One target at a time, on fresh processes and fresh sockets, all given the same m
 over real PUB sockets, as arrays where no layout is named. Does not know how figures are shown.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,16 +16,11 @@ from loadtest.duel.targets import Service, Target
 from loadtest.http_client import http
 
 WORKERS = 16
-INGEST = "index, ingest of stored events"
 FRESH = "index, ingest of whole prompts per event, fresh"
 FRESH_MEMORY = "index, memory per block-holding, fresh, whole prompts per event"
 CHURN = "index, ingest and eviction in churn, whole prompts per event"
 CHURN_MEMORY = "index, memory per block-holding after churn"
-REMOVE_ONE = "index, removal, one block an event"
-REMOVE_MANY = "index, removal, 64 blocks an event"
-MEMORY = "index, memory per block-holding"
 PAUSE = "index, worst /health at 1 kHz while 1 000 000 holdings churn"
-_FILLED = [INGEST, REMOVE_ONE, REMOVE_MANY, MEMORY]
 _CHURNED = [FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY]
 # Blocks in a stored event, None for all of a prompt's, and how a row of a layout calls it.
 SIZES: dict[int | None, str] = {None: "whole prompts", 8: "8 blocks", 1: "1 block"}
@@ -49,9 +43,8 @@ _LAID_OUT = [
     for layout in LAYOUTS
     for name in (*(of_layout(layout, size) for size in SIZES), removal_of(layout))
 ]
-NAMES = [*_FILLED, *_CHURNED, *_LAID_OUT, PAUSE]
+NAMES = [*_CHURNED, *_LAID_OUT, PAUSE]
 
-LAG = "lean_selector_loop_lag_seconds"
 CHURNED = 0.5  # of what is held, stored anew while as much is evicted
 CHURN_PER_S = 50_000.0  # blocks stored a second, and as many evicted
 PING_RATE = 1_000.0
@@ -67,17 +60,12 @@ def run(
     """All index cases that are wanted; where a target fails, the others go on."""
     # A log line per selection is no part of the index: the references' quiet variants will do.
     targets = [target for target in plan.targets if target.is_ours or target.log is not None]
-    parts: tuple[tuple[list[str], str, Measure], ...] = (
-        (_FILLED, "index", _fill_and_empty),
-        (_CHURNED, "index, whole prompts per event", _fill_and_churn),
-    )
-    for cases, words, measure in parts:
-        if names := list(filter(wanted, cases)):
-            for number in range(plan.index_rounds):
-                for target in targets:
-                    say(f"{words}, of {target.name}: round {number + 1}")
-                    with results.keep(names):
-                        measure(target, plan, prompts, results)
+    if names := list(filter(wanted, _CHURNED)):
+        for number in range(plan.index_rounds):
+            for target in targets:
+                say(f"index, whole prompts per event, of {target.name}: round {number + 1}")
+                with results.keep(names):
+                    _fill_and_churn(target, plan, prompts, results)
     for number in range(plan.index_rounds):
         for layout in LAYOUTS:
             for size in SIZES:
@@ -94,9 +82,6 @@ def run(
                 _pauses(target, plan, prompts, results)
 
 
-Measure = Callable[[Target, Plan, Prompts, Results], None]
-
-
 @contextmanager
 def _running(
     target: Target,
@@ -110,24 +95,6 @@ def _running(
         service.wait()
         engines.register(service)
         yield service, engines
-
-
-def _fill_and_empty(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
-    capacity = plan.holdings  # of each: nothing is evicted
-    with _running(target, prompts, capacity) as (service, engines):
-        messages = list(engines.fill(plan.holdings))
-        rss = service.rss_bytes()
-        cost = _cost_of(service, engines, messages)
-        results.add(INGEST, target.name, block_cpu_us=cost)
-        held = sum(message.stored for message in messages)
-        results.add(MEMORY, target.name, holding_bytes=(service.rss_bytes() - rss) / held)
-        # Half of the engines tell it one way, half the other.
-        for case, of, size in (
-            (REMOVE_ONE, range(0, WORKERS, 2), 1),
-            (REMOVE_MANY, range(1, WORKERS, 2), EVENT_BLOCKS),
-        ):
-            part = list(engines.empty(of, size))
-            results.add(case, target.name, block_cpu_us=_cost_of(service, engines, part))
 
 
 def _fill_and_churn(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
@@ -163,7 +130,7 @@ def _fill_laid_out(
         case = of_layout(layout, size)
         results.add(case, target.name, block_cpu_us=cost, holding_bytes=taken)
         if size is None:
-            gone = list(engines.empty(range(WORKERS), 1))
+            gone = list(engines.empty(range(WORKERS)))
             results.add(
                 removal_of(layout), target.name, block_cpu_us=_cost_of(service, engines, gone)
             )
@@ -189,27 +156,10 @@ def _pauses(target: Target, plan: Plan, prompts: Prompts, results: Results) -> N
         with RequestFile([http("GET", "/health")]) as file:
             count = round(PING_RATE * plan.churn_seconds)
             calm = open_load(service.port, file, PING_RATE, max(100, count // 4))
-            before = _loop_lag(service)
             with engines.paced(events, CHURN_PER_S):
                 load = open_load(service.port, file, PING_RATE, count)
-            after = _loop_lag(service)
         metrics = latencies(load.latencies_us)
         metrics["calm_max_us"] = float(max(calm.latencies_us))
         metrics["client_late_max_us"] = float(max(load.late_us))
-        if reached := [bound for bound, samples in after.items() if samples > before.get(bound, 0)]:
-            metrics["loop_lag_us"] = max(reached) * 1e6
         results.add(PAUSE, target.name, **metrics)
         results.refused(PAUSE, target.name, calm.bad + load.bad)
-
-
-def _loop_lag(service: Service) -> dict[float, int]:
-    """Samples of the event loop's lag that were above each bound, in seconds, if it tells them."""
-    status, text = service.request("GET", "/metrics")
-    if status != 200:
-        return {}
-    below = {
-        bound: int(float(samples))
-        for bound, samples in re.findall(rf'^{LAG}_bucket{{le="(.*)"}} (.*)$', text.decode(), re.M)
-    }
-    total = below.get("+Inf", 0)
-    return {float(bound): total - samples for bound, samples in below.items() if bound != "+Inf"}

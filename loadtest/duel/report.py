@@ -158,13 +158,10 @@ ROWS = (
         Row(f"resident memory after start, {form}", _own(START, "rss_mb", form=form), mb, unit="MB")
         for form, mb in ((PURE, 45), (COMPILED, 50))
     ),
-    _block("CPU per block, ingest", index.INGEST, CPU, 1.5, 1.0),
     _block("CPU per block, fresh, whole prompts per event", index.FRESH, CPU, 1.2, 0.8),
     _block("CPU per block stored or evicted in churn", index.CHURN, CPU, 1.1, 0.8),
     _block("memory per holding, fresh", index.FRESH_MEMORY, MEMORY, 2.5, 1.5),
     _block("memory per holding after churn", index.CHURN_MEMORY, MEMORY, 1.5, 1.0),
-    _block("CPU per block, removal", index.REMOVE_ONE, CPU, 1.5, 1.0),
-    _block("memory per block-holding at 500000", index.MEMORY, MEMORY, 3.5, 2.0),
     *(
         _block(f"{title}, {of}", case, metric, bound, aim)
         for layout in _READ
@@ -226,7 +223,6 @@ SECTIONS: tuple[tuple[str, dict[str, str]], ...] = (
             "open_p999_us": "p99.9",
             "open_max_us": "max",
             "calm_max_us": "max without events",
-            "loop_lag_us": "lag of its loop by its own account, above",
             "client_late_p999_us": "client late, p99.9",
             "client_late_max_us": "client late, max",
         },

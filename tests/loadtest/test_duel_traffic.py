@@ -150,7 +150,7 @@ def test_each_layout_tells_the_same_blocks(
             most = max(most, len(batch.events))
             sources[message.engine].apply(batch)
         assert (most, held()) == (least, engines.holdings)
-        for message in engines.empty([0, 1], 1):
+        for message in engines.empty([0, 1]):
             batch = packed_batch(message.payload)
             assert batch is not None
             sources[message.engine].apply(batch)
