@@ -247,22 +247,15 @@ SECTIONS: tuple[tuple[str, dict[str, str]], ...] = (
 )
 
 
-class Table(msgspec.Struct, frozen=True):
-    """A title, a head and rows of text; the first column is words, the others are figures."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
-
-    def markdown(self) -> str:
-        """With columns that are aligned, so that it can be read in a terminal."""
-        widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
-        rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-        lines = [f"**{self.title}**", ""]
-        for first, *others in [self.head, rule, *self.rows]:
-            cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-            lines.append("| " + " | ".join([first.ljust(widths[0]), *cells]) + " |")
-        return "\n".join(lines)
+def _table(title: str, head: list[str], rows: list[list[str]]) -> str:
+    """Markdown that can be read in a terminal, too; the first column is words."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [f"**{title}**", ""]
+    for first, *others in [head, rule, *rows]:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("| " + " | ".join([first.ljust(widths[0]), *cells]) + " |")
+    return "\n".join(lines)
 
 
 def figure(value: float | None) -> str:
@@ -274,7 +267,7 @@ def figure(value: float | None) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def tables(results: Results) -> list[Table]:
+def tables(results: Results) -> list[str]:
     """The sections that have figures, then the budget."""
     against = [f"{results.form_of(ours)} / {other}" for ours, other in results.comparisons]
     made = []
@@ -291,14 +284,14 @@ def tables(results: Results) -> list[Table]:
                     name = f"{case}: {words}" if words else case
                     rows.append([name, *map(figure, values)])
         if rows:
-            made.append(Table(title, ["case", *results.targets, *against], rows))
+            made.append(_table(title, ["case", *results.targets, *against], rows))
     judged = [
         [row.title, *map(figure, row.values), row.bound, row.aim, row.verdict]
         for row in verdicts(results)
         if any(value is not None for value in row.values)
     ]
     title = "Budget (x is ours over the reference)"
-    return [*made, Table(title, ["budget", *against, "at least", "aim", "verdict"], judged)]
+    return [*made, _table(title, ["budget", *against, "at least", "aim", "verdict"], judged)]
 
 
 def lines(results: Results, about: dict[str, str]) -> str:
@@ -306,39 +299,10 @@ def lines(results: Results, about: dict[str, str]) -> str:
     head = [f"{name}: {value}" for name, value in about.items()]
     skipped = [f"{case}: {reason}" for case, reason in results.skipped.items()]
     words = [f"- {word}" for word in [*head, *skipped, *results.warnings()]]
-    return "\n\n".join(["\n".join(words), *(table.markdown() for table in tables(results))])
+    return "\n\n".join(["\n".join(words), *tables(results)])
 
 
 def as_json(results: Results, about: dict[str, str]) -> bytes:
-    """Every value of every round, medians, ratios, and the budget."""
-    cases = {
-        case: {
-            target: {
-                metric: {"median": results.value(case, target, metric), "rounds": values}
-                for metric, values in metrics.items()
-            }
-            for target, metrics in by_target.items()
-        }
-        for case, by_target in results.rounds.items()
-    }
-    ratios = {
-        case: {
-            reference: {
-                metric: results.ratio(case, metric, reference)
-                for metric in by_target.get(results.own[0], {})
-            }
-            for reference in results.references
-        }
-        for case, by_target in results.rounds.items()
-    }
-    document = {
-        "about": about,
-        "own": results.own,
-        "references": results.references,
-        "cases": cases,
-        "ratios": ratios,
-        "budget": verdicts(results),
-        "skipped": results.skipped,
-        "notes": results.warnings(),
-    }
+    """Every value of every round, and the budget."""
+    document = {"about": about, "results": results, "budget": verdicts(results)}
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"

@@ -62,8 +62,8 @@ def test_what_a_reference_cannot_do_is_skipped_and_the_others_figures_stay(tmp_p
     assert [line.split("s  ", 1)[1] for line in told] == [f"{SELECT}: round 1"]
     reason = last.removeprefix("versus: ")
     assert reason.endswith(" ended with 1: no replicas here")
-    assert set(found["cases"]) == {SELECT}
-    assert found["skipped"] == {REPLICAS: f"skipped: {reason}"}
+    assert set(found["results"]["rounds"]) == {SELECT}
+    assert found["results"]["skipped"] == {REPLICAS: f"skipped: {reason}"}
     assert f"{REPLICAS}: skipped: {reason}" in out
     assert f"| {SELECT} " in out
 
