@@ -24,7 +24,6 @@ from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts
 from loadtest.duel.targets import Service
 
 ZONES = 4  # the workers' taints: zone-0 and on
-OPENING_ON_DEVICE = 2  # blocks; the others are on the host
 EVENT_BLOCKS = 64  # blocks of one stored event: a prefill step of 1 024 tokens
 _SETTLE_TIMEOUT_S = 120.0
 _CONNECT_S = 0.02  # for each engine, until a service that was told of it listens to it
@@ -255,19 +254,6 @@ class Engines:
             messages += placed
             stored += sum(message.stored for message in placed)
         return messages
-
-    def share_opening(self) -> Iterator[Message]:
-        """Every engine has the opening of `Prompts`: its first blocks on the device, those behind
-        them on the host alone. They all call the blocks alike."""
-        opening = self._prompts.opening
-        names = struct.unpack(f"<{opening.blocks}Q", opening.sequence)
-        tokens, size, at = prompt_tokens(opening.line), self._prompts.block_size, OPENING_ON_DEVICE
-        events = [
-            self._layout.stored(names[:at], None, tokens[: at * size], size),
-            self._layout.stored(names[at:], names[at - 1], tokens[at * size :], size, "CPU"),
-        ]
-        for engine in range(self.count):
-            yield Message(engine, _batch(events), len(names), 0)
 
     def empty(self, engines: Iterable[int]) -> Iterator[Message]:
         """These engines remove all that they hold, least recently used first. Call it last."""

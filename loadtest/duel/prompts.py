@@ -5,7 +5,6 @@ lists are those of "Block Hashing", so that what the engines announce and what i
 Every body is a function of the trace and a number: two runs send the same bytes.
 """
 
-import functools
 import random
 import struct
 from collections.abc import Mapping, Sequence
@@ -20,8 +19,6 @@ from lean_selector.wire.decision_lines import DecisionLine
 from loadtest.http_client import http
 
 MODEL_NAME = "versus"
-OPENING_BLOCKS = 6
-_OPENING_ID = 3 << 21  # of a block of a trace; none has as many
 
 encode_json = msgspec.json.Encoder().encode
 encode_msgpack = msgspec.msgpack.Encoder().encode
@@ -81,18 +78,6 @@ class Prompts:
         hold, for up to half of its length; the rest, and all of the others, is new.
         """
         held = self.at(number // 2 % known).local[: blocks // 2 * 8] if number % 2 else b""
-        return self._begun(held, number, blocks)
-
-    @functools.cached_property
-    def opening(self) -> Prompt:
-        """What no prompt of the trace begins with, OPENING_BLOCKS long: for engines to share."""
-        return self._prompt(DecisionLine(0.0, OPENING_BLOCKS * self.block_size, 0, [_OPENING_ID]))
-
-    def behind_opening(self, number: int, blocks: int) -> Prompt:
-        """A prompt of exactly `blocks` blocks, different for every number, with that opening."""
-        return self._begun(self.opening.local[: 8 * blocks], number, blocks)
-
-    def _begun(self, held: bytes, number: int, blocks: int) -> Prompt:
         fresh = random.Random(f"{number}/{blocks}").randbytes(8 * blocks)
         local = held + fresh[len(held) :]
         line = DecisionLine(0.0, blocks * self.block_size, 0, [])

@@ -27,7 +27,6 @@ OPTIONS = {
     "credit decay": 1.6,
     "allowed workers": 1.6,
     "lower tiers": 1.6,
-    "shared host blocks": 1.6,
     "temperature": 2.5,
     "required taint": 2.5,
     "preferred taints": 2.5,

@@ -82,9 +82,8 @@ class Stage(msgspec.Struct, frozen=True):
     service has a second of its kind as its peer. process: a row says what the processes take.
     options: environment of the services, in the names that all of them know. loaded: every worker
     has reservations, no two the same load. offloads: the engines keep what they store on their
-    hosts too, and half of it only there. opening: every prompt of a chosen length begins with the
-    same blocks, of which all engines have two on their devices and the others on their hosts.
-    listens: to engines; if not, nothing is cached. share: of the holdings.
+    hosts too, and half of it only there. listens: to engines; if not, nothing is cached. share: of
+    the holdings.
     """
 
     workers: int
@@ -96,7 +95,6 @@ class Stage(msgspec.Struct, frozen=True):
     options: dict[str, str] = {}
     loaded: bool = False
     offloads: bool = False
-    opening: bool = False
     listens: bool = True
     share: float = 1.0
 
@@ -196,7 +194,6 @@ def _option_stages() -> list[Stage]:
             for option, options in _SET.items()
         ),
         Stage(512, [_loaded(512, "lower tiers")], loaded=True, offloads=True, share=_FEW),
-        Stage(512, [_loaded(512, "shared host blocks")], loaded=True, opening=True, share=_FEW),
     ]
 
 
@@ -278,8 +275,6 @@ class StageRun:
             engines.send(engines.fill(holdings))
             if stage.offloads:  # as much again: what the devices evict for it stays on the hosts
                 engines.send(engines.churn(holdings))
-            if stage.opening:
-                engines.send(engines.share_opening())
             engines.settle(*services)
             for pair in pairs:
                 pair.wait_until_linked()
@@ -341,8 +336,6 @@ class StageRun:
             return [self._prompts.at(first + i) for i in range(count)]
         first = self._next_cut
         self._next_cut += count
-        if self._stage.opening:
-            return [self._prompts.behind_opening(first + i, case.blocks) for i in range(count)]
         return [self._prompts.cut(first + i, case.blocks, self._known) for i in range(count)]
 
     def _measure(self, case: Case, pair: Pair, file: RequestFile, engines: Engines) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
+from lean_selector.core.hashing import sequence_hashes_bytes
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
-from lean_selector.core.index.shapes import Matched, Tier
+from lean_selector.core.index.shapes import Tier
 from lean_selector.wire.packed_events import packed_batch
 from loadtest.duel.engines import LAYOUTS, Engines, Layout
 from loadtest.duel.prompts import (
@@ -64,15 +64,11 @@ def test_prompts_of_a_chosen_length_all_differ_behind_beginnings_that_engines_ho
 ) -> None:
     prompts = Prompts(trace, 16)
     cut = [prompts.cut(number, 8, known=2) for number in range(40)]
-    behind = [prompts.behind_opening(number, 8) for number in range(40)]
-    for made in (cut, behind):
-        assert len({prompt.sequence for prompt in made}) == 40
-        assert {(prompt.blocks, prompt.isl_tokens) for prompt in made} == {(8, 128)}
-        assert all(prompt.sequence == sequence_hashes_bytes(prompt.local) for prompt in made)
+    assert len({prompt.sequence for prompt in cut}) == 40
+    assert {(prompt.blocks, prompt.isl_tokens) for prompt in cut} == {(8, 128)}
+    assert all(prompt.sequence == sequence_hashes_bytes(prompt.local) for prompt in cut)
     shared = [prompt.local[:32] == prompts.at(0).local[:32] for prompt in cut]
     assert shared == [bool(number % 2) for number in range(40)]
-    assert {prompt.local[:48] for prompt in behind} == {prompts.opening.local}
-    assert prompts.at(0).local[:8] != prompts.opening.local[:8]  # none of the trace begins so
 
 
 @pytest.mark.parametrize(
@@ -103,20 +99,6 @@ def test_a_connection_lives_its_reservations_in_order_and_many_at_a_time(
     assert not alive
     assert most == min(count, FREE_LAG + 1)
     assert len(calls) == 3 * count
-
-
-def test_an_opening_that_is_shared_goes_on_on_the_hosts_of_all_engines(trace: Path) -> None:
-    index, prompts = KvIndex(16), Prompts(trace, 16)
-    with Engines(prompts, 3, 100) as engines:
-        messages = list(engines.share_opening())
-    for message in messages:
-        _, events, rank = msgspec.msgpack.decode(message.payload)
-        for _, names, parent, tokens, size, _, medium in events:
-            tier = {"GPU": Tier.DEVICE, "CPU": Tier.HOST_PINNED}[medium]
-            index.store(message.engine, rank, tier, parent, names, local_hashes(tokens, size))
-    asked = prompts.behind_opening(1, 8).local
-    assert index.match(asked) == {(engine, 0): Matched(2, 4) for engine in range(3)}
-    assert index.match_sets(asked) == ([], [(Matched(2, 4), 0b111)])
 
 
 def test_full_caches_evict_as_much_as_they_store(trace: Path) -> None:
