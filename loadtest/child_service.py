@@ -122,15 +122,12 @@ _CPUCLOCK_SCHED = 2
 def cpu_ns(pid: int) -> int:
     """User and system time of all threads of a process, those that ended included.
 
-    In nanoseconds where the kernel has a CPU clock per process, else in steps of a clock tick.
-    Raises FileNotFoundError when there is no such process.
+    Raises ProcessLookupError when there is no such process.
     """
     try:
         return time.clock_gettime_ns((~pid << 3) | _CPUCLOCK_SCHED)
     except OSError:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])  # utime and stime, 14 and 15 of proc(5)
-        return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+        raise ProcessLookupError(f"there is no process {pid}") from None
 
 
 class ChildService:
@@ -158,9 +155,7 @@ class ChildService:
         self.name = " ".join(command[:4])  # in errors
         self.headers: Mapping[str, str] = JSON  # of `call`
         self._shared = _connection_to(port) if keep_alive else None
-        # Without a name; appended to, so that it can be emptied meanwhile.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop()
-        fcntl.fcntl(self._log, fcntl.F_SETFL, os.O_APPEND)
         self._last_log = ""
         try:
             self.process = start(command, cpus, output=self._log, errors=self._log, env=env)
@@ -193,15 +188,11 @@ class ChildService:
         return cpu_ns(self.process.pid)
 
     def log(self) -> str:
-        """All that it has written so far, or since the log was emptied; also after its end."""
+        """All that it has written so far; also after its end."""
         if self._log.closed:
             return self._last_log
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
-
-    def empty_log(self) -> None:
-        """A default log writes a line per selection; a long run would fill the disk."""
-        self._log.truncate(0)
 
     def request(
         self,

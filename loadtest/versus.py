@@ -16,7 +16,6 @@ import resource
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +33,7 @@ from loadtest.duel import index, report
 from loadtest.duel.prompts import Prompts
 from loadtest.duel.results import FAILURES, Results
 from loadtest.duel.stages import Plan, StageRun, stages
-from loadtest.duel.targets import forms, machine, references
+from loadtest.duel.targets import forms, machine, reference
 
 TRACE_VARIABLE = "LEAN_SELECTOR_TRACE"
 DEFAULT_REFERENCE = "1.3.1"
@@ -83,21 +82,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--compiled",
         metavar="PYTHON",
-        help="the interpreter of an environment that has our compiled wheel; default: the one that"
-        " runs this, if it has",
+        help="the interpreter of an environment that has our compiled wheel",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     return parser.parse_args(argv)
 
 
-def measure(args: argparse.Namespace, folder: Path) -> tuple[Results, dict[str, str]]:
+def measure(args: argparse.Namespace) -> tuple[Results, dict[str, str]]:
     """Run everything that was asked for; what fails ends its own part alone. Raises ServiceError,
-    OSError and ValueError when nothing at all could be measured.
-
-    folder: for what lasts as long as the run.
-    """
-    own = forms(args.compiled, folder)
-    others = [t for text in args.reference or [DEFAULT_REFERENCE] for t in references(text)]
+    OSError and ValueError when nothing at all could be measured."""
+    own = forms(args.compiled)
+    others = [reference(text) for text in args.reference or [DEFAULT_REFERENCE]]
     results = Results([target.name for target in own], [target.name for target in others])
     plan = Plan([*own, *others], args.trace, 5)
     if args.quick:
@@ -158,8 +153,7 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, end)  # the way out passes every `finally`, as Ctrl-C does
     _raise_descriptors()
     try:
-        with tempfile.TemporaryDirectory(prefix="versus-") as folder:
-            results, about = measure(args, Path(folder))
+        results, about = measure(args)
     except FAILURES as error:
         print(f"versus: {error}", file=sys.stderr)
         return 1

@@ -58,8 +58,7 @@ def run(
     say: Callable[[str], None],
 ) -> None:
     """All index cases that are wanted; where a target fails, the others go on."""
-    # A log line per selection is no part of the index: the references' quiet variants will do.
-    targets = [target for target in plan.targets if target.is_ours or target.log is not None]
+    targets = plan.targets
     if names := list(filter(wanted, _CHURNED)):
         for number in range(plan.index_rounds):
             for target in targets:

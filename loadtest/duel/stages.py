@@ -322,7 +322,6 @@ class StageRun:
                         stack.enter_context(RequestFile(*measured)),
                     )
                 first_file, file = files[name]
-                pair.main.empty_log()
                 if first_file.count:
                     closed_load(pair.main.port, first_file, self._client_cpus)
                 self._measure(case, pair, file, engines)

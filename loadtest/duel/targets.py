@@ -5,7 +5,6 @@ import functools
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +16,7 @@ from typing import Self
 
 import msgspec
 
-import lean_selector
-from lean_selector.build_info import COMPILED, PURE, form
+from lean_selector.build_info import COMPILED, PURE
 from lean_selector.tools.service_process import HOST, START_TIMEOUT_S, ServiceError
 from loadtest.child_service import ROOT, ChildService, free_port, plain_environment
 from loadtest.duel.prompts import MODEL_NAME
@@ -56,15 +54,12 @@ def machine() -> str:
 class Target(msgspec.Struct, frozen=True):
     """One column of the tables.
 
-    command: `{port}` stands for the port. log: DYN_LOG; None leaves it at its default. path: where
-    Python finds the package, if not where the interpreter has it. options: more of the environment.
+    command: `{port}` stands for the port. options: more of the environment.
     """
 
     name: str
     command: list[str]
     is_ours: bool = False
-    log: str | None = None
-    path: str | None = None
     options: dict[str, str] = {}
 
     def with_options(self, options: dict[str, str]) -> "Target":
@@ -72,20 +67,17 @@ class Target(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, options=options)
 
     def environment(self) -> dict[str, str]:
-        log = {} if self.log is None else {"DYN_LOG": self.log}
-        path = {} if self.path is None else {"PYTHONPATH": self.path}
-        return plain_environment(**log, **path, **self.options)
+        return plain_environment(DYN_LOG="warn", **self.options)
 
 
-def ours(python: str = sys.executable, path: str | None = None) -> Target:
+def ours(python: str = sys.executable) -> Target:
     """The service that an interpreter has, named for its version and form. Raises ServiceError."""
     # Without -P the folder in which it is started comes first, and that may be a checkout.
     command = [python, "-P", "-m", "lean_selector"]
-    target = Target("lean-selector", command, is_ours=True, path=path)
     try:
         done = subprocess.run(
             [*command, "--version"],
-            env=target.environment(),
+            env=plain_environment(),
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -101,25 +93,15 @@ def ours(python: str = sys.executable, path: str | None = None) -> Target:
         f"{told[1]} {told[2]}",
         [*command, "--host", HOST, "--port", "{port}"],
         is_ours=True,
-        path=path,
     )
 
 
-def forms(compiled: str | None, folder: Path) -> list[Target]:
-    """Ours: the compiled form, where there is one, and then the pure one. Raises ServiceError.
-
-    compiled: an interpreter in whose environment the compiled wheel is; None when that may be the
-    one that runs us. Then the pure form's sources, which are in the wheel, are copied to `folder`.
-    """
-    if compiled is not None:
-        found = [ours(compiled), ours()]
-    elif form() != PURE:
-        home = Path(lean_selector.__file__).parent
-        without = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(home, folder / home.name, ignore=without)
-        found = [ours(), ours(path=str(folder))]
-    else:
+def forms(compiled: str | None) -> list[Target]:
+    """Ours: this interpreter's form, and before it the compiled one, if an interpreter that has it
+    is named. Raises ServiceError."""
+    if compiled is None:
         return [ours()]
+    found = [ours(compiled), ours()]
     for target, wanted in zip(found, (COMPILED, PURE), strict=True):
         if not target.name.endswith(f" {wanted}"):
             raise ServiceError(
@@ -128,20 +110,18 @@ def forms(compiled: str | None, folder: Path) -> list[Target]:
     return found
 
 
-def references(text: str) -> list[Target]:
-    """A version or a command line, once quiet and once with its default logging."""
+def reference(text: str) -> Target:
+    """By its version, or by a command line. Raises ServiceError."""
     if re.fullmatch(r"\d+(\.\w+)+", text):
         try:
             python = str(interpreter(text))
         except NotInstalled as error:
             raise ServiceError(str(error)) from None
-        name, command = text, [python, "-m", "dynamo.select_service", "--port", "{port}"]
-    else:
-        command = shlex.split(text)
-        name = Path(command[0]).name
-        if not any("{port}" in part for part in command):
-            raise ServiceError(f"the command of a reference must name {{port}}: {text}")
-    return [Target(f"{name} warn", command, log="warn"), Target(f"{name} default log", command)]
+        return Target(text, [python, "-m", "dynamo.select_service", "--port", "{port}"])
+    command = shlex.split(text)
+    if not any("{port}" in part for part in command):
+        raise ServiceError(f"the command of a reference must name {{port}}: {text}")
+    return Target(Path(command[0]).name, command)
 
 
 class Service(ChildService):

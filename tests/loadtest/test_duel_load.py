@@ -16,7 +16,7 @@ import pytest
 from lean_selector.tools.service_process import ServiceError
 from loadtest.child_service import KEPT, PORTS, ROOT, cpu_ns, free_port
 from loadtest.duel.results import RequestFile, closed_load, open_load
-from loadtest.duel.targets import references
+from loadtest.duel.targets import reference
 from loadtest.http_client import Malformed, answer_at, http
 from tests.support.running_service import RunningService
 
@@ -134,19 +134,18 @@ def test_cpu_time_of_a_process_grows_with_its_work_and_ends_with_it() -> None:
     if (pid := os.fork()) == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ProcessLookupError):
         cpu_ns(pid)
 
 
-def test_a_reference_is_a_quiet_and_a_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    quiet, default = references("/opt/other/bin/selector --port {port}")
-    assert quiet.command == ["/opt/other/bin/selector", "--port", "{port}"]
-    assert (quiet.name, quiet.log) == ("selector warn", "warn")
-    assert (default.name, default.log) == ("selector default log", None)
+def test_a_reference_is_a_version_or_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = reference("/opt/other/bin/selector --port {port}")
+    assert other.command == ["/opt/other/bin/selector", "--port", "{port}"]
+    assert other.name == "selector"
     monkeypatch.setenv("LEAN_SELECTOR_REFERENCE_123", "/opt/r/bin/python")
-    assert references("1.2.3")[0].command[0] == "/opt/r/bin/python"
+    assert reference("1.2.3").command[0] == "/opt/r/bin/python"
     with pytest.raises(ServiceError, match=r"\{port\}"):
-        references("selector --port 1")
+        reference("selector --port 1")
 
 
 # -- ports ----------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ OWN_RATIO = "own CPU at 512 workers over own at 16"
 
 @pytest.fixture
 def results() -> Results:
-    results = Results([OURS, OTHER_FORM], ["ref warn", "ref default log"])
+    results = Results([OURS, OTHER_FORM], ["ref 1", "ref 2"])
     for own, other in ((9.0, 10.0), (50.0, 20.0), (8.0, 20.0)):  # medians 9 and 20
         results.add(SELECT, OURS, cpu_us=own)
-        results.add(SELECT, "ref warn", cpu_us=other)
-        results.add(SELECT, "ref default log", cpu_us=2 * other)
+        results.add(SELECT, "ref 1", cpu_us=other)
+        results.add(SELECT, "ref 2", cpu_us=2 * other)
     results.add(SELECT, OTHER_FORM, cpu_us=12.0)
     results.add("process, after start", OURS, rss_mb=46.0)
     results.add("process, after start", OTHER_FORM, rss_mb=46.0)
@@ -37,7 +37,7 @@ def judged(results: Results, title: str) -> tuple[list[float | None], str]:
 def test_medians_ratios_and_verdicts_of_each_form_beside_each_reference(results: Results) -> None:
     assert results.value(SELECT, OURS, "cpu_us") == 9.0
     assert results.value("no such case", OURS, "cpu_us") is None
-    assert results.ratio(SELECT, "rps", "ref warn") is None
+    assert results.ratio(SELECT, "rps", "ref 1") is None
     ratios = [0.45, 0.225, 0.6]  # the other form only beside the first reference
     assert judged(results, f"CPU, {SELECT}") == (ratios, "holds, the aim too")
     assert judged(results, "resident memory after start, pure")[1] == "does not hold"
@@ -47,7 +47,7 @@ def test_medians_ratios_and_verdicts_of_each_form_beside_each_reference(results:
     row = next(line for line in text.splitlines() if line.startswith("| select, 8 blocks"))
     cells = [cell.strip() for cell in row.split("|")[2:-1]]
     assert cells == ["9.00", "12.0", "20.0", "40.0", "0.45", "0.23", "0.60"]
-    assert "pure / ref warn" in text
+    assert "pure / ref 1" in text
     assert "≤ 45 MB" in text
     assert "- machine: m" in text
 
@@ -56,16 +56,16 @@ def test_what_it_costs_to_refuse_is_compared_with_nothing(results: Results) -> N
     trace = "select, trace prompts at 16, 16 workers"
     msgpack = "CPU, msgpack body over the reference's JSON, trace prompts"
     results.add(report.MSGPACK, OURS, cpu_us=5.0)
-    results.add(trace, "ref warn", cpu_us=50.0)
+    results.add(trace, "ref 1", cpu_us=50.0)
     assert judged(results, msgpack)[0][0] == 0.1
-    results.refused(SELECT, "ref default log", 0)
+    results.refused(SELECT, "ref 2", 0)
     for answers in (100, 28):  # of two rounds
-        results.refused(SELECT, "ref warn", answers)
-    results.refused(trace, "ref warn", 1)
+        results.refused(SELECT, "ref 1", answers)
+    results.refused(trace, "ref 1", 1)
     assert judged(results, f"CPU, {SELECT}") == ([None, 0.225, None], "not measured")
     assert judged(results, msgpack)[0][0] is None
     text = report.lines(results, {"machine": "m"})
-    assert f"{SELECT}: 128 answers of ref warn were not 2xx" in text
+    assert f"{SELECT}: 128 answers of ref 1 were not 2xx" in text
     results.add(LARGE, OURS, cpu_us=18.0)
     assert judged(results, OWN_RATIO)[0][0] == 2.0
     results.refused(SELECT, OURS, 1)

@@ -105,7 +105,7 @@ OTHER_FORM = f"{sys.executable} has lean-selector {__version__} {PURE}, where it
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--reference", "/no/such {port}"], "such warn: cannot start /no/such: "),
+        (["--reference", "/no/such {port}"], "such: cannot start /no/such: "),
         (["--compiled", "/no/such"], "cannot start /no/such: "),
         (["--compiled", "/bin/false"], "/bin/false has no lean-selector: "),
         (["--compiled", sys.executable], OTHER_FORM),
