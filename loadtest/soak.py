@@ -6,7 +6,6 @@ Runs one selector with the flags of production, two peers (a second selector, a 
 engines that publish KV events, clients that behave and clients that do not, peers that speak
 nonsense, and injects faults one after the other. Prints a table; exit status 1 when a verdict in it
 fails. With `--seconds`, a run for a machine that others use too, times and memory decide nothing.
-SIGINT or SIGTERM ends it in order once the fault of now is healed: with its table, and with 1.
 """
 
 import argparse
@@ -28,7 +27,7 @@ import msgspec
 from lean_selector.tools.service_process import ServiceError
 from loadtest.duel.targets import machine, ours
 from loadtest.soaking.faults import Faults, continue_all
-from loadtest.soaking.fleet import Fleet, Preload, Program, Unavailable, ended_in_order
+from loadtest.soaking.fleet import EXPIRY_S, Fleet, Preload, Program, Unavailable, ended_in_order
 from loadtest.soaking.lanes import Report
 from loadtest.soaking.mischief import Mischief, Rogues
 from loadtest.soaking.verdict import Memory, Outcome, holds, stalls, table
@@ -43,8 +42,6 @@ DRAIN_S = 180.0
 # Copies of what a killed peer had reserved go that long after the expiry, and then some.
 COPIES_S = 60.0 + 60.0
 STATE_MB = 4
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-FAULT_PAUSE_S = 2.0
 TRACEBACK = "Traceback (most recent call last)"
 
 T = TypeVar("T")
@@ -68,12 +65,9 @@ class Sampler:
         self._fleet, self._lanes, self._faults, self._preload = fleet, lanes, faults, preload
         self._goal, self._seconds = goal, seconds
         self._began = time.monotonic()
-        self.is_ended_by_hand = False
 
     def share(self) -> float:
-        """How much of the run is done; all of it once somebody has ended it."""
-        if self.is_ended_by_hand:
-            return 1.0
+        """How much of the run is done."""
         if self._goal is not None:
             return self.report.lifecycles / self._goal
         return (time.monotonic() - self._began) / self._seconds
@@ -143,7 +137,7 @@ async def live(
     rogues = Rogues(fleet.rogue_peer, fleet.sync_ports[0], args.seed)
     port, problem = str(fleet.ports[0]), ""
     await rogues.begin(fleet.names_hosts)
-    mischief = Mischief(fleet.ports[0], args.mischief_rate, args.seed, rogues.sources)
+    mischief = Mischief(fleet.ports[0], args.seed, rogues.sources)
     probe = fleet.program("watch", "probe", port)
     control = fleet.program("watch", "control", str(fleet.measured.pid), beside_measured=True)
     own = ["--seed", str(args.seed)]
@@ -155,19 +149,9 @@ async def live(
     lifecycles = None if args.seconds else args.lifecycles
     sampler = Sampler(fleet, lanes, faults, preload, lifecycles, args.seconds)
 
-    def end() -> None:
-        sampler.is_ended_by_hand = faults.is_enough = True
-        for number in ENDING_SIGNALS:  # a second one is not waited for
-            loop.remove_signal_handler(number)
-
-    loop = asyncio.get_running_loop()
-    for number in ENDING_SIGNALS:
-        loop.add_signal_handler(number, end)
     stop = asyncio.Event()
     others = [asyncio.create_task(each.run(stop)) for each in (mischief, rogues)]
-    injecting = asyncio.create_task(
-        faults.run(lambda: sampler.share() >= 1.0, args.fault_pause, args.faults)
-    )
+    injecting = asyncio.create_task(faults.run(lambda: sampler.share() >= 1.0, args.faults))
     try:
         await sampler.run(injecting)
         await injecting
@@ -179,7 +163,7 @@ async def live(
             fleet.programs.remove(program)
         fleet.check()
         await faults.settle()
-        left = await _loads_left(fleet, args.expiry)
+        left = await _loads_left(fleet)
     except ServiceError as error:
         problem, left, seconds = f"ServiceError: {error}", [], 0.0
     finally:
@@ -221,14 +205,13 @@ async def live(
         tracebacks=log.count(TRACEBACK),
         late_turns=late_turns,
         judges_times=not args.seconds,
-        is_ended_by_hand=sampler.is_ended_by_hand,
         problem=problem,
     )
 
 
-async def _loads_left(fleet: Fleet, expiry_s: float) -> list[str]:
+async def _loads_left(fleet: Fleet) -> list[str]:
     """What is not zero when everything was freed, or had the time to expire."""
-    deadline = time.monotonic() + expiry_s + COPIES_S
+    deadline = time.monotonic() + EXPIRY_S + COPIES_S
     while left := [*_loads(fleet), *_reservations(fleet)]:
         if time.monotonic() > deadline:
             break
@@ -315,12 +298,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
     length.add_argument("--lifecycles", type=int, default=10_000_000)
     length.add_argument("--seconds", type=float, default=0.0, help="times and memory do not decide")
     parser.add_argument("--python", default=sys.executable, help="that runs the services")
-    parser.add_argument("--engines", type=int, default=4)
-    parser.add_argument("--engine-rate", type=float, default=20.0, help="prompts a second of each")
-    parser.add_argument("--mischief-rate", type=float, default=20.0, help="acts a second")
-    parser.add_argument("--expiry", type=float, default=20.0, help="of reservations, in seconds")
     parser.add_argument("--fault", action="append", dest="faults", default=[], help="only these")
-    parser.add_argument("--fault-pause", type=float, default=FAULT_PAUSE_S)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pin", action="store_true", help="one CPU for the measured process alone")
     parser.add_argument("--json", type=Path, help="write all figures there")
@@ -330,6 +308,8 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> int:
     args = _arguments(words)
+    # As Ctrl-C does: the way out passes every `finally`, which unmounts and ends all processes.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcome = soak(args)
     except ServiceError as error:

@@ -28,6 +28,7 @@ from loadtest.soaking.fleet import MODEL, TOTAL_BLOCKS, Engine, Fleet, Preload, 
 
 HEAL_S = 90.0  # generous: a pause before an attempt to connect is 5 s at most
 POLL_S = 0.05
+PAUSE_S = 2.0  # between two faults
 SPARE_DESCRIPTORS = 8
 IDLE_CONNECTIONS = 64
 PASSING_WORKER = 1_100
@@ -68,7 +69,6 @@ class Faults:
     def __init__(self, fleet: Fleet, preload: Preload | str, disk: Path | str, seed: int) -> None:
         self.stops: list[tuple[float, float]] = []  # when the measured process itself stood still
         self.times: list[tuple[str, float, float]] = []  # what was injected, from when to when
-        self.is_enough = False  # after this one, whatever was not injected yet
         self.rest = asyncio.Lock()  # whoever holds it sees the process without a fault
         self._fleet, self._preload, self._disk = fleet, preload, disk
         self._drawn = Random(f"faults/{seed}")
@@ -95,10 +95,9 @@ class Faults:
         if isinstance(disk, str):
             self.injected["disk full"].skipped = disk
 
-    async def run(self, enough: Callable[[], bool], pause_s: float, only: list[str]) -> None:
+    async def run(self, enough: Callable[[], bool], only: list[str]) -> None:
         """All kinds (of `only`, if it names any) in order, then shuffled, again and again until it
-        is enough; each at least once, unless `is_enough`. Raises ServiceError when the measured
-        process ended."""
+        is enough; each at least once. Raises ServiceError when the measured process ended."""
         order = [name for name in self._kinds if not only or name in only]
         while True:
             for name in order:
@@ -114,8 +113,8 @@ class Faults:
                 injected.done += 1
                 self.times.append((name, began, time.monotonic()))
                 self._fleet.measured.check()
-                await asyncio.sleep(pause_s)
-                if self.is_enough or (enough() and not any(map(self._is_missing, order))):
+                await asyncio.sleep(PAUSE_S)
+                if enough() and not any(map(self._is_missing, order)):
                     return
             self._drawn.shuffle(order)
 

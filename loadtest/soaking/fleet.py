@@ -27,6 +27,9 @@ from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, 
 from loadtest.child_service import ChildService, free_port, plain_environment, start
 from loadtest.http_client import http
 
+ENGINES = 4
+PROMPTS_PER_S = 20.0  # of each engine
+EXPIRY_S = 20.0  # of reservations
 TOTAL_BLOCKS = 4_000  # of a worker, as it is registered: shedding begins at a part of it
 SHED_ABOVE = 0.85
 TOKEN = "soak"  # of everybody who may ask
@@ -145,11 +148,11 @@ class Engine(Program):
     """One worker of the fleet. `host`: the name by which the selector is to reach it."""
 
     def __init__(
-        self, number: int, host: str, rate: float, seed: int, folder: Path, cpus: Collection[int]
+        self, number: int, host: str, seed: int, folder: Path, cpus: Collection[int]
     ) -> None:
         self.worker_id = number
         self._host, self._events, self._replay = host, free_port(), free_port()
-        words = [number, self._events, self._replay, rate, seed]
+        words = [number, self._events, self._replay, seed]
         super().__init__(["loadtest.soaking.fleet", *map(str, words)], folder, cpus)
 
     def registration(self) -> dict[str, object]:
@@ -171,10 +174,10 @@ FILLING_PROMPTS = 2_000
 FILLING_FASTER = 4
 
 
-async def serve(worker_id: int, events: int, replay: int, rate: float, seed: int) -> None:
+async def serve(worker_id: int, events: int, replay: int, seed: int) -> None:
     """An engine of the soak, a process: a bounded cache that tells every change of it.
 
-    It serves the soak's prompts to itself, `rate` of them a second, and publishes real KV events,
+    It serves the soak's prompts to itself, PROMPTS_PER_S of them, and publishes real KV events,
     with a replay socket. It never answers HTTP: a selector only names it. Until it is killed.
     """
     engine = SimulatedEngine(
@@ -195,7 +198,7 @@ async def serve(worker_id: int, events: int, replay: int, rate: float, seed: int
         await engine.decode(running, 0)
         engine.finish(running)
         await asyncio.sleep(
-            drawn.expovariate(rate * (FILLING_FASTER if served < FILLING_PROMPTS else 1))
+            drawn.expovariate(PROMPTS_PER_S * (FILLING_FASTER if served < FILLING_PROMPTS else 1))
         )
 
 
@@ -301,9 +304,8 @@ class Fleet:
     def _start(self) -> None:
         args = self._args
         host = "engines.soak" if self._preload else "127.0.0.1"
-        for number in range(1, args.engines + 1):
-            own = (number, host, args.engine_rate, args.seed)
-            engine = Engine(*own, self.folder, self.other_cpus)
+        for number in range(1, ENGINES + 1):
+            engine = Engine(number, host, args.seed, self.folder, self.other_cpus)
             self._stack.callback(engine.kill)
             self.engines.append(engine)
         self.measured = self._service("lean_selector", 0)
@@ -323,7 +325,7 @@ class Fleet:
         # -P: the folder of the checkout is no place to find a compiled form's modules in.
         command = [args.python, "-P", "-m", module, "--host", "127.0.0.1"]
         command += ["--port", str(self.ports[at]), "--log-level", "error"]
-        command += ["--reservation-expiry-secs", str(args.expiry)]
+        command += ["--reservation-expiry-secs", str(EXPIRY_S)]
         command += ["--replica-sync-port", str(self.sync_ports[at])]
         command += ["--auth-token-file", f"{self.folder}/tokens"]
         command += ["--peer-token-file", f"{self.folder}/token"]
@@ -392,5 +394,4 @@ def ended_in_order(process: subprocess.Popen[bytes], patience_s: float) -> int:
 
 
 if __name__ == "__main__":
-    number, events, replay, rate, seed = sys.argv[1:]
-    asyncio.run(serve(int(number), int(events), int(replay), float(rate), int(seed)))
+    asyncio.run(serve(*map(int, sys.argv[1:])))

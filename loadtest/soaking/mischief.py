@@ -17,6 +17,7 @@ from loadtest.soaking.fleet import MODEL, authorized
 
 # -- clients ---------------------------------------------------------------------------------------
 
+ACTS_PER_S = 20.0
 ANSWER_S = 60.0
 LINGER_S = 2.0
 MOST_CHUNKS = 1 << 16
@@ -53,13 +54,13 @@ async def rest(stop: asyncio.Event, seconds: float) -> None:
 
 
 class Mischief:
-    """`rate` acts a second against the service on `port`, drawn from a seed."""
+    """Acts against the service on `port`, drawn from a seed."""
 
-    def __init__(self, port: int, rate: float, seed: int, sources: list[str]) -> None:
+    def __init__(self, port: int, seed: int, sources: list[str]) -> None:
         """`sources`: where the workers that come and go are said to publish their events."""
         self.acts: Counter[str] = Counter()
         self.wrong = list[str]()  # where an answer was promised: what came in its place
-        self._port, self._rate, self._sources = port, rate, sources
+        self._port, self._sources = port, sources
         self._drawn = Random(f"mischief/{seed}")
         self._numbers = itertools.count()
         self._kinds: list[Callable[[], Awaitable[None]]] = [
@@ -83,7 +84,7 @@ class Mischief:
         async with asyncio.TaskGroup() as group:
             while not stop.is_set():
                 group.create_task(self._act(self._drawn.choice(self._kinds)))
-                await rest(stop, self._drawn.expovariate(self._rate))
+                await rest(stop, self._drawn.expovariate(ACTS_PER_S))
         for worker_id in CHURNED:
             await self._answered(authorized("DELETE", f"/workers/{worker_id}"), {200, 404})
 

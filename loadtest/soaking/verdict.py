@@ -99,7 +99,6 @@ class Outcome(msgspec.Struct):
     tracebacks: int
     late_turns: int
     judges_times: bool
-    is_ended_by_hand: bool = False
     problem: str = ""
 
 
@@ -171,8 +170,6 @@ def rows(outcome: Outcome) -> list[Row]:
         none("tracebacks in its log", outcome.tracebacks),
         ("the measured process", end, outcome.survived and outcome.status == 0),
     ]
-    if outcome.is_ended_by_hand:
-        found.append(("its length", "ended by hand before it was due", False))
     if outcome.problem:
         found.append(("the soak itself", outcome.problem, False))
     return found
