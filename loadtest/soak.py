@@ -14,7 +14,6 @@ import contextlib
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,7 +40,6 @@ PRINT_S = 30.0
 DRAIN_S = 180.0
 # Copies of what a killed peer had reserved go that long after the expiry, and then some.
 COPIES_S = 60.0 + 60.0
-STATE_MB = 4
 TRACEBACK = "Traceback (most recent call last)"
 
 T = TypeVar("T")
@@ -250,23 +248,6 @@ def _form(python: str) -> str:
         raise ServiceError(f"--python {error}") from None
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of STATE_MB of its own. Raises Unavailable where we may not mount one."""
-    folder.mkdir()
-    options = ["mount", "-t", "tmpfs", "-o", f"size={STATE_MB}m", "soak", str(folder)]
-    try:
-        done = subprocess.run(options, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise Unavailable(f"no file system to fill: {error}") from None
-    if done.returncode:
-        raise Unavailable(f"no file system to fill: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False)
-
-
 def soak(args: argparse.Namespace) -> Outcome:
     """Raises ServiceError when it cannot begin."""
     _form(args.python)
@@ -276,19 +257,13 @@ def soak(args: argparse.Namespace) -> Outcome:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         folder.mkdir(parents=True, exist_ok=True)
         preload: Preload | str
-        disk: Path | str
         try:
             preload = Preload(folder)
         except Unavailable as error:
             preload = str(error)
-        try:
-            disk = stack.enter_context(small_disk(folder / "disk"))
-        except Unavailable as error:
-            disk = str(error)
-        state = (folder if isinstance(disk, str) else disk) / "state"
         environment = {} if isinstance(preload, str) else preload.environment
-        fleet = stack.enter_context(Fleet(args, state, folder, environment))
-        faults = Faults(fleet, preload, disk, args.seed)
+        fleet = stack.enter_context(Fleet(args, folder, environment))
+        faults = Faults(fleet, preload, args.seed)
         return asyncio.run(live(args, fleet, faults, preload))
 
 
@@ -308,7 +283,7 @@ def _arguments(words: list[str] | None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> int:
     args = _arguments(words)
-    # As Ctrl-C does: the way out passes every `finally`, which unmounts and ends all processes.
+    # As Ctrl-C does: the way out passes every `finally`, which ends all processes.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcome = soak(args)

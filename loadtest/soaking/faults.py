@@ -6,7 +6,6 @@ it, takes it back, and waits until that shows too. What cannot be done here is s
 
 import asyncio
 import contextlib
-import errno
 import http.client
 import os
 import resource
@@ -16,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -63,14 +61,13 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 class Faults:
-    """All kinds, on one fleet. `disk`: the folder of a small file system that holds the state of
-    the measured process. Where that or `preload` could not be had, it is the reason."""
+    """All kinds, on one fleet. Where `preload` could not be had, it is the reason."""
 
-    def __init__(self, fleet: Fleet, preload: Preload | str, disk: Path | str, seed: int) -> None:
+    def __init__(self, fleet: Fleet, preload: Preload | str, seed: int) -> None:
         self.stops: list[tuple[float, float]] = []  # when the measured process itself stood still
         self.times: list[tuple[str, float, float]] = []  # what was injected, from when to when
         self.rest = asyncio.Lock()  # whoever holds it sees the process without a fault
-        self._fleet, self._preload, self._disk = fleet, preload, disk
+        self._fleet, self._preload = fleet, preload
         self._drawn = Random(f"faults/{seed}")
         kinds: dict[str, Callable[[], Awaitable[None]]] = {
             # First those whose traces last longest: copies outlive a reservation's expiry.
@@ -92,8 +89,6 @@ class Faults:
         for name in ("wall clock stepped", "DNS hangs"):
             if isinstance(preload, str):
                 self.injected[name].skipped = preload
-        if isinstance(disk, str):
-            self.injected["disk full"].skipped = disk
 
     async def run(self, enough: Callable[[], bool], only: list[str]) -> None:
         """All kinds (of `only`, if it names any) in order, then shuffled, again and again until it
@@ -314,20 +309,21 @@ class Faults:
         await until(lambda: self._source(engine)["state"] == "live", "it hears the engine again")
 
     async def _fill_disk(self) -> None:
-        """The file system that holds its state, while the catalog changes."""
-        assert isinstance(self._disk, Path)
-        filler, measured = self._disk / "filler", self._fleet.measured
+        """No file of its may grow, so that its state cannot be written, while the catalog changes;
+        it cannot log meanwhile either."""
+        measured = self._fleet.measured
 
         def is_faulty() -> bool:
             measured.request("POST", "/workers", _registration(), JSON)
             return "state_fault" in measured.call("GET", "/ready")
 
+        limits = resource.prlimit(measured.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(measured.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
         try:
-            _fill(filler)
             await until(is_faulty, "it says that its state cannot be written")
             await asyncio.sleep(self._drawn.uniform(0.5, 2.0))
         finally:
-            filler.unlink(missing_ok=True)
+            resource.prlimit(measured.pid, resource.RLIMIT_FSIZE, limits)
         await until(lambda: not is_faulty(), "it writes its state again")
         measured.call("DELETE", f"/workers/{PASSING_WORKER}")
 
@@ -355,22 +351,6 @@ def _hogging(name: str, worker_id: int) -> dict[str, object]:
         "effective_prefill_tokens": 1,
         "sequence_hashes": list(range(first, first + TOTAL_BLOCKS)),
     }
-
-
-def _fill(path: Path) -> None:
-    """Until nothing more fits."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        size = 1 << 16
-        while size:
-            try:
-                os.write(file, bytes(size))
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                size //= 2
-    finally:
-        os.close(file)
 
 
 def continue_all(fleet: Fleet) -> None:

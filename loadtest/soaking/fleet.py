@@ -268,13 +268,10 @@ class Preload:
 class Fleet:
     """All processes of a run; gone when the context ends."""
 
-    def __init__(
-        self, args: argparse.Namespace, state: Path, folder: Path, preload: Mapping[str, str]
-    ) -> None:
-        """`state`: where the measured process keeps it. `folder` takes what all write. `preload` is
-        the measured process' environment."""
+    def __init__(self, args: argparse.Namespace, folder: Path, preload: Mapping[str, str]) -> None:
+        """`folder` takes what all write. `preload` is the measured process' environment."""
         self.folder = folder
-        self._args, self._state = args, state
+        self._args = args
         cpus = sorted(os.sched_getaffinity(0))
         self.measured_cpus = cpus[-1:] if args.pin else []
         self.other_cpus = cpus[:-1] if args.pin else []
@@ -336,7 +333,7 @@ class Fleet:
             command += ["--uds", self.uds, "--kv-source-grace-secs", "5", "--prompts", "tokenize"]
             if self._preload:
                 command += ["--discover", "dns:discovered.soak:9"]
-            command += ["--state-dir", str(self._state)]
+            command += ["--state-dir", f"{self.folder}/state"]
         command += ["--replica-sync-peers", ",".join(peers)]
         command += ["--replica-sync-catch-up", ",".join(urls)]
         env = self._preload if at == 0 else {}
