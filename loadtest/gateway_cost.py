@@ -173,14 +173,14 @@ def _rss_mb(pid: int) -> float:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def _gateway(python: str, port: int, worker: int, *flags: str) -> list[str]:
+def _gateway(worker: int, mode: str, python: str, port: int) -> list[str]:
     # Not from the folder that we are in: that has the sources.
     command = [python, "-P", "-m", "lean_selector", "gateway", f"http://127.0.0.1:{worker}"]
     ports = ("--port", str(port), "--selector-port", str(free_port()))
-    return [*command, *ports, "--worker-health-interval-secs", "none", *flags]
+    return [*command, *ports, "--worker-health-interval-secs", "none", "--prompts", mode]
 
 
-def _nginx(port: int, worker: int, folder: str) -> list[str]:
+def _nginx(worker: int, folder: str, port: int) -> list[str]:
     program = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
     assert program is not None, "nginx is missing: apt-get install nginx-light"
     config = Path(folder) / "nginx.conf"
@@ -204,18 +204,12 @@ def _nginx(port: int, worker: int, folder: str) -> list[str]:
     return [program, "-p", folder, "-c", str(config)]
 
 
-def _router(port: int, worker: int, program: str) -> list[str]:
-    command = [program, "--worker-urls", f"http://127.0.0.1:{worker}", "--policy", "round_robin"]
+def _router(worker: int, command: list[str], port: int) -> list[str]:
+    """vLLM's, or SGLang's, which began as a copy of it."""
     ports = ("--port", str(port), "--prometheus-port", str(free_port()))
+    where = ("--worker-urls", f"http://127.0.0.1:{worker}", "--host", "127.0.0.1", *ports)
     many = ("--max-concurrent-requests", str(2 * OPEN))
-    return [*command, "--host", "127.0.0.1", *ports, *many]
-
-
-def _smg(port: int, worker: int, program: str) -> list[str]:
-    command = [program, "launch", "--worker-urls", f"http://127.0.0.1:{worker}"]
-    ports = ("--port", str(port), "--prometheus-port", str(free_port()))
-    many = ("--max-concurrent-requests", str(2 * OPEN))
-    return [*command, "--policy", "round_robin", "--host", "127.0.0.1", *ports, *many]
+    return [*command, *where, "--policy", "round_robin", *many]
 
 
 @contextlib.contextmanager
@@ -262,30 +256,22 @@ def main() -> None:
         return
     worker = free_port()
     serving = [sys.executable, "-m", "loadtest.gateway_cost", "--worker", str(worker)]
-    forms = {"pure": sys.executable, "compiled": options.compiled}
-    programs = {
-        "vllm-router, round_robin": (_router, options.router),
-        "smg, round_robin": (_smg, options.smg),
-    }
     with tempfile.TemporaryDirectory() as folder, _running(serving, worker):
-        candidates: dict[str, Callable[[int], list[str]]] = {
-            f"gateway, {form}, --prompts {mode}": functools.partial(
-                lambda python, mode, port: _gateway(python, port, worker, "--prompts", mode),
-                python,
-                mode,
-            )
-            for form, python in forms.items()
-            if python
-            for mode in ("learn", "off")
-        }
-        candidates["nginx, round-robin"] = lambda port: _nginx(port, worker, folder)
-        for name, (command_of, program) in programs.items():
-            if program:
-                candidates[name] = functools.partial(
-                    lambda command_of, program, port: command_of(port, worker, program),
-                    command_of,
-                    program,
+        candidates: dict[str, Callable[[int], list[str]]] = {}
+        for form, python in (("pure", sys.executable), ("compiled", options.compiled)):
+            for mode in ("learn", "off") if python else ():
+                candidates[f"gateway, {form}, --prompts {mode}"] = functools.partial(
+                    _gateway, worker, mode, python
                 )
+        candidates["nginx, round-robin"] = functools.partial(_nginx, worker, folder)
+        if options.router:
+            candidates["vllm-router, round_robin"] = functools.partial(
+                _router, worker, [options.router]
+            )
+        if options.smg:
+            candidates["smg, round_robin"] = functools.partial(
+                _router, worker, [options.smg, "launch"]
+            )
         figures: dict[str, list[list[float]]] = {name: [] for name in candidates}
         for _ in range(options.rounds):
             for name, command in candidates.items():
