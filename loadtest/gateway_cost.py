@@ -12,7 +12,6 @@ printed are medians and the spread. The machine should have nothing else to do.
 import argparse
 import asyncio
 import contextlib
-import functools
 import json
 import math
 import os
@@ -22,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def _plain(path: str) -> bytes:
     )
 
 
-@functools.cache
+@cache
 def _answer(count: int, has_ids: bool) -> list[bytes]:
     """Its head with the first chunk, the other chunks, and its end."""
     choice: dict[str, Any] = {"index": 0, "delta": {"content": " token"}, "finish_reason": None}
@@ -260,18 +260,13 @@ def main() -> None:
         candidates: dict[str, Callable[[int], list[str]]] = {}
         for form, python in (("pure", sys.executable), ("compiled", options.compiled)):
             for mode in ("learn", "off") if python else ():
-                candidates[f"gateway, {form}, --prompts {mode}"] = functools.partial(
-                    _gateway, worker, mode, python
-                )
-        candidates["nginx, round-robin"] = functools.partial(_nginx, worker, folder)
+                name = f"gateway, {form}, --prompts {mode}"
+                candidates[name] = partial(_gateway, worker, mode, python)
+        candidates["nginx, round-robin"] = partial(_nginx, worker, folder)
         if options.router:
-            candidates["vllm-router, round_robin"] = functools.partial(
-                _router, worker, [options.router]
-            )
+            candidates["vllm-router, round_robin"] = partial(_router, worker, [options.router])
         if options.smg:
-            candidates["smg, round_robin"] = functools.partial(
-                _router, worker, [options.smg, "launch"]
-            )
+            candidates["smg, round_robin"] = partial(_router, worker, [options.smg, "launch"])
         figures: dict[str, list[list[float]]] = {name: [] for name in candidates}
         for _ in range(options.rounds):
             for name, command in candidates.items():

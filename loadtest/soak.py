@@ -11,7 +11,6 @@ fails. With `--seconds`, a run for a machine that others use too, times and memo
 import argparse
 import asyncio
 import contextlib
-import re
 import signal
 import statistics
 import sys
@@ -174,10 +173,9 @@ async def live(
     survived = measured.process.poll() is None and measured.pid == pid
     # Before the probe notices that we stop the process.
     late, kept = (all_lines(each.output, Late) for each in (probe, control))
-    failures, late_turns = -1, -1
+    failures = -1
     with contextlib.suppress(OSError, ServiceError):
         failures = int(measured.metric("lean_selector_task_failures_total"))
-        late_turns = _late_turns(measured.metrics())
     status = measured.stop(signal.SIGTERM, DRAIN_S)
     log = measured.log()
     (fleet.folder / "measured.log").write_text(log)
@@ -201,7 +199,6 @@ async def live(
         status=status,
         task_failures=failures,
         tracebacks=log.count(TRACEBACK),
-        late_turns=late_turns,
         judges_times=not args.seconds,
         problem=problem,
     )
@@ -230,14 +227,6 @@ def _reservations(fleet: Fleet) -> Iterator[str]:
     live = fleet.measured.metric("lean_selector_reservations")
     if live:
         yield f"measured: {live:.0f} reservations"
-
-
-def _late_turns(metrics: str) -> int:
-    """Of its loop, later than 50 ms, as it counts them itself."""
-    found = dict(
-        re.findall(r'^lean_selector_loop_lag_seconds_bucket\{le="([^"]+)"\} (\S+)', metrics, re.M)
-    )
-    return int(float(found["+Inf"]) - float(found["0.05"]))
 
 
 def _form(python: str) -> str:

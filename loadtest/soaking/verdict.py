@@ -77,8 +77,7 @@ class Memory(msgspec.Struct):
 
 class Outcome(msgspec.Struct):
     """All figures of a run. memory: at the marks; samples: what was resident, each second. acts,
-    nonsense: what those who do not behave did. late_turns: of its loop, by more than 50 ms, as it
-    counts them."""
+    nonsense: what those who do not behave did."""
 
     machine: str
     form: str
@@ -97,7 +96,6 @@ class Outcome(msgspec.Struct):
     status: int
     task_failures: int
     tracebacks: int
-    late_turns: int
     judges_times: bool
     problem: str = ""
 
@@ -155,7 +153,6 @@ def rows(outcome: Outcome) -> list[Row]:
             stands if judged else None,
         ),
         ("worst stall, injected", f"{1e3 * fell.injected:.0f} ms", None),
-        ("late turns of its loop (> 50 ms), by itself", f"{outcome.late_turns:,}", None),
         none("answers that the probe did not get", fell.answers_lost),
     ]
     for fault in outcome.faults:
