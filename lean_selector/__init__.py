@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lean_selector.core.hashing import sequence_hashes as sequence_hashes
     from lean_selector.inprocess.dialect import SelectionCacheConfig as SelectionCacheConfig
     from lean_selector.inprocess.dialect import SelectionServiceError as SelectionServiceError
-    from lean_selector.inprocess.remote import RemoteSelectionService as RemoteSelectionService
     from lean_selector.inprocess.service import SelectionService as SelectionService
     from lean_selector.publisher import KvEventPublisher as KvEventPublisher
 
@@ -39,7 +38,6 @@ _HOME = {
     "KvPushRouter": "lean_selector.client",
     "KvRouter": "lean_selector.client",
     "KvRouterConfig": "lean_selector.client",
-    "RemoteSelectionService": "lean_selector.inprocess.remote",
     "SelectionCacheConfig": "lean_selector.inprocess.dialect",
     "SelectionService": "lean_selector.inprocess.service",
     "SelectionServiceError": "lean_selector.inprocess.dialect",

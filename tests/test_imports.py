@@ -55,7 +55,7 @@ EVERYBODYS = {"tasks", "build_info", "core", "wire"}
 ROOMS: dict[str, set[str]] = {
     "cli": {"server", "tools"},
     "tools": {"workers", "events", "replicas", "http", "client", "server", "service"},
-    "inprocess": {"server", "client", "service", "replicas", "events"},
+    "inprocess": {"server", "service", "replicas", "events"},
     "server": {"gateway", "workers", "service", "replicas", "events", "http"},
     "gateway": {"service", "http"},
     "client": {"events"},

@@ -1,9 +1,7 @@
-"""Arguments, results and exceptions of both classes: the HTTP API of 1.6 in Python's form.
+"""Arguments, results and exceptions of SelectionService: the HTTP API of 1.6 in Python's form.
 
 Maps by rank have int keys, and any sequence may stand for a list. Only Python's types are checked
-here; the values are checked where HTTP's are. Fields that a 1.3 service names differently are
-renamed, and fields that it lacks are derived from the request if possible (spec selection_16.md 1,
-4).
+here; the values are checked where HTTP's are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,9 +12,6 @@ import msgspec
 from lean_selector.core.errors import NoWorkers, SelectorError
 from lean_selector.core.numbers import U64_MAX, not_a, whole
 from lean_selector.core.selection.shapes import BY_RANK
-from lean_selector.wire.prompt_forms import binary_form, prompt_to_select
-from lean_selector.wire.scalars import unpack_signed
-from lean_selector.wire.selection_bodies import PromptFields
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,8 +26,7 @@ class SelectionServiceError(Exception):
     """A refusal that depends on the state. `status_code` is what HTTP would answer.
 
     `kind`: not_found, conflict, scheduler (no worker is free now), not_ready (no worker at all, or
-    the service is shut down), sequence (the worker has no such rank), unreachable
-    (RemoteSelectionService only).
+    the service is shut down), sequence (the worker has no such rank).
     """
 
     def __init__(self, message: str, status_code: int, kind: str) -> None:
@@ -45,8 +39,6 @@ _KINDS = {404: "not_found", 409: "conflict", 429: "scheduler", 503: "scheduler"}
 # HTTP responses have no kind: these messages mean `not_ready`.
 _NOT_READY = ("no schedulable workers", "selection service is shutting down")
 _NO_SUCH_RANK = "Worker WorkerWithDpRank"
-
-NOT_FOUND = 404
 
 
 def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
@@ -180,48 +172,3 @@ def selection_id_of(value: object) -> str:
     if not isinstance(value, str):
         raise not_a("selection_id", "a str", value)
     return value
-
-
-# -- both dialects of a service -------------------------------------------------------------------
-
-_NEWER = {"tenant_id": "routing_group", "reservation_id": "selection_id"}
-_PROMPT: type[PromptFields] = binary_form(PromptFields)
-
-
-def for_both(fields: Fields) -> Fields:
-    """The body, with both names of each field."""
-    sent = dict(fields)
-    if "routing_group" in sent:
-        sent.setdefault("tenant_id", sent["routing_group"])
-    elif "tenant_id" in sent:
-        sent["routing_group"] = sent["tenant_id"]
-    sent.pop("reservation_id", None)  # which 1.6 ignores
-    if sent.get("selection_id") is not None:
-        sent["reservation_id"] = sent["selection_id"]
-    return sent
-
-
-def renamed(answer: Fields) -> Fields:
-    """A selection, reservation, load or record."""
-    return {_NEWER.get(name, name): value for name, value in answer.items()}
-
-
-def scores(answer: Fields) -> Fields:
-    for row in answer["workers"]:
-        row.pop("router_credit_blocks", None)
-    return answer
-
-
-def selected_and_booked(answer: Fields, request: Fields, is_eagle: bool) -> Fields:
-    """The response to select_and_reserve, with the hashes that were reserved."""
-    answer = renamed(answer)
-    if "sequence_hashes" in answer:
-        return answer
-    fields = msgspec.convert(request, _PROMPT)
-    prompt = prompt_to_select(fields, answer["block_size"], is_eagle)
-    return {
-        "selection_id": answer.pop("selection_id"),
-        "sequence_hashes": list(unpack_signed(prompt.sequence_hashes())),
-        "isl_tokens": prompt.isl_tokens,
-        **answer,
-    }

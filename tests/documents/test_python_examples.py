@@ -157,15 +157,6 @@ def test_the_selector_inside_a_program(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "1 0 http://worker-1:8000\n"
 
 
-def test_the_same_in_front_of_a_service(capsys: pytest.CaptureFixture[str]) -> None:
-    remote = IN_PROCESS.replace("SelectionService", "RemoteSelectionService", 1)
-    remote = remote.replace("SelectionService()", 'RemoteSelectionService("http://localhost:8092")')
-    with RunningService() as service:
-        exec(code(remote, _8092=f"http://127.0.0.1:{service.port}"), {})
-        assert capsys.readouterr().out == "1 0 http://worker-1:8000\n"
-        assert service.get("/loads")[1][0]["loads"][0]["active_requests"] == 0
-
-
 def test_a_token_of_a_client(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("admin secret\n")

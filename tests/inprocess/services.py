@@ -1,29 +1,22 @@
-"""The class in each of its places: in this process, and in front of a service of either dialect."""
+"""A SelectionService for each story, and what its users do with it."""
 
 import asyncio
-import contextlib
 import inspect
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lean_selector import RemoteSelectionService, SelectionService
+from lean_selector import SelectionService
 from tests.support.on_loop import until
-from tests.support.running_service import DEADLINE_S, RunningService, free_port
+from tests.support.running_service import DEADLINE_S, free_port
 
 FIRST = 2**63 + 5  # as Ray derives them: beyond what is signed
 SECOND = 7
 BLOCK_SIZE = 4
 TOKENS = list(range(10))
-PLACES = ("in process", "over HTTP", "over HTTP with --api 1.6")
-UNIX = "over a UNIX socket"
-
-Service = SelectionService | RemoteSelectionService
 
 
 def worker(worker_id: int = FIRST, port: int | None = None, **changes: Any) -> dict[str, Any]:
@@ -47,29 +40,7 @@ def ask(selection_id: str | None = None, **changes: Any) -> dict[str, Any]:
     return {"selection_id": selection_id, "token_ids": TOKENS, **changes}
 
 
-@contextlib.asynccontextmanager
-async def service_in(place: str, folder: Path, *flags: str) -> AsyncIterator[Service]:
-    """A service without workers; `flags` are for those that are not in this process."""
-    with contextlib.ExitStack() as stack:
-        service: Service
-        if place == "in process":
-            assert not flags
-            service = SelectionService()
-        else:
-            path = folder / "s"
-            wanted = [*flags, *(("--api", "1.6") if "1.6" in place else ())]
-            if "UNIX" in place:
-                wanted += ["--uds", str(path)]
-            running = stack.enter_context(RunningService(*wanted))
-            url = f"unix:{path}" if "UNIX" in place else f"http://127.0.0.1:{running.port}"
-            service = RemoteSelectionService(url)
-        try:
-            yield service
-        finally:
-            await service.shutdown_async()
-
-
-def rows(service: Service) -> dict[int, tuple[int, int, int]]:
+def rows(service: SelectionService) -> dict[int, tuple[int, int, int]]:
     """Prefill tokens, decode blocks and requests of each worker."""
     return {
         row["worker_id"]: (
@@ -82,35 +53,30 @@ def rows(service: Service) -> dict[int, tuple[int, int, int]]:
     }
 
 
-async def shows(service: Service, expected: dict[int, tuple[int, int, int]]) -> None:
+async def shows(service: SelectionService, expected: dict[int, tuple[int, int, int]]) -> None:
     await until(lambda: rows(service) == expected, lambda: f"{rows(service)}, not {expected}")
 
 
-def in_places(*places: str) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
-    """A story as a test, once with a service without workers in each of the places."""
+def in_process(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A story as a test, with a service without workers."""
 
-    def decorated(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-        def test(place: str, tmp_path: Path, **others: Any) -> None:
-            async def run() -> None:
-                async with service_in(place, tmp_path) as service:
-                    await story(service, **others)
+    def test(**others: Any) -> None:
+        async def run() -> None:
+            service = SelectionService()
+            try:
+                await story(service, **others)
+            finally:
+                await service.shutdown_async()
 
-            asyncio.run(run())
+        asyncio.run(run())
 
-        given = [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            for name in ("place", "tmp_path", *list(inspect.signature(story).parameters)[1:])
-        ]
-        test.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
-        test.__name__, test.__doc__ = story.__name__, story.__doc__
-        told: Callable[..., None] = pytest.mark.parametrize("place", places)(test)
-        return told
-
-    return decorated
-
-
-everywhere = in_places(*PLACES)
-in_process = in_places("in process")
+    given = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in list(inspect.signature(story).parameters)[1:]
+    ]
+    test.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    test.__name__, test.__doc__ = story.__name__, story.__doc__
+    return test
 
 
 def printed_by(

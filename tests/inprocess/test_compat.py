@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.inprocess.services import printed_by, worker
-from tests.support.running_service import RunningService
 
 ASK = """
 import asyncio
@@ -20,40 +17,13 @@ asyncio.run(main())
 """
 
 
-def installed(call: str = "install()") -> str:
-    return f"from lean_selector import compat\nprint(compat.{call})\n"
+def installed() -> str:
+    return "from lean_selector import compat\nprint(compat.install())\n"
 
 
 def test_the_class_of_this_process_is_found() -> None:
     program = installed() + ASK.format(worker=worker())
     assert printed_by(program) == "True\nSelectionService 0"
-
-
-@pytest.mark.parametrize("how", ["argument", "environment"])
-def test_with_a_url_the_service_there_is_asked(how: str) -> None:
-    with RunningService() as running:
-        url = f"http://127.0.0.1:{running.port}"
-        if how == "argument":
-            program = installed(f"install({url!r})") + ASK.format(worker=worker())
-            came = printed_by(program)
-        else:
-            came = printed_by(installed() + ASK.format(worker=worker()), LEAN_SELECTOR_URL=url)
-        assert came == "True\nRemoteSelectionService 0"
-        assert len(running.get("/workers")[1]) == 1
-
-
-def test_settings_of_the_service_are_not_taken_for_it() -> None:
-    program = (
-        installed("install('http://localhost:1')")
-        + """
-from dynamo.llm import SelectionService
-try:
-    SelectionService(replica_sync_port=1)
-except TypeError as error:
-    print("replica_sync_port" in str(error))
-"""
-    )
-    assert printed_by(program) == "True\nTrue"
 
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
@@ -88,9 +58,9 @@ def test_where_dynamo_is_installed_nothing_changes(tmp_path: Path) -> None:
     assert printed_by(program, path=tmp_path) == "False\ntheirs"
 
 
-def test_it_may_be_installed_twice_and_the_last_url_counts() -> None:
+def test_it_may_be_installed_twice() -> None:
     program = (
-        installed("install('http://localhost:1')")
+        installed()
         + installed()
         + "from dynamo.llm import SelectionService\nprint(SelectionService.__module__)"
     )

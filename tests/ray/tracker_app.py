@@ -1,8 +1,8 @@
 """Ray Serve on this machine: Ray's own tracker and router before engines that publish KV events.
 
-`tracker_app.py REQUESTS URL`: writes what became of so many requests, as a line of JSON for the
-class in process and one for the class in front of URL. The tracker, the router of requests, and how
-engines report to it are Ray's, unmodified; the engines only pretend to compute.
+`tracker_app.py REQUESTS`: writes what became of so many requests, as a line of JSON. The tracker,
+the router of requests, and how engines report to it are Ray's, unmodified; the engines only pretend
+to compute.
 """
 
 import asyncio
@@ -181,7 +181,7 @@ async def story(handle: Any, requests: int) -> dict[str, Any]:
     }
 
 
-def main(requests: int, url: str) -> None:
+def main(requests: int) -> None:
     ray.init(
         num_cpus=2,
         object_store_memory=100 * 2**20,
@@ -190,19 +190,17 @@ def main(requests: int, url: str) -> None:
         runtime_env={"worker_process_setup_hook": "lean_selector.compat.install"},
     )
     serve.start(proxy_location="Disabled")
-    for name, environment in (("in-process", {}), ("remote", {"LEAN_SELECTOR_URL": url})):
-        options = {**SPARE, "runtime_env": {"env_vars": environment}}
-        router: Any = LLMRouter  # and the next: what Ray's decorator made of them
-        engine: Any = Engine
-        ingress = router.options(ray_actor_options=options).bind(engine.bind())
-        handle = serve.run(ingress, name=name, route_prefix=None)
-        told = asyncio.run(story(handle, requests))
-        sys.stdout.write(json.dumps({"place": name, **told}) + "\n")
-        sys.stdout.flush()
-        serve.delete(name)
+    router: Any = LLMRouter  # and the next: what Ray's decorator made of them
+    engine: Any = Engine
+    ingress = router.options(ray_actor_options=SPARE).bind(engine.bind())
+    handle = serve.run(ingress, name="in-process", route_prefix=None)
+    told = asyncio.run(story(handle, requests))
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+    serve.delete("in-process")
     serve.shutdown()
     ray.shutdown()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What both classes do alike, wherever the selector is."""
+"""SelectionService: requests, bookings, workers and what is refused."""
 
 import asyncio
 import struct
@@ -10,19 +10,15 @@ from typing import Any
 
 import pytest
 
-from lean_selector import RemoteSelectionService, SelectionServiceError
+from lean_selector import SelectionService, SelectionServiceError
 from lean_selector.publisher import KvEventPublisher
 from tests.inprocess.services import (
     BLOCK_SIZE,
     FIRST,
-    PLACES,
     SECOND,
     TOKENS,
-    UNIX,
-    Service,
     ask,
-    everywhere,
-    in_places,
+    in_process,
     rows,
     shows,
     worker,
@@ -39,8 +35,10 @@ async def refusal(asked: Awaitable[Any]) -> tuple[int, str, str]:
     return caught.value.status_code, caught.value.kind, str(caught.value)
 
 
-@in_places(*PLACES, UNIX)
-async def test_a_request_goes_through_its_life_and_leaves_nothing(service: Service) -> None:
+@in_process
+async def test_a_request_goes_through_its_life_and_leaves_nothing(
+    service: SelectionService,
+) -> None:
     record = await service.upsert_worker(worker())
     assert record["worker_id"] == FIRST
     assert record["lifecycle"] == "schedulable"
@@ -71,8 +69,8 @@ async def test_a_request_goes_through_its_life_and_leaves_nothing(service: Servi
     await shows(service, {FIRST: (0, 0, 0)})
 
 
-@everywhere
-async def test_select_then_reserve_books_what_was_chosen(service: Service) -> None:
+@in_process
+async def test_select_then_reserve_books_what_was_chosen(service: SelectionService) -> None:
     await service.upsert_worker(worker())
     chosen = await service.select(ask("kept"))
     assert chosen["selection_id"] == "kept"
@@ -91,8 +89,10 @@ async def test_select_then_reserve_books_what_was_chosen(service: Service) -> No
     assert (status, kind) == (404, "not_found")
 
 
-@everywhere
-async def test_a_booking_is_repeated_elsewhere_from_what_was_answered(service: Service) -> None:
+@in_process
+async def test_a_booking_is_repeated_elsewhere_from_what_was_answered(
+    service: SelectionService,
+) -> None:
     """What Ray's tracker does with the other ingress replicas."""
     await service.upsert_worker(worker())
     first = await service.select_and_reserve(ask("a"))
@@ -114,8 +114,8 @@ async def test_a_booking_is_repeated_elsewhere_from_what_was_answered(service: S
     await shows(service, {FIRST: (10, 2, 1)})
 
 
-@everywhere
-async def test_what_an_engine_publishes_is_found(service: Service) -> None:
+@in_process
+async def test_what_an_engine_publishes_is_found(service: SelectionService) -> None:
     port = free_port()
     publisher = KvEventPublisher(kv_block_size=BLOCK_SIZE, endpoint=f"tcp://127.0.0.1:{port}")
     try:
@@ -143,8 +143,8 @@ async def test_what_an_engine_publishes_is_found(service: Service) -> None:
         publisher.close()
 
 
-@everywhere
-async def test_refusals_say_their_status_and_kind(service: Service) -> None:
+@in_process
+async def test_refusals_say_their_status_and_kind(service: SelectionService) -> None:
     status, kind, _ = await refusal(service.select(ask()))
     assert (status, kind) == (503, "not_ready")
     await service.upsert_worker(worker())
@@ -162,8 +162,10 @@ async def test_refusals_say_their_status_and_kind(service: Service) -> None:
         assert (await refusal(asked))[:2] == (404, "not_found")
 
 
-@everywhere
-async def test_what_makes_no_sense_is_a_value_error_that_names_it(service: Service) -> None:
+@in_process
+async def test_what_makes_no_sense_is_a_value_error_that_names_it(
+    service: SelectionService,
+) -> None:
     await service.upsert_worker(worker())
     for asked, named in (
         (service.upsert_worker(worker(block_size="large")), "block_size"),
@@ -216,8 +218,10 @@ LISTS: tuple[Callable[[], object], ...] = (
 )
 
 
-@everywhere
-async def test_any_sequence_may_stand_for_a_list_as_in_the_reference(service: Service) -> None:
+@in_process
+async def test_any_sequence_may_stand_for_a_list_as_in_the_reference(
+    service: SelectionService,
+) -> None:
     await service.upsert_worker(worker(taints=deque(["a"])))
     assert service.list_workers()[0]["taints"] == ["a"]
     for number, tokens in enumerate(LISTS):
@@ -247,8 +251,8 @@ HASHES: tuple[Callable[[], object], ...] = (
 )
 
 
-@everywhere
-async def test_so_may_it_for_hashes_and_bytes_are_packed_ones(service: Service) -> None:
+@in_process
+async def test_so_may_it_for_hashes_and_bytes_are_packed_ones(service: SelectionService) -> None:
     await service.upsert_worker(worker())
     for hashes in HASHES:
         asked = ask(token_ids=None, block_hashes=hashes(), sequence_hashes=hashes(), isl_tokens=8)
@@ -267,8 +271,10 @@ NO_LISTS: tuple[Callable[[], object], ...] = (
 )
 
 
-@everywhere
-async def test_what_is_no_sequence_of_integers_is_refused_by_name(service: Service) -> None:
+@in_process
+async def test_what_is_no_sequence_of_integers_is_refused_by_name(
+    service: SelectionService,
+) -> None:
     await service.upsert_worker(worker())
     for tokens in NO_LISTS:
         with pytest.raises(ValueError, match="token_ids"):
@@ -277,8 +283,8 @@ async def test_what_is_no_sequence_of_integers_is_refused_by_name(service: Servi
         await service.select(ask(token_ids=[1, object()]))
 
 
-@everywhere
-async def test_workers_change_and_go_with_what_they_hold(service: Service) -> None:
+@in_process
+async def test_workers_change_and_go_with_what_they_hold(service: SelectionService) -> None:
     await service.upsert_worker(worker())
     changed = await service.patch_worker(FIRST, {"kv_events_endpoints": {0: "tcp://h:1"}})
     assert changed["kv_events_endpoints"] == {0: "tcp://h:1"}
@@ -288,8 +294,8 @@ async def test_workers_change_and_go_with_what_they_hold(service: Service) -> No
     assert service.ready()["ready"] is False
 
 
-@everywhere
-async def test_after_shutdown_nothing_is_chosen_any_more(service: Service) -> None:
+@in_process
+async def test_after_shutdown_nothing_is_chosen_any_more(service: SelectionService) -> None:
     await service.upsert_worker(worker())
     service.shutdown()
     service.shutdown()
@@ -302,15 +308,15 @@ async def test_after_shutdown_nothing_is_chosen_any_more(service: Service) -> No
         assert await refusal(asked) == (503, "not_ready", "selection service is shutting down")
 
 
-@everywhere
-async def test_peers_are_refused_while_replica_sync_is_off(service: Service) -> None:
+@in_process
+async def test_peers_are_refused_while_replica_sync_is_off(service: SelectionService) -> None:
     assert service.list_replica_peers() == []
     with pytest.raises(RuntimeError, match="replica sync is disabled"):
         await service.register_replica_peer("tcp://127.0.0.1:1")
 
 
-@everywhere
-async def test_other_threads_and_their_loops_are_served(service: Service) -> None:
+@in_process
+async def test_other_threads_and_their_loops_are_served(service: SelectionService) -> None:
     """Ray Serve asks from its router's loop, and reports from its replica's."""
     await service.upsert_worker(worker())
 
@@ -322,8 +328,6 @@ async def test_other_threads_and_their_loops_are_served(service: Service) -> Non
             await service.select(ask(token_ids="text"))
         assert (await refusal(service.free_reservation("never")))[0] == 404
         await until(lambda: rows(service) == {FIRST: (0, 3, 1)})
-        if isinstance(service, RemoteSelectionService):
-            await service.disconnect()
         return rows(service)
 
     assert await asyncio.to_thread(lambda: asyncio.run(elsewhere())) == {FIRST: (0, 3, 1)}
