@@ -27,10 +27,8 @@ from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, 
 from lean_selector.tools.traffic import (
     BLOCK_SIZE,
     Player,
-    compare,
     conversations,
     percentile,
-    table,
 )
 
 USERS_PER_WORKER = 10
@@ -233,11 +231,10 @@ class Demo:
                 return ["stopped before the service was ready"], 0
             if options.cmd is None:
                 print(f"look at it: http://127.0.0.1:{port}/ui", flush=True)
-            speed = EngineSpeed()
             try:
                 for worker_id in range(1, options.workers + 1):
                     self._engines[worker_id] = SimulatedEngine(
-                        worker_id, CAPACITY_BLOCKS, BLOCK_SIZE, speed, self._pause
+                        worker_id, CAPACITY_BLOCKS, BLOCK_SIZE, EngineSpeed(), self._pause
                     )
                 player = Player(client, self._engines, stopping, "demo")
                 await player.register_workers()
@@ -247,11 +244,7 @@ class Demo:
                 for engine in self._engines.values():
                     engine.close()
                 self._view.close()
-        lines = ["", *player.report(left)]
-        if played := player.recorded:
-            rows = compare(played, list(self._engines), CAPACITY_BLOCKS, BLOCK_SIZE, speed)
-            lines += ["", *table(rows, len(played))]
-        return lines, player.error_count
+        return ["", *player.report(left)], player.error_count
 
     def _catch_signals(self) -> None:
         """The first signal ends the traffic, a second one cancels whatever is still going on."""
@@ -280,12 +273,11 @@ class Demo:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _user(self, player: Player, user: int) -> None:
-        loop = asyncio.get_running_loop()
         for turn in conversations(self._options.seed, user):
             await self._pause(turn.thinking_s)
             if self._stop.is_set():
                 return
-            await player.play(turn.request, loop.time())
+            await player.play(turn.request)
 
     async def _watch(
         self, player: Player, service: ServiceProcess, tasks: Sequence[asyncio.Task[None]]

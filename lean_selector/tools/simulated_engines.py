@@ -134,9 +134,6 @@ class EngineSpeed(msgspec.Struct, frozen=True):
     prefill_tokens_per_s: float = 8_000.0
     decode_tokens_per_s: float = 160.0  # of one request
 
-    def times(self, factor: float) -> "EngineSpeed":
-        return EngineSpeed(self.prefill_tokens_per_s * factor, self.decode_tokens_per_s * factor)
-
 
 class RunningRequest(msgspec.Struct):
     """A request inside an engine. held is the number of its leading blocks in the cache."""
@@ -155,10 +152,8 @@ class EngineModel:
         self.block_size = block_size
         self.speed = speed
         self.active = 0  # requests admitted and not finished
-        self.requests = 0
         self.prompt_blocks = 0
         self.hit_blocks = 0  # of prompt_blocks, found in the cache; <= prompt_blocks
-        self.prefill_tokens = 0  # computed, that is without those in the cache
         self._prefill_free_at = 0.0
 
     @property
@@ -173,10 +168,8 @@ class EngineModel:
         started = max(now, self._prefill_free_at)
         self._prefill_free_at = started + uncached / self.speed.prefill_tokens_per_s
         self.active += 1
-        self.requests += 1
         self.prompt_blocks += request.prompt_blocks
         self.hit_blocks += placed.hit
-        self.prefill_tokens += uncached
         running = RunningRequest(
             request, placed.hit + placed.stored, placed.hit, self._prefill_free_at
         )
@@ -200,12 +193,6 @@ class EngineModel:
 def hit_rate(engines: Sequence[EngineModel]) -> float:
     """Prompt blocks found in the caches, as a fraction of all prompt blocks; 0 before any."""
     return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
-
-
-def imbalance(engines: Sequence[EngineModel]) -> float:
-    """Prefill tokens computed by the busiest engine over those of the average one."""
-    work = [engine.prefill_tokens for engine in engines]
-    return max(work) * len(work) / max(1, sum(work))
 
 
 class SimulatedEngine(EngineModel):

@@ -1,8 +1,6 @@
-"""Requests for the demo: conversations, played against the service, and compared with policies."""
+"""Requests for the demo: conversations, played against the service."""
 
-import heapq
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
@@ -14,13 +12,9 @@ import msgspec
 from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.service_process import HttpClient, ServiceError
 from lean_selector.tools.simulated_engines import (
-    EngineModel,
     EngineRequest,
-    EngineSpeed,
-    RunningRequest,
     SimulatedEngine,
     hit_rate,
-    imbalance,
     make_request,
 )
 
@@ -90,18 +84,8 @@ class PartitionLoad(msgspec.Struct):
 
 # -- playing requests ------------------------------------------------------------------------------
 
-# About 100 MB of what the comparison needs at 815 blocks a prompt; the table names the count.
-RECORD_LIMIT = 15_000
 LATENCY_LIMIT = 200_000  # newest answers per kind of call that count in percentiles
 ERROR_LIMIT = 5  # error texts kept; all are counted
-
-
-class Recorded(msgspec.Struct, frozen=True):
-    """A request as it was played: without tokens, with its time of arrival and the choice."""
-
-    arrival_s: float
-    request: EngineRequest
-    worker_id: int
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
@@ -134,7 +118,6 @@ class Player:
         self.expected_blocks = 0  # overlap that the service announced for the chosen engines
         self.error_count = 0
         self.errors: list[str] = []
-        self.recorded: list[Recorded] = []
         self.latency_s: dict[str, deque[float]] = {
             kind: deque(maxlen=LATENCY_LIMIT)
             for kind in ("select_and_reserve", "prefill_complete", "output_block", "free")
@@ -197,10 +180,10 @@ class Player:
             lines.append(f"  {kind:<22} {p50:>9.2f} ms {p99:>7.2f} ms {len(ordered):>9}")
         return lines
 
-    async def play(self, request: EngineRequest, arrival_s: float) -> None:
+    async def play(self, request: EngineRequest) -> None:
         """One whole request. Errors of the service are counted and kept, never raised."""
         try:
-            await self._play(request, arrival_s)
+            await self._play(request)
         except ServiceError as error:
             self.error_count += 1
             if len(self.errors) < ERROR_LIMIT:
@@ -208,7 +191,7 @@ class Player:
         else:
             self.finished += 1
 
-    async def _play(self, request: EngineRequest, arrival_s: float) -> None:
+    async def _play(self, request: EngineRequest) -> None:
         blocks = request.prompt_blocks
         body = {
             "model_name": self._model_name,
@@ -221,24 +204,16 @@ class Player:
         selection = msgspec.json.decode(answer, type=Selection)
         reservation = f"/reservations/{quote(request.request_id, safe='')}"
         try:
-            await self._serve(request, selection, reservation, arrival_s)
+            await self._serve(request, selection, reservation)
         finally:
             await self._timed("free", "DELETE", reservation)
 
-    async def _serve(
-        self, request: EngineRequest, selection: Selection, reservation: str, arrival_s: float
-    ) -> None:
+    async def _serve(self, request: EngineRequest, selection: Selection, reservation: str) -> None:
         """Compute the request on the chosen engine, reporting each step."""
         engine = self._engines.get(selection.worker_id)
         if engine is None:
             raise ServiceError(f"the service chose worker {selection.worker_id}, which is not ours")
         self.expected_blocks += selection.overlap.gpu // engine.block_size
-        if len(self.recorded) < RECORD_LIMIT:
-            hashes = array("q", request.sequence_hashes)
-            slim = msgspec.structs.replace(
-                request, tokens=(), block_hashes=(), sequence_hashes=hashes
-            )
-            self.recorded.append(Recorded(arrival_s, slim, selection.worker_id))
         running = await engine.prefill(request)
         try:
             await self._timed("prefill_complete", "POST", f"{reservation}/prefill_complete")
@@ -256,106 +231,3 @@ class Player:
         self.latency_s[kind].append(time.perf_counter() - started)
         self.calls += 1
         return answer
-
-
-# -- what other policies would have done -----------------------------------------------------------
-# Recorded requests run at their recorded times through fresh engine models, once for each policy.
-# One model computes all rows, so they differ by the choices alone.
-
-# Picks the index of an engine for the n-th request.
-Policy = Callable[[int, Recorded, Sequence[EngineModel]], int]
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """One row of the table."""
-
-    policy: str
-    hit_rate: float  # prompt blocks found in the cache / prompt blocks
-    imbalance: float  # prefill tokens computed by the busiest engine / by the average one
-    ttft_p50_s: float  # arrival to the end of prefill, queueing for the engine included
-    ttft_p99_s: float
-
-
-def as_recorded(worker_ids: Sequence[int]) -> Policy:
-    """The choices of the service; engines stand in the order of worker_ids."""
-    index = {worker_id: i for i, worker_id in enumerate(worker_ids)}
-    return lambda _, recorded, engines: index[recorded.worker_id]
-
-
-def round_robin(turn: int, recorded: Recorded, engines: Sequence[EngineModel]) -> int:
-    """One engine after the other."""
-    return turn % len(engines)
-
-
-def least_loaded(turn: int, recorded: Recorded, engines: Sequence[EngineModel]) -> int:
-    """An engine with the fewest requests under way; among equals, the next in turn."""
-    size = len(engines)
-    return min(range(size), key=lambda i: (engines[i].active, (i - turn) % size))
-
-
-def run_policy(
-    name: str, policy: Policy, recorded: Sequence[Recorded], engines: Sequence[EngineModel]
-) -> Outcome:
-    """Play all requests through idle, empty engines. recorded is in order of arrival."""
-    ttft: list[float] = []
-    order = count()  # makes equal times fall in the order in which they were planned
-    # (time, order, engine, running, next output block): when a running request has more to do
-    plan: list[tuple[float, int, EngineModel, RunningRequest, int]] = []
-
-    def advance(until: float) -> None:
-        while plan and plan[0][0] <= until:
-            at, _, engine, running, index = heapq.heappop(plan)
-            if index:
-                engine.decode_block(running, index - 1)
-            if index == running.request.output_blocks:
-                engine.finish(running)
-                continue
-            following = (at + engine.decode_block_s, next(order), engine, running, index + 1)
-            heapq.heappush(plan, following)
-
-    for turn, item in enumerate(recorded):
-        advance(item.arrival_s)
-        engine = engines[policy(turn, item, engines)]
-        running, _ = engine.admit(item.request, item.arrival_s)
-        ttft.append(running.prefill_done_at - item.arrival_s)
-        heapq.heappush(plan, (running.prefill_done_at, next(order), engine, running, 0))
-    ttft.sort()
-    p50, p99 = percentile(ttft, 0.50), percentile(ttft, 0.99)
-    return Outcome(name, hit_rate(engines), imbalance(engines), p50, p99)
-
-
-def compare(
-    recorded: Sequence[Recorded],
-    worker_ids: Sequence[int],
-    capacity_blocks: int,
-    block_size: int,
-    speed: EngineSpeed,
-) -> list[Outcome]:
-    """The rows for the recorded choices, round-robin and least-loaded."""
-    policies: dict[str, Policy] = {
-        "lean-selector": as_recorded(worker_ids),
-        "round-robin": round_robin,
-        "least-loaded": least_loaded,
-    }
-    in_order = sorted(recorded, key=lambda item: item.arrival_s)
-
-    def fleet() -> list[EngineModel]:
-        return [EngineModel(capacity_blocks, block_size, speed) for _ in worker_ids]
-
-    return [run_policy(name, policy, in_order, fleet()) for name, policy in policies.items()]
-
-
-def table(outcomes: Sequence[Outcome], requests: int) -> list[str]:
-    """The rows as text lines of at most 80 columns, with how they were obtained."""
-    return [
-        "policy          hit rate   imbalance   time to first token p50 / p99",
-        *(
-            f"{row.policy:<14} {row.hit_rate:>8.1%} {row.imbalance:>11.2f}"
-            f" {row.ttft_p50_s * 1e3:>14.0f} ms / {row.ttft_p99_s * 1e3:.0f} ms"
-            for row in outcomes
-        ),
-        f"How: the same {requests} requests, at the same times, simulated afterwards through",
-        "identical empty engines; the first row takes the choices made live, the others",
-        "choose in turn or the engine with the fewest requests under way. Imbalance:",
-        "prefill tokens computed by the busiest engine over the average (1.00 is even).",
-    ]

@@ -71,7 +71,7 @@ def test_prefill_is_queued_and_takes_time_for_what_is_not_cached() -> None:
     assert second.hit_blocks == 12
     assert second.prefill_done_at == pytest.approx(10.5 + 0.12)
     assert model.decode_block_s == 0.5
-    assert (model.prompt_blocks, model.hit_blocks, model.prefill_tokens) == (27, 12, 62)
+    assert (model.prompt_blocks, model.hit_blocks) == (27, 12)
     assert hit_rate([model, EngineModel(1, BLOCK, SPEED)]) == 12 / 27
 
 

@@ -51,7 +51,7 @@ def play(scripted: ScriptedService, engine: SimulatedEngine, stopping: bool = Fa
             player = Player(client, {1: engine}, lambda: stopping, "m")
             try:
                 await player.register_workers()
-                await player.play(REQUEST, 1.5)
+                await player.play(REQUEST)
             finally:
                 client.close()
         return player
@@ -74,8 +74,6 @@ def test_a_request_goes_through_its_whole_lifecycle(
     }
     assert (player.finished, player.calls, player.error_count) == (1, 4, 0)
     assert player.expected_blocks == 1
-    assert (player.recorded[0].arrival_s, player.recorded[0].worker_id) == (1.5, 1)
-    assert list(player.recorded[0].request.sequence_hashes) == list(REQUEST.sequence_hashes)
     assert engine.active == 0
     assert any("0 errors, load left at the end: 7" in line for line in player.report(7))
 
