@@ -88,7 +88,7 @@ def test_no_process_outlives_it_however_it_ends(sign: signal.Signals, tmp_path: 
         assert process.stderr is not None
         assert "round 1" in process.stderr.readline()
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        assert len(children) >= 3
+        assert len(children) >= 2
         process.send_signal(sign)
         words = process.stderr.read()
         status = process.wait(LIMIT_S)
