@@ -36,7 +36,7 @@ from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.exposition import Families, Sample, by, labels, table
 from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.tasks import supervise
-from lean_selector.wire.replica_shapes import CurveState, PeerState, PlaneState, PublisherState
+from lean_selector.wire.replica_shapes import CurveState, PeerState, PublisherState, SyncState
 from lean_selector.wire.replica_snapshot import encode_session_list, encode_snapshot
 
 log = logging.getLogger("lean_selector.replica")
@@ -310,7 +310,7 @@ class Replication:
             "replica_peers": (peers, "Peers by connection state."),
         })  # fmt: skip
 
-    def state(self) -> PlaneState:
+    def state(self) -> SyncState:
         now = time.monotonic()
         counts = self.applier.counts
         dropped = {
@@ -320,7 +320,7 @@ class Replication:
         dropped["undecodable"] = self.sync.undecodable
         dropped["too_many_waiting"] = self.sync.dropped
         dropped["too_big"] = self.sync.too_big
-        return PlaneState(
+        return SyncState(
             self.router_id,
             [
                 PeerState(

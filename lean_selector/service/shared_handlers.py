@@ -13,7 +13,7 @@ from lean_selector.service.bodies import DETAIL, Query, wants_detail
 from lean_selector.service.gate import Endpoint, Route, Served, plain, with_body, with_query
 from lean_selector.service.replies import Answer, Reply, Standing
 from lean_selector.wire.discovery_states import DiscoveryReport
-from lean_selector.wire.replica_shapes import PeerRequest, PlaneState
+from lean_selector.wire.replica_shapes import PeerRequest, SyncState
 from lean_selector.wire.selection_bodies import Ok
 
 OK: Final = Standing(Ok())
@@ -28,7 +28,7 @@ class Replication(Protocol):
 
     def peers(self) -> list[str]: ...
 
-    def state(self) -> PlaneState: ...
+    def state(self) -> SyncState: ...
 
     def snapshot(self) -> Answer: ...
 

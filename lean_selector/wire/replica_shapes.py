@@ -181,7 +181,7 @@ class CurveState(msgspec.Struct, frozen=True):
     last_refused: str | None  # a public key
 
 
-class PlaneState(msgspec.Struct, frozen=True):
+class SyncState(msgspec.Struct, frozen=True):
     """GET /replica_sync/peers?detail=true."""
 
     router_id: int

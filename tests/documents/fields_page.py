@@ -49,7 +49,7 @@ _LEFT_OUT: Final = {
     *("DumpEntry", "DumpEntry16", "TierEvent", "TierEvent16", "Event", "StoredData", "Stored"),
     *("Block", "SessionList", "SessionLine", "Snapshot", "SnapshotLine", "SharedCache"),
     *("Fleet", "FleetWorker", "FleetRank", "FleetModel", "Finding", "PrefixTree", "UpperRun"),
-    *("PlaneState", "PeerState", "PublisherState", "CurveState", "DiscoveryReport"),
+    *("SyncState", "PeerState", "PublisherState", "CurveState", "DiscoveryReport"),
     *("DiscoveryState", "DiscoveredWorker", "DiscoveredPeer", "FetchAction", "FetchPayload"),
 }
 _ROUTES_HEAD: Final = ("| route | what it does | role | body | answers |", "|---|---|---|---|---|")

@@ -24,7 +24,7 @@ from lean_selector.service.openapi.shapes import (
 )
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.fleet import Fleet, PrefixTree
-from lean_selector.wire.replica_shapes import PlaneState
+from lean_selector.wire.replica_shapes import SyncState
 from lean_selector.wire.selection_16_bodies import (
     Booked16,
     OverlapScores16,
@@ -81,7 +81,7 @@ def _leaving(example: Any) -> RouteDescription:
     return RouteDescription("Remove a peer", "replicas", {200: Ok}, errors, example)
 
 
-_PEERS: Final = _described("List the peers", "replicas", [list[str], PlaneState, dict[str, Any]])
+_PEERS: Final = _described("List the peers", "replicas", [list[str], SyncState, dict[str, Any]])
 _ENDPOINT: Final = {"endpoint": "tcp://127.0.0.1:9092"}
 _SHARED: Final[Descriptions] = {
     ("GET", "/replica_sync/peers"): _PEERS,
