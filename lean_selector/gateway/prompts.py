@@ -238,7 +238,9 @@ class Prompts:
 
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
     """A prompt of this length with this prefix. Its load is that of all its blocks, so unknown ones
-    are random, and equal no other prompt's."""
+    are random, and equal no other prompt's. If none is known the prompt has no local hashes: they
+    would match nothing, and be predicted as cached on a worker although no prompt can ask for them.
+    """
     tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
     rest = os.urandom(8 * (tokens // block_size) - len(known))
     return _prompt_of(known, tokens, lora_name, rest)
@@ -247,7 +249,7 @@ def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) 
 def _prompt_of(known: bytes, tokens: int, lora_name: str | None, rest: bytes = b"") -> Prompt:
     return Prompt(
         min(max(1, tokens), MAX_ISL_TOKENS),
-        known + rest,
+        known + rest if known else b"",
         (len(known) + len(rest)) // 8,
         (known or rest)[:8],
         lambda: sequence_hashes_bytes(known) + rest,

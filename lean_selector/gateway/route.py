@@ -221,14 +221,14 @@ def _reservation_id(given: bytes | None) -> str:
 
 
 def _selection_of(routed: Routed, reservation_id: str) -> SelectAndReserveRequest:
-    prompt = routed.prompt
-    worker_ids = routed.worker_ids
+    prompt, worker_ids = routed.prompt, routed.worker_ids
+    sequence = prompt.sequence_hashes()  # an unknown prompt's own blocks are random
     return SelectAndReserveRequest(
         reservation_id=reservation_id,
         model_name=routed.model_name,
         tenant_id=routed.tenant_id,
-        block_hashes=prompt.local_hashes,
-        sequence_hashes=prompt.sequence_hashes(),
+        block_hashes=prompt.local_hashes or sequence,
+        sequence_hashes=sequence,
         isl_tokens=prompt.isl_tokens,
         lora_name=prompt.lora_name,
         allowed_worker_ids=None if worker_ids is None else sorted(worker_ids),

@@ -95,10 +95,12 @@ def is_load_only(routed: Routed, why_not: Unknown) -> bool:
 
 
 def begins(routed: Routed, known: bytes) -> bool:
-    """What is known is the beginning; behind it are blocks for all its tokens, like no other's."""
+    """What is known is the beginning; behind it are blocks for all its tokens, like no other's.
+    Where nothing is known nothing can match, and nothing is predicted."""
     prompt = routed.prompt
     assert prompt.sequence_count == prompt.isl_tokens // BLOCK_SIZE
-    assert len(prompt.local_hashes) == len(prompt.sequence_hashes()) == 8 * prompt.sequence_count
+    assert len(prompt.sequence_hashes()) == 8 * prompt.sequence_count
+    assert len(prompt.local_hashes) == (8 * prompt.sequence_count if known else 0)
     assert prompt.first_sequence_hash == prompt.sequence_hashes()[:8]
     assert prompt.sequence_hashes().startswith(sequence_hashes_bytes(known))
     return prompt.local_hashes.startswith(known)
@@ -117,7 +119,8 @@ async def test_lengths_that_are_not_known_are_estimated_by_those_of_the_answers_
         assert first.prompt.isl_tokens == 4_002 // 4  # with the quotes
         assert first.output_tokens == 128
         twin = await prompts.of(TEXT, text("x" * 4_000))
-        assert twin.prompt.local_hashes[:8] != first.prompt.local_hashes[:8]
+        assert twin.prompt.first_sequence_hash != first.prompt.first_sequence_hash
+        assert twin.prompt.local_hashes == first.prompt.local_hashes == b""
         assert first.on_lengths is not None
         for _ in range(40):
             first.on_lengths(2_001, 300)
