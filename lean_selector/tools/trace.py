@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from lean_selector.tools.service_process import ServiceError
+from lean_selector.tools.simulated_engines import EngineRequest, make_request
 from lean_selector.wire.decision_lines import HEADER_START, SPAN_TOKENS, DecisionLine, LogHeader
 
 TRACE_BLOCK_TOKENS = SPAN_TOKENS
@@ -76,3 +77,17 @@ def made_up_lines() -> Iterator[DecisionLine]:
         if len(talk) < 120:
             talks.append(talk)
         yield DecisionLine(number * 300.0, len(talk) * TRACE_BLOCK_TOKENS - 200, 300, talk)
+
+
+def read_trace(
+    path: Path, block_size: int, limit: int | None = None
+) -> Iterator[tuple[float, EngineRequest]]:
+    """Arrival in seconds and request of the first `limit` lines, one at a time.
+
+    The tokens of the output are not in the trace, so no engine caches them. Raises ServiceError.
+    """
+    for number, line in enumerate(trace_lines(path, limit), 1):
+        tokens = prompt_tokens(line)
+        name, output_blocks = f"trace-{number}", line.output_length // block_size
+        request = make_request(name, tokens, len(tokens), output_blocks, block_size)
+        yield line.timestamp / 1e3, request

@@ -1,4 +1,4 @@
-"""Lines of a trace."""
+"""Lines of a trace as requests."""
 
 import gzip
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lean_selector.tools.service_process import ServiceError
-from lean_selector.tools.trace import prompt_tokens, trace_lines
+from lean_selector.tools.trace import prompt_tokens, read_trace
 from lean_selector.wire.decision_lines import DecisionLine
 from tests.loadtest.conftest import WriteTrace
 
@@ -36,13 +36,18 @@ def test_equal_hash_ids_have_equal_tokens_and_others_share_none() -> None:
     assert all(0 <= token < 2**32 for token in prompt_tokens(DecisionLine(0, 512, 0, [2**40 + 1])))
 
 
-def test_a_trace_is_read_plain_or_packed_as_far_as_is_wanted(trace: Path) -> None:
-    lines = list(trace_lines(trace, 12))
-    assert [(line.timestamp, line.input_length) for line in lines[:2]] == [(0.0, 300), (50.0, 300)]
-    assert len(lines) == 12
+def test_lines_become_requests_in_seconds_and_blocks(trace: Path) -> None:
+    requests = list(read_trace(trace, 16, 12))
+    assert [arrival_s for arrival_s, _ in requests[:3]] == [0.0, 0.05, 0.1]
+    second_turn = requests[10][1]
+    assert second_turn.isl_tokens == 812
+    assert second_turn.prompt_blocks == len(second_turn.sequence_hashes) == 50
+    assert second_turn.output_blocks == 2
+    assert second_turn.sequence_hashes[:18] == requests[0][1].sequence_hashes
+    assert len({request.request_id for _, request in requests}) == 12
     plain = trace.with_name("plain.jsonl")  # without gzip
     plain.write_bytes(gzip.decompress(trace.read_bytes()))
-    assert list(trace_lines(plain, 12)) == lines
+    assert list(read_trace(plain, 16, 12)) == requests
 
 
 LINE = '{"timestamp":0,"input_length":%d,"output_length":1,"hash_ids":[1]}'
@@ -61,4 +66,4 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, message:
     path = tmp_path / "bad.jsonl"
     path.write_text(f"{LINE % 100}\n{line}\n")
     with pytest.raises(ServiceError, match=rf"bad\.jsonl:2: .*{message}"):
-        list(trace_lines(path))
+        list(read_trace(path, 16, 10))
