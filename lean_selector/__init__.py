@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     from lean_selector.client import KvPushRouter as KvPushRouter
     from lean_selector.client import KvRouter as KvRouter
     from lean_selector.client import KvRouterConfig as KvRouterConfig
-    from lean_selector.client import SlotTracker as SlotTracker
     from lean_selector.client import SyncKvRouter as SyncKvRouter
-    from lean_selector.client import SyncSlotTracker as SyncSlotTracker
     from lean_selector.core.hashing import block_hashes as block_hashes
     from lean_selector.core.hashing import sequence_hashes as sequence_hashes
     from lean_selector.inprocess.dialect import SelectionCacheConfig as SelectionCacheConfig
@@ -41,9 +39,7 @@ _HOME = {
     "SelectionCacheConfig": "lean_selector.inprocess.dialect",
     "SelectionService": "lean_selector.inprocess.service",
     "SelectionServiceError": "lean_selector.inprocess.dialect",
-    "SlotTracker": "lean_selector.client",
     "SyncKvRouter": "lean_selector.client",
-    "SyncSlotTracker": "lean_selector.client",
     "block_hashes": "lean_selector.core.hashing",
     "sequence_hashes": "lean_selector.core.hashing",
 }

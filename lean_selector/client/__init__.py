@@ -1,8 +1,7 @@
-"""Clients of the services: the router API of Dynamo's examples, and the slot tracker's.
+"""The client of the selection service: the router API of Dynamo's examples.
 
 Needs httpx, which the extra brings: `pip install "lean-selector[client]"`. KvRouter and
-SyncKvRouter select workers, stream from them and track their load; SlotTracker and SyncSlotTracker
-speak to the slot tracker. Errors: see `errors`.
+SyncKvRouter select workers, stream from them and track their load. Errors: see `errors`.
 """
 
 try:
@@ -39,7 +38,6 @@ from lean_selector.client.router import (
     SyncTokenStream,
     TokenStream,
 )
-from lean_selector.client.slot_tracker import SlotTracker, SyncSlotTracker
 
 __all__ = [
     "AlreadyExists",
@@ -57,10 +55,8 @@ __all__ = [
     "Placement",
     "ServiceRefused",
     "ServiceUnreachable",
-    "SlotTracker",
     "SyncKvRouter",
     "SyncPlacement",
-    "SyncSlotTracker",
     "SyncTokenStream",
     "Timeouts",
     "TokenStream",

@@ -12,9 +12,7 @@ from lean_selector.client import (
     KvRouter,
     ServiceRefused,
     ServiceUnreachable,
-    SlotTracker,
     SyncKvRouter,
-    SyncSlotTracker,
 )
 from lean_selector.client.client_settings import Backoff
 from tests.support.certificates import HOST, LOCKED_KEY, Authority, Files
@@ -95,9 +93,9 @@ def test_a_client_shows_its_certificate_and_believes_whom_it_is_told_to(
 def test_a_token_goes_with_every_request(token: Any) -> None:
     async def main() -> list[bytes]:
         async with serving(says(response(b"[]"))) as running:
-            async with SlotTracker(running.url, MODEL, token=token) as tracker:
-                await tracker.workers()
-                await tracker.loads()
+            async with KvRouter(running.url, 16, model_name=MODEL, token=token) as router:
+                for _ in range(2):
+                    await router.get_potential_loads(PROMPT)
             return running.requests
 
     for request in asyncio.run(main()):
@@ -107,18 +105,18 @@ def test_a_token_goes_with_every_request(token: Any) -> None:
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "schön"])
 def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
     with pytest.raises(ValueError, match="a token is printable ASCII without blanks"):
-        SlotTracker("http://127.0.0.1:1", MODEL, token=token)
+        KvRouter("http://127.0.0.1:1", token=token)
 
 
 def test_files_that_are_missing_are_told_of_at_once(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        SyncSlotTracker("https://127.0.0.1:1", MODEL, verify=tmp_path / "none.pem")
+        SyncKvRouter("https://127.0.0.1:1", verify=tmp_path / "none.pem")
     with pytest.raises((FileNotFoundError, ssl.SSLError)):
-        SyncSlotTracker("https://127.0.0.1:1", MODEL, cert=tmp_path / "none.pem")
+        SyncKvRouter("https://127.0.0.1:1", cert=tmp_path / "none.pem")
 
 
 def test_a_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(tmp_path: Path) -> None:
     files = Files(tmp_path, OURS, OURS.issue("client.test"))
     files.key.write_text(LOCKED_KEY)
     with pytest.raises(OSError, match=f"{files.key}: a key with a passphrase is not supported"):
-        SyncSlotTracker("https://127.0.0.1:1", MODEL, cert=(files.cert, files.key))
+        SyncKvRouter("https://127.0.0.1:1", cert=(files.cert, files.key))

@@ -26,9 +26,7 @@ from lean_selector.client import (
     NoWorkerAvailable,
     OtherEventLoop,
     ServiceUnreachable,
-    SlotTracker,
     SyncKvRouter,
-    SyncSlotTracker,
     Timeouts,
     TokenStream,
     WorkerRefused,
@@ -72,13 +70,8 @@ def methods(kind: type) -> dict[str, Any]:
     return {n: f for n, f in vars(kind).items() if not n.startswith("_") and n not in ends}
 
 
-@pytest.mark.parametrize(
-    ("with_a_loop", "without"), [(KvRouter, SyncKvRouter), (SlotTracker, SyncSlotTracker)]
-)
-def test_both_kinds_have_the_same_methods_with_the_same_arguments_and_text(
-    with_a_loop: type, without: type
-) -> None:
-    ours, theirs = methods(with_a_loop), methods(without)
+def test_both_kinds_have_the_same_methods_with_the_same_arguments_and_text() -> None:
+    ours, theirs = methods(KvRouter), methods(SyncKvRouter)
     assert len(ours) >= 9
     assert {name: (f.__doc__, signature(f).parameters) for name, f in ours.items()} == {
         name: (f.__doc__, signature(f).parameters) for name, f in theirs.items()

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,14 @@ HIERARCHICAL = python_example("# Probe several routers")
 CUSTOM = python_example("custom_cost_fn")
 TTFT = python_example("fastest = min(")
 RESERVE = python_example("router.reserve(")
-SYNCHRONOUS = python_example("with SyncKvRouter(")
-SLOT_TRACKER = python_example("async with SlotTracker(")
+SYNCHRONOUS = python_example("router.generate([1, 2, 3, 4]")
 HASHES = python_example("assert block_hashes(")
 IN_PROCESS = python_example("service = SelectionService()")
 SHIM = python_example("from dynamo.llm import SelectionService")
-WITH_A_TOKEN = python_example("with SyncSlotTracker(")
+WITH_A_TOKEN = python_example("cert=None,")
 FASTAPI = python_example("app = FastAPI()")
 EXAMPLES = [
-    *(FIRST, AUTOMATIC, MANUAL, HIERARCHICAL, CUSTOM, TTFT, RESERVE, SYNCHRONOUS, SLOT_TRACKER),
+    *(FIRST, AUTOMATIC, MANUAL, HIERARCHICAL, CUSTOM, TTFT, RESERVE, SYNCHRONOUS),
     *(HASHES, IN_PROCESS, SHIM, WITH_A_TOKEN, FASTAPI, *RAY_EXAMPLES),
 ]
 TOKENS = list(range(1, 41))
@@ -140,14 +139,6 @@ def test_without_an_event_loop(fleet: Fleet, capsys: pytest.CaptureFixture[str])
     assert fleet.total() == (0, 0, 0)
 
 
-def test_the_slot_tracker(capsys: pytest.CaptureFixture[str]) -> None:
-    with RunningService(module="lean_selector.slot_tracker") as service:
-        address = f"http://127.0.0.1:{service.port}"
-        work: Coroutine[Any, Any, Any] = fragment(SLOT_TRACKER, {"tokens": TOKENS}, _8091=address)
-        asyncio.run(work)
-    assert "'active_decode_blocks': 2" in capsys.readouterr().out
-
-
 def test_the_hashes() -> None:
     exec(code(HASHES), {})
 
@@ -157,16 +148,16 @@ def test_the_selector_inside_a_program(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "1 0 http://worker-1:8000\n"
 
 
-def test_a_token_of_a_client(tmp_path: Path) -> None:
+def test_a_token_of_a_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("admin secret\n")
-    flags = ("--auth-token-file", str(tokens))
-    with RunningService(*flags, module="lean_selector.slot_tracker") as service:
-        exec(code(WITH_A_TOKEN, _8091=f"http://127.0.0.1:{service.port}"), {})
-        status, rows = service.request(
-            "GET", "/workers", headers={"authorization": "Bearer secret"}
-        )
-        assert (status, [row["worker_id"] for row in rows]) == (200, [7])
+    with RunningService("--auth-token-file", str(tokens)) as service:
+        worker = {"worker_id": 7, "model_name": MODEL, "endpoint": "http://w", "block_size": 16}
+        headers = {"authorization": "Bearer secret", "content-type": "application/json"}
+        body = {**worker, "kv_events_endpoint": "tcp://127.0.0.1:1"}
+        assert service.request("POST", "/workers", body, headers=headers)[0] == 201
+        exec(code(WITH_A_TOKEN, _8092=f"http://127.0.0.1:{service.port}"), {})
+    assert capsys.readouterr().out == "(7, 0, 0)\n"
 
 
 def test_raw_requests_behind_fastapi() -> None:
