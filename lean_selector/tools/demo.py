@@ -179,10 +179,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the traffic; default: 0")
     parser.add_argument("--port", type=int, default=0, help="of the service; default: a free one")
-    parser.add_argument(
-        "--cmd",
-        help="start this as the service instead, {port} replaced (default: lean-selector itself)",
-    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -226,11 +222,10 @@ class Demo:
         self._catch_signals()
         options, stopping = self._options, self._stop.is_set
         port = check_port(options.port)
-        async with answering_service(port, options.cmd, stopping=stopping) as (client, service):
+        async with answering_service(port, stopping) as (client, service):
             if stopping():
                 return ["stopped before the service was ready"], 0
-            if options.cmd is None:
-                print(f"look at it: http://127.0.0.1:{port}/ui", flush=True)
+            print(f"look at it: http://127.0.0.1:{port}/ui", flush=True)
             try:
                 for worker_id in range(1, options.workers + 1):
                     self._engines[worker_id] = SimulatedEngine(

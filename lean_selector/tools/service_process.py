@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -10,7 +9,6 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from typing import IO
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -32,14 +30,7 @@ class HttpClient:
     """Requests to one service. As many connections as the caller has requests under way."""
 
     def __init__(self, url: str) -> None:
-        """url: `http://host:port`. Raises ServiceError for anything else."""
-        parts = urlsplit(url)
-        try:
-            port = parts.port
-        except ValueError:
-            port = None
-        if parts.scheme != "http" or parts.hostname is None or port is None:
-            raise ServiceError(f"not an http://host:port URL: {url}")
+        """url: `http://host:port`."""
         self._upstream = Upstream(url)
         self._head_end = b" HTTP/1.1\r\n" + self._upstream.host_line + b"\r\n"
 
@@ -97,11 +88,6 @@ async def _resolve(host: str, port: int) -> list[SocketAddress]:
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 30.0  # a cold interpreter on a busy machine takes a few
 STOP_TIMEOUT_S = 8.0  # the service drains for up to 5 s on SIGTERM
-
-
-def service_command(port: int) -> list[str]:
-    """The command line of our own service on loopback."""
-    return [sys.executable, "-m", "lean_selector", "--host", HOST, "--port", str(port)]
 
 
 def check_port(port: int) -> int:
@@ -184,33 +170,28 @@ async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProces
 
 @asynccontextmanager
 async def answering_service(
-    port: int, template: str | None, *flags: str, stopping: Callable[[], bool] = lambda: False
+    port: int, stopping: Callable[[], bool]
 ) -> AsyncIterator[tuple[HttpClient, ServiceProcess]]:
-    """A service on this port that answers, or `stopping`: ours with flags, or a command line with
-    {port} in it."""
-    command = shlex.split((template or "").replace("{port}", str(port)))
-    async with running_service(command or [*service_command(port), *flags]) as service:
+    """Our own service on this port of loopback, once it answers, or is `stopping`."""
+    command = [sys.executable, "-m", "lean_selector", "--host", HOST, "--port", str(port)]
+    async with running_service(command) as service:
         with closing(HttpClient(f"http://{HOST}:{port}")) as client:
             await wait_until_healthy(client, service, stopping)
             yield client, service
 
 
 async def wait_until_healthy(
-    client: HttpClient, service: ServiceProcess | None, stopping: Callable[[], bool]
+    client: HttpClient, service: ServiceProcess, stopping: Callable[[], bool]
 ) -> None:
     """Return when /health says 200, or when stopping() says so. Raises ServiceError otherwise."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_TIMEOUT_S
     while not stopping():
-        if service is not None:
-            service.check()
+        service.check()
         try:
-            status, _ = await client.request("GET", "/health")
+            await client.call("GET", "/health")
+            return
         except ServiceError as error:
-            if service is None or loop.time() > deadline:
+            if loop.time() > deadline:
                 raise ServiceError(f"the service does not answer: {error}") from error
-        else:
-            if status == 200:
-                return
-            raise ServiceError(f"this is no selection service: /health answers {status}")
         await asyncio.sleep(0.05)

@@ -56,7 +56,6 @@ def conversations(seed: int, user: int) -> Iterator[Turn]:
 
 
 # -- answers of the service, as far as they are read -----------------------------------------------
-# Also those of the reference, in either of its dialects.
 
 
 class Worker(msgspec.Struct):
@@ -124,16 +123,8 @@ class Player:
         }
 
     async def register_workers(self) -> None:
-        """Register every engine as a worker of our model.
-
-        Raises ServiceError if the service knows a worker by such an id, which registering would
-        replace, or if one is not schedulable afterwards.
-        """
-        known = await self._client.call("GET", "/workers")
-        for worker in msgspec.json.decode(known, type=list[Worker]):
-            # The reference keeps deleted workers, as unschedulable.
-            if worker.worker_id in self._engines and worker.lifecycle != "unschedulable":
-                raise ServiceError(f"the service has a worker {worker.worker_id} already")
+        """Register every engine as a worker of our model. Raises ServiceError if one is not
+        schedulable afterwards."""
         for engine in self._engines.values():
             body = {"model_name": self._model_name, **engine.registration()}
             answer = await self._client.call("POST", "/workers", body)

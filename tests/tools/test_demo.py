@@ -96,10 +96,6 @@ def test_a_service_that_does_not_start_is_one_clear_line_and_exit_1(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert re.fullmatch(rf"lean-selector demo: cannot use port {port}: .*\n", captured.err)
-    program = f"{sys.executable} -c \"raise SystemExit('no port {{port}} today')\""
-    assert main(["--cmd", program]) == 1
-    error = capsys.readouterr().err
-    assert re.fullmatch(r"lean-selector demo: the service ended .*no port \d+ today\n", error)
 
 
 def test_a_service_killed_on_the_way_is_one_clear_line_and_exit_1() -> None:

@@ -28,7 +28,6 @@ def selection(worker_id: int) -> tuple[int, bytes]:
 
 
 GOOD = {
-    "GET /workers": (200, b"[]"),
     "POST /workers": (201, b'{"worker_id":1,"lifecycle":"schedulable"}'),
     "POST /select_and_reserve": selection(1),
     "POST /reservations/a%2Fb/prefill_complete": OK,
@@ -64,7 +63,7 @@ def test_a_request_goes_through_its_whole_lifecycle(
 ) -> None:
     player = play(scripted, engine)
     assert [call for call, _ in scripted.requests] == list(scripted.answers)
-    body = msgspec.json.decode(scripted.requests[2][1])
+    body = msgspec.json.decode(scripted.requests[1][1])
     assert body == {
         "model_name": "m",
         "reservation_id": "a/b",
@@ -105,27 +104,13 @@ def test_a_choice_that_is_not_one_of_ours_is_an_error(
     assert player.errors == ["the service chose worker 9, which is not ours"]
 
 
-@pytest.mark.parametrize(
-    ("call", "answer", "words"),
-    [
-        (
-            "POST /workers",
-            b'{"worker_id":1,"lifecycle":"incomplete","not_schedulable_reasons":["x","y"]}',
-            "worker 1 is incomplete: x; y",
-        ),
-        ("GET /workers", b'[{"worker_id":1,"lifecycle":"incomplete"}]', "has a worker 1 already"),
-        ("GET /workers", b'[{"worker_id":1,"lifecycle":"unschedulable"}]', None),
-    ],
-)
-def test_workers_are_registered_unless_one_of_the_id_lives_or_it_lacks_something(
-    call: str, answer: bytes, words: str | None, scripted: ScriptedService, engine: SimulatedEngine
+def test_a_worker_that_lacks_something_is_an_error(
+    scripted: ScriptedService, engine: SimulatedEngine
 ) -> None:
-    scripted.answers[call] = scripted.answers[call][0], answer
-    if words is None:
-        assert play(scripted, engine).finished == 1
-    else:
-        with pytest.raises(ServiceError, match=words):
-            play(scripted, engine)
+    answer = b'{"worker_id":1,"lifecycle":"incomplete","not_schedulable_reasons":["x","y"]}'
+    scripted.answers["POST /workers"] = 201, answer
+    with pytest.raises(ServiceError, match="worker 1 is incomplete: x; y"):
+        play(scripted, engine)
 
 
 def test_load_left_adds_up_everything_that_loads_counts(scripted: ScriptedService) -> None:
