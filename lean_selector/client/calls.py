@@ -102,10 +102,6 @@ def nothing(_: bytes) -> None:
     """Reads a response that only reports success."""
 
 
-def post(path: str, fields: Mapping[str, object], read: Callable[[bytes], T]) -> Call[T]:
-    return Call("POST", path, read, fields)
-
-
 def post_prompt(
     path: str, fields: Mapping[str, object], read: Callable[[bytes], T], *, waits: bool = False
 ) -> Call[T]:
@@ -184,7 +180,7 @@ def prefill_complete(reservation_id: str) -> Call[None]:
 
 def output_block(reservation_id: str, decay_fraction: float | None = None) -> Call[None]:
     body = {} if decay_fraction is None else {"decay_fraction": decay_fraction}
-    return post(f"{_reservation(reservation_id)}/output_block", body, nothing)
+    return Call("POST", f"{_reservation(reservation_id)}/output_block", nothing, body)
 
 
 def free(
@@ -203,7 +199,7 @@ def report(
     cached_tokens: int | None = None,
 ) -> Call[None]:
     fields = _given(outcome=outcome, dp_rank=dp_rank, ttft_ms=ttft_ms, cached_tokens=cached_tokens)
-    return post(f"/workers/{worker_id}/report", fields, nothing)
+    return Call("POST", f"/workers/{worker_id}/report", nothing, fields)
 
 
 def _given(**fields: object) -> dict[str, object]:
