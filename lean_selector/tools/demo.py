@@ -11,12 +11,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TextIO
 
-import msgspec
 import uvloop
 
-from lean_selector.core.selection.shapes import RankLoadRow
 from lean_selector.tools.service_process import (
     ServiceError,
     ServiceProcess,
@@ -24,6 +21,7 @@ from lean_selector.tools.service_process import (
     check_port,
 )
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, hit_rate
+from lean_selector.tools.top import Screen, drawing
 from lean_selector.tools.traffic import (
     BLOCK_SIZE,
     Player,
@@ -37,118 +35,6 @@ CAPACITY_BLOCKS = 2_000
 MAX_WORKERS = 64  # three threads and two sockets each, in one process
 REDRAW_S = 0.25
 DRAIN_S = 3.0  # for requests under way at the end; their waits are cut short
-
-
-# -- what it shows ---------------------------------------------------------------------------------
-# A screen redrawn in place, or plain lines. It fits 80 columns by 24 lines, and never writes beyond
-# the terminal's size.
-
-_HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-_CLEAR_LINE_END = "\x1b[K"
-_CLEAR_BELOW = "\x1b[J"
-_BAR_WIDTH = 16
-
-
-class WorkerRow(msgspec.Struct, frozen=True):
-    """One worker: the first three as the service counts them, the rest as the engine does."""
-
-    worker_id: int
-    prefill_tokens: int
-    decode_blocks: int
-    requests: int
-    cached_blocks: int
-    capacity_blocks: int
-
-    def line(self) -> str:
-        full = self.cached_blocks * _BAR_WIDTH // self.capacity_blocks
-        bar = "#" * full + "." * (_BAR_WIDTH - full)
-        return (
-            f"{self.worker_id:>6} {self.prefill_tokens:>16} {self.decode_blocks:>15}"
-            f" {self.requests:>10}   {bar} {self.cached_blocks}/{self.capacity_blocks}"
-        )
-
-
-class DemoView(msgspec.Struct, frozen=True):
-    """Everything that one drawing shows. Rates are over the time since the last drawing."""
-
-    elapsed_s: float
-    seconds: float
-    workers: Sequence[WorkerRow]
-    calls_per_s: float
-    finished: int
-    hit_rate: float
-    select_p50_s: float
-    select_p99_s: float
-    errors: int
-
-    def overall(self) -> str:
-        """The totals in one line."""
-        return (
-            f"{self.calls_per_s:6.0f} calls/s  {self.finished:6} turns"
-            f"  cache hits {self.hit_rate:5.1%}"
-            f"  select p50 {self.select_p50_s * 1e3:.2f} ms  p99 {self.select_p99_s * 1e3:.2f} ms"
-        )
-
-
-def render(shot: DemoView, columns: int, lines: int) -> list[str]:
-    """The screen as text lines, at most `lines` of at most `columns` characters."""
-    head = [
-        f"lean-selector demo   {shot.elapsed_s:5.1f} of {shot.seconds:.0f} s"
-        f"   errors {shot.errors}   Ctrl-C ends it early",
-        "",
-        shot.overall(),
-        "",
-        "worker   prefill tokens   decode blocks   requests   cached blocks",
-    ]
-    room = max(1, lines - len(head) - 1)  # the cursor rests on a line of its own
-    rows = [row.line() for row in shot.workers]
-    if len(rows) > room:
-        rows[room - 1 :] = [f"... and {len(rows) - room + 1} more workers"]
-    return [line[:columns] for line in [*head, *rows]][: lines - 1]
-
-
-class ScreenView:
-    """Redraws in place on a terminal. close() gives the cursor back below the last drawing."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._drawn = 0  # lines of the last drawing, above the cursor
-
-    def draw(self, shot: DemoView) -> None:
-        """Replace the last drawing."""
-        self.draw_lines(render(shot, *shutil.get_terminal_size()))
-
-    def draw_lines(self, text: Sequence[str]) -> None:
-        """The same of lines that fit the terminal."""
-        back = f"\x1b[{self._drawn}A\r" if self._drawn else ""
-        body = "".join(f"{line}{_CLEAR_LINE_END}\n" for line in text)
-        self._out.write(f"{_HIDE_CURSOR}{back}{body}{_CLEAR_BELOW}")
-        self._out.flush()
-        self._drawn = len(text)
-
-    def close(self) -> None:
-        """Show the cursor again."""
-        if self._drawn:
-            self._out.write(_SHOW_CURSOR)
-            self._out.flush()
-
-
-class LineView:
-    """One line a second, for logs and pipes."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._next_s = 1.0
-
-    def draw(self, shot: DemoView) -> None:
-        """Write a line if a second has passed since the last."""
-        if shot.elapsed_s >= self._next_s:
-            self._next_s = shot.elapsed_s + 1.0
-            self._out.write(f"{shot.elapsed_s:5.1f} s {shot.overall()}  errors {shot.errors}\n")
-            self._out.flush()
-
-    def close(self) -> None:
-        """Nothing to restore."""
 
 
 # -- the command line ------------------------------------------------------------------------------
@@ -214,7 +100,8 @@ class Demo:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._stop = asyncio.Event()
-        self._view = ScreenView(sys.stdout) if sys.stdout.isatty() else LineView(sys.stdout)
+        self._screen = Screen(sys.stdout) if sys.stdout.isatty() else None
+        self._next_line_s = 1.0  # where there is no terminal: one line a second
         self._engines: dict[int, SimulatedEngine] = {}
 
     async def run(self) -> tuple[list[str], int]:
@@ -238,7 +125,8 @@ class Demo:
             finally:
                 for engine in self._engines.values():
                     engine.close()
-                self._view.close()
+                if self._screen is not None:
+                    self._screen.close()
         return ["", *player.report(left)], player.error_count
 
     def _catch_signals(self) -> None:
@@ -292,35 +180,31 @@ class Demo:
             now = loop.time()
             rate = (player.calls - calls) / max(now - drawn, 1e-3)
             drawn, calls = now, player.calls
-            self._view.draw(await self._snapshot(player, now - started, rate))
+            await self._draw(player, now - started, rate)
 
-    async def _snapshot(self, player: Player, elapsed_s: float, calls_per_s: float) -> DemoView:
-        loads = {row.worker_id: row for part in await player.loads() for row in part.loads}
-        rows = []
-        for worker_id, engine in self._engines.items():
-            load = loads.get(worker_id) or RankLoadRow(worker_id, 0, 0, 0, 0)
-            rows.append(
-                WorkerRow(
-                    worker_id,
-                    load.potential_prefill_tokens,
-                    load.potential_decode_blocks,
-                    load.active_requests,
-                    len(engine.cache),
-                    engine.cache.capacity,
-                )
-            )
+    async def _draw(self, player: Player, elapsed_s: float, calls_per_s: float) -> None:
+        """The totals: on a terminal over the fleet, as `lean-selector top` has it."""
         recent = sorted(list(player.latency_s["select_and_reserve"])[-1_000:])
-        return DemoView(
-            elapsed_s,
-            self._options.seconds,
-            rows,
-            calls_per_s,
-            player.finished,
-            hit_rate(list(self._engines.values())),
-            percentile(recent, 0.50),
-            percentile(recent, 0.99),
-            player.error_count,
+        p50_ms, p99_ms = percentile(recent, 0.50) * 1e3, percentile(recent, 0.99) * 1e3
+        totals = (
+            f"{calls_per_s:6.0f} calls/s  {player.finished:6} turns"
+            f"  cache hits {hit_rate(list(self._engines.values())):5.1%}"
+            f"  select p50 {p50_ms:.2f} ms  p99 {p99_ms:.2f} ms"
         )
+        if self._screen is None:
+            if elapsed_s >= self._next_line_s:
+                self._next_line_s = elapsed_s + 1.0
+                print(f"{elapsed_s:5.1f} s {totals}  errors {player.error_count}", flush=True)
+            return
+        head = [
+            f"lean-selector demo   {elapsed_s:5.1f} of {self._options.seconds:.0f} s"
+            f"   errors {player.error_count}   Ctrl-C ends it early",
+            totals,
+            "",
+        ]
+        columns, lines = shutil.get_terminal_size()
+        fleet = drawing(await player.fleet(), {}, columns, lines - len(head), colours=True)
+        self._screen.draw([*(line[:columns] for line in head), *fleet])
 
     async def _pause(self, seconds: float) -> None:
         """Sleep, or until the run ends."""

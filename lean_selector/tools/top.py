@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TextIO
 
 import uvloop
 
@@ -19,7 +19,6 @@ from lean_selector.http.trust import Credentials
 from lean_selector.service.judgements import Level
 from lean_selector.tools.check import add_selector_arguments, patience, selector_credentials
 from lean_selector.tools.check_questions import AskedSelector, NotASelector
-from lean_selector.tools.demo import ScreenView
 from lean_selector.wire.findings import Finding
 from lean_selector.wire.fleet import Fleet, FleetRank
 
@@ -33,8 +32,33 @@ _HEAD: Final = (
 )
 _BAR: Final = 9
 _PATIENCE_S: Final = 10.0
+_HIDE_CURSOR: Final = "\x1b[?25l"
+_SHOW_CURSOR: Final = "\x1b[?25h"
+_CLEAR_LINE_END: Final = "\x1b[K"
+_CLEAR_BELOW: Final = "\x1b[J"
 
 RankKey = tuple[int, int]
+
+
+class Screen:
+    """Lines that are redrawn in place; `close` gives the cursor back below the last drawing."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._drawn = 0  # lines of the last drawing, above the cursor
+
+    def draw(self, text: Sequence[str]) -> None:
+        """Replace the last drawing by lines that fit the terminal."""
+        back = f"\x1b[{self._drawn}A\r" if self._drawn else ""
+        body = "".join(f"{line}{_CLEAR_LINE_END}\n" for line in text)
+        self._out.write(f"{_HIDE_CURSOR}{back}{body}{_CLEAR_BELOW}")
+        self._out.flush()
+        self._drawn = len(text)
+
+    def close(self) -> None:
+        if self._drawn:
+            self._out.write(_SHOW_CURSOR)
+            self._out.flush()
 
 
 def printed(text: str) -> str:
@@ -190,13 +214,13 @@ async def _show(args: argparse.Namespace, credentials: Credentials) -> None:
         lines = drawing(await selector.fleet(), first, sys.maxsize, None, colours=False)
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         return
-    screen = ScreenView(sys.stdout)
+    screen = Screen(sys.stdout)
     try:
         while True:
             fleet = await selector.fleet()
             first = first or {_key(rank): rank for rank in fleet.ranks}
             columns, lines_ = shutil.get_terminal_size()
-            screen.draw_lines(drawing(fleet, first, columns, lines_, colours=True))
+            screen.draw(drawing(fleet, first, columns, lines_, colours=True))
             await asyncio.sleep(args.seconds)
     finally:
         screen.close()

@@ -17,6 +17,7 @@ from lean_selector.tools.simulated_engines import (
     hit_rate,
     make_request,
 )
+from lean_selector.wire.fleet import Fleet
 
 # -- made-up multi-turn conversations --------------------------------------------------------------
 # A turn's prompt is the whole conversation so far: the engine that had the turn before computed its
@@ -132,6 +133,10 @@ class Player:
             if worker.lifecycle != "schedulable":
                 why = "; ".join(worker.not_schedulable_reasons)
                 raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
+
+    async def fleet(self) -> Fleet:
+        """What the page shows."""
+        return msgspec.json.decode(await self._client.call("GET", "/fleet"), type=Fleet)
 
     async def loads(self) -> list[PartitionLoad]:
         """What GET /loads says of our model."""

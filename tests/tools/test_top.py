@@ -1,5 +1,6 @@
 """`lean-selector top`: what it draws of a fleet, and as users run it."""
 
+import io
 import os
 import pty
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lean_selector.service.judgements import Level
-from lean_selector.tools.top import drawing, main
+from lean_selector.tools.top import Screen, drawing, main
 from lean_selector.wire.findings import Finding
 from lean_selector.wire.fleet import Fleet, FleetModel, FleetRank, FleetWorker
 from tests.support.running_service import RunningService, free_port
@@ -101,3 +102,17 @@ def test_no_selector_is_an_error_in_one_line(capsys: pytest.CaptureFixture[str])
     assert main([f"http://127.0.0.1:{free_port()}"]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
+
+
+def test_the_screen_is_redrawn_in_place_and_the_cursor_comes_back() -> None:
+    out = io.StringIO()
+    screen = Screen(out)
+    screen.close()
+    assert out.getvalue() == ""
+    screen.draw(["one", "two"])
+    first = out.getvalue()
+    assert "\x1b[2A" not in first
+    screen.draw(["one", "two"])
+    assert "\x1b[2A\r" in out.getvalue()[len(first) :]
+    screen.close()
+    assert out.getvalue().endswith("\x1b[?25h")
