@@ -6,13 +6,14 @@ the loop, a thread, and a finaliser.
 """
 
 import asyncio
+import contextlib
 import logging
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 log = logging.getLogger("lean_selector.tasks")
 
@@ -91,6 +92,34 @@ def watched(name: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
 def _look_at(task: "asyncio.Task[Any]") -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         failed(task.get_name(), "it has ended", error)
+
+
+def in_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
+    """The result of work that blocks, run in a daemon thread: the end of the process does not wait
+    for it. If cancelled, the thread continues and its result is dropped. Raises RuntimeError
+    without a free thread."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: Exception | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(cast(T, result))
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 # -- work that rarely waits -----------------------------------------------------------------------

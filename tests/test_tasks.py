@@ -69,12 +69,7 @@ ALLOWED = {
     ("server/state_files.py", "FileWriter.__init__", "Thread"): (
         "whatever it raises is told to who awaits the end of the file"
     ),
-    ("events/names.py", "Resolver._start", "Thread"): "whatever it raises is its result",
-    ("replicas/recovery.py", "PeerFetch.__init__", "create_task"): (
-        "`fetched` waits for it, and raises what it raised"
-    ),
-    ("replicas/recovery.py", "_in_thread", "Thread"): "what it raises is raised by _in_thread",
-    ("workers/finders.py", "SrvRecords.ask", "Thread"): "whatever it raises is its result",
+    ("tasks.py", "in_thread", "Thread"): "whatever it raises is its result",
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"
     ),

@@ -1,15 +1,15 @@
 """Name resolution: pending look-ups, and cached answers."""
 
 import asyncio
-import contextlib
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
+from lean_selector.tasks import in_thread
 
 # (ip, port), (ip, port, flow, scope) of IPv6, a path of a UNIX socket
 SocketAddress = tuple[Any, ...] | bytes
@@ -115,28 +115,16 @@ class Resolver:
                 self._start(waiting.popleft())
 
     def _start(self, looking_up: LookingUp) -> None:
-        loop = asyncio.get_running_loop()
         looking_up.began = time.monotonic()
         self._running[looking_up.is_slow] += 1
-
-        def run() -> None:
-            result: list[Address] | OSError
-            try:
-                result = self._look_up(looking_up.name)
-            except OSError as error:
-                result = error
-            except Exception as error:
-                result = OSError(f"{type(error).__name__}: {error}")
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
-                loop.call_soon_threadsafe(self._finish, looking_up, result)
-
         try:
-            threading.Thread(target=run, name="look-up", daemon=True).start()
+            looking = in_thread("look-up", lambda: self._look_up(looking_up.name))
         except RuntimeError as error:  # no more threads
-            self._finish(looking_up, OSError(str(error)))
+            self._finish(looking_up, [], OSError(str(error)))
             return
+        looking.add_done_callback(lambda done: self._take(looking_up, done))
         if not looking_up.is_slow:
-            loop.call_later(SLOW_S, self._note_slow, looking_up)
+            asyncio.get_running_loop().call_later(SLOW_S, self._note_slow, looking_up)
 
     def _note_slow(self, looking_up: LookingUp) -> None:
         if self._in_flight.get(looking_up.name) is looking_up:
@@ -145,12 +133,19 @@ class Resolver:
             looking_up.is_slow = True
             self._start_waiting()
 
-    def _finish(self, looking_up: LookingUp, result: list[Address] | OSError) -> None:
+    def _take(self, looking_up: LookingUp, done: "asyncio.Future[list[Address]]") -> None:
+        error = done.exception()
+        if error is None or isinstance(error, OSError):
+            self._finish(looking_up, [] if error else done.result(), error)
+        else:
+            self._finish(looking_up, [], OSError(f"{type(error).__name__}: {error}"))
+
+    def _finish(
+        self, looking_up: LookingUp, addresses: list[Address], error: OSError | None
+    ) -> None:
         del self._in_flight[looking_up.name]
         self._running[looking_up.is_slow] -= 1
         now = time.monotonic()
-        error = result if isinstance(result, OSError) else None
-        addresses = [] if isinstance(result, OSError) else result
         was_slow = now - looking_up.began >= SLOW_S
         if len(self._answers) >= _MAX_ANSWERS:
             self._answers = {

@@ -9,12 +9,10 @@ Spec: indexer.md 4.2 and 7.5.
 """
 
 import asyncio
-import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence, Set
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import StoreResult
@@ -24,6 +22,7 @@ from lean_selector.core.selection.partition import Partition
 from lean_selector.events.ingest_turns import Pauses
 from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.outbound import OutboundClient, OutboundFailed, reason, succeeded
+from lean_selector.tasks import in_thread
 from lean_selector.wire.dump import BadEvent, decode_event, split_dump
 from lean_selector.wire.dump_shapes import (
     ClearedRank,
@@ -33,7 +32,7 @@ from lean_selector.wire.dump_shapes import (
     StoredBlocks,
 )
 
-# -- one GET from a peer, read in pieces on the loop ----------------------------------------------
+# -- one GET from a peer ---------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -47,103 +46,47 @@ class PeerFailed(Exception):
         self.status = status
 
 
-class PeerFetch(Generic[T]):
-    """Starts at once. `done` gets the value read, or PeerFailed; it may be cancelled at any
-    time."""
-
-    def __init__(
-        self,
-        client: OutboundClient,
-        url: str,
-        timeout_s: float,
-        max_bytes: int,
-        read: Callable[[bytes], T],
-    ) -> None:
-        """`timeout_s` bounds connecting alone; see `fetched`.
-
-        `read` parses the body in the thread; it should be quick, because it holds the GIL.
-        """
-        self.progress = 0  # grows with each arrival of data
-        self._client = client
-        self._url = url
-        self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
-        self._read = read
-        self.done = asyncio.get_running_loop().create_task(self._run())
-        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-    async def _run(self) -> T:
-        try:
-            pieces = await self._fetched()
-            return await _in_thread(lambda: self._read(b"".join(pieces)))
-        except OutboundFailed as error:
-            raise PeerFailed(error.message, error.status) from None
-        except PeerFailed:
-            raise
-        except Exception as error:  # whatever the error, try the next peer
-            raise PeerFailed(reason(error)) from None
-
-    async def _fetched(self) -> list[bytes]:
-        pieces: list[bytes] = []
-        size = 0
-        async with self._client.exchange("GET", self._url, b"", self._timeout_s) as exchange:
-            self.progress += 1
-            await succeeded(exchange)
-            while (piece := await exchange.piece()) is not None:
-                self.progress += 1
-                pieces.append(piece)
-                size += len(piece)
-                if size > self._max_bytes:
-                    raise PeerFailed(f"more than {self._max_bytes} bytes")
-        return pieces
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, run in a thread. If cancelled, the thread continues and its result is
-    dropped."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def finish(result: T | Exception) -> None:
-        if done.done():
-            return
-        if isinstance(result, Exception):
-            done.set_exception(result)
-        else:
-            done.set_result(result)
-
-    def run() -> None:
-        result: T | Exception
-        try:
-            result = work()
-        except Exception as error:
-            result = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
-            loop.call_soon_threadsafe(finish, result)
-
-    threading.Thread(target=run, name="peer-fetch", daemon=True).start()
-    return await done
-
-
-async def fetched(fetch: PeerFetch[T], left_s: float, peers_left: int) -> T:
-    """The result of a fetch within `left_s`; after that it is cancelled. Raises PeerFailed.
+async def fetched(
+    client: OutboundClient,
+    url: str,
+    left_s: float,
+    peers_left: int,
+    max_bytes: int,
+    read: Callable[[bytes], T],
+) -> T:
+    """What `read` makes of the answer to a GET, within `left_s`. Raises PeerFailed.
 
     A peer that sends nothing for its share of the time is abandoned, so that a hanging peer leaves
-    time for the others; one that keeps sending may use all of it.
+    time for the others; one that keeps sending may use all of it. `read` runs in a thread; it
+    should be quick, because it holds the GIL.
     """
-    ends = time.monotonic() + left_s
-    share_s = left_s / peers_left
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    ends, share_s = began + left_s, left_s / peers_left
+    pieces: list[bytes] = []
+    size = 0
     try:
-        while True:
-            progress = fetch.progress
-            wait_s = min(share_s, ends - time.monotonic())
-            done, _ = await asyncio.wait({fetch.done}, timeout=max(wait_s, 0.0))
-            if done:
-                return fetch.done.result()
-            if time.monotonic() >= ends or fetch.progress == progress:
-                raise PeerFailed(f"no answer in {time.monotonic() - ends + left_s:.1f} s")
-    finally:
-        fetch.done.cancel()
+        async with (
+            asyncio.timeout(share_s) as limit,
+            client.exchange("GET", url, b"", left_s) as exchange,
+        ):
+            await succeeded(exchange)
+            while (piece := await exchange.piece()) is not None:
+                limit.reschedule(min(loop.time() + share_s, ends))
+                pieces.append(piece)
+                size += len(piece)
+                if size > max_bytes:
+                    raise PeerFailed(f"more than {max_bytes} bytes")
+            limit.reschedule(ends)
+            return await in_thread("peer-fetch", lambda: read(b"".join(pieces)))
+    except TimeoutError:
+        raise PeerFailed(f"no answer in {loop.time() - began:.1f} s") from None
+    except OutboundFailed as error:
+        raise PeerFailed(error.message, error.status) from None
+    except PeerFailed:
+        raise
+    except Exception as error:  # whatever the error, try the next peer
+        raise PeerFailed(reason(error)) from None
 
 
 # -- recovery of an index --------------------------------------------------------------------------
@@ -161,16 +104,6 @@ _LOGGED_PROBLEMS = 10  # per peer; a dump of garbage has millions
 MAX_DUMP_BYTES = 1 << 30
 
 RankEvents = dict[RankKey, list[DumpEvent]]
-Dump = tuple[list[DumpedPartition], list[str]]  # see split_dump
-
-
-def fetch_dump(client: OutboundClient, peer: str, timeout_s: float) -> PeerFetch[Dump]:
-    """`peer` is a base URL.
-
-    A peer with --api 1.6 includes names and watermarks only if `detail` is requested.
-    """
-    url = peer.rstrip("/") + "/dump?detail=true"
-    return PeerFetch(client, url, timeout_s, MAX_DUMP_BYTES, split_dump)
 
 
 class Recovery:
@@ -218,8 +151,12 @@ class Recovery:
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                fetch = fetch_dump(self._client, peer, left_s)
-                dump = await fetched(fetch, left_s, len(self._peers) - at)
+                # With --api 1.6 a dump has names and watermarks only if `detail` is requested.
+                url = peer.rstrip("/") + "/dump?detail=true"
+                peers_left = len(self._peers) - at
+                dump = await fetched(
+                    self._client, url, left_s, peers_left, MAX_DUMP_BYTES, split_dump
+                )
                 partitions = await self._read(peer, *dump)
             except PeerFailed as error:
                 logger.warning("no recovery from %s: %s", peer, error)

@@ -22,7 +22,7 @@ from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.events.ingest_turns import Pauses
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas.mesh import HEARTBEAT_S, ReplicaSync
-from lean_selector.replicas.recovery import PeerFailed, PeerFetch, fetched
+from lean_selector.replicas.recovery import PeerFailed, fetched
 from lean_selector.wire.replica_snapshot import (
     BadSnapshot,
     SnapshotParts,
@@ -211,8 +211,9 @@ class CatchingUp:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
                 at_path = url.rstrip("/") + path
-                fetch = PeerFetch(self._client(url), at_path, left_s, MAX_SNAPSHOT_BYTES, read)
-                taken = await fetched(fetch, left_s, len(urls) - at)
+                taken = await fetched(
+                    self._client(url), at_path, left_s, len(urls) - at, MAX_SNAPSHOT_BYTES, read
+                )
             except PeerFailed as error:
                 if error.status == 404:
                     log.info("catch-up: %s has no %s, like the reference; skipped", url, name)

@@ -1,12 +1,10 @@
 """Finds workers and peers: files that list them, and names in DNS."""
 
 import asyncio
-import contextlib
 import importlib
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from lean_selector.http.trust import WatchedFile
+from lean_selector.tasks import in_thread
 from lean_selector.workers.particulars import Found, Particulars, Place, endpoint_key
 
 # -- the state of a discovery ----------------------------------------------------------------------
@@ -320,25 +319,12 @@ class SrvRecords:
 
         Priorities and weights are ignored: all records are candidates.
         """
-        loop = asyncio.get_running_loop()
-        answered: asyncio.Future[list[tuple[str, int]] | OSError] = loop.create_future()
-
-        def run() -> None:
-            result: list[tuple[str, int]] | OSError
-            try:
-                result = self._ask(name)
-            except OSError as error:
-                result = error
-            except Exception as error:  # whatever the error, the look-up is repeated
-                result = OSError(f"SRV of {name}: {type(error).__name__}: {error}")
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
-                loop.call_soon_threadsafe(_answer, answered, result)
-
-        threading.Thread(target=run, name="srv look-up", daemon=True).start()
-        result = await answered
-        if isinstance(result, OSError):
-            raise result
-        return result
+        try:
+            return await in_thread("srv look-up", lambda: self._ask(name))
+        except OSError:
+            raise
+        except Exception as error:  # whatever the error, the look-up is repeated
+            raise OSError(f"SRV of {name}: {type(error).__name__}: {error}") from None
 
     def _ask(self, name: str) -> list[tuple[str, int]]:
         import dns.exception
@@ -352,11 +338,3 @@ class SrvRecords:
             for record in answer
             if record.target.to_text() != "."  # RFC 2782: there is no such service
         ]
-
-
-def _answer(
-    answered: "asyncio.Future[list[tuple[str, int]] | OSError]",
-    result: list[tuple[str, int]] | OSError,
-) -> None:
-    if not answered.done():
-        answered.set_result(result)

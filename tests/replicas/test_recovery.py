@@ -4,7 +4,8 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,7 +26,7 @@ from lean_selector.events.subscriptions import KvSubscriptions
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.replicas import recovery
-from lean_selector.replicas.recovery import PeerFetch, Recovery, log_discarded
+from lean_selector.replicas.recovery import Recovery, log_discarded
 from tests.support.on_loop import inside, on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
 from tests.support.running_service import DEADLINE_S, RunningService, free_port
@@ -49,37 +50,14 @@ def dumps(dump: object) -> Serve:
     return says(response(json.dumps(dump).encode()))
 
 
-Meanwhile = Callable[[PeerFetch[recovery.Dump]], Awaitable[None]]
+def let_share_pass(monkeypatch: pytest.MonkeyPatch, peer: str) -> None:
+    """The share of the time of `peer`, which hangs, is over at once."""
+    fetched = recovery.fetched
 
+    async def briefly(client: OutboundClient, url: str, left_s: float, *more: Any) -> Any:
+        return await fetched(client, url, 0.0 if url.startswith(peer) else left_s, *more)
 
-async def _nothing(fetch: PeerFetch[recovery.Dump]) -> None:
-    pass
-
-
-def let_shares_pass(
-    monkeypatch: pytest.MonkeyPatch, peer: str, meanwhile: Meanwhile = _nothing
-) -> None:
-    """A share of the time that goes to `peer` is over once `meanwhile` is, and not by the clock."""
-    fetches: dict[asyncio.Future[Any], PeerFetch[recovery.Dump]] = {}
-    wait, fetch_dump = asyncio.wait, recovery.fetch_dump
-
-    def noted(client: OutboundClient, asked: str, timeout_s: float) -> PeerFetch[recovery.Dump]:
-        fetch = fetch_dump(client, asked, timeout_s)
-        if asked == peer:
-            fetches[fetch.done] = fetch
-        return fetch
-
-    async def until_share_is_over(
-        waited: set[asyncio.Future[Any]],
-        timeout: float | None = None,  # noqa: ASYNC109 - as asyncio.wait has it
-    ) -> Any:
-        for fetch in [fetches[done] for done in waited if done in fetches]:
-            await meanwhile(fetch)
-            timeout = 0.0
-        return await wait(waited, timeout=timeout)
-
-    monkeypatch.setattr(recovery, "fetch_dump", noted)
-    monkeypatch.setattr(asyncio, "wait", until_share_is_over)
+    monkeypatch.setattr(recovery, "fetched", briefly)
 
 
 # -- dumps ----------------------------------------------------------------------------------------
@@ -209,7 +187,7 @@ async def test_a_peer_that_cannot_be_used_leaves_it_to_the_next(
         service() as of,
     ):
         if name == "hangs":
-            let_shares_pass(monkeypatch, bad)
+            let_share_pass(monkeypatch, bad)
         peers = ("http://no.such.host.invalid", bad, good + "/base", spare)
         assert await of.recovery(*peers, timeout_s=LONG_S).run()
         assert of.blocks() == 2
@@ -257,26 +235,26 @@ async def test_a_peer_for_which_no_time_is_left_is_not_asked() -> None:
 async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twenty pieces, one in each share of the time: as long as all peers together have."""
+    """Each piece extends its time by a share, up to that of all peers together."""
     body = json.dumps(dump_of(stored(*range(20)))).encode()
     step = -(-len(body) // 20)
-    pieces = [body[at : at + step] for at in range(0, len(body), step)]
-    wanted: asyncio.Queue[bytes] = asyncio.Queue()
-    shares = 0
+    limits = defaultdict[asyncio.Timeout, list[float]](list)
+    reschedule = asyncio.Timeout.reschedule
+
+    def noted(limit: asyncio.Timeout, when: float | None) -> None:
+        if when is not None:
+            limits[limit].append(when)
+        reschedule(limit, when)
+
+    def longest() -> list[float]:
+        return max(limits.values(), key=len)
 
     async def trickles(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode())
-        for _ in pieces:
-            writer.write(await wanted.get())
-            await writer.drain()
-
-    async def one_more_piece(fetch: PeerFetch[recovery.Dump]) -> None:
-        nonlocal shares
-        seen = fetch.progress
-        if shares < len(pieces):
-            wanted.put_nowait(pieces[shares])
-        shares += 1
-        await until(lambda: fetch.done.done() or fetch.progress > seen, "something arrives")
+        for at in range(0, len(body), step):
+            came = len(longest())
+            writer.write(body[at : at + step])
+            await until(lambda came=came: len(longest()) > came, "it was taken")  # type: ignore[misc]
 
     empty = dumps({})
     async with (
@@ -284,12 +262,16 @@ async def test_a_slow_peer_that_keeps_sending_may_use_the_others_time(
         peer_that(empty) as (spare, unasked),
         service() as of,
     ):
-        let_shares_pass(monkeypatch, slow, one_more_piece)
-        peers = [slow] + [spare] * 19
-        assert await of.recovery(*peers, timeout_s=LONG_S).run()
+        monkeypatch.setattr(asyncio.Timeout, "reschedule", noted)
+        began = asyncio.get_running_loop().time()
+        assert await of.recovery(slow, *[spare] * 3, timeout_s=LONG_S).run()
         assert of.blocks() == 20
         assert not unasked
-        assert shares >= len(pieces)
+    *shares, end = longest()
+    assert len(shares) > 20
+    assert shares == sorted(shares)
+    assert began + LONG_S / 4 - 1 < shares[0] < shares[-1] < began + LONG_S / 2
+    assert began + LONG_S - 1 < end < began + LONG_S + DEADLINE_S
 
 
 @on_loop
