@@ -66,9 +66,6 @@ ALLOWED = {
     ("service/logs.py", "LineWriter.__init__", "Thread"): (
         "no error of the descriptor ends it, and a line that it cannot write nobody would read"
     ),
-    ("server/state_files.py", "FileWriter.__init__", "Thread"): (
-        "whatever it raises is told to who awaits the end of the file"
-    ),
     ("tasks.py", "in_thread", "Thread"): "whatever it raises is its result",
     ("publisher.py", "KvEventPublisher._start_replay", "Thread"): (
         "in the engine's process: errors of readers are handled, and Python prints any other"

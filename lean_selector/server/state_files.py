@@ -9,13 +9,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from queue import SimpleQueue
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from xxhash import xxh3_64
 
 from lean_selector.core.load.shapes import BusyThreshold
+from lean_selector.tasks import in_thread
 from lean_selector.wire.discovery_states import KeptWorker
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -358,150 +358,66 @@ def _write(fd: int, part: bytes) -> int:
 
 
 # -- writing in a thread ---------------------------------------------------------------------------
-# The thread is a daemon: a hanging disk does not keep the process from ending.
-
-# Bounds the data queued for a slow disk.
-MOST_QUEUED_BYTES: Final = 8 << 20
 
 T = TypeVar("T")
 
 
-class _Dropped(Exception):
-    """No more parts will come."""
+class DiskHangs(Exception):
+    """The disk has taken nothing for as long as the caller may wait."""
 
 
-class _Job:
-    """One file: its parts, then None. An error is raised when its end is awaited."""
-
-    def __init__(self, work: "Callable[[_Job], object]") -> None:
-        """`work` runs in the thread; `done` gets its result."""
-        self.work: Final = work
-        self.done: Final = asyncio.get_running_loop().create_future()
-        self.parts: SimpleQueue[bytes | _Dropped | None] = SimpleQueue()
-        self.put = self.taken = 0  # bytes
-        self.is_over = False
-        self.moved = asyncio.Event()  # set after a part was taken, or after a failure
-
-    def each(self, on_taken: Callable[[], object]) -> Iterator[bytes]:
-        """Iterate over the parts; in the thread."""
-        while (part := self.parts.get()) is not None:
-            if isinstance(part, _Dropped):
-                raise part
-            yield part
-            self.taken += len(part)
-            on_taken()
-
-
-class FileWriter:
-    """For the loop's thread only. Writes one file at a time: `begin`, `add` parts, `end`."""
+class DiskThread:
+    """Runs the disk operations of one file, one at a time, in threads that a hanging disk keeps
+    from nothing else. For the loop's thread only."""
 
     def __init__(self, directory: StateDirectory, name: str) -> None:
         self._directory = directory
         self._name = name
-        self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._job: _Job | None = None  # the thread's current job
-        # True from `begin` to `end` or `drop`, even if the thread has already failed.
-        self._file: _Job | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.spent_s = 0.0  # total processor time of the thread
+        self._job: asyncio.Future[Any] | None = None  # the last one
+        self._moved_at = 0.0
+        self.spent_s = 0.0  # total processor time of the threads
         self.bytes = 0  # size of the last file written
-        # When the disk last took data, in monotonic seconds; valid while a file is written.
-        self.moved_at: float | None = None
-        threading.Thread(target=self._run, name=f"state {name}", daemon=True).start()
 
-    def begin(self, stamp: Stamp) -> None:
-        tell = self._loop.call_soon_threadsafe
+    @property
+    def moved_at(self) -> float | None:
+        """When the disk last took data, in monotonic seconds; None while it is not used."""
+        return None if self._job is None or self._job.done() else self._moved_at
 
-        def write(job: _Job) -> int:
-            parts = job.each(lambda: tell(self._moved, job))
-            return self._directory.write(self._name, parts, stamp)
+    async def run(self, work: Callable[[], T], patience_s: float | None = None) -> T:
+        """Raises what `work` raises, and DiskHangs."""
+        assert self.moved_at is None, "one at a time"
 
-        self._file = _Job(write)
-        self._begin(self._file)
-
-    async def ask(self, question: Callable[[], T]) -> T:
-        """Run another blocking disk operation in the thread. Raises what `question` raises."""
-        job = _Job(lambda _: question())
-        self._begin(job)
-        answer: T = await job.done
-        return answer
-
-    def _moved(self, job: _Job) -> None:
-        if job is self._job:
-            self.moved_at = time.monotonic()
-        job.moved.set()
-
-    def _begin(self, job: _Job) -> None:
-        assert self._job is None, "one at a time"
-        self._job = job
-        self.moved_at = time.monotonic()
-        self._idle.clear()
-        self._jobs.put(job)
-
-    async def add(self, part: bytes) -> None:
-        """Add a part; wait if the disk is slow. Raises OSError if it has failed."""
-        job = self._file
-        assert job is not None, "begin first"
-        if job.is_over:
-            await job.done
-        job.put += len(part)
-        job.parts.put(part)
-        while job.put - job.taken > MOST_QUEUED_BYTES and not job.is_over:
-            await job.moved.wait()
-            job.moved.clear()
-
-    async def end(self) -> None:
-        """Wait until the file is on disk. Raises OSError; then the old file is still there."""
-        job, self._file = self._file, None
-        assert job is not None, "begin first"
-        job.parts.put(None)
-        self.bytes = await job.done
-
-    def drop(self) -> None:
-        """Abandon the file being written, if any."""
-        job, self._file = self._file, None
-        if job is not None:
-            job.parts.put(_Dropped())
-
-    async def idle(self) -> None:
-        """Wait until nothing is being written."""
-        await self._idle.wait()
-
-    def close(self) -> None:
-        self.drop()
-        self._jobs.put(None)
-
-    # -- in the thread ---------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        def timed() -> T:
             try:
-                self._work(job)
-            except RuntimeError:  # the loop is closed: nothing waits for the result
-                return
+                return work()
+            finally:
+                self.spent_s += time.thread_time()
 
-    def _work(self, job: _Job) -> None:
-        result: object = None
-        error: Exception | None = None
-        try:
-            result = job.work(job)
-        except Exception as failed:
-            error = failed
-        self._loop.call_soon_threadsafe(self._ended, job, result, error, time.thread_time())
+        self._moved_at = time.monotonic()
+        job = self._job = in_thread(f"state {self._name}", timed)
+        job.add_done_callback(asyncio.Future.exception)  # it may have no waiter any more
+        await self.idle(patience_s)
+        return job.result()
 
-    def _ended(self, job: _Job, result: object, error: Exception | None, spent_s: float) -> None:
-        self.spent_s = spent_s
-        self._job = None
-        self.moved_at = None
-        self._idle.set()
-        job.is_over = True
-        job.moved.set()
-        if job.done.cancelled():
-            return
-        if error is None:
-            job.done.set_result(result)
-        else:
-            job.done.set_exception(error)
-            job.done.exception()  # mark as retrieved; it is raised where the end is awaited
+    async def idle(self, patience_s: float | None = None) -> None:
+        """Wait until the last operation has ended. Raises DiskHangs."""
+        job = self._job
+        while job is not None and not job.done():
+            await asyncio.wait({job}, timeout=patience_s)
+            hung_s = 0.0 if job.done() else time.monotonic() - self._moved_at
+            if patience_s is not None and hung_s >= patience_s:
+                raise DiskHangs
+
+    async def write(
+        self, parts: Iterable[bytes], stamp: Stamp, patience_s: float | None = None
+    ) -> None:
+        """Replace the file; it is on disk on return. Raises OSError, and DiskHangs."""
+
+        def each() -> Iterator[bytes]:
+            for part in parts:
+                yield part
+                self._moved_at = time.monotonic()
+
+        self.bytes = await self.run(
+            lambda: self._directory.write(self._name, each(), stamp), patience_s
+        )

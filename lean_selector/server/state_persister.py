@@ -1,6 +1,6 @@
 """Keeps a state directory up to date: the catalog on each change, reservations at an interval.
 
-Work on the loop is done in slices; blocking disk operations run in `FileWriter`'s threads.
+Work on the loop is done in slices; blocking disk operations run in `DiskThread`'s.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from lean_selector.core.replication.events import ReplicaTarget
 from lean_selector.server.state_files import (
     CATALOG,
     RESERVATIONS,
-    FileWriter,
+    DiskHangs,
+    DiskThread,
     StateDirectory,
     stamp_now,
 )
@@ -103,10 +104,10 @@ class Persister:
         self._interval_s = interval_s
         self._on_fault = on_fault
         self._faults: dict[str, str] = {}  # by file
-        self._files = {name: FileWriter(directory, name) for name in (CATALOG, RESERVATIONS)}
+        self._files = {name: DiskThread(directory, name) for name in (CATALOG, RESERVATIONS)}
         self._tasks: list[asyncio.Task[None]] = []
         self._letting_go: asyncio.Task[None] | None = None
-        self._limit: asyncio.Timeout | None = None  # the limit for waiting on the disk
+        self._patience_s: float | None = None  # how long to wait for a disk that takes nothing
         self._changed = asyncio.Event()
         self._seen_revision = -1  # of the catalog
         self._change = 0  # grows with each change of the catalog
@@ -234,7 +235,8 @@ class Persister:
         file, began = self._files[RESERVATIONS], time.monotonic()
         try:
             if revision == self._saved_revision and RESERVATIONS not in self._faults:
-                await file.ask(partial(self._directory.check, (CATALOG, RESERVATIONS)))
+                check = partial(self._directory.check, (CATALOG, RESERVATIONS))
+                await file.run(check, self._patience_s)
                 self._saved_at = began
                 return True
             await self._write(file, self._bookings.parts(began))
@@ -248,30 +250,24 @@ class Persister:
 
     # -- any file --------------------------------------------------------------------------------
 
-    async def _write(self, file: FileWriter, parts: Iterable[bytes]) -> None:
-        """Write a file in slices of the loop's turns. Raises OSError."""
-        file.begin(stamp_now())
-        try:
-            made: list[bytes] = []
-            began = time.thread_time()
-            for part in parts:
-                made.append(part)
-                if len(made) % STEPS == 0 and time.thread_time() - began >= SLICE_S:
-                    text = b"".join(made)
-                    made.clear()
-                    self._loop_spent_s += time.thread_time() - began
-                    await file.add(text)
-                    await asyncio.sleep(0)
-                    if self._limit is not None:
-                        self._limit.reschedule(asyncio.get_running_loop().time() + LAST_S)
-                    began = time.thread_time()
-            text = b"".join(made)
-            self._loop_spent_s += time.thread_time() - began
-            await file.add(text)
-            await file.end()
-        except BaseException:
-            file.drop()
-            raise
+    async def _write(self, file: DiskThread, parts: Iterable[bytes]) -> None:
+        """Make the text in slices of the loop's turns, then write it. Raises OSError, and
+        DiskHangs."""
+        stamp = stamp_now()
+        slices: list[bytes] = []
+        made: list[bytes] = []
+        began = time.thread_time()
+        for part in parts:
+            made.append(part)
+            if len(made) % STEPS == 0 and time.thread_time() - began >= SLICE_S:
+                slices.append(b"".join(made))
+                made.clear()
+                self._loop_spent_s += time.thread_time() - began
+                await asyncio.sleep(0)
+                began = time.thread_time()
+        slices.append(b"".join(made))
+        self._loop_spent_s += time.thread_time() - began
+        await file.write(slices, stamp, self._patience_s)
 
     # -- faults -------------------------------------------------------------------------
 
@@ -332,24 +328,21 @@ class Persister:
 
     async def _save_all(self) -> None:
         """Continue while the disk takes data within every LAST_S; else give up."""
+        self._patience_s = LAST_S
         try:
-            async with asyncio.timeout(LAST_S) as self._limit:
-                for file in self._files.values():
-                    await file.idle()  # of the write in progress when the tasks ended
-                await self._save_catalog()
-                await self._save_reservations()
-        except TimeoutError:
+            for file in self._files.values():
+                await file.idle(LAST_S)  # of the write in progress when the tasks ended
+            await self._save_catalog()
+            await self._save_reservations()
+        except DiskHangs:
             log.warning("state is not completely written", extra={"waited_s": LAST_S})
-        finally:
-            self._limit = None
 
     async def _take_again(self) -> bool:
         """Lock the directory again, unless the disk hangs or another process has held it."""
         file = self._files[CATALOG]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LAST_S):
-                await file.idle()
-                return await file.ask(self._directory.take_again)
+        with contextlib.suppress(DiskHangs):
+            await file.idle(LAST_S)
+            return await file.run(self._directory.take_again, LAST_S)
         return False
 
     async def close(self) -> None:
@@ -361,5 +354,3 @@ class Persister:
         if not self._faults and await self._take_again():
             await self._save_all()
             self._directory.let_go()
-        for file in self._files.values():
-            file.close()

@@ -14,7 +14,8 @@ from lean_selector.server import state_persister
 from lean_selector.server.state_files import (
     CATALOG,
     RESERVATIONS,
-    FileWriter,
+    DiskHangs,
+    DiskThread,
     Stamp,
     StateDirectory,
     opened,
@@ -347,32 +348,27 @@ async def test_files_that_somebody_deletes_come_back(tmp_path: Path) -> None:
 async def test_a_disk_that_goes_on_taking_a_large_file_has_not_failed(tmp_path: Path) -> None:
     directory = StateDirectory(str(tmp_path))
     directory.take()
-    file = FileWriter(directory, RESERVATIONS)
-    file.begin(stamp_now())
+    file = DiskThread(directory, RESERVATIONS)
+    begin, taken, go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def parts() -> Iterator[bytes]:
+        begin.wait()
+        yield b"a part"
+        taken.set()
+        go_on.wait()
+        yield b"another"
+
+    writing = asyncio.create_task(file.write(parts(), stamp_now(), patience_s=3600.0))
+    await until(lambda: file.moved_at is not None, "it has begun")
     began = file.moved_at
+    begin.set()
+    await until(taken.is_set, "a part was taken")
     assert began is not None
-    await file.add(b"a part")
-    await until(lambda: file.moved_at is not None and file.moved_at > began, "it was taken")
-    await file.end()
+    assert file.moved_at is not None
+    assert file.moved_at > began
+    with pytest.raises(DiskHangs):
+        await file.idle(0.01)
+    go_on.set()
+    await writing
     assert file.moved_at is None
-    file.close()
-
-
-@on_loop
-async def test_a_disk_that_fails_between_two_parts_of_a_file_is_told_as_its_fault(
-    tmp_path: Path,
-) -> None:
-    directory = StateDirectory(str(tmp_path))
-    directory.take()
-    file = FileWriter(directory, RESERVATIONS)
-    directory.write = fail_at_once  # type: ignore[method-assign]
-    file.begin(stamp_now())
-    await file.idle()
-    with pytest.raises(OSError, match="no descriptor"):
-        await file.add(b"a part")
-    file.drop()
-    file.close()
-
-
-def fail_at_once(name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
-    raise OSError("no descriptor")
+    assert opened((tmp_path / RESERVATIONS).read_bytes())[0] == b"a partanother"
