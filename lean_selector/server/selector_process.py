@@ -264,11 +264,10 @@ class SelectorParts:
 
             self._recovering = supervise("recovery", recover, again=False)
         self._polls: WorkerPolls | None = None
-        self._polling: asyncio.Task[None] | None = None
         if config.health.interval_s is not None:
             from lean_selector.workers import polls
 
-            self._polls = worker_polls = polls.WorkerPolls(
+            self._polls = polls.WorkerPolls(
                 selector.catalog,
                 selector.health,
                 self.engine_client(),
@@ -277,8 +276,7 @@ class SelectorParts:
                 path=config.health.path,
                 timeout_s=config.health.timeout_s,
             )
-            subscriptions.on_lost = worker_polls.soon
-            self._polling = supervise("worker polls", worker_polls.run)
+            subscriptions.on_lost = self._polls.soon
         self._lifecycle = SelectorLog(selector)
         self._expiry = ExpirySweep(self._expire, selector.arrived, loop.call_soon)
         self._forgetting: RoutedExpiry | None = None
@@ -315,6 +313,8 @@ class SelectorParts:
         self._lifecycle.look()
         if self.persister is not None:
             self.persister.look(now)
+        if self._polls is not None:
+            self._polls.look()
         if self.decisions is not None:
             self.decisions.hand_over()
         self.selector.admit_waiting(now)
@@ -356,8 +356,7 @@ class SelectorParts:
             self._forgetting.stop()
         if self.finding is not None:
             await self.finding.close()
-        if self._polls is not None and self._polling is not None:
-            self._polling.cancel()
+        if self._polls is not None:
             await self._polls.close()
         await self.subscriptions.close()
         if self.replication is not None:

@@ -5,79 +5,42 @@ Polls are spread over the interval, with jitter.
 """
 
 import asyncio
-import heapq
 import random
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.selection.selector import WorkerHealth
 from lean_selector.http.allowed_endpoints import url_at
-from lean_selector.http.outbound import OutboundAnswer, OutboundFailed
+from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.tasks import watched
 
 MOST_AT_ONCE: Final = 64
 JITTER: Final = 0.1  # fraction of the interval, in either direction
-_LOOKS_EVERY_S: Final = 0.5  # for new workers
 _MOST_BYTES: Final = 1 << 20
 _LONGEST_FAULT: Final = 200
 
 
-class Asks(Protocol):
-    """Makes the requests; see `OutboundClient`."""
-
-    def get(self, url: str, *, timeout_s: float, most_bytes: int) -> Awaitable[OutboundAnswer]: ...
-
-
 @dataclass(eq=False)
 class WorkerPolls:
-    """From the loop's thread only. `run` until cancelled, then `close`."""
+    """From the loop's thread only. Call `look` twice a second, and `close` at the end."""
 
     catalog: Catalog
     health: WorkerHealth
-    client: Asks
+    client: OutboundClient
     rng: random.Random
     interval_s: float
     path: str
     timeout_s: float  # for a whole response
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._revision = -1  # revision of the catalog that `_due` reflects
-        self._due: list[tuple[float, int]] = []  # a heap; one entry per worker is current
-        self._next: dict[int, float] = {}  # the time of the current entry
+        self._revision = -1  # revision of the catalog that `_next` reflects
+        self._next: dict[int, asyncio.TimerHandle] = {}  # the next poll of each worker
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._wake = asyncio.Event()
+        self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
-    def soon(self, worker_id: int) -> None:
-        """Poll a worker now, because something else was learned about it."""
-        self._take_in()  # it may be new
-        if worker_id in self._next:
-            self._schedule(worker_id, self.clock())
-            self._wake.set()
-
-    async def run(self) -> None:
-        while True:
-            self._wake.clear()
-            self._take_in()
-            wait_s = self._begin_due()
-            try:
-                async with asyncio.timeout(min(wait_s, _LOOKS_EVERY_S)):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-
-    async def close(self) -> None:
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    # -- when ----------------------------------------------------------------------------------
-
-    def _take_in(self) -> None:
+    def look(self) -> None:
         """Schedule new workers, and drop those that are gone."""
         if self._revision == self.catalog.revision:
             return
@@ -88,40 +51,36 @@ class WorkerPolls:
             if not worker.reasons and url_at(worker.spec.endpoint, self.path)
         }
         for worker_id in self._next.keys() - known:
-            del self._next[worker_id]
-        now = self.clock()
+            self._next.pop(worker_id).cancel()
         for worker_id in sorted(known - self._next.keys()):
-            self._schedule(worker_id, now + self.rng.random() * self.interval_s)
+            self._schedule(worker_id, self.rng.random() * self.interval_s)
 
-    def _schedule(self, worker_id: int, at: float) -> None:
-        self._next[worker_id] = at
-        heapq.heappush(self._due, (at, worker_id))
+    def soon(self, worker_id: int) -> None:
+        """Poll a worker now, because something else was learned about it."""
+        self.look()  # it may be new
+        if worker_id in self._next:
+            self._next[worker_id].cancel()
+            self._begin(worker_id)
 
-    def _begin_due(self) -> float:
-        """Start the polls that are due; return the seconds until the next one."""
-        while self._due and len(self._running) < MOST_AT_ONCE:
-            at, worker_id = self._due[0]
-            now = self.clock()
-            if self._next.get(worker_id) == at and at > now:
-                return at - now
-            heapq.heappop(self._due)
-            if self._next.get(worker_id) == at and worker_id not in self._running:
-                part = 1.0 + JITTER * (2.0 * self.rng.random() - 1.0)
-                self._schedule(worker_id, now + part * self.interval_s)
-                self._begin(worker_id)
-            elif self._next.get(worker_id) == at:  # the last poll is still waiting for its response
-                self._schedule(worker_id, now + self.interval_s)
-        return _LOOKS_EVERY_S
+    async def close(self) -> None:
+        for timer in self._next.values():
+            timer.cancel()
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _schedule(self, worker_id: int, after_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._next[worker_id] = loop.call_later(after_s, self._begin, worker_id)
 
     def _begin(self, worker_id: int) -> None:
-        task = watched("worker poll", self._poll(worker_id))
-        self._running[worker_id] = task
-        task.add_done_callback(lambda _: self._ended(worker_id))
-
-    def _ended(self, worker_id: int) -> None:
-        del self._running[worker_id]
-        if len(self._running) == MOST_AT_ONCE - 1:
-            self._wake.set()
+        part = 1.0 + JITTER * (2.0 * self.rng.random() - 1.0)
+        self._schedule(worker_id, part * self.interval_s)
+        if worker_id not in self._running:  # the last poll may still wait for its response
+            task = watched("worker poll", self._poll(worker_id))
+            self._running[worker_id] = task
+            task.add_done_callback(lambda _: self._running.pop(worker_id))
 
     # -- one poll ------------------------------------------------------------------------------
 
@@ -132,11 +91,14 @@ class WorkerPolls:
             return
         fault: str | None = None
         try:
-            answer = await self.client.get(url, timeout_s=self.timeout_s, most_bytes=_MOST_BYTES)
+            async with self._turn:
+                answer = await self.client.get(
+                    url, timeout_s=self.timeout_s, most_bytes=_MOST_BYTES
+                )
             if not 200 <= answer.status < 300:
                 fault = f"{url}: status {answer.status}"
         except OutboundFailed as error:
             fault = error.message.removeprefix("GET ")
         if self.catalog.workers.get(worker_id) is worker:  # not replaced meanwhile
             shown = None if fault is None else fault[:_LONGEST_FAULT]
-            self.health.polled(worker_id, shown, self.clock())
+            self.health.polled(worker_id, shown, time.monotonic())
