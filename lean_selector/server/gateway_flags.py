@@ -8,6 +8,7 @@ from lean_selector.gateway.prompt_shapes import PromptSettings
 from lean_selector.http.allowed_endpoints import Url
 from lean_selector.server.flags import flag
 from lean_selector.server.selector_flags import (
+    SESSIONS,
     HealthFlags,
     PromptsFlags,
     SelectorConfig,
@@ -80,7 +81,7 @@ class GatewaySessionsFlags(SessionsFlags):
     """
 
     default_mode: ClassVar = "soft"
-    mode: Literal["soft", "hard"] | None = flag(None, "--session-affinity")
+    mode: Literal["soft", "hard"] | None = flag(None, "--session-affinity", needs=SESSIONS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ _ASK_WHEN_LEARNING_BYTES = 16_384
 _NEVER = 1 << 40
 _MEGABYTE = 1 << 20
 _POLLS = ("--worker-health-interval-secs",)
+SESSIONS = ("--session-affinity-ttl-secs",)
 _FOUND = ("--discover", "workers")
 
 
@@ -275,12 +276,10 @@ class SessionsFlags:
     ttl_s: float | None = flag(
         None, "--session-affinity-ttl-secs", ge=1, le=31_536_000, common=True
     )
-    mode: Literal["hard", "soft"] | None = flag(None, "--session-affinity")
+    mode: Literal["hard", "soft"] | None = flag(None, "--session-affinity", needs=SESSIONS)
     bonus_blocks: float | None = flag(None, "--session-affinity-bonus-blocks", ge=0)
 
     def __post_init__(self) -> None:
-        if self.ttl_s is None and self.mode is not None:
-            raise ValueError("--session-affinity requires --session-affinity-ttl-secs")
         if self.bonus_blocks is not None and not self.is_soft:
             raise ValueError("--session-affinity-bonus-blocks requires --session-affinity soft")
 
@@ -329,13 +328,12 @@ class EngineKeysFlags:
     """
 
     server_keys_file: str | None = flag(None, "--kv-events-curve-server-keys-file", each=path)
-    secret_key_file: str | None = flag(None, "--kv-events-curve-secret-key-file", each=path)
-
-    def __post_init__(self) -> None:
-        if self.server_keys_file is None and self.secret_key_file is not None:
-            raise ValueError(
-                "--kv-events-curve-secret-key-file requires --kv-events-curve-server-keys-file"
-            )
+    secret_key_file: str | None = flag(
+        None,
+        "--kv-events-curve-secret-key-file",
+        each=path,
+        needs=("--kv-events-curve-server-keys-file",),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,8 +365,10 @@ class EnginesFlags(AccessFlags):
     whose = "worker"
     token_file: str | None = flag(None, "--worker-token-file", each=path)
     ca_file: str | None = flag(None, "--worker-ca-file", each=path)
-    cert_file: str | None = flag(None, "--worker-cert-file", each=path)
-    key_file: str | None = flag(None, "--worker-key-file", each=path)
+    cert_file: str | None = flag(
+        None, "--worker-cert-file", each=path, needs=("--worker-key-file",)
+    )
+    key_file: str | None = flag(None, "--worker-key-file", each=path, needs=("--worker-cert-file",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,11 +464,9 @@ class AccessLogsFlags:
     """
 
     places: list[str] = flag([], "--lifecycle-from", each=_address)
-    allowed: list[str] = flag([], "--lifecycle-allow", each=_network, filled=True)
-
-    def __post_init__(self) -> None:
-        if self.allowed and not self.places:
-            raise ValueError("--lifecycle-allow requires --lifecycle-from")
+    allowed: list[str] = flag(
+        [], "--lifecycle-allow", each=_network, filled=True, needs=("--lifecycle-from",)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,8 @@ from lean_selector.server.flags import Config, flag, whole_number
 if TYPE_CHECKING:
     from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
+_REPLICA = ("--replica-sync-bind", "--replica-sync-port")
+_REPLICA_SECRET = "--replica-sync-curve-secret-key-file"
 _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
 
@@ -116,9 +118,9 @@ class ListenFlags:
     port: int = flag(8092, "--port", ge=0, le=65535, common=True)
     host: str = flag("0.0.0.0", "--host", filled=True, common=True)
     uds: str | None = flag(None, "--uds", each=path)
-    tls_cert: str | None = flag(None, "--tls-cert", each=path, common=True)
-    tls_key: str | None = flag(None, "--tls-key", each=path, common=True)
-    tls_client_ca: str | None = flag(None, "--tls-client-ca", each=path)
+    tls_cert: str | None = flag(None, "--tls-cert", each=path, common=True, needs=("--tls-key",))
+    tls_key: str | None = flag(None, "--tls-key", each=path, common=True, needs=("--tls-cert",))
+    tls_client_ca: str | None = flag(None, "--tls-client-ca", each=path, needs=("--tls-cert",))
     drain_s: float = flag(5.0, "--drain-secs", ge=0)
     max_connections: int = flag(16_384, "--max-connections", ge=1, le=2**20)
     log_level: Literal["debug", "info", "warning", "error"] = flag(
@@ -127,15 +129,6 @@ class ListenFlags:
     log_format: Literal["text", "json"] = flag("text", "--log-format")
     access_log: bool = flag(False, "--access-log")
     auth_token_file: str | None = flag(None, "--auth-token-file", each=path, common=True)
-
-    def __post_init__(self) -> None:
-        pair = {"--tls-cert": self.tls_cert, "--tls-key": self.tls_key}
-        if self.tls_client_ca is None and not any(pair.values()):
-            return
-        has = next((name for name, value in pair.items() if value), "--tls-client-ca")
-        for name, value in pair.items():
-            if value is None:
-                raise ValueError(f"{has} requires {name}")
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -181,10 +174,10 @@ class ReplicaFlags:
 
     port: int | None = flag(None, "--replica-sync-port", each=port, common=True)
     bind: str | None = flag(None, "--replica-sync-bind", each=endpoint)
-    advertise: str | None = flag(None, "--replica-sync-advertise", each=endpoint)
-    peers: list[str] = flag([], "--replica-sync-peers", each=_peer, common=True)
-    catch_up: list[str] = flag([], "--replica-sync-catch-up", each=url, common=True)
-    discover: list[str] = flag([], "--replica-sync-discover", each=where)
+    advertise: str | None = flag(None, "--replica-sync-advertise", each=endpoint, needs=_REPLICA)
+    peers: list[str] = flag([], "--replica-sync-peers", each=_peer, common=True, needs=_REPLICA)
+    catch_up: list[str] = flag([], "--replica-sync-catch-up", each=url, common=True, needs=_REPLICA)
+    discover: list[str] = flag([], "--replica-sync-discover", each=where, needs=_REPLICA)
     discover_http_port: int | None = flag(
         None,
         "--replica-sync-discover-http-port",
@@ -198,18 +191,6 @@ class ReplicaFlags:
             raise ValueError(
                 "--replica-sync-port and --replica-sync-bind mean one socket: give only one"
             )
-        if self.endpoint is None:
-            for values, name in (
-                (self.catch_up, "--replica-sync-catch-up"),
-                (self.discover, "--replica-sync-discover"),
-            ):
-                if values:
-                    raise ValueError(f"{name} requires --replica-sync-port")
-            if self.advertise is not None or self.peers:
-                raise ValueError(
-                    "--replica-sync-advertise and --replica-sync-peers require --replica-sync-bind "
-                    "or --replica-sync-port"
-                )
         if self.advertise in self.peers:
             raise ValueError(
                 f"--replica-sync-peers: `{self.advertise}` is this replica's own "
@@ -231,14 +212,10 @@ class ReplicaKeysFlags:
       share this one's key pair
     """
 
-    secret_key_file: str | None = flag(None, "--replica-sync-curve-secret-key-file", each=path)
-    peer_keys_file: str | None = flag(None, "--replica-sync-curve-peer-keys-file", each=path)
-
-    def __post_init__(self) -> None:
-        if self.secret_key_file is None and self.peer_keys_file is not None:
-            raise ValueError(
-                "--replica-sync-curve-peer-keys-file requires --replica-sync-curve-secret-key-file"
-            )
+    secret_key_file: str | None = flag(None, _REPLICA_SECRET, each=path, needs=_REPLICA)
+    peer_keys_file: str | None = flag(
+        None, "--replica-sync-curve-peer-keys-file", each=path, needs=(_REPLICA_SECRET,)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,14 +247,6 @@ class AccessFlags:
     key_file: str | None
     tls_name: str | None = None
 
-    def __post_init__(self) -> None:
-        pair = {"cert": self.cert_file, "key": self.key_file}
-        for has, missing in (("cert", "key"), ("key", "cert")):
-            if pair[has] is not None and pair[missing] is None:
-                raise ValueError(
-                    f"--{self.whose}-{has}-file requires --{self.whose}-{missing}-file"
-                )
-
 
 @dataclass(frozen=True, kw_only=True)
 class PeersFlags(AccessFlags):
@@ -294,8 +263,8 @@ class PeersFlags(AccessFlags):
     whose = "peer"
     token_file: str | None = flag(None, "--peer-token-file", each=path)
     ca_file: str | None = flag(None, "--peer-ca-file", each=path)
-    cert_file: str | None = flag(None, "--peer-cert-file", each=path)
-    key_file: str | None = flag(None, "--peer-key-file", each=path)
+    cert_file: str | None = flag(None, "--peer-cert-file", each=path, needs=("--peer-key-file",))
+    key_file: str | None = flag(None, "--peer-key-file", each=path, needs=("--peer-cert-file",))
     tls_name: str | None = flag(None, "--peer-tls-name", filled=True)
 
 
@@ -357,11 +326,6 @@ class ServiceConfig(Config):
 
     def __post_init__(self) -> None:
         self.endpoints.check("--replica-sync-peers: ", self.replica.peers)
-        if self.replica_keys.secret_key_file is not None and self.replica.endpoint is None:
-            raise ValueError(
-                "--replica-sync-curve-secret-key-file requires --replica-sync-bind or "
-                "--replica-sync-port"
-            )
 
     @property
     def warnings(self) -> list[str]:

@@ -84,10 +84,10 @@ def selector(words: str) -> SelectorConfig:
         ("--discover-defaults {}", "--discover-defaults requires --discover"),
         ('--discover-defaults {"worker_id":1}', "worker_id is a worker's own"),
         ("--discover etcd:a", "expected file:PATH"),
-        ("--replica-sync-discover dns:a:1", "requires --replica-sync-port"),
+        ("--replica-sync-discover dns:a:1", "requires --replica-sync-bind or --replica-sync-port"),
         ("--replica-sync-port 1 --replica-sync-discover file:a", "peers are found by"),
-        ("--replica-sync-advertise tcp://a:1", "require --replica-sync-bind"),
-        ("--replica-sync-catch-up http://a:1", "requires --replica-sync-port"),
+        ("--replica-sync-advertise tcp://a:1", "requires --replica-sync-bind"),
+        ("--replica-sync-catch-up http://a:1", "requires --replica-sync-bind"),
         ("--replica-sync-bind nonsense", "missing scheme"),
         ("--replica-sync-port 9 --replica-sync-bind tcp://*:9", "give only one"),
         (
