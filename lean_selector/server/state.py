@@ -5,13 +5,12 @@ The file `catalog` is one JSON object with one worker per line. Unreadable state
 never stops a start.
 """
 
-import contextlib
 import errno
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -31,10 +30,8 @@ from lean_selector.server.state_files import (
     CATALOG,
     RESERVATIONS,
     CatalogFile,
-    CatalogHead,
     Damaged,
     DirectoryHeld,
-    OtherVersion,
     PartitionRow,
     Stamp,
     StateDirectory,
@@ -53,16 +50,10 @@ if TYPE_CHECKING:
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.roster import Roster
 
-# -- saved state ---------------------------------------------------
-
 # -- the file --------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
-VERSION: Final = 1
-
-
-_decode_head = msgspec.json.Decoder(CatalogHead).decode
 _encode = msgspec.json.Encoder().encode
 _decode_file = msgspec.json.Decoder(CatalogFile).decode
 _NO_WORKERS = b"[]}"
@@ -76,16 +67,10 @@ def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
 
 
 def read_catalog(text: bytes) -> CatalogFile:
-    """Raises Damaged, or OtherVersion."""
+    """Raises Damaged, also for the version of another release."""
     try:
         return _decode_file(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            version = _decode_head(text).version
-            if version != VERSION:
-                raise OtherVersion(
-                    f"it has version {version}, and this release reads version {VERSION}"
-                ) from None
         raise Damaged(str(error)) from None
 
 
@@ -284,7 +269,6 @@ log = logging.getLogger("lean_selector.state")
 
 
 _MOST_LOGGED = 10
-_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # retries of a read that failed with EIO
 
 
 class OtherService(Exception):
@@ -365,32 +349,19 @@ def restore_reservations(
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:
     """None: there is no file, or it was set aside."""
     try:
-        sealed = _tried(lambda: directory.read(name))
+        sealed = directory.read(name)
         if sealed is None:
             return None
         return read(*opened(sealed))
     except (Damaged, OSError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         fields = {"file": name, "reason": reason}
-        is_other = isinstance(error, OtherVersion)
-        what = "state is of another release" if is_other else "state is damaged"
         try:
-            log.error(f"{what}, and set aside", extra={**fields, "as": directory.set_aside(name)})
+            aside = directory.set_aside(name)
+            log.error("state is damaged, and set aside", extra={**fields, "as": aside})
         except OSError as failed:
-            log.error(what, extra={**fields, "not_set_aside": failed.strerror})
+            log.error("state is damaged", extra={**fields, "not_set_aside": failed.strerror})
     return None
-
-
-def _tried(read: Callable[[], T]) -> T:
-    """Read with retries: a disk may fail once. Raises OSError."""
-    for pause_s in _AGAIN_AFTER_S:
-        try:
-            return read()
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-        time.sleep(pause_s)
-    return read()
 
 
 def _log_problems(what: str, problems: list[str]) -> None:

@@ -51,12 +51,6 @@ class StoredThreshold(msgspec.Struct, frozen=True):
     threshold: BusyThreshold
 
 
-class CatalogHead(msgspec.Struct, frozen=True):
-    """The fields that a catalog of any release has."""
-
-    version: int
-
-
 class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
     """The file `catalog`: everything except live reservations. A worker is a WorkerSpec in a
     selector's file, a WorkerRow in a slot tracker's."""
@@ -83,10 +77,6 @@ _decode = msgspec.json.Decoder(Stamp).decode
 
 class Damaged(ValueError):
     """The content read is not what was written; the message says what is wrong."""
-
-
-class OtherVersion(Damaged):
-    """The file is intact, but has the format of another release."""
 
 
 def stamp_now() -> Stamp:

@@ -6,9 +6,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Final
 
 import msgspec
@@ -99,7 +98,6 @@ class ListedEndpoints(msgspec.Struct):
 
 
 MOST_WORKERS: Final = 16_384
-_NAMED: Final = 3  # most invalid keys that are listed
 MOST_LEVELS: Final = 100  # libyaml uses C stack for each, without a limit of its own
 _TOO_DEEP: Final = "lists and objects are nested too deeply, or within themselves"
 
@@ -127,10 +125,9 @@ def _listed(text: bytes, is_yaml: bool) -> Found:
     try:
         again = msgspec.json.encode(content)
     except TypeError:
-        odd = ", ".join(islice(_odd_keys(content, "$"), _NAMED))
         raise ValueError(
-            "YAML reads on, off, yes, no and ~ without quotes as true, false and null, which are "
-            f"no keys: {odd}"
+            "a key is no text: YAML reads on, off, yes, no and ~ without quotes as true, false and "
+            "null"
         ) from None
     if "workers" in content:
         entries = msgspec.json.decode(again, type=Registrations).workers or []
@@ -162,19 +159,6 @@ def _content(text: bytes, is_yaml: bool) -> Any:
         LookupError,
     ) as error:  # from the YAML parser: value and tag disagree
         raise ValueError(f"a value is not what its tag says: {error!r}") from None
-
-
-def _odd_keys(content: object, where: str) -> Iterator[str]:
-    """Keys that are neither strings nor numbers, with their places. Raises RecursionError for a
-    value that contains itself."""
-    if isinstance(content, dict):
-        for key, value in content.items():
-            if key is None or isinstance(key, bool):
-                yield f"{msgspec.json.encode(key).decode()} at `{where}`"
-            yield from _odd_keys(value, f"{where}.{key}")
-    elif isinstance(content, list | tuple):
-        for at, value in enumerate(content):
-            yield from _odd_keys(value, f"{where}[{at}]")
 
 
 def _checked(entries: list[Particulars]) -> tuple[Particulars, ...]:

@@ -81,13 +81,8 @@ endpoints:
         (b"[{endpoint: 'http://a', events_port: 0}]", "events_port 0 is no port"),
         (b"endpoints: [{address: a, port: http}]", "`http` of a is no port"),
         (b"endpoints: [{port: 1}]", "missing required field `address`"),
-        (
-            b"[{endpoint: 'http://a', topology_domains: {on: rack1}}]",
-            r"as true, false and null, .*: true at `\$.workers\[0\].topology_domains`$",
-        ),
-        (b"{no: 1, workers: [{~: 2}]}", r"false at `\$`, null at `\$.workers\[0\]`$"),
-        (b"workers: !!pairs [a: {yes: 1}]", r"true at `\$.workers\[0\]\[1\]`$"),
-        (b"{on: 1, off: 1, workers: [{on: 1}, {on: 1}]}", r"workers\[0\]`$"),  # three are enough
+        (b"[{endpoint: 'http://a', topology_domains: {on: rack1}}]", "a key is no text"),
+        (b"{no: 1, workers: [{~: 2}]}", "a key is no text"),
         (b"workers: &a [*a]", "nested too deeply, or within themselves"),
         (b"workers: &a {b: *a, on: *a}", "nested too deeply, or within themselves"),
         # PyYAML 6.0.4 has a bound of its own, which strikes while its scanner looks ahead.
