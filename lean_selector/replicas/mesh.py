@@ -29,7 +29,7 @@ from lean_selector.core.zmq_endpoints import check_endpoint
 from lean_selector.events.curve_keys import CurveClient, CurveGate
 from lean_selector.events.link import check_link
 from lean_selector.events.links import Links
-from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN, MAX_TURN_S, Peer, ReplicaLinks
+from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN, MAX_TURN_S, ReplicaLinks
 from lean_selector.replicas.pub_socket import ReplicaPub
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
@@ -49,6 +49,7 @@ from lean_selector.wire.replica_frames import (
     encode_session,
     payload_of,
 )
+from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -292,7 +293,7 @@ class ReplicaSync:
     def peers(self) -> list[str]:
         return [peer.endpoint for peer in self.peer_states()]
 
-    def peer_states(self) -> list[Peer]:
+    def peer_states(self) -> list[PeerState]:
         """Sorted by endpoint."""
         return self._links.states()
 

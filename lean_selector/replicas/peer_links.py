@@ -1,4 +1,7 @@
-"""Connections to peers, and their state as it is shown."""
+"""A link to each peer of a replica; their messages are handled in bounded turns of the loop.
+
+Does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6.
+"""
 
 import asyncio
 import logging
@@ -6,28 +9,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import zmq
 
 from lean_selector.events.curve_keys import CurveClient
 from lean_selector.events.link import Link, LinkState, Message
 from lean_selector.events.links import Links
-
-
-class Peer(msgspec.Struct):
-    """A peer and the state of the connection to it."""
-
-    endpoint: str
-    state: str  # "connecting" or "resolving" until the first handshake, then "connected" or
-    # "disconnected"
-    since: float  # monotonic seconds of the last change of state
-    retries: int  # attempts to connect since then
-    last_error: str | None  # why there is no connection now
-
-
-# -- replica links -------------------------------------------------------------------------------
-# A link to each peer of a replica; their messages are handled in bounded turns of the loop.
-# Does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6.
+from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
 
@@ -120,12 +107,15 @@ class ReplicaLinks:
         """Messages dropped because too many were queued."""
         return self._dropped + sum(link.dropped for link in self._peers.values())
 
-    def states(self) -> list[Peer]:
+    def states(self) -> list[PeerState]:
         """Sorted by endpoint."""
-        return [
-            Peer(endpoint, *self._states[endpoint], link.retries, link.error)
-            for endpoint, link in sorted(self._peers.items())
-        ]
+        now = time.monotonic()
+        states = []
+        for endpoint, link in sorted(self._peers.items()):
+            state, since = self._states[endpoint]
+            since_s = round(now - since, 3)
+            states.append(PeerState(endpoint, state, since_s, link.retries, link.error))
+        return states
 
     def _note(self, link: Link) -> None:
         """Store a peer's state, and log a change."""

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import TypeVar
 
 from lean_selector.core.replication.catch_up import CatchUp, Fate, ended_meanwhile
-from lean_selector.core.replication.events import ReplicaTarget
+from lean_selector.core.replication.events import ReplicaTarget, Verdict
 from lean_selector.core.replication.shapes import LiveBooking, ReplicaEvent
 from lean_selector.core.selection.peer_sessions import PeerSessions
 from lean_selector.events.ingest_turns import Pauses
@@ -45,6 +45,10 @@ SETTLE_S = 0.25
 STEPS = 16  # bookings between checks of the clock
 LOOK_AGAIN_S = 0.1
 AGAIN_S = 2.0  # least pause between two: bounds the cost of a peer that reconnects often
+# Snapshots cost loop time at both replicas: at most a fifth of the time.
+COST_PAUSE = 5
+# Pause between tries to close a gap that no peer could close.
+MEND_PAUSE_MAX_S = 60.0
 # A replica heard within this time counts as connected: three heartbeats.
 FOLLOWED_S = 3 * HEARTBEAT_S
 _LOOKS = 100
@@ -63,7 +67,8 @@ class Occasion(Enum):
 
 
 class CatchingUp:
-    """Runs a catch-up; `tell(event, now)` applies an event that a peer would have sent."""
+    """Catches up for as long as `run` does; `tell(event, now)` applies an event that a peer would
+    have sent."""
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class CatchingUp:
         *,
         client: Callable[[str], OutboundClient],
     ) -> None:
-        """`client(url)` returns the HTTP client for a peer's URL."""
+        """`client(url)` returns the HTTP client for a peer's URL. `urls` may change."""
         self._client = client
         self._catch_up = catch_up
         self._sync = sync
@@ -84,25 +89,81 @@ class CatchingUp:
         self._targets = targets
         self._tell = tell
         self._sessions = sessions
-        self.took_s = 0.0  # time that the last run spent on snapshots
-        self._failed = False  # in the last run, a peer that may have a snapshot gave none
+        self.fates = catch_up.fates
+        self._is_recording = True  # of events, while a catch-up is running or due
+        self._again = asyncio.Event()
+        self._occasion = Occasion.START  # of the next catch-up
+        self._took_s = 0.0  # time that the last one spent on snapshots
+        self._failed = False  # in the last one, a peer that may have a snapshot gave none
+        self._mending: asyncio.TimerHandle | None = None
+        self._mend_not_before = 0.0
+        self._mend_pause_s = 0.0
+        self._is_mending = False  # the current or next catch-up is due to a gap
 
-    async def run(
-        self,
-        again: asyncio.Event,
-        take_occasion: Callable[[], Occasion],
-        on_taken: Callable[[bool], None],
-    ) -> None:
+    def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
+        """An event came from a peer, or, without a verdict, is published."""
+        if self._is_recording:
+            self._catch_up.note(event, verdict, now)
+
+    def connected(self) -> None:
+        """A subscription was made or restored."""
+        if self._occasion is Occasion.MISSED:
+            self._occasion = Occasion.CONNECTED
+        self._again.set()
+
+    def missed(self) -> None:
+        """Events were missed. If the last try closed no gap, the next one waits longer."""
+        if self._mending is None:
+            left_s = self._mend_not_before - time.monotonic()
+            self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
+
+    def _mend(self) -> None:
+        self._mending = None
+        if self._sync.heard.behind():
+            self._is_mending = True
+            self._again.set()
+
+    def _plan_to_mend(self, mended: bool) -> None:
+        """The peers' snapshots were taken; `mended`: they closed a gap."""
+        if mended:
+            self._mend_pause_s = 0.0
+        elif self._is_mending:
+            self._mend_pause_s = min(max(AGAIN_S, 2 * self._mend_pause_s), MEND_PAUSE_MAX_S)
+        self._is_mending = False
+        self._mend_not_before = time.monotonic() + self._mend_pause_s
+        if self._sync.heard.behind():
+            self.missed()
+
+    def close(self) -> None:
+        if self._mending is not None:
+            self._mending.cancel()
+
+    async def run(self) -> None:
+        """Catch up now, and again for each later occasion."""
+        self._occasion = Occasion.START
+        while True:
+            began = time.monotonic()
+            try:
+                await self._run_once()
+            except Exception:
+                log.exception("catch-up failed; continuing with the current state")
+            if not self._again.is_set():
+                self._is_recording = False
+                await self._again.wait()
+            self._is_recording = True
+            self._catch_up.begin_again(time.monotonic())  # from here on, ends are recorded
+            pause_s = max(AGAIN_S, COST_PAUSE * self._took_s)
+            await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
+
+    async def _run_once(self) -> None:
         """Return when the catch-up has ended, with every reservation booked or dropped, or when it
-        must begin `again`. `take_occasion` returns the reason; a later occasion needs another run.
-        `on_taken` is called when the snapshots were taken, with whether they closed a gap in peers'
-        events.
-        """
+        must begin again."""
+        again = self._again
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())
         try:
             await _connected(self._sync)
-            occasion = take_occasion()
+            occasion, self._occasion = self._occasion, Occasion.MISSED
             if occasion is Occasion.START and is_restored:
                 occasion = Occasion.CONNECTED  # reservations of every peer may have ended meanwhile
             again.clear()
@@ -114,8 +175,8 @@ class CatchingUp:
                 mended = await self._take_from_all(occasion)
             if self._sessions is not None:
                 await self._take_sessions(self._sessions)
-            self.took_s = time.monotonic() - began
-            on_taken(mended)
+            self._took_s = time.monotonic() - began
+            self._plan_to_mend(mended)
         finally:
             self._catch_up.snapshot_is_in()
         while not again.is_set() and time.monotonic() < self._catch_up.ends_at:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 import zmq.asyncio
 
-from lean_selector.core.replication.catch_up import CatchUp, Fate, live_booking
+from lean_selector.core.replication.catch_up import CatchUp, live_booking
 from lean_selector.core.replication.events import (
     ReplicaApplier,
     ReplicaEvents,
@@ -29,24 +29,20 @@ from lean_selector.events.curve_keys import CurveGate
 from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient
 from lean_selector.replicas.mesh import ReplicaSync, ReplicaSyncError
-from lean_selector.replicas.snapshot_requests import AGAIN_S, CatchingUp, Occasion
+from lean_selector.replicas.snapshot_requests import CatchingUp
 from lean_selector.server.host import StartError
 from lean_selector.server.peer_access import credentials_of
 from lean_selector.server.service_flags import ServiceConfig
 from lean_selector.service.exposition import Families, Sample, by, labels, table
 from lean_selector.service.replies import Answer, SlicedAnswers
 from lean_selector.tasks import supervise
-from lean_selector.wire.replica_shapes import CurveState, PeerState, PublisherState, SyncState
+from lean_selector.wire.replica_shapes import CurveState, PublisherState, SyncState
 from lean_selector.wire.replica_snapshot import encode_session_list, encode_snapshot
 
 log = logging.getLogger("lean_selector.replica")
 
 Lookup = Callable[[str, str], ReplicaTarget | None]
 _SMALL_SNAPSHOT = 100  # reservations: up to a millisecond
-# Snapshots cost loop time at both replicas: at most a fifth of the time.
-COST_PAUSE = 5
-# Pause between tries to close a gap that no peer could close.
-MEND_PAUSE_MAX_S = 60.0
 _KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
 _REASONS = [verdict for verdict in Verdict if verdict is not Verdict.APPLIED]
 
@@ -91,15 +87,8 @@ class Replication:
         self.advertise = replica.advertise
         self._given_urls = replica.catch_up
         self._catch_up_urls = list(replica.catch_up)  # including discovered peers
-        self._catch_up: CatchUp | None = None  # until it has ended
-        self._catch_up_again = asyncio.Event()
-        self._fates: Callable[[], Iterable[tuple[Fate, int]]] | None = None
-        self._catching_up: asyncio.Task[None] | None = None
-        self._mending: asyncio.TimerHandle | None = None
-        self._mend_not_before = 0.0
-        self._mend_pause_s = 0.0
-        self._occasion = Occasion.START  # of the next catch-up
-        self._is_mending = False  # the current or next catch-up is due to a gap
+        self._catching_up: CatchingUp | None = None
+        self._catching_up_task: asyncio.Task[None] | None = None
         self._snapshots = SlicedAnswers(
             "a snapshot", self._snapshot, asyncio.get_running_loop().call_soon
         )
@@ -150,16 +139,9 @@ class Replication:
             self._begin_catch_up()
 
     def _begin_catch_up(self) -> None:
-        catch_up = CatchUp(self.router_id, self._lookup, self._copies_expire_s, time.monotonic())
-        self._catch_up, self._fates = catch_up, catch_up.fates
-        self._catching_up = supervise("catch-up", lambda: self._run_catch_up(catch_up))
-
-    async def _run_catch_up(self, catch_up: CatchUp) -> None:
-        """Catch up at start, and whenever a subscription was made or restored, or events were
-        missed."""
-        again = self._catch_up_again
-        running = CatchingUp(
-            catch_up,
+        now = time.monotonic()
+        self._catching_up = CatchingUp(
+            CatchUp(self.router_id, self._lookup, self._copies_expire_s, now),
             self.sync,
             self._catch_up_urls,
             self._targets,
@@ -167,79 +149,37 @@ class Replication:
             self.sessions,
             client=self._client,
         )
-        self._occasion = Occasion.START
-        while True:
-            began = time.monotonic()
-            try:
-                await running.run(again, self._take_occasion, self._plan_to_mend)
-            except Exception:
-                log.exception("catch-up failed; continuing with the current state")
-            if not again.is_set():
-                self._catch_up = None
-                await again.wait()
-            self._catch_up = catch_up
-            catch_up.begin_again(time.monotonic())  # from here on, ends are recorded
-            pause_s = max(AGAIN_S, COST_PAUSE * running.took_s)
-            await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
+        self._catching_up_task = supervise("catch-up", self._catching_up.run)
 
     def _client(self, url: str) -> OutboundClient:
         """URLs from a flag are trusted."""
         allowed = None if url in self._given_urls else self._allowed
         return OutboundClient(self._resolve, self._credentials, allowed)
 
-    def _take_occasion(self) -> Occasion:
-        taken, self._occasion = self._occasion, Occasion.MISSED
-        return taken
-
     def _connected(self) -> None:
-        if self._occasion is Occasion.MISSED:
-            self._occasion = Occasion.CONNECTED
-        self._catch_up_again.set()
+        if self._catching_up is not None:
+            self._catching_up.connected()
 
     def _missed(self) -> None:
         if self._catching_up is not None:
-            self._mend_soon()
-
-    def _mend_soon(self) -> None:
-        """Events were missed. If the last try closed no gap, the next one waits longer."""
-        if self._mending is None:
-            left_s = self._mend_not_before - time.monotonic()
-            self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
-
-    def _mend(self) -> None:
-        self._mending = None
-        if self.sync.heard.behind():
-            self._is_mending = True
-            self._catch_up_again.set()
-
-    def _plan_to_mend(self, mended: bool) -> None:
-        """The peers' snapshots were taken; `mended`: they closed a gap."""
-        if mended:
-            self._mend_pause_s = 0.0
-        elif self._is_mending:
-            self._mend_pause_s = min(max(AGAIN_S, 2 * self._mend_pause_s), MEND_PAUSE_MAX_S)
-        self._is_mending = False
-        self._mend_not_before = time.monotonic() + self._mend_pause_s
-        if self.sync.heard.behind():
-            self._mend_soon()
+            self._catching_up.missed()
 
     async def close(self) -> None:
-        if self._mending is not None:
-            self._mending.cancel()
-        if self._catching_up is not None:
-            self._catching_up.cancel()
-            await asyncio.gather(self._catching_up, return_exceptions=True)
+        if self._catching_up is not None and self._catching_up_task is not None:
+            self._catching_up.close()
+            self._catching_up_task.cancel()
+            await asyncio.gather(self._catching_up_task, return_exceptions=True)
         await self.sync.close()
 
     def _publish(self, event: ReplicaEvent) -> None:
-        if self._catch_up is not None:
-            self._catch_up.note(event, None, time.monotonic())
+        if self._catching_up is not None:
+            self._catching_up.note(event, None, time.monotonic())
         self.sync.publish(event)
 
     def _on_event(self, event: ReplicaEvent, now: float) -> Verdict:
         verdict = self.applier.apply(event, now)
-        if self._catch_up is not None and verdict is not Verdict.OWN:
-            self._catch_up.note(event, verdict, now)
+        if self._catching_up is not None and verdict is not Verdict.OWN:
+            self._catching_up.note(event, verdict, now)
         if verdict is Verdict.APPLIED:
             self._on_applied(event, now)
         return verdict
@@ -322,16 +262,7 @@ class Replication:
         dropped["too_big"] = self.sync.too_big
         return SyncState(
             self.router_id,
-            [
-                PeerState(
-                    peer.endpoint,
-                    peer.state,
-                    round(now - peer.since, 3),
-                    peer.retries,
-                    peer.last_error,
-                )
-                for peer in self.sync.peer_states()
-            ],
+            self.sync.peer_states(),
             self.sync.published,
             self.sync.refused,
             self.sync.overflows,
@@ -351,7 +282,7 @@ class Replication:
             {name: counts[kind][Verdict.APPLIED] for kind, name in _KIND_NAMES.items()},
             dropped,
             msgspec.UNSET
-            if self._fates is None
-            else {fate.name.lower(): count for fate, count in self._fates()},
+            if self._catching_up is None
+            else {fate.name.lower(): count for fate, count in self._catching_up.fates()},
             _curve_state(self.sync.gate),
         )
