@@ -15,11 +15,11 @@ from lean_selector.http.trust import Credentials, TokenFile, Trust
 from lean_selector.server.host import StartError
 from lean_selector.server.peer_access import credentials_of
 from lean_selector.server.replication import Replication
-from lean_selector.server.selector_flags import DiscoverFlags, SelectorConfig
+from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.server.service_flags import FinderFlags, ServiceConfig, TrackerConfig
 from lean_selector.service.exposition import Families, by, labels, table, table_of
-from lean_selector.service.header_warnings import Sources, registration_warnings
-from lean_selector.workers.discoveries import Discoveries, Surroundings
+from lean_selector.service.header_warnings import registration_warnings
+from lean_selector.workers.discoveries import Discoveries
 from lean_selector.workers.engine_questions import ask_engine
 from lean_selector.workers.finders import AskService, Sighting
 from lean_selector.workers.particulars import Target, defaults_of, peer_target_of, target_of
@@ -39,18 +39,33 @@ def selector_discoveries(
         config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
     )
     if workers:
-        find_workers(
-            finding,
-            workers,
-            config.discover,
-            config.finder,
-            selector,
-            subscriptions,
-            time.monotonic,
-            OutboundClient(links.resolver.resolve, credentials_of(config.engines), links.allowed),
-            config.router.use_kv_events,
-            links.allowed,
+        engines = OutboundClient(
+            links.resolver.resolve, credentials_of(config.engines), links.allowed
         )
+
+        def register(spec: WorkerSpec) -> list[str]:
+            worker = selector.upsert_worker(spec, time.monotonic())
+            places, listens = selector.catalog.places, config.router.use_kv_events
+            return registration_warnings(worker, places, subscriptions, listens=listens)
+
+        roster = Roster(
+            selector.catalog,
+            register,
+            lambda worker_id: selector.remove_worker(worker_id, time.monotonic()),
+            defaults=defaults_of(config.discover.defaults),
+            grace_s=config.finder.grace_s,
+            use_kv_events=config.router.use_kv_events,
+            on_new=lambda known: asking.begin(known),
+            on_gone=lambda known: asking.end(known),
+            refusal=_refusal_of(links.allowed),
+        )
+        asking = Asking(
+            lambda base: ask_engine(engines, base),
+            roster.heard,
+            roster.failed,
+            config.discover.refresh_s,
+        )
+        finding.find_workers(workers, roster, asking)
     if others and replication is not None:
         _find_peers(finding, others, config, replication, links.allowed)
     return finding
@@ -105,44 +120,8 @@ def _discoveries_of(
         api, api_client = _api_client(finder, resolve)
     services = [target for target in targets if target.kind == "dns" and target.port is None]
     ask = _ask_service(services[0]) if services else None
-    world = Surroundings(resolve, finder.interval_s, ask, api, api_client)
-    return Discoveries(world), worker_targets, peer_targets
-
-
-def find_workers(
-    discoveries: Discoveries,
-    targets: list[Target],
-    config: DiscoverFlags,
-    finder: FinderFlags,
-    registry: Selector,
-    sources: Sources,
-    clock: Callable[[], float],
-    engines: OutboundClient,
-    use_kv_events: bool,
-    allowed: AllowedEndpoints | None = None,
-) -> None:
-    """Register and remove the workers behind `targets`, as over HTTP."""
-
-    def register(spec: WorkerSpec) -> list[str]:
-        worker = registry.upsert_worker(spec, clock())
-        places = registry.catalog.places
-        return registration_warnings(worker, places, sources, listens=use_kv_events)
-
-    roster = Roster(
-        registry.catalog,
-        register,
-        lambda worker_id: registry.remove_worker(worker_id, clock()),
-        defaults=defaults_of(config.defaults),
-        grace_s=finder.grace_s,
-        use_kv_events=use_kv_events,
-        on_new=lambda known: asking.begin(known),
-        on_gone=lambda known: asking.end(known),
-        refusal=_refusal_of(allowed),
-    )
-    asking = Asking(
-        lambda base: ask_engine(engines, base), roster.heard, roster.failed, config.refresh_s
-    )
-    discoveries.find_workers(targets, roster, asking)
+    finding = Discoveries(resolve, finder.interval_s, ask, api, api_client)
+    return finding, worker_targets, peer_targets
 
 
 def _find_peers(

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 from lean_selector.http.outbound import OutboundClient
@@ -31,22 +30,24 @@ Run = Callable[[], Coroutine[object, object, None]]
 LOOK_S = 0.5
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What finders use: name resolution, the API server, the refresh interval."""
-
-    resolve: Resolve
-    interval_s: float
-    ask_service: AskService | None  # None if no SRV records are needed
-    api: str
-    api_client: OutboundClient | None  # None if no Kubernetes service is followed
-
-
 class Discoveries:
     """Workers and peers by discovery. From the loop's thread, between start() and close()."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._world = surroundings
+    def __init__(
+        self,
+        resolve: Resolve,
+        interval_s: float,
+        ask_service: AskService | None = None,
+        api: str = "",
+        api_client: OutboundClient | None = None,
+    ) -> None:
+        """`interval_s` is the refresh interval; `ask_service` is needed for SRV records, `api`, the
+        URL of the API server, and its client for Kubernetes services."""
+        self._resolve = resolve
+        self._interval_s = interval_s
+        self._ask_service = ask_service
+        self._api = api
+        self._api_client = api_client
         self._finders: list[tuple[Sighting, Run]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self.workers: Roster | None = None
@@ -73,7 +74,7 @@ class Discoveries:
         self._finders.append((sighting, self._finder(finds, target, sighting)))
 
     def _finder(self, finds: str, target: Target, sighting: Sighting) -> Run:
-        world, workers, peers = self._world, self.workers, self.peers
+        workers, peers = self.workers, self.peers
 
         def on_found(found: Found) -> None:
             assert workers is not None, "files and URLs name workers"
@@ -94,23 +95,23 @@ class Discoveries:
 
             return once
         if target.kind == "file":
-            return FileFinder(sighting, target.name, world.interval_s, on_found).run
+            return FileFinder(sighting, target.name, self._interval_s, on_found).run
         if target.kind == "dns":
             return DnsFinder(
                 sighting,
                 target.name,
                 None if target.port is None else int(target.port),
                 target.is_secure,
-                world.interval_s,
-                world.resolve,
-                world.ask_service,
+                self._interval_s,
+                self._resolve,
+                self._ask_service,
                 on_places,
             ).run
-        assert world.api_client is not None
+        assert self._api_client is not None
         return KubernetesFinder(
             sighting,
-            world.api_client,
-            world.api,
+            self._api_client,
+            self._api,
             target.namespace,
             target.name,
             target.port,

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from lean_selector.tasks import supervise
-from lean_selector.workers.discoveries import Discoveries, Surroundings
+from lean_selector.workers.discoveries import Discoveries
 from lean_selector.workers.finders import (
     AskService,
     DnsFinder,
@@ -216,7 +216,7 @@ async def test_a_finder_that_fails_of_a_bug_is_failing_until_it_finds_again() ->
         await mended.wait()
         return [(socket.AF_INET, ("10.0.0.1", port))]
 
-    discoveries = Discoveries(Surroundings(resolve, 0.001, None, "", None))
+    discoveries = Discoveries(resolve, 0.001)
     discoveries.find_peers([peer_target_of("dns:peers:9092")], PeerRoster(NoMesh(), 0, None, 0, 0))
     discoveries.start()
 
