@@ -14,8 +14,7 @@ from lean_selector.http.allowed_endpoints import Url
 from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.workers.particulars import Particulars
 
-# -- engines' responses, as far as they are read
-# -----------------------------------------------------
+# -- engines' responses, as far as they are read ---------------------------------------------------
 
 
 class Model(msgspec.Struct):
@@ -38,12 +37,6 @@ class EventSource(msgspec.Struct):
     endpoint: str
     data_parallel_rank: int | None = None
     replay_endpoint: str | None = None
-
-
-class EventSources(msgspec.Struct):
-    """Older form of /kv_event_sources: the list in an object."""
-
-    sources: list[EventSource] = []
 
 
 class RankPublisher(msgspec.Struct):
@@ -146,16 +139,11 @@ def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
 
 
 def _vllm_sources(body: bytes) -> Iterator[EventSource]:
-    """A list, a list in an object, or, as in vLLM 0.32, a map from rank to configuration with that
-    rank's ports."""
+    """A list, or, as in vLLM 0.32, a map from rank to configuration with that rank's ports."""
     if body.lstrip().startswith(b"["):
         yield from msgspec.json.decode(body, type=list[EventSource])
         return
-    by_name: dict[str, msgspec.Raw] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    if "sources" in by_name:
-        yield from msgspec.json.decode(body, type=EventSources).sources
-        return
-    for rank, raw in by_name.items():
+    for rank, raw in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
         if (number := _number(rank)) is not None:
             told = msgspec.json.decode(raw, type=EventsConfig)
             if told.publisher == "zmq" and told.endpoint:
