@@ -387,7 +387,8 @@ class DiskThread:
         job = self._job = in_thread(f"state {self._name}", timed)
         job.add_done_callback(asyncio.Future.exception)  # it may have no waiter any more
         await self.idle(patience_s)
-        return job.result()
+        result: T = job.result()
+        return result
 
     async def idle(self, patience_s: float | None = None) -> None:
         """Wait until the last operation has ended. Raises DiskHangs."""
