@@ -30,7 +30,7 @@ from lean_selector.events.curve_keys import CurveClient, CurveGate
 from lean_selector.events.link import check_link
 from lean_selector.events.links import Links
 from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN, MAX_TURN_S, ReplicaLinks
-from lean_selector.replicas.pub_socket import ReplicaPub
+from lean_selector.replicas.pub_socket import ReplicaPub, ReplicaSyncError
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
     HEARTBEAT_TOPIC,
@@ -81,23 +81,6 @@ _SESSION_WORTH_A_WARNING = (
     SessionVerdict.SEQUENCE,
     SessionVerdict.FULL,
 )
-
-
-class ReplicaSyncError(Exception):
-    """Replica sync cannot start; the message is one clear line."""
-
-
-def _bound(
-    context: zmq.asyncio.Context, bind: int | str, high_water_mark: int, gate: CurveGate | None
-) -> ReplicaPub:
-    endpoint = f"tcp://*:{bind}" if isinstance(bind, int) else bind
-    try:
-        return ReplicaPub(context, endpoint, high_water_mark, gate)
-    except zmq.ZMQError as error:
-        reason = zmq.strerror(error.errno or 0)
-        raise ReplicaSyncError(
-            f"failed to bind replica publisher to `{endpoint}`: {reason}"
-        ) from None
 
 
 class ReplicaSync:
@@ -154,7 +137,8 @@ class ReplicaSync:
         self._left = 0  # in the outbox, from earlier turns
         self._is_flushing = False
         self._call_soon = asyncio.get_running_loop().call_soon
-        self._pub = _bound(context, bind, high_water_mark, gate)
+        endpoint = f"tcp://*:{bind}" if isinstance(bind, int) else bind
+        self._pub = ReplicaPub(context, endpoint, high_water_mark, gate)
         try:
             for peer in peers:
                 try:
@@ -217,7 +201,7 @@ class ReplicaSync:
         """Send all events of this turn, however long it takes: otherwise sustained load on a busy
         processor fills the outbox. Of a backlog, send some, and more while the time slice lasts."""
         outbox = self._outbox
-        if self._pub.closed:  # reservations freed after the end are not published
+        if self._pub.socket.closed:  # reservations freed after the end are not published
             outbox.clear()
         due = min(len(outbox) - self._left, MAX_DUE_PER_TURN)
         ends = time.monotonic() + MAX_TURN_S

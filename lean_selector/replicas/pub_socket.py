@@ -1,8 +1,6 @@
 """The PUB socket that publishes events to replicas.
 
-It is a zmq.asyncio socket, but messages are sent through its synchronous shadow with DONTWAIT. A
-PUB never waits: a full queue drops. So an HTTP handler can publish without awaiting, at a tenth of
-the cost of the awaitable send.
+A PUB never waits: a full queue drops. So an HTTP handler can publish without awaiting.
 
 libzmq does not count messages that it drops for a slow peer. With XPUB_NODROP a send fails for all
 peers (EAGAIN) if one queue is full; it is then repeated without the option, which reaches the
@@ -10,7 +8,7 @@ others. After that libzmq skips the full queue silently until half of it is read
 """
 
 import os
-from typing import Final
+from typing import Any, Final
 
 import zmq
 import zmq.asyncio
@@ -31,8 +29,12 @@ _OPTIONS: Final = {
 }
 
 
+class ReplicaSyncError(Exception):
+    """Replica sync cannot start; the message is one clear line."""
+
+
 class ReplicaPub:
-    """From the loop's thread only. Raises zmq.ZMQError if it cannot be bound."""
+    """From the loop's thread only. Raises ReplicaSyncError if it cannot be bound."""
 
     def __init__(
         self,
@@ -42,10 +44,9 @@ class ReplicaPub:
         gate: CurveGate | None = None,
     ) -> None:
         """With a `gate`, only peers that it admits can subscribe."""
-        self.closed = False
-        self.socket: Final = context.socket(zmq.PUB)
-        self._plain: zmq.Socket[bytes] = zmq.Socket.shadow(self.socket.underlying)
-        plain = self._plain
+        make: Any = context.socket
+        plain: zmq.Socket[bytes] = make(zmq.PUB, socket_class=zmq.Socket)
+        self.socket: Final = plain
         try:
             for option, value in _OPTIONS.items():
                 plain.setsockopt(option, value)
@@ -58,12 +59,12 @@ class ReplicaPub:
             # free.
             os.close(os.open(os.devnull, os.O_RDONLY))
             plain.bind(endpoint)
-        except OSError as error:
-            self.socket.close(0)
-            raise zmq.ZMQError(error.errno) from None
-        except BaseException:
-            self.socket.close(0)
-            raise
+        except (OSError, zmq.ZMQError) as error:
+            plain.close(0)
+            reason = zmq.strerror(error.errno or 0)
+            raise ReplicaSyncError(
+                f"failed to bind replica publisher to `{endpoint}`: {reason}"
+            ) from None
         #: Where it listens; with the port that the system chose for port 0.
         self.endpoint: Final = plain.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -72,17 +73,16 @@ class ReplicaPub:
         full."""
         is_for_all = True
         try:
-            self._plain.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
+            self.socket.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
         except zmq.Again:
             is_for_all = False
-            self._plain.setsockopt(zmq.XPUB_NODROP, 0)
-            self._plain.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
-            self._plain.setsockopt(zmq.XPUB_NODROP, 1)
+            self.socket.setsockopt(zmq.XPUB_NODROP, 0)
+            self.socket.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
+            self.socket.setsockopt(zmq.XPUB_NODROP, 1)
         # The second frame of a message always goes to the same peers as the first.
-        self._plain.send(payload, zmq.DONTWAIT)
+        self.socket.send(payload, zmq.DONTWAIT)
         return is_for_all
 
     def close(self) -> None:
         """Close at once; messages queued for peers are dropped."""
-        self.closed = True
         self.socket.close(0)

@@ -28,7 +28,8 @@ from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
 from lean_selector.events.curve_keys import CurveGate
 from lean_selector.events.links import Links
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.replicas.mesh import ReplicaSync, ReplicaSyncError
+from lean_selector.replicas.mesh import ReplicaSync
+from lean_selector.replicas.pub_socket import ReplicaSyncError
 from lean_selector.replicas.snapshot_requests import CatchingUp
 from lean_selector.server.host import StartError
 from lean_selector.server.peer_access import credentials_of

@@ -23,9 +23,9 @@ from lean_selector.replicas.mesh import (
     HIGH_WATER_MARK,
     MAX_DUE_PER_TURN,
     ReplicaSync,
-    ReplicaSyncError,
 )
 from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN
+from lean_selector.replicas.pub_socket import ReplicaSyncError
 from lean_selector.wire import replica_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.support.bookings import changed, replica_event

@@ -8,7 +8,7 @@ BINDING = """
 import os, resource, sys
 import zmq, zmq.asyncio
 from lean_selector.publisher import KvEventPublisher
-from lean_selector.replicas.pub_socket import ReplicaPub
+from lean_selector.replicas.pub_socket import ReplicaPub, ReplicaSyncError
 
 context = zmq.asyncio.Context()
 context.socket(zmq.PUB).close(0)  # its threads have theirs
@@ -27,6 +27,8 @@ for free in range(0, 48, 2):
             print(error.errno)
         except zmq.ZMQError as error:
             print(error.errno)
+        except ReplicaSyncError as error:
+            print(24 if os.strerror(24) in str(error) else error)
         else:
             print("bound")
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
