@@ -22,7 +22,7 @@ from lean_selector.core.settings import (
     SessionSettings,
 )
 from lean_selector.server.flags import FLAG, dyn_flag, flag, made_of, whole_number
-from lean_selector.server.service_flags import AccessFlags, ServiceConfig, lazy, path, url
+from lean_selector.server.service_flags import AccessFlags, ServiceConfig, checked_by, path, url
 
 if TYPE_CHECKING:
     from lean_selector.gateway.prompt_shapes import PromptSettings
@@ -43,26 +43,10 @@ _FOUND = ("--discover", "workers")
 # -- reading one value ----------------------------------------------------------------------------
 
 
-def where(value: str) -> str:
-    """Parse a discovery target for workers."""
-    lazy("lean_selector.workers.particulars", "target_of")(value)
-    return value
-
-
-def _json(value: str) -> str:
-    lazy("lean_selector.workers.particulars", "defaults_of")(value)
-    return value
-
-
-def _address(value: str) -> str:
-    """Parse the address that access logs are sent to."""
-    lazy("lean_selector.gateway.access_logs", "place_of")(value)
-    return value
-
-
-def _network(value: str) -> str:
-    network: str = lazy("lean_selector.gateway.access_logs", "networks_of")(value)[0]
-    return network
+_where = checked_by("lean_selector.workers.particulars", "target_of", "where")
+_json = checked_by("lean_selector.workers.particulars", "defaults_of", "json")
+_address = checked_by("lean_selector.gateway.access_logs", "place_of", "address")
+_network = checked_by("lean_selector.gateway.access_logs", "networks_of", "network")
 
 
 def _name(value: str) -> str:
@@ -347,7 +331,7 @@ class DiscoverFlags:
     refresh_s: how often found engines are checked for changes
     """
 
-    targets: list[str] = flag([], "--discover", each=where, common=True)
+    targets: list[str] = flag([], "--discover", each=_where, common=True)
     defaults: str = flag("{}", "--discover-defaults", each=_json, needs=_FOUND)
     refresh_s: float = flag(30.0, "--discover-refresh-secs", ge=0.01, needs=_FOUND)
 

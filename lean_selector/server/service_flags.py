@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.core.zmq_endpoints import check_endpoint
@@ -71,16 +71,18 @@ def _allowed(patterns: list[str]) -> "AllowedEndpoints":
     return AllowedEndpoints(patterns)
 
 
-def lazy(module: str, name: str) -> Callable[..., Any]:
-    """A callable of a module, imported only when a flag needs it."""
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+def checked_by(module: str, name: str, metavar: str) -> Callable[[str], str]:
+    """Checks a value by a function of a module that is imported only when the flag is set."""
+
+    def check(value: str) -> str:
+        getattr(importlib.import_module(module), name)(value)
+        return value
+
+    check.__name__ = metavar
+    return check
 
 
-def where(value: str) -> str:
-    """Parse a discovery target for replicas."""
-    lazy("lean_selector.workers.particulars", "peer_target_of")(value)
-    return value
+_where = checked_by("lean_selector.workers.particulars", "peer_target_of", "where")
 
 
 # -- the groups -----------------------------------------------------------------------------------
@@ -177,7 +179,7 @@ class ReplicaFlags:
     advertise: str | None = flag(None, "--replica-sync-advertise", each=endpoint, needs=_REPLICA)
     peers: list[str] = flag([], "--replica-sync-peers", each=_peer, common=True, needs=_REPLICA)
     catch_up: list[str] = flag([], "--replica-sync-catch-up", each=url, common=True, needs=_REPLICA)
-    discover: list[str] = flag([], "--replica-sync-discover", each=where, needs=_REPLICA)
+    discover: list[str] = flag([], "--replica-sync-discover", each=_where, needs=_REPLICA)
     discover_http_port: int | None = flag(
         None,
         "--replica-sync-discover-http-port",
