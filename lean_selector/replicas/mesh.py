@@ -29,7 +29,7 @@ from lean_selector.core.zmq_endpoints import check_endpoint
 from lean_selector.events.curve_keys import CurveClient, CurveGate
 from lean_selector.events.link import check_link
 from lean_selector.events.links import Links
-from lean_selector.replicas.peer_links import MAX_EVENTS_PER_TURN, MAX_TURN_S, ReplicaLinks
+from lean_selector.replicas.peer_links import MAX_TURN_S, ReplicaLinks
 from lean_selector.replicas.pub_socket import ReplicaPub, ReplicaSyncError
 from lean_selector.tasks import supervise
 from lean_selector.wire.replica_frames import (
@@ -59,6 +59,8 @@ log = logging.getLogger("lean_selector.replica")
 HIGH_WATER_MARK = 100_000
 # Capacity of the outbox, as in the reference: for bursts larger than one turn can send.
 MAX_OUTBOX = 100_000
+# Of a backlog, each turn sends this many, or those of MAX_TURN_S if they are fewer.
+MAX_EVENTS_PER_TURN = 256
 # A turn of the loop publishes some hundreds of events. This many take some 4 ms.
 MAX_DUE_PER_TURN = 1_024
 # Replicas of one service are a handful.

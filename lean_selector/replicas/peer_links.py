@@ -6,20 +6,20 @@ Does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6.
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import zmq
 
 from lean_selector.events.curve_keys import CurveClient
+from lean_selector.events.ingest_turns import IngestTurns
 from lean_selector.events.link import Link, LinkState, Message
 from lean_selector.events.links import Links
 from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
 
-# Work per turn of the loop for all peers together: HTTP waits a millisecond at most.
-MAX_EVENTS_PER_TURN = 256
+# Per turn of the loop, for all peers together: HTTP waits a millisecond at most.
 MAX_TURN_S = 0.001
 # Larger events are refused one by one; a peer that sends a larger message is disconnected.
 MAX_MESSAGE_BYTES = 16 << 20
@@ -47,9 +47,9 @@ class ReplicaLinks:
         self._is_started = False
         self._peers: dict[str, Link] = {}
         self._states: dict[str, tuple[str, float]] = {}  # (state, since)
-        self._ready: deque[Link] = deque()  # those with messages, each once
+        self._turns = IngestTurns(MAX_TURN_S)
+        self._draining: set[Link] = set()  # links whose messages wait for a turn, or are in it
         self._under_way: dict[Link, Iterator[None]] = {}  # links whose message is not finished
-        self._is_scheduled = False
         self._ending: set[asyncio.Task[None]] = set()
         self._dropped = 0  # by removed peers
 
@@ -62,7 +62,6 @@ class ReplicaLinks:
     async def close(self) -> None:
         for endpoint in list(self._peers):
             self.remove(endpoint)
-        self._ready.clear()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     def __contains__(self, endpoint: str) -> bool:
@@ -139,42 +138,28 @@ class ReplicaLinks:
     # receiving
 
     def _wake(self, link: Link) -> None:
-        if link not in self._under_way:
-            self._ready.append(link)
-            self._schedule()
+        """Handle what waits. The link only signals the first: a drain goes to the end."""
+        if link not in self._draining:
+            self._draining.add(link)
+            self._turns.start(partial(self._drain, link), partial(self._drained, link))
 
-    def _schedule(self) -> None:
-        if self._ready and not self._is_scheduled:
-            self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
+    def _drain(self, link: Link, deadline: float) -> bool:
+        while True:
+            steps = self._under_way.pop(link, None)
+            if steps is None:
+                message = link.take()
+                if message is None:
+                    return False
+                steps = self._on_message(message, time.monotonic())
+            elif next(steps, self) is self:
+                steps = None
+            if steps is not None:
+                self._under_way[link] = steps
+            if time.perf_counter() >= deadline:
+                return True
 
-    def _turn(self) -> None:
-        """Handle one message, or one step of it, of each peer in turn, while the time slice
-        lasts."""
-        self._is_scheduled = False
-        ready = self._ready
-        now = time.monotonic()
-        ends = now + MAX_TURN_S
-        left = MAX_EVENTS_PER_TURN
-        while ready and left and now < ends:
-            link = ready.popleft()
-            try:
-                self._go_on(link, now)
-            except Exception:  # our bug; the next message is another
-                log.exception("message of replica peer %s failed", link.endpoint)
-            if link in self._under_way or link.waiting:
-                ready.append(link)
-            left -= 1
-            now = time.monotonic()
-        self._schedule()
-
-    def _go_on(self, link: Link, now: float) -> None:
-        """Continue the unfinished message, or handle the next one."""
-        steps = self._under_way.pop(link, None)
-        if steps is None:
-            message = link.take()
-            steps = None if message is None else self._on_message(message, now)
-        elif next(steps, self) is self:
-            return
-        if steps is not None:
-            self._under_way[link] = steps
+    def _drained(self, link: Link, error: Exception | None) -> None:
+        self._draining.discard(link)
+        if error is not None:  # our bug; the next message is another
+            log.error("message of replica peer %s failed", link.endpoint, exc_info=error)
+            self._wake(link)
