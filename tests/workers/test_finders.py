@@ -152,7 +152,7 @@ async def test_a_file_that_cannot_be_read_is_a_failure_until_it_is_mended(tmp_pa
     running = asyncio.create_task(FileFinder(sighting, str(path), 0.001, on_found).run())
     await until(lambda: found == [["http://a:1"]])
     for text, reason in (
-        ("[{endpoint: 'http://a:1', topology_domains: {on: rack1}}]", "true at `$.workers[0]"),
+        ("[{endpoint: 'http://a:1', topology_domains: {on: rack1}}]", "a key is no text"),
         ("workers: &a [*a]", "nested too deeply"),
     ):
         put(path, text)
