@@ -16,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import zmq
 import zmq.asyncio
@@ -40,9 +40,8 @@ from lean_selector.wire.replica_frames import (
     TOPIC,
     TooBig,
     UndecodableFrames,
+    decode_event,
     decode_heartbeat,
-    decode_in_steps,
-    decode_quickly,
     decode_session,
     encode_event,
     encode_heartbeat,
@@ -290,33 +289,20 @@ class ReplicaSync:
         """Messages dropped unread: too many were queued."""
         return self._links.dropped
 
-    def _handle(self, frames: list[bytes], now: float) -> Iterator[None] | None:
-        """Handle a message, or return the steps to do so, of a few milliseconds each."""
+    def _handle(self, frames: list[bytes], now: float) -> None:
         if frames[0] == HEARTBEAT_TOPIC:
             self._hear_heartbeat(frames, now)
-            return None
+            return
         self.received += 1
         if frames[0] == SESSION_TOPIC and self._on_session is not None:
             self._hear_session(self._on_session, frames, now)
-            return None
+            return
         try:
-            payload = payload_of(frames)
+            event = decode_event(payload_of(frames))
         except UndecodableFrames as error:
             self._refuse(error, now)
-            return None
-        event = decode_quickly(payload)
-        if event is None:
-            return self._steps_of(payload)
-        self._hear(event, now)
-        return None
-
-    def _steps_of(self, payload: bytes) -> Iterator[None]:
-        try:
-            event = yield from decode_in_steps(payload)
-        except UndecodableFrames as error:
-            self._refuse(error, time.monotonic())
         else:
-            self._hear(event, time.monotonic())
+            self._hear(event, now)
 
     def _refuse(self, error: UndecodableFrames, now: float) -> None:
         if isinstance(error, TooBig):
@@ -392,7 +378,7 @@ class DropWarnings:
             self.warn(now, verdict.name.lower().replace("_", " "), name_of(event))
 
     def warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
-        """Count `count` dropped events; `detail` describes the last."""
+        """Count dropped events; `detail` describes the last."""
         last, count = self._said.get(reason, (-WARN_EVERY_S, 0))
         count += events
         if now - last < WARN_EVERY_S:

@@ -6,7 +6,7 @@ Does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import zmq
@@ -32,13 +32,12 @@ class ReplicaLinks:
         self,
         links: Links,
         topics: Sequence[bytes],
-        on_message: Callable[[Message, float], Iterator[None] | None],
+        on_message: Callable[[Message, float], None],
         on_connected: Callable[[], None],
         curve: CurveClient | None = None,
     ) -> None:
-        """`on_message(frames, now)` handles each message on a topic, in order per peer; for long
-        work it returns steps, and later messages of that peer wait for them. `on_connected()` is
-        called when a subscription is made or restored."""
+        """`on_message(frames, now)` handles each message on a topic, in order per peer.
+        `on_connected()` is called when a subscription is made or restored."""
         self._links = links
         self._curve = curve
         self._topics = topics
@@ -49,7 +48,6 @@ class ReplicaLinks:
         self._states: dict[str, tuple[str, float]] = {}  # (state, since)
         self._turns = IngestTurns(MAX_TURN_S)
         self._draining: set[Link] = set()  # links whose messages wait for a turn, or are in it
-        self._under_way: dict[Link, Iterator[None]] = {}  # links whose message is not finished
         self._ending: set[asyncio.Task[None]] = set()
         self._dropped = 0  # by removed peers
 
@@ -94,7 +92,6 @@ class ReplicaLinks:
         """Close the connection to this peer."""
         link = self._peers.pop(endpoint)
         del self._states[endpoint]
-        self._under_way.pop(link, None)
         self._dropped += link.dropped
         task = link.close()
         if task is not None:
@@ -145,16 +142,10 @@ class ReplicaLinks:
 
     def _drain(self, link: Link, deadline: float) -> bool:
         while True:
-            steps = self._under_way.pop(link, None)
-            if steps is None:
-                message = link.take()
-                if message is None:
-                    return False
-                steps = self._on_message(message, time.monotonic())
-            elif next(steps, self) is self:
-                steps = None
-            if steps is not None:
-                self._under_way[link] = steps
+            message = link.take()
+            if message is None:
+                return False
+            self._on_message(message, time.monotonic())
             if time.perf_counter() >= deadline:
                 return True
 

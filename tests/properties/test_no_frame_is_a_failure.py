@@ -20,6 +20,7 @@ from lean_selector.core.settings import SessionSettings
 from lean_selector.wire.replica_frames import (
     SESSION_TOPIC,
     UndecodableFrames,
+    decode_event,
     decode_heartbeat,
     decode_session,
     encode_event,
@@ -27,7 +28,6 @@ from lean_selector.wire.replica_frames import (
 )
 from tests.support.bookings import replica_event
 from tests.support.damage import messages
-from tests.support.replica_frames import decode_event
 
 DATA = Path(__file__).parents[1] / "data"
 SCOPE = ("llama", "t1")

@@ -6,7 +6,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -17,7 +17,6 @@ from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import Verdict
 from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
 from lean_selector.events.links import Links
-from lean_selector.replicas import mesh as replica_mesh
 from lean_selector.replicas.mesh import (
     HIGH_WATER_MARK,
     MAX_DUE_PER_TURN,
@@ -25,7 +24,6 @@ from lean_selector.replicas.mesh import (
     ReplicaSync,
 )
 from lean_selector.replicas.pub_socket import ReplicaSyncError
-from lean_selector.wire import replica_frames
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.support.bookings import changed, replica_event
 from tests.support.on_loop import inside, on_loop, until
@@ -194,49 +192,6 @@ async def test_frames_that_are_no_events_are_counted_and_nothing_else(
     assert [r.message.split(": 1;")[0] for r in caplog.records] == [
         "replica events dropped (undecodable)"
     ]
-
-
-@in_mesh
-async def test_a_frame_that_takes_long_to_read_holds_up_nothing_but_what_is_behind_it(
-    made: Mesh,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    b, stranger = made.replica_that_knows_a_stranger()
-    plain: zmq.Socket[bytes] = zmq.Socket.shadow(stranger.underlying)
-
-    def heard() -> bool:
-        plain.send_multipart([TOPIC, encode_event(EVENT)])
-        return bool(b.heard)
-
-    await until(heard)
-    long = changed(EVENT, request_id="long", sequence_hashes=struct.pack("<q", -5) * 500_000)
-    behind = changed(EVENT, request_id="behind")
-    turns = 0  # of the loop, while the long one is read
-    decode = replica_frames.decode_in_steps
-
-    def counted(payload: bytes) -> Generator[None, None, ReplicaEvent]:
-        is_read = False
-
-        def turn() -> None:
-            nonlocal turns
-            turns += 1
-            if not is_read:
-                asyncio.get_running_loop().call_soon(turn)
-
-        turn()
-        try:
-            return (yield from decode(payload))
-        finally:
-            is_read = True
-
-    monkeypatch.setattr(b.sync._links._turns, "_slice_s", 1e-9)  # one step in each
-    monkeypatch.setattr(replica_mesh, "decode_in_steps", counted)
-    for event in (long, behind):
-        plain.send_multipart([TOPIC, encode_event(event)])
-    await until(lambda: behind in b.heard)
-    assert b.heard.index(long) < b.heard.index(behind)
-    assert turns >= 500_000 // 16_384
-    stranger.close(0)
 
 
 @in_mesh

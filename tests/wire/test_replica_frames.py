@@ -2,8 +2,6 @@
 
 import json
 import struct
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,13 @@ from lean_selector.wire.replica_frames import (
     TOPIC,
     TooBig,
     UndecodableFrames,
+    decode_event,
     decode_heartbeat,
-    decode_in_steps,
     encode_event,
     encode_heartbeat,
+    payload_of,
 )
 from tests.support.bookings import replica_event
-from tests.support.replica_frames import decode_event, decode_frames
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "replica_frames.json").read_bytes())
 VERSIONS = {VECTORS["version"]: VECTORS, **VECTORS["other_versions"]}
@@ -107,7 +105,7 @@ def test_a_captured_frame_is_read_and_written_again_but_for_the_second_group_key
 ) -> None:
     topic, payload = frames_of(case)
     assert topic == TOPIC
-    event = decode_frames([topic, payload])
+    event = decode_event(payload_of([topic, payload]))
     assert event == event_of(case["decoded"])
     ours = encode_event(event)
     spare = b"routing_group" if version == "1.3.1" else b"tenant_id"
@@ -127,9 +125,9 @@ def test_a_frame_of_maps_is_read_when_the_reference_reads_it_or_its_group_key_is
     readable = case["applied"] or label in NOT_OF_THE_BYTES or label == OTHER_GROUP_KEY
     if not readable or label in NOT_READ:
         with pytest.raises(UndecodableFrames):
-            decode_frames(frames)
+            decode_event(payload_of(frames))
         return
-    event = decode_frames(frames)
+    event = decode_event(payload_of(frames))
     assert (event.kind, event.tenant_id) == (
         EventKind.ADD,
         "zz" if label == "unknown group" else "default",
@@ -208,18 +206,6 @@ def test_an_unknown_key_beside_a_long_prompt_changes_nothing() -> None:
     event = decode_event(msgspec.msgpack.encode(envelope))
     assert event.sequence_hashes == hashes
     assert event.booking.prefill_duration_s == 2.5
-
-
-def test_a_frame_without_hashes_is_read_in_one_step() -> None:
-    add = msgspec.structs.replace(FULL, sequence_hashes=b"")
-    nil = tree(add)
-    nil["event"]["data"]["AddRequest"]["token_sequence"] = None
-    freed = tree(add)
-    freed["event"]["data"] = "Free"
-    for envelope in (nil, freed):
-        payload = msgspec.msgpack.encode(envelope)
-        _, event = work_by_step(payload)
-        assert event == decode_event(payload)
 
 
 def raw(value: object) -> bytes:
@@ -376,64 +362,6 @@ def odd(tokens: object, **more: object) -> bytes:
     return msgspec.msgpack.encode({"event": event, **where})
 
 
-def work_by_step(payload: bytes) -> tuple[list[int], ReplicaEvent | UndecodableFrames]:
-    """How many calls each step of reading makes, of Python functions and of C ones; the end."""
-    work = [0]
-
-    def count(_frame: object, what: str, _arg: object) -> None:
-        work[-1] += what in ("call", "c_call")
-
-    steps = decode_in_steps(payload)
-    sys.setprofile(count)
-    try:
-        while True:
-            next(steps)
-            work.append(0)
-    except StopIteration as end:
-        return work, end.value
-    except UndecodableFrames as error:
-        return work, error
-    finally:
-        sys.setprofile(None)
-
-
-HEAVY: dict[str, Callable[[int], bytes]] = {
-    "an array of nothing": lambda n: odd(array_of(n, b"\xc0" * n)),
-    "an array that says it is longer": lambda n: b"\xdd\xff\xff\xff\xff" + b"\0" * n,
-    "an array of integers and one that is none": lambda n: odd(
-        array_of(n, b"\x01" * (n - 1) + b"\xc0")
-    ),
-    "empty maps under a key that nobody reads": lambda n: odd([], x=array_of(n, b"\x80" * n)),
-    "small integers": lambda n: odd(array_of(n, b"\x01" * n)),
-    "hashes": lambda n: odd(array_of(n, (b"\xcf" + b"\x80" * 8) * n)),
-    "hashes and now and then a small one": lambda n: odd(
-        array_of(n, ((b"\xcf" + b"\x80" * 8) * 99 + b"\x05") * (n // 100))
-    ),
-    "a map without end": lambda n: b"\xdf\xff\xff\xff\xff" + b"\x01" * n,
-    "arrays in arrays": lambda n: odd([], x=[[[1] * 16 + [None]] * 30] * (n // 510)),
-    "large values in large values": lambda n: (
-        b"\xdc\x00\x10\x01" * 30 + bytes(array_of(n, b"\xc0" * n))
-    ),
-    "text": lambda n: odd([], x="t" * n),
-}
-
-
-# Of these nothing is read.
-PASSED_OVER = ("an array of nothing", "arrays in arrays", "a map without end", "text")
-
-
-@pytest.mark.parametrize("content", HEAVY)
-def test_no_step_of_reading_a_frame_grows_with_the_frame(content: str) -> None:
-    make = HEAVY[content]
-    small, _ = work_by_step(make(50_000))
-    large, _ = work_by_step(make(500_000))
-    assert max(large) <= 1.5 * max(small) + 100
-    assert max(large) < 50_000
-    if content in PASSED_OVER:
-        assert len(large) == len(small)
-        assert sum(large) <= 1.5 * sum(small) + 100
-
-
 @pytest.mark.parametrize("last", [2**64 - 1, 2**32, 2**32 - 1, 5])
 @pytest.mark.parametrize("blocks", [1023, 1024, 70_000, 1_000_000])
 def test_a_prompt_of_a_million_tokens_travels_whatever_its_hashes(blocks: int, last: int) -> None:
@@ -478,7 +406,7 @@ def test_what_is_more_than_anybody_sends_is_refused_as_too_big(payload: bytes) -
 
 def test_a_frame_beyond_the_bound_is_not_looked_at() -> None:
     with pytest.raises(TooBig):
-        decode_frames([TOPIC, bytes(MAX_EVENT_BYTES + 1)])
+        decode_event(payload_of([TOPIC, bytes(MAX_EVENT_BYTES + 1)]))
     with pytest.raises(UndecodableFrames) as raised:
-        decode_frames([TOPIC, bytes(MAX_EVENT_BYTES)])
+        decode_event(payload_of([TOPIC, bytes(MAX_EVENT_BYTES)]))
     assert not isinstance(raised.value, TooBig)
