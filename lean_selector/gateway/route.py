@@ -33,7 +33,7 @@ from lean_selector.service.access import WRITE, Refusal
 from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.replies import Answer, LaterReply, is_json
 from lean_selector.tasks import watched
-from lean_selector.wire.answer_forms import json_form
+from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_bodies import SelectAndReserveRequest
 
 SHED: Final = 429  # some gateways rewrite a 503, or take it as the selector being down

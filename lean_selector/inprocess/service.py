@@ -40,11 +40,11 @@ from lean_selector.server.host import TICK_S, StartError
 from lean_selector.server.replication import Replication
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.server.selector_process import SelectorParts
-from lean_selector.service.replies import LaterReply, Reply, Standing
+from lean_selector.service.replies import LaterReply, Reply
 from lean_selector.service.selection import SelectionService as Handlers
 from lean_selector.tasks import watched
-from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.prompt_forms import binary_form
+from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_16_bodies import (
     ProjectionRequest16,
     ReservationRequest16,
@@ -592,7 +592,7 @@ def _called(handler: Handler, *arguments: object) -> object:
 
 
 def _decoded(result: object) -> Any:
-    if isinstance(result, (Reply, Standing)):
+    if isinstance(result, Reply):
         result = result.body
     return msgspec.json.decode(json_form(result))
 

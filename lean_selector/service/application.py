@@ -99,7 +99,7 @@ class OpenApiRoutes:
             return
         self._text = work.result()
         for pending in waiting:
-            pending.finish(encode_response(200, self._text, JSON))
+            pending.resolve(encode_response(200, self._text, JSON))
 
 
 # -- the application ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from lean_selector.core.numbers import U64_MAX
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON
 from lean_selector.http.routes_by_path import RepeatedQueryField, parse_query, percent_decode
-from lean_selector.service.replies import is_json, names_msgpack
+from lean_selector.service.replies import is_json
 from lean_selector.wire.body_text import (
     LONG_PROMPT_BYTES,
     MOST_COSTLY_NUMBERS,
@@ -32,6 +32,7 @@ from lean_selector.wire.selection_bodies import PromptFields
 Query = dict[str, str]
 T = TypeVar("T")
 
+MSGPACK = b"application/msgpack"
 NOT_JSON = "Expected request with `Content-Type: application/json`"
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
 # A body this short cannot hold the loop for long, whatever its content.
@@ -124,6 +125,10 @@ def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
             raise _not_parsed("MessagePack", error) from None
 
     return read
+
+
+def names_msgpack(content_type: bytes | None) -> bool:
+    return content_type is not None and MSGPACK in content_type.lower()
 
 
 def _check_kind(request: Request) -> None:

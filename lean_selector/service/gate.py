@@ -25,13 +25,11 @@ from lean_selector.service.replies import (
     Answer,
     LaterReply,
     Reply,
-    Standing,
-    error_reply,
     is_json,
     reply,
     sent,
 )
-from lean_selector.wire.selection_bodies import OverloadBody, PromptFields
+from lean_selector.wire.selection_bodies import ErrorBody, OverloadBody, PromptFields
 
 T = TypeVar("T")
 _NOTHING: Final = frozenset[str]()
@@ -177,7 +175,7 @@ class Gate:
         refusal = refusal_of(request.credential, role, Role(needed))
         if endpoint is not None and endpoint.refused is not None:
             return endpoint.refused(refusal)
-        return error_reply(request, refusal.status, refusal.text, refusal.line)
+        return reply(refusal.status, ErrorBody(refusal.text), refusal.line)
 
     def _unrouted_answer(self, request: Request, found: MethodNotAllowed | None) -> bytes:
         # Without a token, unknown routes are refused as well.
@@ -186,8 +184,8 @@ class Gate:
             return refused
         if isinstance(found, MethodNotAllowed):
             allow = b"allow: %b\r\n" % found.allow
-            return error_reply(request, 405, "method not allowed", allow)
-        return error_reply(request, 404, "route not found", _WHERE if request.path == b"/" else b"")
+            return reply(405, ErrorBody("method not allowed"), allow)
+        return reply(404, ErrorBody("route not found"), _WHERE if request.path == b"/" else b"")
 
     def _failed(
         self, request: Request, meter: RouteMeter, error: Exception, endpoint: Endpoint
@@ -196,16 +194,16 @@ class Gate:
         meter.refused(error)
         if isinstance(error, AllWorkersBusy):
             status = self._overload_status
-            return reply(request, status, OverloadBody.of(error.message, status), RETRY_AFTER)
+            return reply(status, OverloadBody.of(error.message, status), RETRY_AFTER)
         if isinstance(error, msgspec.ValidationError):
             error = shape_fault(request, error)
         if isinstance(error, SelectorError):
             lines = b"" if self._lines is None else self._lines(request, error, endpoint.fields())
-            return error_reply(request, error.status, error.message, lines)
+            return reply(error.status, ErrorBody(error.message), lines)
         _log.error(
             "a handler failed", exc_info=error, extra={"path": request.path.decode("latin-1")}
         )
-        return reply(request, 500, INTERNAL_ERROR)
+        return reply(500, INTERNAL_ERROR)
 
 
 def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
@@ -230,7 +228,7 @@ def plain(
     """No input. `brief`, for requests without a token, returns less."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
-        return sent(request, status, handler())
+        return sent(status, handler())
 
     return Endpoint(answer, brief=None if brief is None else plain(brief, status).run)
 
@@ -241,7 +239,7 @@ def with_query(
     """The known fields of the query string; a routing group is called tenant_id."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
-        return sent(request, 200, handler(query_of(request, known)))
+        return sent(200, handler(query_of(request, known)))
 
     return Endpoint(answer, query=known)
 
@@ -253,7 +251,7 @@ def with_param(
 
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
-        return sent(request, status, handler(parse(param)))
+        return sent(status, handler(parse(param)))
 
     return Endpoint(answer)
 
@@ -271,7 +269,7 @@ def with_param_and_optional_body(
         assert param is not None
         parsed = parse(param)
         if not request.body or not is_json(request.headers.content_type):
-            return sent(request, 200, handler(parsed, None))
+            return sent(200, handler(parsed, None))
         try:
             body = read(request)
         except (SelectorError, msgspec.ValidationError) as error:
@@ -279,9 +277,8 @@ def with_param_and_optional_body(
                 shape_fault(request, error) if isinstance(error, msgspec.ValidationError) else error
             )
             done = handler(parsed, None)
-            said = done.body if isinstance(done, Standing) else done
-            return sent(request, 200, Reply(200, said, [f"the body was ignored: {fault}"]))
-        return sent(request, 200, handler(parsed, body))
+            return sent(200, Reply(200, done, [f"the body was ignored: {fault}"]))
+        return sent(200, handler(parsed, body))
 
     return Endpoint(answer, body=body_type, is_body_optional=True)
 
@@ -293,7 +290,7 @@ def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 
     def answer(request: Request, param: bytes | None) -> Answer:
         body = read(request)
         try:
-            return sent(request, status, handler(body))
+            return sent(status, handler(body))
         except SelectorError:
             if isinstance(body, PromptFields):
                 body.check_shape()  # a wrong shape is reported before any other error
@@ -314,7 +311,7 @@ def with_param_and_body(
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
         parsed = parse(param)
-        return sent(request, status, handler(parsed, read(request)))
+        return sent(status, handler(parsed, read(request)))
 
     return Endpoint(answer, body=body_type)
 

@@ -1,8 +1,5 @@
-"""Complete responses, in the form that the request accepts.
-
-JSON, or MessagePack if `accept` names it: chosen before anything is encoded. Dumps and snapshots
-are made as JSON text in slices, once for all waiting requests; they are transcoded if short.
-"""
+"""Complete responses, as JSON. Dumps and snapshots are made in slices, once for all requests that
+wait for one."""
 
 import logging
 import time
@@ -10,29 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from lean_selector.core.errors import SelectorError
-from lean_selector.http.head import Request
 from lean_selector.http.response import (
     JSON,
     GrowingResponse,
     PendingReply,
     Response,
-    date_header,
     encode_response,
-    status_of,
 )
-from lean_selector.wire.answer_forms import (
-    LONGEST_TRANSCODED,
-    json_form,
-    messagepack_form,
-    messagepack_of,
-)
+from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_bodies import ErrorBody
-
-MSGPACK = b"application/msgpack"
-
-
-def names_msgpack(header: bytes | None) -> bool:
-    return header is not None and MSGPACK in header.lower()
 
 
 def is_json(content_type: bytes | None) -> bool:
@@ -46,7 +29,6 @@ def is_json(content_type: bytes | None) -> bool:
 # -- answers --------------------------------------------------------------------------------------
 
 INTERNAL_ERROR = ErrorBody("internal error")
-_JSON_LINE = b"\r\ncontent-type: " + JSON + b"\r\n"
 _LONGEST_WARNING: Final = 2000  # characters; proxies refuse headers of more than some 8 KiB
 
 Found = TypeVar("Found")
@@ -66,41 +48,16 @@ class Reply:
         self.warnings = warnings
 
 
-class Standing:
-    """A constant body: encoded once, and framed once for each date and status."""
-
-    __slots__ = ("_date", "_responses", "_text", "body")
-
-    def __init__(self, body: object) -> None:
-        self.body = body
-        self._text = json_form(body)
-        self._date = b""  # the date line of these responses
-        self._responses: dict[int, bytes] = {}  # by status; a handler has one or two
-
-    def response(self, status: int) -> bytes:
-        """The whole answer, as JSON."""
-        date = date_header.line
-        if date is not self._date:
-            self._date = date
-            self._responses.clear()
-        response = self._responses.get(status)
-        if response is None:
-            response = self._responses[status] = encode_response(status, self._text)
-        return response
-
-
 class LaterReply(PendingReply):
-    """The result of a handler that answers later, once, in the form that its request accepts. A
-    caller in this process sets `take`, which gets the status and the body, or the error,
-    instead."""
+    """The result of a handler that answers later, once. A caller in this process sets `take`, which
+    gets the status and the body, or the error, instead."""
 
-    __slots__ = ("fault", "is_packed", "take")
+    __slots__ = ("fault", "take")
 
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
     ) -> None:
         super().__init__(on_disconnect, is_being_made=is_being_made)
-        self.is_packed = False  # the request accepts MessagePack
         self.fault: Exception | None = None  # why no worker was chosen, for the meters
         self.take: Callable[[int, object], None] | None = None
 
@@ -130,46 +87,27 @@ class LaterReply(PendingReply):
             except Exception:  # its consumer handles it, as above
                 _log.exception("an answer could not be taken")
             self.resolve(b"")
-        elif self.is_packed:
-            self.resolve(_packed(status, body))
         else:
-            self.resolve(encode_response(status, json_form(body), JSON))
-
-    def finish(self, response: Response) -> None:
-        """Answer with a finished response, perhaps shared with other requests."""
-        packed = _repacked(response) if self.is_packed else None
-        self.resolve(response if packed is None else packed)
+            self.resolve(reply(status, body))
 
 
 Answer = bytes | LaterReply
 
 
-def sent(request: Request, status: int, result: object) -> Answer:
+def sent(status: int, result: object) -> Answer:
     """The response to a handler's result: a body, or one of the above. Bytes are a finished
     response."""
-    accept = request.headers.accept
-    packs = accept is not None and names_msgpack(accept)
     # One by one: compiled, that is a comparison of types each.
     if isinstance(result, bytes) or isinstance(result, LaterReply):  # noqa: SIM101
-        return _in_its_form(request, result)
+        return result
     if isinstance(result, Reply):
-        if result.warnings:
-            return reply(request, result.status, result.body, warning_line(result.warnings))
-        status, result = result.status, result.body
-    if isinstance(result, Standing):
-        if not packs:
-            return result.response(status)
-        result = result.body
-    if packs:
-        return _packed(status, result)
+        line = warning_line(result.warnings) if result.warnings else b""
+        return reply(result.status, result.body, line)
     return encode_response(status, json_form(result), JSON)
 
 
-def reply(request: Request, status: int, body: object, extra: bytes = b"") -> bytes:
+def reply(status: int, body: object, extra: bytes = b"") -> bytes:
     """A finished answer; `extra` as in `encode_response`."""
-    accept = request.headers.accept
-    if accept is not None and names_msgpack(accept):
-        return _packed(status, body, extra)
     return encode_response(status, json_form(body), JSON, extra)
 
 
@@ -191,37 +129,6 @@ def warning_line(warnings: Sequence[str]) -> bytes:
 def printable(text: str) -> str:
     """A text for a header: characters outside printable ASCII become `\u00e9`."""
     return "".join(letter if " " <= letter <= "~" else f"\\u{ord(letter):04x}" for letter in text)
-
-
-def error_reply(request: Request, status: int, text: str, extra: bytes = b"") -> bytes:
-    return reply(request, status, ErrorBody(text), extra)
-
-
-def _in_its_form(request: Request, answer: Answer) -> Answer:
-    if names_msgpack(request.headers.accept):
-        if isinstance(answer, bytes):
-            packed = _repacked(answer)
-            return answer if packed is None else packed
-        answer.is_packed = True
-    return answer
-
-
-def _packed(status: int, body: object, extra: bytes = b"") -> bytes:
-    packed = messagepack_form(body)
-    if packed is None:
-        return encode_response(status, json_form(body), JSON, extra)
-    return encode_response(status, packed, MSGPACK, extra)
-
-
-def _repacked(response: Response) -> bytes | None:
-    """A finished response as MessagePack; None if it stays: it is not JSON, or long."""
-    end = response.index(b"\r\n\r\n") + 4
-    if len(response) - end > LONGEST_TRANSCODED or _JSON_LINE not in response[:end]:
-        return None
-    packed = messagepack_of(bytes(response[end:]))
-    if packed is None:
-        return None
-    return encode_response(int(status_of(response)), packed, MSGPACK)
 
 
 # -- answers that may be large --------------------------------------------------------------------
@@ -299,6 +206,6 @@ class SlicedAnswers:
             if response is None:
                 pending.answer(500, INTERNAL_ERROR)
             else:
-                pending.finish(response)
+                pending.resolve(response)
         if self._waiting:
             self._call_soon(self._begin)

@@ -55,7 +55,7 @@ from lean_selector.service.gate import (
     with_query,
 )
 from lean_selector.service.header_warnings import with_warnings
-from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers, Standing
+from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers
 from lean_selector.service.shared_handlers import OK, Replication
 from lean_selector.service.worker_handlers import (
     DETAILED_FIELDS,
@@ -67,6 +67,7 @@ from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite, check_id
 from lean_selector.wire.selection_bodies import (
     Ending,
+    Ok,
     OutputBlockRequest,
     ProjectionRequest,
     PromptFields,
@@ -497,15 +498,15 @@ class SelectionService(WorkerHandlers):
             self._terms(partition.model_name, body.router_config_override).track_prefill,
         )
 
-    def prefill_complete(self, reservation_id: str) -> Standing:
+    def prefill_complete(self, reservation_id: str) -> Ok:
         self.selector.prefill_complete(reservation_id, self._clock())
         return OK
 
-    def output_block(self, reservation_id: str, body: OutputBlockRequest) -> Standing:
+    def output_block(self, reservation_id: str, body: OutputBlockRequest) -> Ok:
         self.selector.output_block(reservation_id, body.decay_fraction, self._clock())
         return OK
 
-    def free(self, reservation_id: str, ending: Ending | None) -> Standing:
+    def free(self, reservation_id: str, ending: Ending | None) -> Ok:
         now = self._clock()
         if ending is None:
             self.selector.free(reservation_id, now)

@@ -11,12 +11,12 @@ from lean_selector.http.head import Request
 from lean_selector.service.access import ADMIN, OPEN, READ
 from lean_selector.service.bodies import DETAIL, Query, wants_detail
 from lean_selector.service.gate import Endpoint, Route, Served, plain, with_body, with_query
-from lean_selector.service.replies import Answer, Reply, Standing
+from lean_selector.service.replies import Answer, Reply
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.replica_shapes import PeerRequest, SyncState
 from lean_selector.wire.selection_bodies import Ok
 
-OK: Final = Standing(Ok())
+OK: Final = Ok()
 
 
 class Replication(Protocol):
@@ -55,7 +55,7 @@ class ReplicaHandlers:
         new = self._switched_on().register_peer(body.endpoint)
         return Reply(201 if new else 200, OK)
 
-    def deregister_peer(self, body: PeerRequest) -> Standing:
+    def deregister_peer(self, body: PeerRequest) -> Ok:
         if not self._switched_on().deregister_peer(body.endpoint):
             raise NotFound("peer not found")
         return OK

@@ -19,10 +19,10 @@ from lean_selector.service.bodies import DETAIL, Query
 from lean_selector.service.exposition import Families, Sample, table
 from lean_selector.service.gate import Route, plain, with_body, with_query
 from lean_selector.service.metrics import WORKERS, load_families, scope_labels
-from lean_selector.service.replies import Standing
 from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
 from lean_selector.wire.replica_shapes import PeerUrlRequest
 from lean_selector.wire.scalars import check_id
+from lean_selector.wire.selection_bodies import Ok
 from lean_selector.wire.slot_tracker_bodies import (
     AddRequest,
     LifecycleRequest,
@@ -67,18 +67,18 @@ class SlotTrackerService(ReplicaHandlers):
             ("GET", "/peers", READ, with_query(self.list_peers, DETAIL)),
         )  # fmt: skip
 
-    def register(self, body: RegisterRequest) -> Standing:
+    def register(self, body: RegisterRequest) -> Ok:
         self.trackers.register(body.row())
         return OK
 
-    def unregister(self, body: UnregisterRequest) -> Standing:
+    def unregister(self, body: UnregisterRequest) -> Ok:
         self.trackers.unregister(body.model_name, body.group(), body.worker_id)
         return OK
 
     def workers(self, query: Query) -> list[WorkerRow]:
         return self.trackers.workers(query.get("model_name"), query.get("tenant_id"))
 
-    def add(self, body: AddRequest) -> Standing:
+    def add(self, body: AddRequest) -> Ok:
         hashes = body.hashes()  # a wrong shape is reported before any other error
         check_id("request_id", body.request_id)
         self.trackers.add(
@@ -93,13 +93,13 @@ class SlotTrackerService(ReplicaHandlers):
         )
         return OK
 
-    def prefill_complete(self, body: LifecycleRequest) -> Standing:
+    def prefill_complete(self, body: LifecycleRequest) -> Ok:
         self.trackers.prefill_complete(
             body.model_name, body.group(), body.request_id, self._clock()
         )
         return OK
 
-    def free(self, body: LifecycleRequest) -> Standing:
+    def free(self, body: LifecycleRequest) -> Ok:
         self.trackers.free(body.model_name, body.group(), body.request_id, self._clock())
         return OK
 

@@ -26,8 +26,8 @@ from lean_selector.http.streaming import StreamedReply
 from lean_selector.service.fleet import FleetView
 from lean_selector.service.gate import Served
 from lean_selector.service.replies import SLICE_S, CallSoon, SlicedAnswers
-from lean_selector.wire.answer_forms import json_form
 from lean_selector.wire.fleet import Fleet, FleetEvent, FleetRank
+from lean_selector.wire.scalars import json_form
 
 MOST_LISTENERS: Final = 16
 EVERY_S: Final = 1.0

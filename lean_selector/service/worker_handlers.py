@@ -30,12 +30,13 @@ from lean_selector.service.header_warnings import (
     registration_warnings,
     with_warnings,
 )
-from lean_selector.service.replies import Reply, Standing
+from lean_selector.service.replies import Reply
 from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
-from lean_selector.wire.answer_forms import JsonText, json_form
+from lean_selector.wire.scalars import JsonText, json_form
 from lean_selector.wire.selection_bodies import (
     Change,
     EjectedWorker,
+    Ok,
     RankHealthRow,
     Readiness,
     Registration,
@@ -264,7 +265,7 @@ class WorkerHandlers(ReplicaHandlers):
             for each in self.selector.catalog.matching(model_name, tenant_id)
         ]
 
-    def report(self, worker_id: int, body: WorkerReport) -> Standing:
+    def report(self, worker_id: int, body: WorkerReport) -> Ok:
         ttft_s = None if body.ttft_ms is None else body.ttft_ms / 1000.0
         self.selector.health.report(
             worker_id, body.dp_rank, body.outcome, self._clock(), ttft_s, body.cached_tokens

@@ -325,3 +325,24 @@ def _checked(ids: list[int] | tuple[int, ...]) -> frozenset[int]:
     if ids:
         check_u64("allowed_worker_ids[...]", max(ids))
     return frozenset(ids)
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+class JsonText:
+    """JSON text that is part of an answer, or all of it, sent as it is: it is sent often and
+    changes rarely."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: bytes) -> None:
+        self.text = text
+
+
+def _as_it_is(part: JsonText) -> Raw:
+    """For the one type in answers that msgspec does not know."""
+    return Raw(part.text)
+
+
+json_form: Final = msgspec.json.Encoder(enc_hook=_as_it_is).encode

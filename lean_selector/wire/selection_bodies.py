@@ -20,12 +20,12 @@ from lean_selector.core.selection.shapes import (
     WorkerRecord,
     WorkerSpec,
 )
-from lean_selector.wire.answer_forms import JsonText
 from lean_selector.wire.scalars import (
     ABSENT,
     DEFAULT_GROUP,
     U32,
     HashList,
+    JsonText,
     NonNegative,
     allowed_workers,
     check_count,

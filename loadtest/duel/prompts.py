@@ -104,7 +104,7 @@ def select_request(prompt: Prompt, asks: Mapping[str, object] | None = None) -> 
 
 
 def msgpack_select_request(prompt: Prompt) -> bytes:
-    """The same fields in MessagePack, hash lists as `bin`, the answer in MessagePack too."""
+    """The same fields in MessagePack, hash lists as `bin`."""
     body = encode_msgpack(
         {
             "model_name": MODEL_NAME,
@@ -113,8 +113,7 @@ def msgpack_select_request(prompt: Prompt) -> bytes:
             "isl_tokens": prompt.isl_tokens,
         }
     )
-    head, _, rest = http("POST", "/select", body, "application/msgpack").partition(b"\r\n")
-    return head + b"\r\naccept: application/msgpack\r\n" + rest
+    return http("POST", "/select", body, "application/msgpack")
 
 
 # On each connection a reservation's completion comes this many prompts later, and its end so many.

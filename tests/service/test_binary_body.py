@@ -1,11 +1,11 @@
-"""Prompt bodies as MessagePack, and answers as MessagePack for those who accept it."""
+"""Prompt bodies as MessagePack."""
 
 from typing import Any
 
 import msgspec
 import pytest
 
-from lean_selector.service.replies import MSGPACK
+from lean_selector.service.bodies import MSGPACK
 from tests.support.gates import InProcess, answered, request, selector
 
 BLOCKS = [11, -12, 2**63 - 1]
@@ -34,12 +34,12 @@ def service() -> InProcess:
     return service
 
 
-def send(service: InProcess, path: str, body: object, accept: bytes | None = None) -> Any:
+def send(service: InProcess, path: str, body: object) -> Any:
     """Status and decoded answer of a MessagePack body; bytes go as they are."""
     raw = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
-    asked = request("POST", path, raw, content_type=MSGPACK, accept=accept)
+    asked = request("POST", path, raw, content_type=MSGPACK)
     status, text = answered(service.gate, asked)
-    return status, (msgspec.msgpack if accept else msgspec.json).decode(text)
+    return status, msgspec.json.decode(text)
 
 
 @pytest.mark.parametrize(

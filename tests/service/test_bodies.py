@@ -8,6 +8,7 @@ import pytest
 from lean_selector.core.errors import BadRequest
 from lean_selector.http.head import Request
 from lean_selector.service.bodies import (
+    MSGPACK,
     NOT_JSON,
     TOO_LARGE,
     BadBody,
@@ -18,7 +19,6 @@ from lean_selector.service.bodies import (
     shape_fault,
     worker_id_param,
 )
-from lean_selector.service.replies import MSGPACK
 from lean_selector.wire.selection_bodies import PromptFields
 from tests.support.gates import answered, request, selection_gate
 

@@ -21,7 +21,7 @@ from lean_selector.service.openapi.routes import (
     SLOT_TRACKER_ROUTES,
 )
 from lean_selector.service.openapi.shapes import RouteDescription, Text
-from lean_selector.wire.answer_forms import JsonText
+from lean_selector.wire.scalars import JsonText
 from lean_selector.wire.selection_bodies import ErrorBody, OverloadBody, PromptFields
 
 # -- schemas of structs, made by msgspec and told what their types cannot say ----------------------
@@ -226,8 +226,8 @@ _SCHEME: Final = {
     " write, admin.",
 }
 _ABOUT: Final = """\
-Every error is `{"error": "..."}` and names what was wrong. Answers are MessagePack where `accept`
-names it; bodies with a prompt may be. Unknown fields are ignored. HEAD is answered as GET.
+Every error is `{"error": "..."}` and names what was wrong. Bodies with a prompt may be MessagePack.
+Unknown fields are ignored. HEAD is answered as GET.
 """
 
 
