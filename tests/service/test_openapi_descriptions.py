@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import lean_selector
 from lean_selector.service.application import OpenApiRoutes
 from lean_selector.service.gate import Gate
 from lean_selector.service.openapi import document as services
-from lean_selector.service.openapi.document import CONNECTION_ERRORS
 from lean_selector.service.openapi.document import DESCRIBED as SERVICES
 from lean_selector.service.replies import LaterReply
 from tests.support.gates import request, routes_of
@@ -59,14 +57,6 @@ def test_a_body_has_an_example(service: str) -> None:
     for method, path, _, endpoint in routes_of(service):
         about = SERVICES[service][1][method, path]
         assert (endpoint.body is None) == (about.example is None), path
-
-
-def test_what_a_connection_may_answer_by_itself_is_what_http1_refuses_with() -> None:
-    refused = {500}  # and what the gate says of a handler that fails
-    for path in (PACKAGE / "http").glob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        refused |= {int(status) for status in re.findall(r"HttpError\((\d{3})", text)}
-    assert refused == set(CONNECTION_ERRORS)
 
 
 def test_the_loop_goes_on_while_the_document_is_made_for_all_who_ask(

@@ -11,7 +11,7 @@ from msgspec import Raw, UnsetType
 
 from lean_selector import __version__
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.service.access import NAMES, OPEN, READ, Role
+from lean_selector.service.access import NAMES, OPEN
 from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.openapi.meanings import meaning_of
 from lean_selector.service.openapi.routes import (
@@ -19,8 +19,9 @@ from lean_selector.service.openapi.routes import (
     SELECTOR_16_ROUTES,
     SELECTOR_ROUTES,
     SLOT_TRACKER_ROUTES,
+    RouteDescription,
+    Text,
 )
-from lean_selector.service.openapi.shapes import RouteDescription, Text
 from lean_selector.wire.scalars import JsonText
 from lean_selector.wire.selection_bodies import ErrorBody, OverloadBody, PromptFields
 
@@ -200,25 +201,14 @@ _QUERY: Final = {
     "routing_group": "the other name of tenant_id",
     "detail": "`true`: with what is known of each besides",
 }
-# Answers of the connection before a route is known, and of a failing service.
-CONNECTION_ERRORS: Final = {
-    400: "no HTTP request, or one that cannot be read",
-    408: "the request did not come in time",
-    414: "the target is too long",
-    431: "the header section is too large",
-    500: "the service has failed; its log says why",
-    501: "a transfer-encoding that is not known",
-    503: "too many connections, or too much is being received",
-    505: "another version of HTTP than 1.0 and 1.1",
-}
-_OF_BODIES: Final = {
-    400: "the body is no JSON",
-    413: "the body is too large",
-    415: "the content-type is another",
-    422: "the body is JSON, and not of this shape",
-}
+_OTHER: Final = """\
+What was wrong. 400: the request, its path, query or body cannot be read. 401, 403: the token is
+absent, not known, or its role is too small (RFC 6750). 408: it did not come in time. 413, 414, 431:
+its body, target or headers are too large. 415: another content-type. 422: the body is not of this
+shape. 500: the service has failed; its log says why. 501, 505: not supported. 503: too many
+connections, or too much is being received.
+"""
 _OPEN: Final = "open"  # the role that needs no token
-_REFUSALS: Final = {401: "no token, or one that is not known", 403: "the token's role is too small"}
 _SCHEME: Final = {
     "type": "http",
     "scheme": "bearer",
@@ -248,7 +238,7 @@ def document(
         operation = _operation(method, path, endpoint, about, shapes)
         operation["x-role"] = NAMES.get(role, _OPEN)
         if asks_tokens and role != OPEN:
-            _secure(operation, role, about.refusal, shapes)
+            operation["security"] = [{"token": [NAMES[role]]}]
         paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -263,32 +253,9 @@ def document(
         "paths": paths,
         "components": {
             "schemas": shapes.named,
-            "responses": {
-                **(_refusals(shapes.of(ErrorBody)) if asks_tokens else {}),
-                **{str(each): _error([text], shapes) for each, text in CONNECTION_ERRORS.items()},
-            },
+            "responses": {"Error": _response(_OTHER, [shapes.of(ErrorBody)])},
             **({"securitySchemes": {"token": _SCHEME}} if asks_tokens else {}),
         },
-    }
-
-
-def _secure(operation: dict[str, Any], role: Role, refusal: Any, shapes: "_Shapes") -> None:
-    operation["security"] = [{"token": [NAMES[role]]}]
-    responses = operation["responses"]
-    own = {} if refusal is ErrorBody else _refusals(shapes.of(refusal))
-    for status in map(str, _REFUSALS if role != READ else [401]):
-        responses[status] = own.get(status, {"$ref": f"#/components/responses/{status}"})
-    operation["responses"] = dict(sorted(responses.items()))
-
-
-def _refusals(schema: Schema) -> dict[str, Any]:
-    line = {"description": "RFC 6750", "schema": {"type": "string"}}
-    return {
-        str(status): {
-            **_response(text, {JSON: {"schema": schema}}),
-            "headers": {"www-authenticate": line},
-        }
-        for status, text in _REFUSALS.items()
     }
 
 
@@ -334,7 +301,7 @@ def _operation(
         operation["parameters"] = parameters
     if endpoint.body is not None:
         operation["requestBody"] = _body(endpoint, about, shapes)
-    operation["responses"] = _responses(endpoint, about, names, shapes)
+    operation["responses"] = _responses(about, shapes)
     return operation
 
 
@@ -365,60 +332,31 @@ def _body(endpoint: Endpoint, about: RouteDescription, shapes: _Shapes) -> dict[
     return {"required": not endpoint.is_body_optional, "content": content}
 
 
-def _responses(
-    endpoint: Endpoint, about: RouteDescription, params: list[str], shapes: _Shapes
-) -> dict[str, dict[str, Any]]:
-    texts: dict[int, list[str]] = {}
-
-    def add(found: Mapping[int, str]) -> None:
-        for status, text in found.items():
-            texts.setdefault(status, []).append(text)
-
-    add(about.errors)
-    if endpoint.body is not None and not endpoint.is_body_optional:
-        add(_OF_BODIES)
-    if params:
-        add({400: "the path cannot be read"})
-    if endpoint.query:
-        add({400: "the query cannot be read"})
-    add(CONNECTION_ERRORS)
-    error = shapes.of(ErrorBody)
-    sheds = 429 in about.errors
-    responses = {}
-    for status, reasons in texts.items():
-        if reasons == [CONNECTION_ERRORS.get(status)] and status not in about.answers:
-            responses[status] = {"$ref": f"#/components/responses/{status}"}
-        else:
-            responses[status] = _error(reasons, shapes, sheds=sheds and status in _SHED)
+def _responses(about: RouteDescription, shapes: _Shapes) -> dict[str, dict[str, Any]]:
+    """By status; what is not the route's own is in `default`."""
+    error, shed = shapes.of(ErrorBody), shapes.of(OverloadBody)
+    responses: dict[int, dict[str, Any]] = {}
+    for status, text in about.errors.items():
+        is_shed = 429 in about.errors and status in _SHED
+        responses[status] = _response(text, [error, shed] if is_shed else [error])
     for status, answer in about.answers.items():
-        others = responses.get(status)
-        schemas = [shapes.of(one) for one in _alternatives(answer)]
-        if others is not None:
-            schemas.append(error)
-        responses[status] = _answer(answer, schemas)
-        if others is not None:
-            responses[status]["description"] += f"; or {others['description']}"
-    return {str(status): answer for status, answer in sorted(responses.items())}
+        if isinstance(answer, Text):
+            content = {answer.media_type: {"schema": {"type": "string"}}}
+            responses[status] = {"description": "text", "content": content}
+        elif answer is None:
+            responses[status] = {"description": "no body"}
+        else:
+            schemas = [shapes.of(one) for one in _alternatives(answer)]
+            responses[status] = _response("the answer", schemas)
+    others = {"$ref": "#/components/responses/Error"}
+    if about.refusal is not ErrorBody:
+        others = _response("what was wrong", [shapes.of(about.refusal), error])
+    return {**{str(each): responses[each] for each in sorted(responses)}, "default": others}
 
 
-def _error(reasons: list[str], shapes: _Shapes, *, sheds: bool = False) -> dict[str, Any]:
-    schema = shapes.of(ErrorBody)
-    if sheds:
-        schema = {"anyOf": [schema, shapes.of(OverloadBody)]}
-    return _response("; or ".join(reasons), {JSON: {"schema": schema}})
-
-
-def _answer(answer: Any, schemas: list[Schema]) -> dict[str, Any]:
-    if isinstance(answer, Text):
-        return _response("text", {answer.media_type: {"schema": {"type": "string"}}})
-    if not schemas:
-        return {"description": "no body"}
+def _response(text: str, schemas: list[Schema]) -> dict[str, Any]:
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return _response("the answer", {JSON: {"schema": schema}})
-
-
-def _response(text: str, content: dict[str, Any]) -> dict[str, Any]:
-    return {"description": text, "content": content}
+    return {"description": text, "content": {JSON: {"schema": schema}}}
 
 
 # -- services ------------------------------------------------------------------------------------

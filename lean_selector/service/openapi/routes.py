@@ -3,7 +3,7 @@ errors, and an example body. The type of the body is in the row of the route.
 """
 
 from types import GenericAlias
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lean_selector.core.load.shapes import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.selection.shapes import (
@@ -13,14 +13,6 @@ from lean_selector.core.selection.shapes import (
     RankLoadRow,
     Selection,
     WorkerRecord,
-)
-from lean_selector.service.openapi.shapes import (
-    DumpEntry,
-    DumpEntry16,
-    RouteDescription,
-    SessionList,
-    Snapshot,
-    Text,
 )
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.fleet import Fleet, PrefixTree
@@ -34,6 +26,7 @@ from lean_selector.wire.selection_16_bodies import (
     WorkerRecord16,
 )
 from lean_selector.wire.selection_bodies import (
+    ErrorBody,
     KvSource,
     Ok,
     OpenAiErrorBody,
@@ -42,6 +35,30 @@ from lean_selector.wire.selection_bodies import (
     Thresholds,
     WorkerDetail,
 )
+
+
+class Text(NamedTuple):
+    """An answer that is not JSON."""
+
+    media_type: str
+
+
+class RouteDescription(NamedTuple):
+    """The description of one route.
+
+    `answers` are those of the handler, by status: a type that msgspec knows, a list of alternative
+    types, a Text, or None for an empty body. `errors` are the statuses of its own errors, with the
+    reason; those that any route may have (an invalid body or path, an internal error) are described
+    once for all. `refusal` is the body of such an error.
+    """
+
+    summary: str
+    group: str
+    answers: dict[int, Any]
+    errors: dict[int, str] = {}
+    example: Any = None  # of a body, as decoded from JSON; required if there is a body
+    refusal: Any = ErrorBody
+
 
 Descriptions = dict[tuple[str, str], RouteDescription]
 
@@ -88,7 +105,10 @@ _SHARED: Final[Descriptions] = {
     ("POST", "/replica_sync/register_peer"): _joining(_ENDPOINT),
     ("POST", "/replica_sync/deregister_peer"): _leaving(_ENDPOINT),
     ("GET", "/replica_sync/snapshot"): _described(
-        "Live reservations, for a replica that catches up", "replicas", Snapshot, errors={409: _OFF}
+        "Live reservations, for a replica that catches up",
+        "replicas",
+        dict[str, Any],
+        errors={409: _OFF},
     ),
     ("GET", "/discovery"): _described(
         "Discoveries, and the state of each discovered worker and peer",
@@ -117,7 +137,6 @@ def _selector(
     booked: Any,
     loads: Any,
     scores: Any,
-    dump: Any,
     id: str,
 ) -> Descriptions:
     """The routes of one dialect, given the structs of its answers; `id` is the field with a
@@ -236,7 +255,7 @@ def _selector(
         ("GET", "/dump"): _described(
             "The index, for --indexer-peers",
             "index",
-            GenericAlias(dict, (str, dump)),
+            dict[str, Any],
             errors={503: "the index is being recovered"},
         ),
         ("GET", "/kv_sources"): _described(
@@ -263,7 +282,7 @@ def _selector(
         ("GET", "/replica_sync/sessions"): _described(
             "Session bindings, for a replica that catches up",
             "replicas",
-            SessionList,
+            dict[str, Any],
             errors={409: _OFF},
         ),
         ("GET", "/ui"): _described(
@@ -297,7 +316,6 @@ SELECTOR_ROUTES: Final = _selector(
     Booked,
     PartitionLoads,
     OverlapScores,
-    DumpEntry,
     "reservation_id",
 )
 SELECTOR_16_ROUTES: Final = _selector(
@@ -307,7 +325,6 @@ SELECTOR_16_ROUTES: Final = _selector(
     Booked16,
     PartitionLoads16,
     OverlapScores16,
-    DumpEntry16,
     "selection_id",
 )
 # Only with --prompts.
@@ -315,7 +332,7 @@ GATEWAY_ROUTES: Final[Descriptions] = {
     ("POST", "/route/{path*}"): RouteDescription(
         "Choose and reserve a worker for a raw OpenAI request; headers name it",
         "gateways",
-        {200: Selection, **dict.fromkeys((400, 409, 413, 429, 500, 503), OpenAiErrorBody)},
+        {200: Selection},
         refusal=OpenAiErrorBody,
     ),
 }
