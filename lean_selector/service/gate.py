@@ -78,7 +78,6 @@ _WHERE: Final = b"x-warning: GET /openapi.json lists the routes, GET /metrics sa
 _TWO: Final = ord("2")
 _ZERO: Final = ord("0")
 _clock: Final = perf_counter
-_EVERYBODY: Final = int(OPEN)  # the role of a request without a token
 HUNG_UP = b"499"  # only in the counts: the client disconnected before its answer
 
 
@@ -99,7 +98,7 @@ class Gate:
         self._tokens = tokens
         metered: list[tuple[str, str, tuple[Run, RouteMeter, int, Endpoint]]] = []
         for method, path, role, endpoint in routes:
-            meter, run, needed = RouteMeter(method, path), endpoint.run, _EVERYBODY
+            meter, run, needed = RouteMeter(method, path), endpoint.run, int(OPEN)
             if tokens is not None:
                 needed = int(role)
                 if endpoint.brief is not None:
@@ -110,7 +109,7 @@ class Gate:
         self.meters = [*(value[1] for _, _, value in metered), self._unrouted]
         self._overload_status = overload_status
         self._lines = lines
-        self._seen: dict[bytes | None, int] = {} if tokens is None else tokens.seen
+        self._roles: dict[bytes | None, Role] = {} if tokens is None else tokens.roles
 
     def __call__(self, request: Request) -> Served:
         started = _clock()
@@ -118,10 +117,8 @@ class Gate:
         if isinstance(found, Match):
             run, meter, needed, endpoint = found.value
             try:
-                # A token seen before costs a look-up in a dict.
-                if needed and self._seen.get(request.credential, _EVERYBODY) < needed:
-                    refused = self._refused(request, needed, endpoint)
-                    answer = run(request, found.param) if refused is None else refused
+                if needed and self._roles.get(request.credential, OPEN) < needed:
+                    answer = self._refused(request, needed, endpoint)
                 else:
                     answer = run(request, found.param)
             except Exception as error:
@@ -163,15 +160,9 @@ class Gate:
 
         return answer
 
-    def _refused(
-        self, request: Request, needed: int, endpoint: Endpoint | None = None
-    ) -> bytes | None:
-        """The refusal of a request whose token lacks the role; None otherwise."""
-        if self._tokens is None:
-            return None
-        role = self._tokens.role_of(request.credential)
-        if role >= needed:
-            return None
+    def _refused(self, request: Request, needed: int, endpoint: Endpoint | None = None) -> bytes:
+        """The refusal of a request whose token lacks the role."""
+        role = self._roles.get(request.credential, OPEN)
         refusal = refusal_of(request.credential, role, Role(needed))
         if endpoint is not None and endpoint.refused is not None:
             return endpoint.refused(refusal)
@@ -179,9 +170,8 @@ class Gate:
 
     def _unrouted_answer(self, request: Request, found: MethodNotAllowed | None) -> bytes:
         # Without a token, unknown routes are refused as well.
-        refused = self._refused(request, READ)
-        if refused is not None:
-            return refused
+        if self._tokens is not None and self._tokens.role_of(request.credential) < READ:
+            return self._refused(request, READ)
         if isinstance(found, MethodNotAllowed):
             allow = b"allow: %b\r\n" % found.allow
             return reply(405, ErrorBody("method not allowed"), allow)

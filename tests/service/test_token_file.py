@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lean_selector.http.head import UNUSABLE, digest_of
-from lean_selector.service.access import ADMIN, MOST_TOKENS, OPEN, READ, WRITE, AccessTokens, Role
+from lean_selector.service.access import ADMIN, OPEN, READ, WRITE, AccessTokens, Role
 
 FILE = b"""\
 # who may look
@@ -41,14 +41,6 @@ def test_each_token_has_the_role_of_its_line(path: Path) -> None:
         assert role_of(tokens, other) is OPEN
     assert tokens.role_of(None) is OPEN
     assert tokens.role_of(UNUSABLE) is OPEN
-
-
-def test_only_tokens_that_are_known_are_remembered_as_seen(path: Path) -> None:
-    tokens = AccessTokens(str(path))
-    for number in range(1000):
-        role_of(tokens, b"guess-%d" % number)
-    role_of(tokens, b"operator.2")
-    assert tokens.seen == {digest_of(b"operator.2"): ADMIN}
 
 
 def everything_in(thing: Any) -> list[Any]:
@@ -93,11 +85,6 @@ def test_the_plain_text_is_not_kept(path: Path) -> None:
         pytest.param(
             b"read secret\n#\nadmin secret\n", "line 3: the same token as on line 1", id="twice"
         ),
-        pytest.param(
-            b"".join(b"read secret%d\n" % n for n in range(MOST_TOKENS + 1)),
-            f"holds {MOST_TOKENS + 1} tokens: at most {MOST_TOKENS}",
-            id="too many",
-        ),
     ],
 )
 def test_a_bad_file_is_refused_by_its_line_without_repeating_a_token(
@@ -122,14 +109,13 @@ def test_a_file_of_more_than_a_mebibyte_is_refused(path: Path) -> None:
         AccessTokens(str(path))
 
 
-def test_a_change_is_taken_over_and_what_was_seen_is_forgotten(path: Path) -> None:
+def test_a_change_is_taken_over_in_place(path: Path) -> None:
     tokens = AccessTokens(str(path))
-    seen = tokens.seen
+    roles = tokens.roles
     assert role_of(tokens, b"operator.2") is ADMIN
     path.write_bytes(b"read operator.2\nadmin new\n")
     tokens.look()
-    assert tokens.seen is seen
-    assert seen == {}
+    assert tokens.roles is roles
     assert role_of(tokens, b"operator.2") is READ
     assert role_of(tokens, b"new") is ADMIN
     assert role_of(tokens, b"dashboard-7f3a") is OPEN
