@@ -1,18 +1,14 @@
 """TLS between a connection of the loop and the protocol spoken on it. Imported if enabled.
 
 The protocol sees a transport that half-closes, reads on and counts unwritten bytes like a plain
-one, unlike the loop's own TLS (D27, D46). Handshakes cost half a millisecond each, so a turn of the
-loop does a few; a connection in its handshake counts among the connections, and `Connections.sweep`
-is its clock. Knows no file, and of HTTP only the one answer to clients without TLS.
+one, unlike the loop's own TLS (D27, D46). Handshakes are put off like other long input. In its
+handshake a connection counts among the connections, and `Connections.sweep` is its clock. Knows no
+file, and of HTTP only the one answer to clients without TLS.
 """
 
 import asyncio
-import binascii
 import contextlib
-import re
 import ssl
-from calendar import timegm
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -56,10 +52,6 @@ def text_of(error: ssl.SSLError) -> str:
     return f"it says: {words.partition(' alert ')[2]}" if " alert " in words else words
 
 
-# OpenSSL takes 0.25 ms for a handshake with an ECDSA key, 0.5 ms with RSA of 2 048 bits: a turn
-# stays below 5 ms, and open connections get a turn in between.
-HANDSHAKES_PER_TURN: Final = 4
-
 # Bytes that a handshake may read from a client. OpenSSL accepts 100 KB of certificates. Bytes
 # behind it wait for their turn too: above this, unread.
 _MAX_GREETING_BYTES: Final = 128 * 1024
@@ -92,35 +84,10 @@ class TlsAcceptor:
         self.new_protocol: Final = new_protocol
         self.counts: Final = connections.tls
         self.counts.is_on = True
-        self._waiting: OrderedDict[TlsConnection, None] = OrderedDict()
-        self._is_scheduled = False
 
     def new_connection(self) -> asyncio.Protocol:
         """The protocol of a connection that was just accepted."""
         return TlsConnection(self)
-
-    def enqueue(self, connection: "TlsConnection") -> None:
-        """Input arrived that its handshake needs."""
-        self._waiting[connection] = None
-        self._schedule()
-
-    def leave(self, connection: "TlsConnection") -> None:
-        """It is closed, and takes no turn."""
-        self._waiting.pop(connection, None)
-
-    def _schedule(self) -> None:
-        if self._waiting and not self._is_scheduled:
-            self._is_scheduled = True
-            self.connections.call_soon(self._turn)
-
-    def _turn(self) -> None:
-        waiting = self._waiting
-        try:
-            for _ in range(min(HANDSHAKES_PER_TURN, len(waiting))):
-                waiting.popitem(last=False)[0].go_on()
-        finally:
-            self._is_scheduled = False
-            self._schedule()
 
 
 class TlsConnection(asyncio.Protocol):
@@ -211,7 +178,6 @@ class TlsConnection(asyncio.Protocol):
         if inside is not None:
             inside.connection_lost(exc)
             return
-        self._door.leave(self)
         self._door.connections.forget(self)
         if self._has_said:  # a port probe, which does not count
             self._count("closed", "the client closed the connection in its TLS handshake")
@@ -252,7 +218,7 @@ class TlsConnection(asyncio.Protocol):
         if self.held_bytes > _MAX_GREETING_BYTES:
             self._raw.pause_reading()  # until its turn
         if not self._early:
-            self._door.enqueue(self)
+            self._door.connections.put_off(self._go_on)
         self._early += data
         self._door.connections.make_room()
 
@@ -262,8 +228,9 @@ class TlsConnection(asyncio.Protocol):
         self.held_bytes = 0
         self._early = bytearray()
 
-    def go_on(self) -> None:
-        """It is this connection's turn."""
+    def _go_on(self) -> None:
+        """Continue the handshake: OpenSSL takes 0.25 ms with an ECDSA key, 0.5 ms with RSA of 2 048
+        bits, so a turn of the put-off work does a few."""
         if self._is_deaf or self._raw.is_closing():
             return
         early, self._early = memoryview(self._early), bytearray()
@@ -478,56 +445,3 @@ class TlsConnection(asyncio.Protocol):
         data = self._outgoing.read()
         if data and not self._raw.is_closing():
             self._raw.write(data)
-
-
-# --------------------------------------------------------------------------------------------------
-# The expiry time of a certificate, for monitoring.
-#
-# `ssl` reports it only for a peer's valid certificate. So the field is read here, from the DER that
-# OpenSSL has validated (RFC 5280, section 4.1).
-
-_PEM: Final = re.compile(rb"-----BEGIN (?:X509 |TRUSTED )?CERTIFICATE-----(.*?)-----END", re.DOTALL)
-_VERSION: Final = 0xA0  # absent in certificates of version 1
-_UTC_TIME: Final = 0x17  # with two digits for the year
-_TIME: Final = re.compile(r"(\d{4})" + r"(\d\d)" * 5 + "Z")
-
-
-def not_after_of(pem: bytes) -> int | None:
-    """`notAfter` of the first certificate in a PEM file, in seconds since 1970, if it has one."""
-    found = _PEM.search(pem)
-    if found is None:
-        return None
-    try:
-        return _not_after(binascii.a2b_base64(found[1]))
-    except (ValueError, IndexError):
-        return None
-
-
-def _not_after(der: bytes) -> int:
-    _, at, _ = _element(der, 0)  # the certificate
-    _, at, _ = _element(der, at)  # the signed part
-    tag, _, end = _element(der, at)
-    if tag == _VERSION:
-        at = end
-    _, _, at = _element(der, at)  # serial number
-    _, _, at = _element(der, at)  # the algorithm
-    _, _, at = _element(der, at)  # the issuer
-    _, at, _ = _element(der, at)  # the validity
-    _, _, at = _element(der, at)
-    tag, begin, end = _element(der, at)
-    text = der[begin:end].decode("ascii")
-    if tag == _UTC_TIME:
-        text = ("20" if text < "50" else "19") + text
-    found = _TIME.fullmatch(text)
-    if found is None:
-        raise ValueError(text)
-    return timegm(tuple(map(int, found.groups())))
-
-
-def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """The tag of the element at a position, and where its content begins and ends."""
-    size, begin = der[at + 1], at + 2
-    if size & 0x80:
-        begin += size & 0x7F
-        size = int.from_bytes(der[at + 2 : begin], "big")
-    return der[at], begin, begin + size

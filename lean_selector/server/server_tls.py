@@ -9,10 +9,10 @@ import logging
 import os
 import ssl
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from lean_selector.http.connections import Connections, TlsCounts
-from lean_selector.http.tls import TlsAcceptor, not_after_of
+from lean_selector.http.tls import TlsAcceptor
 from lean_selector.http.trust import LockedKey, load_certificate
 from lean_selector.server.service_flags import TlsFiles
 
@@ -60,7 +60,7 @@ class ServerTls:
 
     def _context(self) -> ssl.SSLContext:
         context = server_context(self._files)
-        self._counts.not_after = not_after_of(_read("--tls-cert", self._files.cert))
+        self._counts.not_after = not_after_of(self._files.cert)
         return context
 
     def _load(self, marks: Marks) -> None:
@@ -121,6 +121,15 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
         context.load_verify_locations(files.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+def not_after_of(path: str) -> int | None:
+    """The last second of the first certificate in a PEM file, since 1970; None if unreadable."""
+    try:
+        shown: dict[str, Any] = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]
+        return int(ssl.cert_time_to_seconds(shown["notAfter"]))
+    except (AttributeError, LookupError, OSError, ValueError):  # ssl has no public way to ask
+        return None
 
 
 def _read(flag: str, path: str) -> bytes:
