@@ -1,5 +1,4 @@
-"""The metrics of the selector: tables in the form of `metrics`. Labels of single workers and models
-are bounded by MOST_WORKERS and MOST_MODELS."""
+"""The metrics of the selector: tables in the form of `metrics`."""
 
 import time
 from collections import Counter
@@ -33,9 +32,7 @@ from lean_selector.wire.selection_bodies import SourceStatus
 _ASKED_AT: Final = (SELECT, SELECT_AND_RESERVE, ROUTE, GATEWAY)
 SHED: Final = "429"
 
-MOST_WORKERS: Final = 1024  # workers with labels of their own while they are registered
-MOST_MODELS: Final = 256  # models with labels, the first by name
-OTHER: Final = "other"  # all others together
+OTHER: Final = "other"  # models and tenants that never had a worker, together
 
 # The outcome of a selection by its status; any other is "refused".
 OUTCOMES = {
@@ -223,29 +220,36 @@ def _kv_families(sources: KvSourceStates) -> Families:
 
 
 class WorkerFigures:
-    """The figures of one worker, or of all workers without labels of their own."""
+    """The figures of one worker, summed up over its ranks."""
 
     __slots__ = (
         "counts",
         "ejected_ranks",
         "ejected_s",
         "kv_tokens",
-        "label",
         "reports",
         "running",
         "waiting",
         "waiting_uncached",
     )
 
-    def __init__(self, label: str) -> None:
-        self.label = label
+    def __init__(self, partition: Partition, worker_id: int, now: float) -> None:
         self.counts = RankCounts()
         self.ejected_ranks = 0
         self.ejected_s = 0.0  # of its longest ejected rank
         # The last reports of the engines, and the number of ranks with one.
         self.reports = self.running = self.waiting = self.kv_tokens = self.waiting_uncached = 0
+        for load in partition.workers[worker_id].loads:
+            self.counts.add(load.counts)
+            report = partition.slots.reported_load(load.key, now)
+            if report is not None:
+                self._add(report)
+            if load.key in partition.health.out:
+                self.ejected_ranks += 1
+                since = partition.health.ranks[load.key].since
+                self.ejected_s = max(self.ejected_s, now - since)
 
-    def add(self, report: EngineLoad) -> None:
+    def _add(self, report: EngineLoad) -> None:
         self.reports += 1
         self.running += report.running_requests
         self.waiting += report.waiting_requests
@@ -253,68 +257,18 @@ class WorkerFigures:
         self.waiting_uncached += report.waiting_uncached_tokens or 0
 
 
-class WorkerScrape:
-    """Sums up the figures of each worker over its ranks, and tracks which workers have labels."""
-
-    def __init__(
-        self,
-        partitions: Callable[[], list[Partition]],
-        now: Callable[[], float] = time.monotonic,
-        most_workers: int = MOST_WORKERS,
-    ) -> None:
-        self._partitions = partitions
-        self._now = now
-        self._most_workers = most_workers
-        self._labelled: set[tuple[str, str, int]] = set()
-
-    def figures(self) -> Iterator[WorkerFigures]:
-        """The figures of each worker; workers may be added and removed between two of them."""
-        partitions = self._partitions()
-        workers = {
-            (partition.model_name, partition.tenant_id, worker_id)
-            for partition in partitions
-            for worker_id in partition.workers
-        }
-        self._labelled &= workers
-        for key in sorted(workers - self._labelled)[: self._most_workers - len(self._labelled)]:
-            self._labelled.add(key)
-        others = WorkerFigures(labels(model=OTHER, tenant_id=OTHER, worker_id=OTHER))
-        for partition in partitions:
-            start = scope_labels(partition)[:-1]
-            for worker_id in sorted(partition.workers):
-                if worker_id not in partition.workers:
-                    continue  # removed since the last slice
-                if (partition.model_name, partition.tenant_id, worker_id) in self._labelled:
-                    one = WorkerFigures(f'{start},worker_id="{worker_id}"}}')
-                    self._add(one, partition, worker_id)
-                    yield one
-                else:
-                    self._add(others, partition, worker_id)
-        if len(self._labelled) < len(workers):
-            yield others
-
-    def labelled(self) -> Iterator[tuple[str, WorkerFigures]]:
-        for figures in self.figures():
-            yield figures.label, figures
-
-    def _add(self, to: WorkerFigures, partition: Partition, worker_id: int) -> None:
-        for load in partition.workers[worker_id].loads:
-            to.counts.add(load.counts)
-            report = partition.slots.reported_load(load.key, self._now())
-            if report is not None:
-                to.add(report)
-            if load.key in partition.health.out:
-                to.ejected_ranks += 1
-                since = partition.health.ranks[load.key].since
-                to.ejected_s = max(to.ejected_s, self._now() - since)
-
-
 def worker_families(
     selector: Selector,
     partitions: Callable[[], list[Partition]],
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    scrape = WorkerScrape(partitions, now)
+    def workers() -> Iterator[tuple[str, WorkerFigures]]:
+        for partition in partitions():
+            start = scope_labels(partition)[:-1]
+            for worker_id in sorted(partition.workers):
+                if worker_id in partition.workers:  # not removed since the last slice
+                    figures = WorkerFigures(partition, worker_id, now())
+                    yield f'{start},worker_id="{worker_id}"}}', figures
 
     def reports(worker: WorkerFigures) -> list[tuple[str, float]]:
         counts = worker.counts
@@ -339,7 +293,7 @@ def worker_families(
                 lambda: [(scope_labels(one), one.health.spared) for one in partitions()],
                 "Ranks that failed and were not ejected because too many were already."),
         }),
-        table_of(scrape.labelled, {
+        table_of(workers, {
             "worker_reports_total": (reports,
                 "Requests to a worker by how they went, as reported."),
             "worker_selections_total": (lambda worker: worker.counts.selections,
@@ -384,39 +338,23 @@ def worker_families(
     ]  # fmt: skip
 
 
-def model_outcomes(
-    selector: Selector, partitions: list[Partition], most_models: int = MOST_MODELS
-) -> Iterator[Sample]:
+def model_outcomes(selector: Selector, partitions: list[Partition]) -> Iterator[Sample]:
     """placed, shed and no_worker of each model and tenant; unknown_tenant of a model's other
     tenants, and unknown_model of all other models, together."""
-    counts: dict[tuple[str, str], tuple[int, int, int]] = {}
+    refusals = selector.catalog.refusals
+    counts = {key: (0, 0, refused) for key, refused in refusals.known.items()}
     for partition in partitions:
         key = partition.model_name, partition.tenant_id
-        refused = selector.catalog.refusals.known.get(key, 0)
         shed = sum(partition.shed.values())
-        counts[key] = partition.counts().selections, shed, refused
-    for key, refused in selector.catalog.refusals.known.items():
-        counts.setdefault(key, (0, 0, refused))
-    placed, shed, refused = 0, 0, selector.catalog.refusals.unnamed
-    for number, key in enumerate(sorted(counts)):
-        own = counts[key]
-        if number < most_models:
-            yield from _three(labels(model=key[0], tenant_id=key[1]), *own)
-        else:
-            placed, shed, refused = placed + own[0], shed + own[1], refused + own[2]
+        counts[key] = partition.counts().selections, shed, refusals.known.get(key, 0)
+    for key in sorted(counts):
+        yield from _three(labels(model=key[0], tenant_id=key[1]), *counts[key])
     other = labels(model=OTHER, tenant_id=OTHER)
-    if len(counts) > most_models or refused:
-        yield from _three(other, placed, shed, refused)
-    yield from each(other, "outcome", {"unknown_model": selector.catalog.refusals.unknown})
-    more = 0
-    for number, (model, count) in enumerate(list(selector.catalog.refusals.misplaced.items())):
-        if number < most_models:
-            label = labels(model=model, tenant_id=OTHER)
-            yield from each(label, "outcome", {"unknown_tenant": count})
-        else:
-            more += count
-    if more:
-        yield from each(other, "outcome", {"unknown_tenant": more})
+    if refusals.unnamed:
+        yield from _three(other, 0, 0, refusals.unnamed)
+    yield from each(other, "outcome", {"unknown_model": refusals.unknown})
+    for model, count in list(refusals.misplaced.items()):
+        yield from each(labels(model=model, tenant_id=OTHER), "outcome", {"unknown_tenant": count})
 
 
 def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]:

@@ -3,7 +3,8 @@
 from lean_selector.core.errors import NoWorkers
 from lean_selector.core.load.shapes import EngineLoad
 from lean_selector.core.selection.partition import Partition
-from lean_selector.service.selector_metrics import WorkerScrape, model_outcomes, worker_families
+from lean_selector.service.exposition import FamilyGroup
+from lean_selector.service.selector_metrics import model_outcomes, worker_families
 from tests.support.driven_selector import DrivenSelector
 
 NAMED = 'model="default",tenant_id="default",worker_id='
@@ -129,31 +130,13 @@ def test_a_worker_that_goes_while_a_scrape_is_made_is_left_out_of_it() -> None:
     driven = DrivenSelector()
     for worker_id in (1, 2, 3):
         driven.register(worker_id)
-    figures = WorkerScrape(lambda: partitions(driven)).figures()
-    first = next(figures)
+    families = worker_families(driven.selector, lambda: partitions(driven))
+    (group,) = (each for each in families if isinstance(each, FamilyGroup))
+    figures = group.things()
+    labels = [next(iter(figures))[0]]
     driven.remove(2)
-    assert [first.label, *(each.label for each in figures)] == [
-        f'{{{NAMED}"1"}}',
-        f'{{{NAMED}"3"}}',
-    ]
-
-
-def test_workers_beyond_the_bound_are_one_and_who_has_labels_keeps_them() -> None:
-    driven = DrivenSelector()
-    for worker_id in (5, 6, 7):
-        driven.register(worker_id)
-    scrape = WorkerScrape(lambda: partitions(driven), most_workers=2)
-
-    def shown() -> list[str]:
-        return [each.label.split("worker_id=")[1] for each in scrape.figures()]
-
-    assert shown() == ['"5"}', '"6"}', '"other"}']
-    driven.register(1)
-    assert shown() == ['"5"}', '"6"}', '"other"}']
-    driven.book("a", pin=(1, 0))
-    assert [each.counts.selections for each in scrape.figures()] == [0, 0, 1]
-    driven.remove(5)
-    assert shown() == ['"1"}', '"6"}', '"other"}']
+    labels += [label for label, _ in figures]
+    assert labels == [f'{{{NAMED}"1"}}', f'{{{NAMED}"3"}}']
 
 
 def refused(driven: DrivenSelector, model: str) -> NoWorkers:
@@ -192,9 +175,6 @@ def test_a_tenant_that_a_model_has_no_workers_of_is_neither_missing_nor_an_unkno
     assert samples['{model="b",tenant_id="other",outcome="unknown_tenant"}'] == 2
     assert samples['{model="other",tenant_id="other",outcome="unknown_model"}'] == 1
     assert '{model="other",tenant_id="other",outcome="unknown_tenant"}' not in samples
-    bounded = dict(filter(None, model_outcomes(driven.selector, partitions(driven), 1)))
-    assert '{model="b",tenant_id="other",outcome="unknown_tenant"}' not in bounded
-    assert bounded['{model="other",tenant_id="other",outcome="unknown_tenant"}'] == 2
     driven.remove(1)
     driven.register(3, model_name="a")
     driven.remove(3)
@@ -207,14 +187,6 @@ def test_where_nobody_has_workers_any_model_is_one_that_misses_them() -> None:
     samples = dict(filter(None, model_outcomes(driven.selector, partitions(driven))))
     assert samples['{model="other",tenant_id="other",outcome="no_worker"}'] == 1
     assert samples['{model="other",tenant_id="other",outcome="unknown_model"}'] == 0
-
-
-def test_models_beyond_the_bound_are_one() -> None:
-    driven = DrivenSelector()
-    for number, model in enumerate("abc"):
-        driven.register(number, model_name=model)
-    found = dict(filter(None, model_outcomes(driven.selector, partitions(driven), 1)))
-    assert {label.split('"')[1] for label in found} == {"a", "other"}
 
 
 def test_what_was_given_to_ranks_that_are_gone_stays_in_the_sums_of_the_model() -> None:
