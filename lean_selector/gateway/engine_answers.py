@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
-from math import inf
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -44,6 +43,7 @@ class _Told(NamedTuple):
     at: float
     make: str | None
     adapters: dict[str, str]  # base model of each adapter
+    version: tuple[int, int]  # of vLLM
 
 
 class EngineAnswers:
@@ -56,7 +56,6 @@ class EngineAnswers:
         self._client = client
         self._clock = clock
         self._told: dict[str, _Told] = {}  # by base URL
-        self._versions: dict[str, tuple[float, tuple[int, int]]] = {}  # of vLLM, and when it said
         self._under_way: dict[object, asyncio.Task[None]] = {}
 
     def make(self, served: Served) -> Steps[str | None]:
@@ -73,10 +72,10 @@ class EngineAnswers:
     def reports_in_full(self, base: str) -> bool:
         """Whether this worker is a vLLM that supports `kv_cache_report_mode`. If its answer is
         outdated, it is queried now, and False is returned until it answers."""
-        at, version = self._versions.get(base, (-inf, (0, 0)))
-        if self._clock() - at > _MAKE_FRESH_S:
-            self._beside(("version", base), partial(self._ask_version, base))
-        return version >= _REPORTS_IN_FULL
+        told = self._told.get(base)
+        if told is None or self._clock() - told.at > _MAKE_FRESH_S:
+            self._beside(("report", base), partial(self._ask, base))
+        return told is not None and told.version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
         """The base model of an adapter, and the workers that have it."""
@@ -148,34 +147,24 @@ class EngineAnswers:
         await asyncio.gather(*map(self._ask, bases[:_ASKED_FOR_MAKE]))
 
     async def _ask(self, base: str) -> None:
-        make, adapters = None, dict[str, str]()
+        make, adapters, version = None, dict[str, str](), (0, 0)
         try:
             body = await self._client.text(base + "/v1/models", timeout_s=TIMEOUT_S)
             cards = msgspec.json.decode(body, type=ModelCards).data
             adapters = {card.id: card.parent for card in cards if card.parent is not None}
             make = next((card.owned_by for card in cards if card.owned_by), None)
+            if make == "vllm":
+                answer = await self._client.get(base + "/version", timeout_s=TIMEOUT_S)
+                if (said := _VERSION.search(answer.body)) is not None:
+                    version = int(said[1]), int(said[2])
         except (OutboundFailed, msgspec.DecodeError, ValueError):
             old = self._told.get(base)  # also queried again once outdated
             if old is not None:
-                make, adapters = old.make, old.adapters
+                _, make, adapters, version = old
         self._told.pop(base, None)
-        self._told[base] = _Told(self._clock(), make, adapters)
+        self._told[base] = _Told(self._clock(), make, adapters, version)
         if len(self._told) > _FROM:
             del self._told[next(iter(self._told))]
-
-    async def _ask_version(self, base: str) -> None:
-        version = (0, 0)
-        try:
-            said = _VERSION.search(await self._client.text(base + "/version", timeout_s=TIMEOUT_S))
-            cards = await self._client.text(base + "/v1/models", timeout_s=TIMEOUT_S)
-            owners = {card.owned_by for card in msgspec.json.decode(cards, type=ModelCards).data}
-            if said is not None and "vllm" in owners:
-                version = (int(said[1]), int(said[2]))
-        except (OutboundFailed, msgspec.DecodeError, ValueError):
-            pass
-        if len(self._versions) >= _FROM:
-            self._versions.clear()
-        self._versions[base] = (self._clock(), version)
 
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
