@@ -38,7 +38,7 @@ from lean_selector.server.host import (
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
-from lean_selector.service.application import observed
+from lean_selector.service.application import observed, page_routes
 from lean_selector.service.exposition import AnyFamily, Families, RouteMeter
 from lean_selector.service.gate import durable
 from lean_selector.service.header_warnings import refusal_lines
@@ -50,7 +50,7 @@ from lean_selector.service.selector_metrics import (
     selection_families,
     session_families,
 )
-from lean_selector.service.shared_handlers import discovery_routes, page_routes
+from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.tasks import supervise
 

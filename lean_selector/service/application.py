@@ -1,18 +1,19 @@
 """The application of a server: the routes of a service behind the gate, with GET /metrics, GET
-/openapi.json, and the access log if enabled."""
+/openapi.json, those of the page, and the access log if enabled."""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from lean_selector import __version__
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import JSON, encode_response
-from lean_selector.service.access import READ, AccessTokens
+from lean_selector.service.access import OPEN, READ, AccessTokens
 from lean_selector.service.exposition import (
     CONTENT_TYPE,
     AnyFamily,
@@ -25,6 +26,9 @@ from lean_selector.service.gate import Endpoint, Gate, Route, plain
 from lean_selector.service.logs import LogState
 from lean_selector.service.metrics import http_families, process_families
 from lean_selector.service.replies import INTERNAL_ERROR, CallSoon, LaterReply, SlicedAnswers
+
+if TYPE_CHECKING:  # it is imported when it is asked for
+    from lean_selector.service.ui import Page
 
 # -- GET /metrics ---------------------------------------------------------------------------------
 # Made in slices of the loop's turns: a fleet of 512 ranks has thousands of samples, at a
@@ -100,6 +104,21 @@ class OpenApiRoutes:
         self._text = work.result()
         for pending in waiting:
             pending.resolve(encode_response(200, self._text, JSON))
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
+    """`page` is called for each request; it imports and makes the page for the first one."""
+    return (
+        ("GET", "/ui", OPEN, Endpoint(lambda request, param: page().ui())),
+        ("GET", "/events", READ, Endpoint(lambda request, param: page().events.answer(request))),
+        ("GET", "/fleet", READ,
+            Endpoint(lambda request, param: page().fleet.answer(at_once=False))),
+        ("GET", "/prefixes", READ,
+            Endpoint(lambda request, param: page().prefixes.answer(at_once=False))),
+    )  # fmt: skip
 
 
 # -- the application ------------------------------------------------------------------------------

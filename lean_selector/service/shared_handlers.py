@@ -1,4 +1,4 @@
-"""Routes beside the services' own: replicas' peers and the snapshot, discovery, the page.
+"""Routes beside the services' own: replicas' peers and the snapshot, discovery.
 
 Spec slot_tracker.md 3.6; the details of peers and the snapshot are ours (decision D22).
 """
@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from lean_selector.core.errors import Conflict, NotFound
-from lean_selector.http.head import Request
-from lean_selector.service.access import ADMIN, OPEN, READ
+from lean_selector.service.access import ADMIN, READ
 from lean_selector.service.bodies import DETAIL, Query, wants_detail
-from lean_selector.service.gate import Endpoint, Route, Served, plain, with_body, with_query
+from lean_selector.service.gate import Route, plain, with_body, with_query
 from lean_selector.service.replies import Answer, Reply
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.replica_shapes import PeerRequest, SyncState
@@ -83,29 +82,3 @@ NOTHING = DiscoveryReport([], [], [])
 def discovery_routes(report: Callable[[], DiscoveryReport] | None) -> tuple[Route, ...]:
     """`report` is None without discovery."""
     return (("GET", "/discovery", READ, plain(report if report is not None else lambda: NOTHING)),)
-
-
-# -- the page ------------------------------------------------------------------------------------
-
-
-class Page(Protocol):
-    """`ui.Page`, the handlers of these routes."""
-
-    def ui(self, request: Request, param: bytes | None) -> Served: ...
-
-    def events(self, request: Request, param: bytes | None) -> Served: ...
-
-    def fleet(self, request: Request, param: bytes | None) -> Served: ...
-
-    def prefixes(self, request: Request, param: bytes | None) -> Served: ...
-
-
-def page_routes(page: Callable[[], Page]) -> tuple[Route, ...]:
-    """`page` is called for each request; it imports and makes the page for the first one."""
-    return (
-        ("GET", "/ui", OPEN, Endpoint(lambda request, param: page().ui(request, param))),
-        ("GET", "/events", READ, Endpoint(lambda request, param: page().events(request, param))),
-        ("GET", "/fleet", READ, Endpoint(lambda request, param: page().fleet(request, param))),
-        ("GET", "/prefixes", READ,
-            Endpoint(lambda request, param: page().prefixes(request, param))),
-    )  # fmt: skip

@@ -97,7 +97,7 @@ class Events:
         self._told_choices = 0
         self._is_over = False
 
-    def answer(self, request: Request, param: bytes | None) -> Served:
+    def answer(self, request: Request) -> Served:
         if request.method == b"HEAD":
             return encode_response(200, b"", EVENT_STREAM)
         if self._is_over or len(self._listeners) >= MOST_LISTENERS:
@@ -241,26 +241,17 @@ class Page:
     def __init__(self, view: FleetView, events: Events, call_soon: CallSoon) -> None:
         """`call_soon` is the loop's."""
         self._view = view
-        self._events = events
+        self.events: Final = events
         self._text, self._lines = page()
-        self._fleet = SlicedAnswers("the fleet", self._fleet_parts, call_soon)
-        self._prefixes = SlicedAnswers("the prefixes", self._prefix_parts, call_soon)
+        self.fleet: Final = SlicedAnswers("the fleet", self._fleet_parts, call_soon)
+        self.prefixes: Final = SlicedAnswers("the prefixes", self._prefix_parts, call_soon)
 
-    def ui(self, request: Request, param: bytes | None) -> Served:
+    def ui(self) -> bytes:
         return encode_response(200, self._text, b"text/html; charset=utf-8", self._lines)
-
-    def events(self, request: Request, param: bytes | None) -> Served:
-        return self._events.answer(request, param)
-
-    def fleet(self, request: Request, param: bytes | None) -> Served:
-        return self._fleet.answer(at_once=False)
-
-    def prefixes(self, request: Request, param: bytes | None) -> Served:
-        return self._prefixes.answer(at_once=False)
 
     def close(self) -> None:
         """Ends all streams: a stop begins."""
-        self._events.close()
+        self.events.close()
 
     def _fleet_parts(self) -> Iterator[bytes]:
         fleet = self._view.empty()
@@ -270,7 +261,7 @@ class Page:
 
     def _prefix_parts(self) -> Iterator[bytes]:
         trees = []
-        watch = self._events.choices
+        watch = self.events.choices
         for tree in self._view.prefixes(None if watch is None else watch.hits):
             if tree is not None:
                 trees.append(tree)

@@ -14,9 +14,9 @@ from lean_selector.core.selection.watch import EVERY_S, MOST_KEPT, ChoiceWatch
 from lean_selector.http.connections import Connections
 from lean_selector.http.response import PendingReply
 from lean_selector.http.streaming import StreamingProtocol
+from lean_selector.service.application import page_routes
 from lean_selector.service.fleet import MOST_RUNS, FleetView
 from lean_selector.service.gate import Gate
-from lean_selector.service.shared_handlers import page_routes
 from lean_selector.service.ui import MOST_LISTENERS, Events, Page, page
 from lean_selector.service.worker_handlers import ServiceState
 from tests.http.test_protocol import FakeTransport

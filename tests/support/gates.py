@@ -18,12 +18,12 @@ from lean_selector.core.trackers import Trackers
 from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
 from lean_selector.http.response import JSON, PendingReply, encode_response
-from lean_selector.service.application import OpenApiRoutes, metrics_route
+from lean_selector.service.application import OpenApiRoutes, metrics_route, page_routes
 from lean_selector.service.fleet import FleetView
 from lean_selector.service.gate import Gate, Route
 from lean_selector.service.selection import SelectionService, Timer
 from lean_selector.service.selection_16 import SelectionService16
-from lean_selector.service.shared_handlers import discovery_routes, page_routes
+from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker_handlers import SlotTrackerService
 from lean_selector.service.ui import Events, Page
 from lean_selector.service.worker_handlers import ServiceState
