@@ -40,7 +40,6 @@ LOOPBACK: Final[tuple[Network, ...]] = (
     ipaddress.ip_network("127.0.0.0/8"),
     ipaddress.ip_network("::1/128"),
 )
-_MAX_KNOWN: Final = 4096  # senders whose permission is cached
 
 
 def place_of(text: str) -> LogAddress:
@@ -82,20 +81,13 @@ class Senders:
 
     def __init__(self, networks: list[str]) -> None:
         self._networks = (*LOOPBACK, *map(ipaddress.ip_network, networks))
-        self._known: dict[str, bool] = {}
 
     def may_write(self, host: str) -> bool:
         """`host` is a sender's address, as a socket returns it."""
-        known = self._known.get(host)
-        if known is None:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            address = ipaddress.ip_address(host)
-            if isinstance(address, ipaddress.IPv6Address):
-                address = address.ipv4_mapped or address
-            known = any(address in network for network in self._networks)
-            self._known[host] = known
-        return known
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address):
+            address = address.ipv4_mapped or address
+        return any(address in network for network in self._networks)
 
 
 def is_loopback(host: str) -> bool:

@@ -5,7 +5,7 @@ Labels are bounded: models that are registered, and workers that there are.
 """
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from lean_selector.http.client import Upstream
 from lean_selector.service.exposition import Histogram, HistogramFamily, labels
@@ -37,23 +37,13 @@ def operation_of(path: bytes) -> tuple[str, str]:
     return _OPERATIONS.get(path, (path.rpartition(b"/")[2].decode(), "openai"))
 
 
-class Timing:
+class Timing(NamedTuple):
     """What is known of one answer at its end. Seconds; tokens as its engine counted them."""
 
-    __slots__ = ("cached_tokens", "duration_s", "first_token_s", "lengths")
-
-    def __init__(
-        self,
-        duration_s: float,
-        first_token_s: float | None,
-        lengths: tuple[int, int] | None,
-        cached_tokens: int | None,
-    ) -> None:
-        """`first_token_s`: of a stream; `lengths`: of the prompt and the answer."""
-        self.duration_s = duration_s
-        self.first_token_s = first_token_s
-        self.lengths = lengths
-        self.cached_tokens = cached_tokens
+    duration_s: float
+    first_token_s: float | None  # of a stream
+    lengths: tuple[int, int] | None  # of the prompt and the answer
+    cached_tokens: int | None
 
 
 class _Series:

@@ -39,9 +39,6 @@ from lean_selector.wire.selection_bodies import SelectAndReserveRequest
 SHED: Final = 429  # some gateways rewrite a 503, or take it as the selector being down
 # No worker is known for the model: a gateway that balances by itself may know one.
 UNKNOWN: Final = 503
-_MAX_KNOWN: Final = 4096
-
-_authorities: dict[str, bytes] = {}  # number of endpoints
 
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
@@ -64,16 +61,10 @@ def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: b
 
 
 def _authority_of(endpoint: str) -> bytes:
-    known = _authorities.get(endpoint)
-    if known is None:
-        if len(_authorities) >= _MAX_KNOWN:
-            _authorities.clear()
-        try:
-            authority = Url(url_at(endpoint, "") or endpoint).authority
-        except ValueError as error:
-            raise Unavailable(f"the worker that was chosen takes no HTTP: {error}") from None
-        known = _authorities[endpoint] = authority.encode("ascii")
-    return known
+    try:
+        return Url(url_at(endpoint, "") or endpoint).authority.encode("ascii")
+    except ValueError as error:
+        raise Unavailable(f"the worker that was chosen takes no HTTP: {error}") from None
 
 
 def error_of(error: SelectorError) -> bytes:

@@ -7,7 +7,7 @@ Holds what connections share and may use together; `protocol` handles each. Noth
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from lean_selector.http.head import HeaderBlocks, HttpError, Limits, Request
 
@@ -60,24 +60,15 @@ def plain_refusal(error: HttpError) -> bytes:
     return b'{"error":"%b"}' % error.text.encode()
 
 
-class Timeouts:
+class Timeouts(NamedTuple):
     """Seconds, to the precision of the sweep."""
 
-    def __init__(
-        self,
-        idle_s: float = 75.0,  # a keep-alive connection without a request
-        read_s: float = 30.0,  # an incomplete request; the protocol gives bodies more
-        write_s: float = 30.0,  # a client that does not read its answer
-        linger_s: float = 5.0,  # a client that goes on sending after its last answer
-        quiet_s: float = 1.0,  # like idle_s and linger_s, while the server drains
-        handshake_s: float = 10.0,  # a TLS handshake, from connect to end
-    ) -> None:
-        self.handshake_s = handshake_s
-        self.idle_s = idle_s
-        self.read_s = read_s
-        self.write_s = write_s
-        self.linger_s = linger_s
-        self.quiet_s = quiet_s
+    idle_s: float = 75.0  # a keep-alive connection without a request
+    read_s: float = 30.0  # an incomplete request; the protocol gives bodies more
+    write_s: float = 30.0  # a client that does not read its answer
+    linger_s: float = 5.0  # a client that goes on sending after its last answer
+    quiet_s: float = 1.0  # like idle_s and linger_s, while the server drains
+    handshake_s: float = 10.0  # a TLS handshake, from connect to end
 
 
 class Connection(Protocol):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 import httptools
 
@@ -13,20 +13,14 @@ import httptools
 # Size limits of a request, and the error that ends a connection. Figures: spec selection.md 1.1.
 
 
-class Limits:
+class Limits(NamedTuple):
     """Sizes in bytes, inclusive. The request line and the header section may each have
     max_head_bytes. A body over max_body_bytes is read and dropped, up to max_discard_bytes of it,
     so that the client can read the refusal."""
 
-    def __init__(
-        self,
-        max_body_bytes: int = 8 * 1024 * 1024,  # the selector's; the slot tracker has 2 MiB
-        max_head_bytes: int = 64 * 1024,
-        max_discard_bytes: int = 64 * 1024 * 1024,
-    ) -> None:
-        self.max_body_bytes = max_body_bytes
-        self.max_head_bytes = max_head_bytes
-        self.max_discard_bytes = max_discard_bytes
+    max_body_bytes: int = 8 * 1024 * 1024  # the selector's; the slot tracker has 2 MiB
+    max_head_bytes: int = 64 * 1024
+    max_discard_bytes: int = 64 * 1024 * 1024
 
 
 class HttpError:
