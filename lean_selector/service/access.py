@@ -85,8 +85,7 @@ class AccessTokens:
 
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
         self._complains = False
-        self.roles: dict[bytes | None, Role] = {}
-        self.roles.update(_roles_of(path, self._file.read()[0]))
+        self.roles = _roles_of(path, self._file.read()[0])
 
     def role_of(self, credential: bytes | None) -> Role:
         """The role of a token by its digest; OPEN for an unknown one. Digests are keyed, so how
@@ -111,9 +110,9 @@ class AccessTokens:
             self._complains = True
 
 
-def _roles_of(path: str, text: bytes) -> dict[bytes, Role]:
+def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
     """Roles by the digest of the token. Raises ValueError, naming the line."""
-    roles: dict[bytes, Role] = {}
+    roles: dict[bytes | None, Role] = {}
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
