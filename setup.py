@@ -35,10 +35,6 @@ EXCEPTIONS: dict[str, str] = {
     "lean_selector/gateway/model_request.py": _OF_RAW,
     "lean_selector/gateway/prompt_values.py": _OF_RAW,
     "lean_selector/service/logs.py": _OF_LOGGING,
-    **{
-        f"lean_selector/service/openapi/{name}.py": "it is made once, and only when it is asked for"
-        for name in ("document", "meanings", "routes")
-    },
 }
 
 

@@ -71,9 +71,6 @@ ALLOWED = {
         "in the engine's process: errors of readers are handled, and Python prints any other"
     ),
     ("workers/finders.py", "FileFinder.run", "to_thread"): "awaited in a supervised task",
-    ("service/application.py", "OpenApiRoutes._answer", "run_in_executor"): (
-        "_tell logs what it raised, and answers 500"
-    ),
     ("gateway/local_tokenizer.py", "LocalTokenizer.__init__", "ThreadPoolExecutor"): (
         "its work is begun in `tokens`"
     ),

@@ -116,6 +116,7 @@ class Gate:
         found = self._table.match(request.method, request.path)
         if isinstance(found, Match):
             run, meter, needed, endpoint = found.value
+            answer: Served
             try:
                 if needed and self._roles.get(request.credential, OPEN) < needed:
                     answer = self._refused(request, needed, endpoint)

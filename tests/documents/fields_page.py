@@ -1,9 +1,9 @@
 """docs/reference/fields.md: every route, and every field of bodies and answers, made of what
 /openapi.json says.
 
-`python -m tests.documents.fields_page` writes it anew; a test holds it against the description. A
-schema is written once, where it is met first; a field that several have, in the first table; and
-one that has most fields of an earlier schema as what it has beside it.
+`python -m tests.documents.fields_page` writes it anew, and the description; tests hold both against
+the routes. A schema is written once, where it is met first; a field that several have, in the first
+table; and one that has most fields of an earlier schema as what it has beside it.
 """
 
 import json
@@ -12,10 +12,8 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
-from lean_selector.service.gate import Route
-from lean_selector.service.openapi.document import DESCRIBED, service_document
+from tests.documents.openapi_document import FOLDER, service_document, service_text
 from tests.documents.pages import ROOT
-from tests.support.gates import routes_of
 
 PAGE: Final = "docs/reference/fields.md"
 _SECTIONS: Final = {
@@ -83,18 +81,9 @@ def lines_of(rows: list[Row]) -> Iterator[str]:
         yield f"| {', '.join(row.shown for row in alike)} | {kind} | {meaning} |"
 
 
-def described_routes(service: str) -> list[Route]:
-    """Those of a service, in the order of their descriptions."""
-    order = [*DESCRIBED[service][1]]
-    return sorted(routes_of(service), key=lambda route: order.index(route[:2]))
-
-
 def page() -> str:
     """The whole text."""
-    documents = {
-        service: json.loads(service_document(service, described_routes(service)))
-        for service in _SECTIONS
-    }
+    documents = {service: service_document(service) for service in _SECTIONS}
     schemas = {
         name: (" ".join(schema["description"].split()), _rows(schema))
         for document in reversed(documents.values())  # of two the first counts
@@ -272,3 +261,5 @@ def _number(value: float) -> str:
 
 if __name__ == "__main__":
     (ROOT / PAGE).write_text(page(), encoding="utf-8")
+    for service in _SECTIONS:
+        (ROOT / FOLDER / f"{service}.json").write_bytes(service_text(service))

@@ -27,7 +27,6 @@ OFF = (
     "lean_selector.server.state_files",
     "lean_selector.service.fleet",
     "lean_selector.service.judgements",
-    "lean_selector.service.openapi",
     "lean_selector.service.selection_16",
     "lean_selector.service.ui",
     "lean_selector.replicas.recovery",

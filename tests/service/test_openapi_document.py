@@ -11,11 +11,19 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
-from lean_selector.service.access import READ
-from lean_selector.service.gate import Gate, plain
-from lean_selector.service.openapi import meanings
-from lean_selector.service.openapi.document import DESCRIBED, components, service_document
-from lean_selector.service.openapi.routes import GATEWAY_ROUTES
+from lean_selector import __version__
+from lean_selector.service.application import openapi_route
+from lean_selector.service.gate import Gate
+from tests.documents import openapi_meanings as meanings
+from tests.documents.openapi_document import (
+    DESCRIBED,
+    FOLDER,
+    components,
+    service_document,
+    service_text,
+)
+from tests.documents.openapi_routes import GATEWAY_ROUTES
+from tests.documents.pages import ROOT
 from tests.support.gates import (
     answered,
     request,
@@ -26,11 +34,7 @@ from tests.support.gates import (
 )
 
 DATA = Path(__file__).parents[1] / "data"
-# Without what needs a flag to be there.
-TABLES = {
-    name: [route for route in routes_of(name) if route[:2] not in GATEWAY_ROUTES]
-    for name in DESCRIBED
-}
+TABLES = DESCRIBED
 RECORDED = {
     "selector": "selection.jsonl",
     "selector_16": "selection_16.jsonl",
@@ -38,9 +42,13 @@ RECORDED = {
 }
 
 
-def made(service: str) -> dict[str, Any]:
-    """The document without a process."""
-    document: dict[str, Any] = json.loads(service_document(service, TABLES[service]))
+def served(service: str, *, asks_tokens: bool = False, without: object = ()) -> dict[str, Any]:
+    """What a service answers, without these routes."""
+    routes = tuple(route for route in routes_of(service) if route[:2] not in without)  # type: ignore[operator]
+    gate = Gate([openapi_route(service, routes, asks_tokens=asks_tokens)])
+    status, text = answered(gate, request("GET", "/openapi.json"))
+    assert status == 200
+    document: dict[str, Any] = json.loads(text)
     return document
 
 
@@ -70,7 +78,7 @@ def test_what_is_left_encoded_may_be_absent_and_the_other_defaults_stand() -> No
     assert shown["properties"]["weight"]["default"] == 3
 
 
-DOCUMENTS = {service: made(service) for service in TABLES}
+DOCUMENTS = {service: served(service, without=GATEWAY_ROUTES) for service in TABLES}
 
 
 def validator(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
@@ -144,15 +152,22 @@ def test_a_key_is_a_rank_exactly_where_the_service_takes_it_for_one(
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_route_that_nobody_described_is_shown_as_such(name: str) -> None:
-    routes = [*TABLES[name], ("POST", "/new/{path*}", READ, plain(dict))]
-    document = json.loads(service_document(name, routes))
-    OpenAPIV31SpecValidator(document).validate()
-    assert document["paths"]["/new/{path}"]["post"]["summary"] == "Not described"
+def test_what_is_served_is_made_of_the_routes_as_they_are(name: str) -> None:
+    assert (ROOT / FOLDER / f"{name}.json").read_bytes() == service_text(name), (
+        ".venv/bin/python -m tests.documents.fields_page writes it anew"
+    )
+
+
+def test_only_the_routes_that_are_served_are_described() -> None:
+    whole = service_document("selector")
+    some = served("selector", without={("GET", "/ui"), ("GET", "/workers")})
+    assert set(whole["paths"]) - set(some["paths"]) == {"/ui"}
+    assert set(whole["paths"]["/workers"]) - set(some["paths"]["/workers"]) == {"get"}
+    assert some["info"]["version"] == __version__
 
 
 def test_a_role_is_the_security_of_its_route_and_a_refusal_has_the_shape_of_its_errors() -> None:
-    document = json.loads(service_document("selector", routes_of("selector"), asks_tokens=True))
+    document = served("selector", asks_tokens=True)
     OpenAPIV31SpecValidator(document).validate()
     for _, path, operation in operations(document):
         assert ("security" in operation) == (path not in ("/health", "/ready", "/ui"))
@@ -183,7 +198,7 @@ def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPa
     said = {
         field["description"]
         for name in DESCRIBED
-        for document in [json.loads(service_document(name, routes_of(name)))]
+        for document in [service_document(name)]
         for schema in document["components"]["schemas"].values()
         for field in schema["properties"].values()
     }

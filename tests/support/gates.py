@@ -18,7 +18,7 @@ from lean_selector.core.trackers import Trackers
 from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
 from lean_selector.http.response import JSON, PendingReply, encode_response
-from lean_selector.service.application import OpenApiRoutes, metrics_route, page_routes
+from lean_selector.service.application import metrics_route, openapi_route, page_routes
 from lean_selector.service.fleet import FleetView
 from lean_selector.service.gate import Gate, Route
 from lean_selector.service.selection import SelectionService, Timer
@@ -155,7 +155,7 @@ class NoPrompts:
 def routes_of(service: str) -> list[Route]:
     """All that a service serves, with POST /route, by the name of its document."""
     shared = [*discovery_routes(None), metrics_route(list, Turns().call_soon)]
-    shared += OpenApiRoutes(service, ()).routes()
+    shared.append(openapi_route(service, ()))
     if service == "slot_tracker":
         return [*SlotTrackerService(Trackers()).routes(), *shared]
     selection = selection_service_16() if service == "selector_16" else selection_service()

@@ -1,4 +1,8 @@
-"""The document: OpenAPI 3.1 of one service, made from its routes and their descriptions."""
+"""lean_selector/service/openapi/*.json: OpenAPI 3.1 of each service, made from its routes, the
+structs of their bodies and answers, and their descriptions (`openapi_routes`, `openapi_meanings`).
+
+`python -m tests.documents.fields_page` writes them anew; a test holds them against the routes.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -9,12 +13,13 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import Raw, UnsetType
 
-from lean_selector import __version__
 from lean_selector.core.numbers import U64_MAX
-from lean_selector.service.access import NAMES, OPEN
+from lean_selector.service.access import NAMES
 from lean_selector.service.gate import Endpoint, Route
-from lean_selector.service.openapi.meanings import meaning_of
-from lean_selector.service.openapi.routes import (
+from lean_selector.wire.scalars import JsonText
+from lean_selector.wire.selection_bodies import ErrorBody, OverloadBody, PromptFields
+from tests.documents.openapi_meanings import meaning_of
+from tests.documents.openapi_routes import (
     GATEWAY_ROUTES,
     SELECTOR_16_ROUTES,
     SELECTOR_ROUTES,
@@ -22,8 +27,7 @@ from lean_selector.service.openapi.routes import (
     RouteDescription,
     Text,
 )
-from lean_selector.wire.scalars import JsonText
-from lean_selector.wire.selection_bodies import ErrorBody, OverloadBody, PromptFields
+from tests.support.gates import routes_of
 
 # -- schemas of structs, made by msgspec and told what their types cannot say ----------------------
 
@@ -225,26 +229,22 @@ def document(
     title: str,
     routes: Iterable[Route],
     described: Mapping[tuple[str, str], RouteDescription],
-    *,
-    asks_tokens: bool = False,
 ) -> dict[str, Any]:
-    """The document; `routes` are in the order shown; a route without a description is marked. If
-    the service `asks_tokens`, the roles of the routes are its security."""
-    kept = [(route, described.get(route[:2], _UNDESCRIBED)) for route in routes]
+    """The document; `routes` are in the order shown. Who serves it fills in the version, and the
+    roles of the routes as their security where tokens are asked for."""
+    kept = [(route, described[route[:2]]) for route in routes]
     shapes = _Shapes(kept)
     paths: dict[str, dict[str, Any]] = {}
     for (method, template, role, endpoint), about in kept:
         path = template.replace("*}", "}")
         operation = _operation(method, path, endpoint, about, shapes)
         operation["x-role"] = NAMES.get(role, _OPEN)
-        if asks_tokens and role != OPEN:
-            operation["security"] = [{"token": [NAMES[role]]}]
         paths.setdefault(path, {})[method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {
             "title": title,
-            "version": __version__,
+            "version": "",
             "description": _ABOUT,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -254,14 +254,9 @@ def document(
         "components": {
             "schemas": shapes.named,
             "responses": {"Error": _response(_OTHER, [shapes.of(ErrorBody)])},
-            **({"securitySchemes": {"token": _SCHEME}} if asks_tokens else {}),
+            "securitySchemes": {"token": _SCHEME},
         },
     }
-
-
-_UNDESCRIBED: Final = RouteDescription(
-    summary="Not described", group="other", answers={200: dict[str, Any]}
-)
 
 
 class _Shapes:
@@ -370,7 +365,17 @@ DESCRIBED: Final = {
 }
 
 
-def service_document(service: str, routes: Iterable[Route], *, asks_tokens: bool = False) -> bytes:
-    """The document of a service with these routes, as JSON text."""
+FOLDER: Final = "lean_selector/service/openapi"
+
+
+def service_document(service: str) -> dict[str, Any]:
+    """The document of a service with all its routes, in the order of their descriptions."""
     title, described = DESCRIBED[service]
-    return msgspec.json.encode(document(title, routes, described, asks_tokens=asks_tokens))
+    order = [*described]
+    routes = sorted(routes_of(service), key=lambda route: order.index(route[:2]))
+    return document(title, routes, described)
+
+
+def service_text(service: str) -> bytes:
+    """The file of a service."""
+    return msgspec.json.format(msgspec.json.encode(service_document(service)), indent=1) + b"\n"

@@ -1,1 +1,0 @@
-"""The OpenAPI description of both services, imported on the first request for it."""
