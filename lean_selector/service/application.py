@@ -52,8 +52,7 @@ def metrics_route(
             yield "".join(part).encode()
 
     sliced = SlicedAnswers("a scrape", parts, call_soon, CONTENT_TYPE, clock)
-    # Not `plain`: this text is never MessagePack.
-    return "GET", "/metrics", READ, Endpoint(lambda request, param: sliced.answer(at_once=False))
+    return "GET", "/metrics", READ, plain(lambda: sliced.answer(at_once=False))
 
 
 # -- GET /openapi.json ----------------------------------------------------------------------------
@@ -97,13 +96,11 @@ def _openapi_text(document: str, served: set[tuple[str, str]], asks_tokens: bool
 def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
     """`page` is called for each request; it imports and makes the page for the first one."""
     return (
-        ("GET", "/ui", OPEN, Endpoint(lambda request, param: page().ui())),
+        ("GET", "/ui", OPEN, plain(lambda: page().ui())),
         ("GET", "/events", READ, Endpoint(lambda request, param: page().events.answer(request))),
-        ("GET", "/fleet", READ,
-            Endpoint(lambda request, param: page().fleet.answer(at_once=False))),
-        ("GET", "/prefixes", READ,
-            Endpoint(lambda request, param: page().prefixes.answer(at_once=False))),
-    )  # fmt: skip
+        ("GET", "/fleet", READ, plain(lambda: page().fleet.answer(at_once=False))),
+        ("GET", "/prefixes", READ, plain(lambda: page().prefixes.answer(at_once=False))),
+    )
 
 
 # -- the application ------------------------------------------------------------------------------
