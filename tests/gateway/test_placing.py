@@ -54,7 +54,7 @@ class Gateway:
         prompts = Prompts(
             PromptSettings(mode=mode, ask_from_bytes=1 << 20), CatalogFleet(catalog), nothing
         )
-        prompts._engines._told[WORKER] = _Told(prompts._engines._clock(), "vllm", {})
+        prompts._engines._told[WORKER] = _Told(prompts._engines._clock(), "vllm", {}, (0, 0))
         placing = Placing(
             prompts,
             Chooser(self.selector, rotation),

@@ -44,7 +44,9 @@ class Service:
         self.name = name
         self.gate = Gate(routes, tokens=AccessTokens(str(token_file(folder))))
         described = openapi_route(name, tuple(routes), asks_tokens=True)
-        self.document = json.loads(answered(Gate([described]), asked("GET", "/openapi.json"))[1])
+        self.document = json.loads(
+            answered(Gate([described]), asked("GET", "/openapi.json", b""))[1]
+        )
 
     def ask(
         self, method: str, target: str, token: str | None = None, body: object = None
