@@ -6,6 +6,7 @@ is returned. Only a request without a usable model is refused here.
 
 import contextlib
 import re
+from codecs import getincrementaldecoder
 from enum import Enum
 from itertools import islice
 from typing import Final, TypeVar
@@ -38,6 +39,7 @@ MOST_FIELDS: Final = 65_536
 MOST_IDS: Final = 1 << 20
 MOST_MESSAGES: Final = 8192
 _LONG_BODY_BYTES: Final = 32 * 1024  # a shorter one is cheap, whatever its content
+_TEXT_BYTES: Final = 64 * 1024  # checked at a time
 # The end of a field's name. A quote behind a single backslash is part of a text.
 _NAME_END: Final = re.compile(rb'"(?<![^\\]\\")[ \t\r\n]*+:')
 _TYPE: Final = re.compile(rb'"type"')
@@ -310,12 +312,20 @@ def size_of(text: Raw | bytes) -> int:
 def _fields(body: bytes) -> dict[str, Raw]:
     try:
         if not body.isascii():
-            body.decode()
+            _check_text(body)
         if len(body) > _LONG_BODY_BYTES:
             _check_cost(body)
         return _read_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not a JSON object: {error}") from None
+
+
+def _check_text(body: bytes) -> None:
+    """Raises UnicodeDecodeError for invalid UTF-8."""
+    decode = getincrementaldecoder("utf-8")().decode
+    for at in range(0, len(body), _TEXT_BYTES):
+        decode(body[at : at + _TEXT_BYTES])
+    decode(b"", True)
 
 
 def _check_cost(body: bytes) -> None:
