@@ -41,6 +41,7 @@ from lean_selector.tools.check_questions import (
     Replays,
     judge_port,
 )
+from lean_selector.tools.service_process import within
 from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource
 from lean_selector.workers.engine_questions import ask_engine
@@ -234,14 +235,7 @@ def selector_url(text: str) -> str:
     return url
 
 
-def patience(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 3600:
-        raise argparse.ArgumentTypeError("must be a number above 0 and at most an hour")
-    return value
+patience = within(float, 0.001, 3600)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import uvloop
 
@@ -19,6 +19,7 @@ from lean_selector.tools.service_process import (
     ServiceProcess,
     answering_service,
     check_port,
+    within,
 )
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, hit_rate
 from lean_selector.tools.top import Screen, drawing
@@ -40,26 +41,12 @@ DRAIN_S = 3.0  # for requests under way at the end; their waits are cut short
 # -- the command line ------------------------------------------------------------------------------
 
 
-def _within(
-    kind: Callable[[str], float], least: float, most: float, words: str
-) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"`{text}` is no number: it {words}") from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(words)
-        return value
-
-    return read
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the demo."""
-    seconds = _within(float, 1e-9, 86_400, "must be above 0 and at most a day")
-    workers = _within(int, 1, MAX_WORKERS, f"must be between 1 and {MAX_WORKERS}")
-    parser.add_argument("--seconds", type=seconds, default=20.0, help="default: 20")
+    workers = within(int, 1, MAX_WORKERS)
+    parser.add_argument(
+        "--seconds", type=within(float, 0.001, 86_400), default=20.0, help="default: 20"
+    )
     parser.add_argument(
         "--workers", type=workers, default=4, help=f"engines, 1 to {MAX_WORKERS}; default: 4"
     )

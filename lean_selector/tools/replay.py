@@ -3,7 +3,6 @@ in virtual time, on engines that are calibrated from the log itself."""
 
 import argparse
 import random
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,8 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.tools.batching_engine import BatchingEngine, SimulatedRequest
 from lean_selector.tools.calibration import Engines, calibrated, play_recorded
 from lean_selector.tools.recording import Recording, found_tokens, read_log, ttft_s
-from lean_selector.tools.service_process import ServiceError
-from lean_selector.tools.simulate import Progress, settings_with
+from lean_selector.tools.service_process import ServiceError, within
+from lean_selector.tools.simulate import Progress, settings_with, status_of
 from lean_selector.tools.simulation import BLOCK_SIZE, Policy, Simulation
 from lean_selector.tools.traffic import percentile
 
@@ -138,33 +137,23 @@ def play(
 # -- the commands ----------------------------------------------------------------------------------
 
 
-def _positive(kind: type[float] | type[int]) -> Callable[[str], float]:
-    def read(text: str) -> float:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-        return value
-
-    return read
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that both commands have."""
     parser.add_argument("log", metavar="LOG", type=Path, nargs="+", help="files of a decision log")
     parser.add_argument("--model", help="whose requests, where the log has several models")
     parser.add_argument(
         "--capacity",
-        type=_positive(int),
+        type=within(int, 1),
         help="of each engine's cache, in blocks of 512 tokens; default: as the hits tell",
     )
     parser.add_argument(
         "--prefill-tokens-per-s",
-        type=_positive(float),
+        type=within(float, 0.001),
         help="that an engine computes; default: as the times to first tokens tell",
     )
     parser.add_argument(
         "--token-ms",
-        type=_positive(float),
+        type=within(float, 0.001),
         help="between output tokens of a request; default: as reported output tells",
     )
     parser.add_argument("--seed", type=int, default=0, help="of ties; default: 0")
@@ -176,8 +165,10 @@ def run(
     argv: Sequence[str],
     report: Callable[[argparse.Namespace, Recording, Engines], object],
 ) -> int:
+    """The exit status, as of `status_of`."""
     options = parser.parse_args(argv)
-    try:
+
+    def work() -> None:
         recording = read_log(options.log, options.model)
         options.settings = settings_of(recording.settings, getattr(options, "set", None) or ())
         token_s = None if options.token_ms is None else options.token_ms / 1e3
@@ -186,13 +177,8 @@ def run(
         figures = report(options, recording, engines)
         if options.json is not None:
             options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")
-    except (ServiceError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+
+    return status_of(parser.prog, work)
 
 
 def settings_of(base: RouterSettings, given: Sequence[str]) -> RouterSettings:

@@ -1,6 +1,8 @@
 """The selection service as a child process: started, asked over HTTP, and stopped for sure."""
 
+import argparse
 import asyncio
+import math
 import os
 import signal
 import socket
@@ -8,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
-from typing import IO
+from typing import IO, TypeVar
 
 import msgspec
 
@@ -24,6 +26,27 @@ _MOST_ANSWER_BYTES = 1 << 30  # dumps
 
 class ServiceError(Exception):
     """The service did not answer, or not with the status that was expected. A readable line."""
+
+
+Number = TypeVar("Number", int, float)
+
+
+def within(
+    kind: Callable[[str], Number], least: Number, most: float = math.inf
+) -> Callable[[str], Number]:
+    """The type of an argument of a command: a finite number from `least` to `most`."""
+
+    def read(text: str) -> Number:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"`{text}` is no number") from None
+        if not (least <= value <= most and math.isfinite(value)):
+            end = f" and at most {most:g}" if math.isfinite(most) else ""
+            raise argparse.ArgumentTypeError(f"must be at least {least:g}{end}, got {text}")
+        return value
+
+    return read
 
 
 class HttpClient:

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from lean_selector.core.selection.router_settings import RouterSettings
-from lean_selector.tools.service_process import ServiceError
+from lean_selector.tools.service_process import ServiceError, within
 from lean_selector.tools.simulation import (
     RULES,
     Fleet,
@@ -24,8 +23,6 @@ from lean_selector.tools.simulation import (
 )
 from lean_selector.tools.simulation_figure import Curves, curves_of, draw
 from lean_selector.tools.trace import trace_lines
-
-Number = TypeVar("Number", int, float)
 
 # What a name stands for, of the settings of the router.
 _SETTINGS: dict[str, dict[str, str]] = {"dynamo": {}, "latency": {"policy": "latency"}}
@@ -74,17 +71,7 @@ def settings_with(base: RouterSettings, given: Mapping[str, object]) -> RouterSe
     return msgspec.structs.replace(base, **changes)
 
 
-def _at_least(kind: Callable[[str], Number], least: Number) -> Callable[[str], Number]:
-    def read(text: str) -> Number:
-        value = kind(text)
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"must be {least} or more, got {text}")
-        return value
-
-    return read
-
-
-_factor = _at_least(float, 0.001)
+_factor = within(float, 0.001)
 
 
 def _factors(text: str) -> list[float]:
@@ -92,7 +79,7 @@ def _factors(text: str) -> list[float]:
 
 
 def _sync_ms(text: str) -> float | None:
-    return None if text == "none" else _at_least(float, 0.0)(text)
+    return None if text == "none" else within(float, 0.0)(text)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,14 +99,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a row; give it again for more. {', '.join([*_SETTINGS, *RULES])}; settings are "
         f"those of the router, as queue_threshold=2. Default: {' '.join(_DEFAULT)}",
     )
-    parser.add_argument("--requests", type=_at_least(int, 1), help="the first N of the trace")
+    parser.add_argument("--requests", type=within(int, 1), help="the first N of the trace")
     parser.add_argument(
         "--load", type=_factor, default=1.0, help="how many times as fast they come; default: 1"
     )
-    parser.add_argument("--engines", type=_at_least(int, 1), default=8, help="default: 8")
+    parser.add_argument("--engines", type=within(int, 1), default=8, help="default: 8")
     parser.add_argument(
         "--capacity",
-        type=_at_least(int, 1),
+        type=within(int, 1),
         default=3_000,
         help="of each engine's cache, in blocks of 512 tokens; default: 3000",
     )
@@ -131,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--selectors",
-        type=_at_least(int, 1),
+        type=within(int, 1),
         default=1,
         help="how many have all engines and take requests in turn; default: 1",
     )
@@ -165,13 +152,18 @@ def main(argv: Sequence[str]) -> int:
     )
     add_arguments(parser)
     options = parser.parse_args(argv)
+    return status_of(parser.prog, lambda: compare(options))
+
+
+def status_of(prog: str, work: Callable[[], None]) -> int:
+    """0, 1 for what cannot be read or written, 130 after Ctrl-C; the reason is on stderr."""
     try:
-        compare(options)
+        work()
     except (ServiceError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        print(f"{prog}: interrupted", file=sys.stderr)
         return 130
     return 0
 
