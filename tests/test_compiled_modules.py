@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 
 import lean_selector
-from lean_selector.build_info import compiled_modules
 from tests.test_imports import MODULES, TREES, WITH_SHAPES
 
 CHECKOUT = Path(__file__).parents[1]
@@ -32,6 +31,19 @@ ON_THE_WAY_OF_A_REQUEST = {
     *("core.hashing", "core.index.kv_index", "core.load.slots", "core.selection.selector"),
     *("http.protocol", "service.gate", "service.selection", "wire.prompt_forms"),
 }
+
+
+def compiled_modules() -> list[str]:
+    """What the installation has compiled: modules are attributes of mypyc's library."""
+    try:
+        library = importlib.import_module("lean_selector__mypyc")
+    except ImportError:
+        return []
+    return [
+        name.removeprefix("init_").replace("___", ".")
+        for name in vars(library)
+        if name.startswith("init_")
+    ]
 
 
 def test_what_is_compiled_is_behaviour_of_the_rooms_where_time_goes() -> None:

@@ -153,8 +153,6 @@ def _unpack(hashes: bytes) -> list[int]:
 # --------------------------------------------------------------------------------------------------
 # Whether the core runs compiled: some code is fast in one form of the package and slow in the
 # other.
-#
-# This module imports nothing; `lean_selector/build_info.py` describes the form of all modules.
 
 
 def _probe() -> None:
