@@ -269,6 +269,7 @@ log = logging.getLogger("lean_selector.state")
 
 
 _MOST_LOGGED = 10
+_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # retries of a read that failed with EIO
 
 
 class OtherService(Exception):
@@ -349,7 +350,7 @@ def restore_reservations(
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:
     """None: there is no file, or it was set aside."""
     try:
-        sealed = directory.read(name)
+        sealed = _tried(lambda: directory.read(name))
         if sealed is None:
             return None
         return read(*opened(sealed))
@@ -362,6 +363,18 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T
         except OSError as failed:
             log.error("state is damaged", extra={**fields, "not_set_aside": failed.strerror})
     return None
+
+
+def _tried(read: Callable[[], T]) -> T:
+    """Read with retries: a disk may fail once. Raises OSError."""
+    for pause_s in _AGAIN_AFTER_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        time.sleep(pause_s)
+    return read()
 
 
 def _log_problems(what: str, problems: list[str]) -> None:

@@ -1,5 +1,6 @@
 """What a selector knew, written and read back: the same. And files that are not as written."""
 
+import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -277,6 +278,24 @@ def test_of_two_files_the_whole_one_counts(tmp_path: Path, whole: dict[str, byte
     kept = Kept(tmp_path)
     assert kept.restore(0.0) == (0, 2)  # there is no rank for them
     assert kept.selector.catalog.workers == {}
+
+
+def test_an_error_of_the_disk_that_passes_costs_nothing(
+    tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / CATALOG).write_bytes(whole[CATALOG])
+    kept = Kept(tmp_path)
+    read, failures = kept.directory.read, [errno.EIO]
+
+    def fails_once(name: str) -> bytes | None:
+        if failures:
+            raise OSError(failures.pop(), "Input/output error")
+        return read(name)
+
+    monkeypatch.setattr(kept.directory, "read", fails_once)
+    kept.restore(0.0)
+    assert sorted(kept.selector.catalog.workers) == [1, 2]
+    assert not (tmp_path / f"{CATALOG}.damaged").exists()
 
 
 def test_a_file_that_cannot_be_read_stops_nothing(tmp_path: Path) -> None:
