@@ -169,7 +169,7 @@ class Trackers:
 
     # loads --------------------------------------------------------------------------------------
 
-    def loads(self, model_name: str | None, tenant_id: str | None, now: float) -> list[LoadRow]:
+    def loads(self, model_name: str | None, tenant_id: str | None) -> list[LoadRow]:
         """One row per registered rank, in order; the filters are exact."""
         return [
             LoadRow(
@@ -177,7 +177,7 @@ class Trackers:
                 tracker.tenant_id,
                 rank.worker_id,
                 rank.dp_rank,
-                min(rank.prefill_tokens_at(now), U64_MAX),
+                min(rank.active_prefill_tokens, U64_MAX),
                 rank.active_decode_blocks,
             )
             for tracker in self._selected(model_name, tenant_id)
@@ -190,7 +190,6 @@ class Trackers:
         tenant_id: str,
         sequence_hashes: bytes,
         new_isl_tokens: int,
-        now: float,
     ) -> list[PotentialLoadRow]:
         """One row per rank of a tracker, in order. Raises BadRequest, then NotFound."""
         _check_tokens(new_isl_tokens)
@@ -201,7 +200,7 @@ class Trackers:
             PotentialLoadRow(
                 rank.worker_id,
                 rank.dp_rank,
-                min(rank.prefill_tokens_at(now) + new_isl_tokens, U64_MAX),
+                min(rank.active_prefill_tokens + new_isl_tokens, U64_MAX),
                 rank.active_decode_blocks + blocks - shared.get(rank.key, 0),
                 rank.active_requests,
             )

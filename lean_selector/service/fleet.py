@@ -134,7 +134,7 @@ class FleetView:
             since,
             source_state,
             source_since,
-            min(load.prefill_tokens_at(now), U64_MAX),
+            min(load.active_prefill_tokens, U64_MAX),
             load.active_decode_blocks,
             load.active_requests,
             partition.index.blocks(*key, Tier.DEVICE),

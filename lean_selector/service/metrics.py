@@ -131,8 +131,8 @@ def connection_families(connections: Connections) -> Families:
 # -- loads and reservations -----------------------------------------------------------------------
 
 
-def load_families(scopes: Callable[[], Sequence[LoadScope]], now: Callable[[], float]) -> Families:
-    """The active load, per model and per rank. `now` is monotonic seconds."""
+def load_families(scopes: Callable[[], Sequence[LoadScope]]) -> Families:
+    """The active load, per model and per rank."""
 
     def ranks() -> Iterator[tuple[str, RankLoad]]:
         for scope in scopes():
@@ -157,8 +157,8 @@ def load_families(scopes: Callable[[], Sequence[LoadScope]], now: Callable[[], f
 
     return [
         table_of(ranks, {
-            "worker_active_prefill_tokens": (lambda load: load.prefill_tokens_at(now()),
-                "Prompt tokens that a rank still has to prefill, expected progress taken off."),
+            "worker_active_prefill_tokens": (lambda load: load.active_prefill_tokens,
+                "Prompt tokens that a rank still has to prefill."),
             "worker_active_decode_blocks": (lambda load: load.active_decode_blocks,
                 "KV blocks that the active requests of a rank hold."),
             "worker_active_requests": (lambda load: load.active_requests,

@@ -526,7 +526,7 @@ class SelectionService(WorkerHandlers):
         override: RouterOverride | None = body.router_config_override
         prompt = self.prompt(body, partition, override)
         terms = self._terms(partition.model_name, override)
-        return inspection.potential_loads(partition, prompt, terms, self._clock())
+        return inspection.potential_loads(partition, prompt, terms)
 
     def overlap_scores(self, body: Any) -> Any:
         partition = self.selector.catalog.ready_partition(body.model_name, body.group())

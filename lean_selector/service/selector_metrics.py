@@ -108,9 +108,9 @@ def selection_families(
             "index_blocks": (lambda partition: partition.index.total_blocks,
                 "Block holdings in the KV index."),
         }),
-        *load_families(partitions, now),
+        *load_families(partitions),
         *worker_families(selector, partitions, now),
-        *_catalog_families(selector, partitions, now),
+        *_catalog_families(selector, partitions),
         *_kv_families(sources),
     ]  # fmt: skip
 
@@ -129,9 +129,7 @@ def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sa
         yield from each(labels(route=meter.route), "outcome", dict(sorted(counts.items())))
 
 
-def _catalog_families(
-    selector: Selector, partitions: Callable[[], list[Partition]], now: Callable[[], float]
-) -> Families:
+def _catalog_families(selector: Selector, partitions: Callable[[], list[Partition]]) -> Families:
     def by_lifecycle() -> Iterator[Sample]:
         counts = Counter(
             (*worker.spec.key, worker.lifecycle) for worker in selector.catalog.workers.values()
@@ -147,9 +145,9 @@ def _catalog_families(
 
     def busy() -> Iterator[Sample]:
         for partition in partitions():
-            count, moment = 0, now()
+            count = 0
             for worker in list(partition.workers.values()) if partition.busy else ():
-                count += partition.is_worker_busy(worker, moment)
+                count += partition.is_worker_busy(worker)
                 yield None
             yield scope_labels(partition), count
 

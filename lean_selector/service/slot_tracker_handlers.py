@@ -104,19 +104,19 @@ class SlotTrackerService(ReplicaHandlers):
         return OK
 
     def loads(self, query: Query) -> list[LoadRow]:
-        return self.trackers.loads(query.get("model_name"), query.get("tenant_id"), self._clock())
+        return self.trackers.loads(query.get("model_name"), query.get("tenant_id"))
 
     def potential_loads(self, body: PotentialLoadsRequest) -> list[PotentialLoadRow]:
         hashes = body.hashes()
         return self.trackers.potential_loads(
-            body.model_name, body.group(), hashes, body.new_isl_tokens, self._clock()
+            body.model_name, body.group(), hashes, body.new_isl_tokens
         )
 
 
 # -- metrics and log lines ------------------------------------------------------------------------
 
 
-def tracker_families(trackers: Trackers, now: Callable[[], float] = time.monotonic) -> Families:
+def tracker_families(trackers: Trackers) -> Families:
     """All metrics of the slot tracker."""
 
     def workers() -> list[Sample]:
@@ -127,7 +127,7 @@ def tracker_families(trackers: Trackers, now: Callable[[], float] = time.monoton
 
     return [*table({
         "workers": (workers, WORKERS),
-    }), *load_families(trackers.in_order, now)]  # fmt: skip
+    }), *load_families(trackers.in_order)]  # fmt: skip
 
 
 class TrackerLog:

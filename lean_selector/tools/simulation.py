@@ -112,7 +112,7 @@ def lmetric(partition: Partition, request: SimulatedRequest, turn: int, now: flo
 
     def cost(key: tuple[int, int]) -> float:
         cached = matches.get(key, NOTHING).device * BLOCK_SIZE
-        tokens = ranks[key].prefill_tokens_at(now) + request.isl_tokens - cached
+        tokens = ranks[key].active_prefill_tokens + request.isl_tokens - cached
         return tokens * (ranks[key].active_requests + 1)
 
     return _cheapest(partition, turn, cost)

@@ -42,8 +42,7 @@ def add(trackers: Trackers, request_id: str = "r", dp_rank: int = 0, now: float 
 
 def loads(trackers: Trackers) -> list[tuple[int, int]]:
     return [
-        (load.active_prefill_tokens, load.active_decode_blocks)
-        for load in trackers.loads(*SCOPE, 0.0)
+        (load.active_prefill_tokens, load.active_decode_blocks) for load in trackers.loads(*SCOPE)
     ]
 
 
@@ -77,12 +76,12 @@ def test_a_registration_that_cannot_be_is_refused_and_changes_nothing(
 ) -> None:
     trackers = ready()
     add(trackers)
-    before = trackers.loads(None, None, 0.0)
+    before = trackers.loads(None, None)
     with pytest.raises(error) as raised:
         trackers.register(worker)
     assert raised.value.message == text
     assert trackers.workers() == [WORKER]
-    assert trackers.loads(None, None, 0.0) == before
+    assert trackers.loads(None, None) == before
 
 
 def test_a_refused_registration_makes_no_tracker() -> None:
@@ -96,7 +95,7 @@ def test_the_largest_ranges_are_accepted() -> None:
     trackers = Trackers()
     trackers.register(row(dp_size=MAX_RANKS))
     trackers.register(row(worker_id=8, dp_start=2**32 - 2, dp_size=1))
-    assert len(trackers.loads(None, None, 0.0)) == MAX_RANKS + 1
+    assert len(trackers.loads(None, None)) == MAX_RANKS + 1
 
 
 def test_the_same_worker_id_may_be_in_two_scopes_with_two_block_sizes() -> None:
@@ -120,7 +119,7 @@ def test_lists_are_sorted_and_filtered_exactly() -> None:
     assert trackers.workers(None, "") == [worker for worker in rows if worker.tenant_id == ""]
     assert trackers.workers("a", "") == rows[4:6]
     assert trackers.workers("A") == []
-    assert [(load.model_name, load.worker_id) for load in trackers.loads("a b", "t", 0.0)] == [
+    assert [(load.model_name, load.worker_id) for load in trackers.loads("a b", "t")] == [
         ("a b", 2),
         ("a b", 10),
     ]
@@ -143,7 +142,7 @@ def test_unregistering_a_worker_forgets_its_requests_and_no_others() -> None:
     with pytest.raises(NotFound, match="Request on 7 not found"):
         trackers.prefill_complete(*SCOPE, "on 7", 0.0)
     trackers.add(*SCOPE, "on 7", 8, 0, PROMPT, 0, 0.0)
-    assert trackers.loads(None, None, 0.0) == [LoadRow("llama", "t1", 8, 0, 48, 3)]
+    assert trackers.loads(None, None) == [LoadRow("llama", "t1", 8, 0, 48, 3)]
 
 
 def test_the_last_worker_takes_the_tracker_along_and_frees_its_block_size() -> None:
@@ -166,7 +165,7 @@ def test_absurd_token_counts_are_refused_before_anything_is_looked_up(tokens: in
     with pytest.raises(BadRequest, match=text):
         trackers.add(*SCOPE, "r", 7, 0, PROMPT, tokens, 0.0)
     with pytest.raises(BadRequest, match=text):
-        trackers.potential_loads(*SCOPE, PROMPT, tokens, 0.0)
+        trackers.potential_loads(*SCOPE, PROMPT, tokens)
 
 
 def test_sums_print_saturated_and_come_down_again() -> None:
@@ -176,7 +175,7 @@ def test_sums_print_saturated_and_come_down_again() -> None:
     book(slots.slots, "huge", 7, 0, b"", 2**64 - 1, 0.0)  # as a peer may send it
     trackers.add(*SCOPE, "r", 7, 0, PROMPT, MAX_ISL_TOKENS, 0.0)
     assert loads(trackers)[0] == (2**64 - 1, 3)
-    assert trackers.potential_loads(*SCOPE, b"", 5, 0.0)[0].potential_prefill_tokens == 2**64 - 1
+    assert trackers.potential_loads(*SCOPE, b"", 5)[0].potential_prefill_tokens == 2**64 - 1
     trackers.free(*SCOPE, "huge", 0.0)
     assert loads(trackers)[0] == (MAX_ISL_TOKENS, 3)
 

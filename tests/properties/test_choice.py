@@ -65,14 +65,13 @@ class Fixed(random.Random):
 
 
 class RankState(msgspec.Struct, frozen=True):
-    """How a rank stands: blocks that are active, on the prompt's path or not; prefill tokens, and
-    in how many seconds they are expected to be done; blocks of the prompt on each tier, and those
-    that are believed to be on the device, if anything is; and requests without any block."""
+    """How a rank stands: blocks that are active, on the prompt's path or not; prefill tokens;
+    blocks of the prompt on each tier, and those that are believed to be on the device, if anything
+    is; and requests without any block."""
 
     active: int
     shares: bool
     tokens: int
-    lasts: float | None
     device: int
     host: int
     disk: int
@@ -124,7 +123,6 @@ class Fleet(msgspec.Struct, frozen=True):
                 pack(own),
                 state.tokens,
                 0.0,
-                prefill_duration_s=state.lasts,
             )
             for empty in range(state.empty):
                 book(partition.slots, f"e{number}/{empty}", worker_id, dp_rank, b"", 0, 0.0)
@@ -152,23 +150,20 @@ rank_states = st.builds(
     active=st.integers(0, 3),
     shares=st.booleans(),
     tokens=st.sampled_from([0, 1, 3, 7, 48, 96, 1000]),
-    lasts=st.none() | st.sampled_from([2.0, 10.0]),
     device=st.integers(0, 5),
     host=st.integers(0, 2),
     disk=st.integers(0, 2),
     believed=st.just(0) | st.integers(0, 7),
     empty=st.sampled_from([0, 0, 1, 2]),
 )
-steady_states = rank_states.map(lambda state: msgspec.structs.replace(state, lasts=None))
 taint_sets = st.frozensets(st.sampled_from("abc"))
 fleets = st.builds(
     Fleet,
     # Also more than are costed one by one, alike and not.
     ranks=st.lists(rank_states, min_size=1, max_size=12)
     | st.lists(rank_states, min_size=16, max_size=20)
-    | st.lists(steady_states, min_size=1, max_size=12)
     | st.lists(st.integers(0, 60), min_size=16, max_size=24, unique=True).flatmap(
-        lambda loads: st.lists(steady_states, min_size=1, max_size=4).map(
+        lambda loads: st.lists(rank_states, min_size=1, max_size=4).map(
             lambda states: [
                 msgspec.structs.replace(states[number % len(states)], tokens=tokens)
                 for number, tokens in enumerate(loads)
@@ -176,7 +171,7 @@ fleets = st.builds(
         )
     )
     | st.lists(st.sampled_from([0, 7, 96]), min_size=8, max_size=40).map(
-        lambda loads: [RankState(0, False, tokens, None, 0, 0, 0) for tokens in loads]
+        lambda loads: [RankState(0, False, tokens, 0, 0, 0) for tokens in loads]
     ),
     per_worker=st.integers(1, 3),
     taints=st.lists(taint_sets, min_size=1, max_size=4),
@@ -271,14 +266,14 @@ def hold_each_rank_to_the_model(
     found = eligible(partition, request)
     assert keys_of(partition, found) == {load.key for _, load in everyone}
     try:
-        among = naive_choice.not_busy(partition, request, everyone, NOW)
+        among = naive_choice.not_busy(partition, request, everyone)
     except AllWorkersBusy:
         try:
-            not_busy(partition, request, found, NOW)
+            not_busy(partition, request, found)
         except AllWorkersBusy:
             return
         raise AssertionError("all of them are busy") from None
-    found = not_busy(partition, request, found, NOW)
+    found = not_busy(partition, request, found)
     assert keys_of(partition, found) == {load.key for _, load in among}
     if among:
         hold_to_the_model(partition, request, found, among)
@@ -299,19 +294,19 @@ def hold_to_the_model(
             partition.fullness.booked(load, partition.everyone, owed)
             break
     costs = naive_choice.rank_costs(
-        partition, request, among, by_rank, NOW, partition.fullness.owed_tokens(found)
+        partition, request, among, by_rank, partition.fullness.owed_tokens(found)
     )
     cost_of = {load.bit: cost for (_, load), cost in zip(among, costs, strict=True)}
 
     # The costs, to the last bit, and the cheapest.
-    pricing = Pricing(partition, request, found, NOW)
+    pricing = Pricing(partition, request, found)
     parts = cells(partition, request, pricing, found, matches)
     assert apart([cell.ranks for cell in parts]) == found
-    costed = all_costs(partition.order, pricing, parts, NOW)
+    costed = all_costs(partition.order, pricing, parts)
     assert apart([ranks for _, ranks in costed]) == found
     assert {bit: cost for cost, ranks in costed for bit in bits_of(ranks)} == cost_of
-    least, tied = cheapest(partition.order, pricing, parts, NOW)
-    assert dearest(partition.order, pricing, parts, NOW) == max(costs)
+    least, tied = cheapest(partition.order, pricing, parts)
+    assert dearest(partition.order, pricing, parts) == max(costs)
     cheap = [bit for bit, cost in cost_of.items() if cost == min(costs)]
     assert (least, bits_of(apart(tied))) == (min(costs), sorted(cheap))
 
@@ -323,15 +318,15 @@ def hold_to_the_model(
 
     def drawn(*numbers: float) -> int:
         rng.numbers = [*numbers]
-        load = choice.choose(partition, request, found, matches, NOW, rng)
+        load = choice.choose(partition, request, found, matches, rng)
         answer = placed(partition, load, request, matches)
         assert_overlap_is_that_of_the_worker(partition, request, answer, by_rank)
         return load.bit
 
     order = partition.order
-    if weights is not None and len(order.loads) + len(order.by_standing) > FEW_LOADS:
+    if weights is not None and len(order.loads) > FEW_LOADS:
         spread = max(costs) - least
-        envelope = DrawBounds(order, pricing, parts, least, spread, temperature, NOW)
+        envelope = DrawBounds(order, pricing, parts, least, spread, temperature)
         weight_of = dict(zip([load.bit for _, load in among], weights, strict=True))
         hold_to_the_weights(envelope, found, weight_of)
     with pytest.MonkeyPatch.context() as patched:
@@ -432,13 +427,10 @@ def assert_overlap_is_that_of_the_worker(
     assert placement.effective_prefill_tokens == left
 
 
-@pytest.mark.parametrize("lasts", [None, 10.0])
 @pytest.mark.parametrize("request_weight", [0.0, 0.3])
-def test_many_ranks_of_one_cell_are_drawn_as_their_loads_say(
-    lasts: float | None, request_weight: float
-) -> None:
-    """So many that a part of them is cut by its loads, whether those stand or wear off."""
-    ranks = [RankState(number % 4, False, 9 * number, lasts, 0, 0, 0) for number in range(40)]
+def test_many_ranks_of_one_cell_are_drawn_as_their_loads_say(request_weight: float) -> None:
+    """So many that a part of them is cut by its loads."""
+    ranks = [RankState(number % 4, False, 9 * number, 0, 0, 0) for number in range(40)]
     router = RouterSettings(
         use_kv_events=False, temperature=0.1, active_request_weight=request_weight
     )

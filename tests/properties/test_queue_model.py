@@ -148,12 +148,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     def is_below(self, rank: Candidate) -> bool:
         worker, load = rank
-        return load.prefill_tokens_at(self.now) <= THRESHOLD * worker.max_num_batched_tokens
+        return load.active_prefill_tokens <= THRESHOLD * worker.max_num_batched_tokens
 
     def open_to(self, request: SelectionRequest) -> list[Candidate]:
         """Raises AllWorkersBusy."""
         assert self.partition is not None
-        return not_busy(self.partition, request, candidates(self.partition, request), self.now)
+        return not_busy(self.partition, request, candidates(self.partition, request))
 
     def is_hopeless(self, waiter: Waiter) -> bool:
         return self.partition is None or not candidates(self.partition, waiter.request)
@@ -169,7 +169,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Was the choice one of the cheapest? Then it is the model's choice, too."""
         partition = self.partition
         assert partition is not None
-        costs = rank_costs(partition, request, ranks, matches, self.now)
+        costs = rank_costs(partition, request, ranks, matches)
         cheapest = {
             load.key for (_, load), cost in zip(ranks, costs, strict=True) if cost == min(costs)
         }
@@ -240,7 +240,7 @@ class QueueMachine(RuleBasedStateMachine):
         }
 
     def figures(self, load: Any) -> tuple[int, int, int]:
-        return load.prefill_tokens_at(self.now), load.active_decode_blocks, load.active_requests
+        return load.active_prefill_tokens, load.active_decode_blocks, load.active_requests
 
     # -- workers and thresholds ----------------------------------------------------------------
 
@@ -250,19 +250,19 @@ class QueueMachine(RuleBasedStateMachine):
 
     @initialize(
         sizes=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 2)),
-        copies=st.lists(st.sampled_from([None, 1.0, 3.0]), min_size=3, max_size=3),
+        copies=st.lists(st.booleans(), min_size=3, max_size=3),
         policy=st.sampled_from(get_args(QueuePolicy)),
     )
     def begin_with_a_fleet_that_is_full(
-        self, sizes: tuple[int, int, int], copies: list[float | None], policy: QueuePolicy
+        self, sizes: tuple[int, int, int], copies: list[bool], policy: QueuePolicy
     ) -> None:
         self.begin_with(policy)
-        for worker_id, size, lasts in zip((1, 2, 3), sizes, copies, strict=True):
+        for worker_id, size, is_copied in zip((1, 2, 3), sizes, copies, strict=True):
             self.register(worker_id, size, 4, frozenset("ab"[: worker_id - 1]), 4)
             for dp_rank in range(size):
                 self.reserve(worker_id, dp_rank, 5, worker_id)
-                if lasts is not None:
-                    self.hear_of_a_copy(worker_id, dp_rank, 6, lasts)
+                if is_copied:
+                    self.hear_of_a_copy(worker_id, dp_rank, 6)
 
     @rule(
         worker_id=worker_ids,
@@ -416,11 +416,8 @@ class QueueMachine(RuleBasedStateMachine):
         worker_id=worker_ids,
         dp_rank=dp_ranks,
         tokens=st.integers(1, 12),
-        lasts=st.sampled_from([None, 0.0, 1.0, 3.0]),
     )
-    def hear_of_a_copy(
-        self, worker_id: int, dp_rank: int, tokens: int, lasts: float | None
-    ) -> None:
+    def hear_of_a_copy(self, worker_id: int, dp_rank: int, tokens: int) -> None:
         partition = self.partition
         if partition is None or (worker_id, dp_rank) not in partition.slots.ranks:
             return
@@ -435,7 +432,6 @@ class QueueMachine(RuleBasedStateMachine):
                 tokens,
                 self.now,
                 router_id=7,
-                prefill_duration_s=lasts,
             )
         self.selector.load_changed(*KEY, f"r{self.names}", self.now)
         self.after_event()

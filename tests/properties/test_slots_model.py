@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from math import ceil, floor
+from math import floor
 
 import pytest
 from hypothesis import settings
@@ -43,13 +43,6 @@ class ModelReservation:
     outputs: list[float] = field(default_factory=list)  # one weight per output block
 
 
-@dataclass
-class ModelPrefill:
-    request_id: str
-    tokens: int
-    duration_s: float | None
-
-
 class SlotsAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +51,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         self.now = 1000.0
         self.live: dict[str, ModelReservation] = {}  # in order of touch
         self.weights: dict[tuple[RankKey, Position], float] = {}
-        self.prefills: dict[RankKey, list[ModelPrefill]] = {}
-        self.anchored_at: dict[RankKey, float] = {}
         self.counted: Counter[str] = Counter()  # what was admitted here, and how it ended
         self.revision = 0  # of the slots, when it was looked at last
         self.is_changed = False  # since then
@@ -88,31 +79,10 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         whole = floor(total)
         return whole + (total - whole >= 0.5)
 
-    def prefill_tokens_at(self, key: RankKey) -> int:
-        prefills = self.prefills.get(key, [])
-        total = sum(p.tokens for p in prefills)
-        if not prefills or prefills[0].duration_s is None:
-            return total
-        anchor, elapsed_s = prefills[0], self.now - self.anchored_at[key]
-        duration_s = prefills[0].duration_s
-        if all(p.duration_s is not None for p in prefills):
-            if duration_s == 0.0:
-                return total - anchor.tokens
-            return max(0, total - floor(anchor.tokens * elapsed_s / duration_s))
-        left = 1.0 - elapsed_s / duration_s if duration_s else 0.0
-        return total - anchor.tokens + ceil(anchor.tokens * min(1.0, max(0.0, left)))
-
-    def end_prefill(self, key: RankKey, request_id: str) -> None:
-        prefills = self.prefills.get(key, [])
-        if prefills and prefills[0].request_id == request_id:
-            self.anchored_at[key] = self.now
-        self.prefills[key] = [p for p in prefills if p.request_id != request_id]
-
     def forget(self, request_id: str, how: str) -> None:
         r = self.live.pop(request_id)
         self.counted[how] += not r.is_replica
         self.is_changed = True
-        self.end_prefill(r.key, request_id)
         held = self.holders(r.key)
         for key, position in list(self.weights):
             if key == r.key and position not in held:
@@ -153,7 +123,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         if known is not None:
             assert (known.active_prefill_tokens, known.active_decode_blocks) == (0, 0)
             assert not known.active_requests
-            assert known.decay is None
             assert not known.block_weights.counts
 
     @rule(
@@ -161,7 +130,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         key=st.sampled_from([*RANKS, (9, 9)]),
         prompt=prompts,
         tokens=st.sampled_from([0, 7, 1000, 999, 2**53]),
-        duration_s=st.sampled_from([None, None, 0.0, 1.0, 2.0, 8.0]),
         router_id=st.sampled_from([None, None, 77]),
     )
     def book(
@@ -170,7 +138,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         key: RankKey,
         prompt: Position,
         tokens: int,
-        duration_s: float | None,
         router_id: int | None,
     ) -> None:
         def call() -> Reservation:
@@ -182,7 +149,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
                 tokens,
                 self.now,
                 router_id=router_id,
-                prefill_duration_s=duration_s,
             )
 
         if key not in self.slots.ranks or request_id in self.live:
@@ -198,11 +164,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         self.live[request_id] = ModelReservation(
             key, prompt, tokens, self.now, router_id is not None
         )
-        if tokens:
-            waiting = self.prefills.setdefault(key, [])
-            if not waiting:
-                self.anchored_at[key] = self.now
-            waiting.append(ModelPrefill(request_id, tokens, duration_s))
 
     @rule(request_id=st.sampled_from(IDS))
     def prefill_complete(self, request_id: str) -> None:
@@ -214,7 +175,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         assert done == (self.slots.reservations[request_id], not r.prefill_done)
         r.prefill_done = True
         r.prefill_tokens = 0
-        self.end_prefill(r.key, request_id)
 
     @rule(request_id=st.sampled_from(IDS), fraction=st.none() | fractions)
     def output_block(self, request_id: str, fraction: float | None) -> None:
@@ -287,9 +247,6 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             assert rank.active_requests == len(mine)
             assert rank.active_prefill_tokens == sum(r.prefill_tokens for r in mine)
             assert rank.active_decode_blocks == self.decode_blocks(key)
-            assert rank.prefill_tokens_at(self.now) == self.prefill_tokens_at(key)
-            timed = any(p.duration_s is not None for p in self.prefills.get(key, []))
-            assert (rank.decay is not None) is timed
             heard = self.heard.get(key, (0, 0))
             assert heard == (rank.active_prefill_tokens, rank.active_decode_blocks)
 

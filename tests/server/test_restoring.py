@@ -159,17 +159,6 @@ def test_what_expired_while_nobody_ran_is_not_restored(tmp_path: Path) -> None:
     assert list(after.selector.catalog.partitions[SCOPE].slots.reservations) == ["theirs"]
 
 
-def test_what_decays_goes_on_from_where_it_was(tmp_path: Path) -> None:
-    before = Kept(tmp_path)
-    before.selector.upsert_worker(spec(1), 0.0)
-    book(before, "r", 10.0, prefill_tokens=100, prefill_duration_s=100.0)
-    before.save(30.0, at(1000.0))
-    after = Kept(tmp_path)
-    after.restore(5.0, at(1030.0))
-    [rank] = after.selector.catalog.partitions[SCOPE].slots.ranks.values()
-    assert rank.prefill_tokens_at(5.0) == 50
-
-
 def test_a_threshold_of_a_model_without_workers_waits_for_them(tmp_path: Path) -> None:
     before = filled(tmp_path)
     for worker_id in (1, 2):

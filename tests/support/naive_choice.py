@@ -55,14 +55,14 @@ def candidates(partition: Partition, request: SelectionRequest) -> list[Candidat
 
 
 def not_busy(
-    partition: Partition, request: SelectionRequest, ranks: list[Candidate], now: float
+    partition: Partition, request: SelectionRequest, ranks: list[Candidate]
 ) -> list[Candidate]:
     """The free ones, or else, as for a pin, busy ones of a worker that has others free."""
 
     def is_busy(worker: SchedulableWorker, load: RankLoad) -> bool:
         capacity = worker.total_kv_blocks, worker.max_num_batched_tokens
         limits = partition.threshold.limits(*capacity)
-        return limits.exceeded_by(load.prefill_tokens_at(now), load.active_decode_blocks)
+        return limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks)
 
     free = [rank for rank in ranks if not is_busy(*rank)]
     if not free and request.pinned is not None:
@@ -77,7 +77,6 @@ def rank_costs(
     request: SelectionRequest,
     ranks: list[Candidate],
     matches: Matches,
-    now: float,
     owed_tokens: int = 0,
 ) -> list[float]:
     """The cost of each rank, in their order; `owed_tokens` were given to full ones."""
@@ -85,7 +84,7 @@ def rank_costs(
     block_size, isl = partition.block_size, prompt.isl_tokens
     prefixes = partition.slots.active_prefix(prompt.sequence_hashes())
     preferred = preferences(request)
-    tokens = [load.prefill_tokens_at(now) for _, load in ranks]
+    tokens = [load.active_prefill_tokens for _, load in ranks]
     costs = []
     for (worker, load), active in zip(ranks, tokens, strict=True):
         match = matches.get(load.key, Matched(0))

@@ -6,26 +6,18 @@ So the cheapest of such a set is one with the least load, and ranks of equal loa
 Loads are kept in that order, each with the set of its ranks; a set is an int (`RankBits`). The cost
 of a prompt and the eligible ranks are unknown here: the chooser walks `loads` and stops where
 nothing cheaper can follow (`selection/choice.py`).
-
-A decaying load has no position there. Its ranks are `falling`, ordered by what does not decay:
-their standing load.
 """
 
 import bisect
-from typing import Final
 
 from lean_selector.core.load.rank_load import LoadBucket, RankLoad
-from lean_selector.core.rank_bits import bits_of
-
-_FALLING: Final = -1  # instead of the tokens of a decaying load
 
 
 class LoadOrder:
     """Sets of equally loaded ranks, least loaded first. Must be told every change of load.
 
-    To be read, not changed: `ranks` (by bit), `loads` (sorted), `falling` (a set of ranks, in none
-    of those) and `by_standing` (standing load and bit of each of those, sorted). `moved` are the
-    ranks whose load has changed since whoever follows that emptied it.
+    To be read, not changed: `ranks` (by bit) and `loads` (sorted). `moved` are the ranks whose load
+    has changed since whoever follows that emptied it.
     """
 
     __slots__ = (
@@ -34,9 +26,7 @@ class LoadOrder:
         "_by_tokens",
         "_places",
         "_request_weight",
-        "by_standing",
         "everyone",
-        "falling",
         "loads",
         "moved",
         "ranks",
@@ -55,8 +45,6 @@ class LoadOrder:
         self.loads: list[LoadBucket] = []
         self._places: list[tuple[float, int, float]] = []  # key, tokens, standing of each of those
         self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by tokens and standing
-        self.falling = 0
-        self.by_standing: list[tuple[float, int]] = []
         # The sorted keys of `_by_load`, once requested.
         self._by_tokens: list[tuple[int, float]] | None = None
 
@@ -81,7 +69,7 @@ class LoadOrder:
         bucket = load.bucket
         if bucket is None:
             return
-        tokens = load.active_prefill_tokens if load.decay is None else _FALLING
+        tokens = load.active_prefill_tokens
         standing = load.active_decode_blocks + 0.0  # mypyc accepts no int as a float
         if self._request_weight:
             standing = self._standing(load)
@@ -96,11 +84,6 @@ class LoadOrder:
 
     def _enter(self, load: RankLoad) -> None:
         standing = load.standing
-        if load.decay is not None:
-            self.falling |= load.mask
-            bisect.insort(self.by_standing, (standing, load.bit))
-            load.bucket = LoadBucket(_FALLING, standing, 0.0)
-            return
         tokens = load.active_prefill_tokens
         bucket = self._by_load.get((tokens, standing))
         if bucket is None:
@@ -109,11 +92,6 @@ class LoadOrder:
         load.bucket = bucket
 
     def _leave(self, load: RankLoad, bucket: LoadBucket) -> None:
-        if bucket.tokens == _FALLING:
-            self.falling ^= load.mask
-            place = bucket.standing, load.bit
-            del self.by_standing[bisect.bisect_left(self.by_standing, place)]
-            return
         bucket.ranks ^= load.mask
         if not bucket.ranks:
             self._close(bucket)
@@ -144,14 +122,12 @@ class LoadOrder:
         """The first position in `loads`, from a given one on, whose key is this or more."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
-    def least_tokens(self, ranks: int, now: float) -> int:
-        """The fewest prefill tokens that a rank of these has now; 0 if there is none."""
+    def least_tokens(self, ranks: int) -> int:
+        """The fewest prefill tokens that a rank of these has; 0 if there is none."""
         by_tokens = self._by_tokens
         if by_tokens is None:
             by_tokens = self._by_tokens = sorted(self._by_load)
-        tokens = [self.ranks[bit].prefill_tokens_at(now) for bit in bits_of(ranks & self.falling)]
         for place in by_tokens:
             if self._by_load[place].ranks & ranks:
-                tokens.append(place[0])
-                break
-        return min(tokens, default=0)
+                return place[0]
+        return 0

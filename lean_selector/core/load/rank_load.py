@@ -1,7 +1,6 @@
-"""The load of one rank: the weight of its blocks, its decaying prefill, and its counts."""
+"""The load of one rank: the weight of its blocks, and its counts."""
 
-from collections import OrderedDict
-from math import ceil, floor, frexp, inf
+from math import floor, frexp
 from typing import Final
 
 from lean_selector.core.rank_bits import RankKey
@@ -106,72 +105,6 @@ class LoadBucket:
         self.ranks = 0  # a set, as bits of `RankBits`; never empty while it is in the order
 
 
-# --------------------------------------------------------------------------------------------------
-# Prefill load that decays while a worker is expected to compute it (spec: slot_tracker.md section
-# 2.2).
-#
-# Exists only for a rank with a prefill of expected duration, which arrives in a replica's hint.
-# Prefills are computed in arrival order: only the oldest, the anchor, decays, from when it became
-# the oldest. Knows nothing of blocks, and only the ids of requests.
-
-
-class PrefillDecay:
-    """The outstanding prefills of one rank, oldest first."""
-
-    __slots__ = ("_anchor_since", "_prefills", "_untimed")
-
-    def __init__(self) -> None:
-        # Tokens, and their expected duration: None if unknown.
-        self._prefills: OrderedDict[str, tuple[int, float | None]] = OrderedDict()
-        self._untimed = 0
-        self._anchor_since = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """True when no prefill with a duration is left."""
-        return self._untimed == len(self._prefills)
-
-    def add(self, request_id: str, tokens: int, duration_s: float | None, now: float) -> None:
-        """`tokens` > 0."""
-        if not self._prefills:
-            self._anchor_since = now
-        self._prefills[request_id] = tokens, duration_s
-        self._untimed += duration_s is None
-
-    def remove(self, request_id: str, now: float) -> None:
-        """Remove a prefill, with its remainder. The clock of a new anchor starts now."""
-        if request_id == next(iter(self._prefills)):
-            self._anchor_since = now
-        self._untimed -= self._prefills.pop(request_id)[1] is None
-
-    def tokens_at(self, total_tokens: int, now: float) -> int:
-        """The prefill tokens still outstanding, of `total_tokens` admitted."""
-        tokens, duration_s = next(iter(self._prefills.values()))
-        if duration_s is None:
-            return total_tokens
-        elapsed_s = now - self._anchor_since
-        if duration_s <= 0.0:
-            return total_tokens - tokens
-        if self._untimed:
-            left = min(1.0, max(0.0, 1.0 - elapsed_s / duration_s))
-            return total_tokens - tokens + ceil(tokens * left)
-        # Not capped at the anchor's own tokens: a late anchor reduces those of the others.
-        return max(0, total_tokens - floor(tokens * max(0.0, elapsed_s) / duration_s))
-
-    def reaches_at(self, total_tokens: int, at_most: float) -> float:
-        """When `tokens_at` will be down to `at_most`, except for rounding; infinite if never.
-        `at_most` is below `total_tokens` and not negative."""
-        tokens, duration_s = next(iter(self._prefills.values()))
-        if duration_s is None:
-            return inf
-        wears_off = ceil(total_tokens - at_most)  # the anchor's clock
-        if duration_s <= 0.0:
-            return self._anchor_since if wears_off <= tokens else inf
-        if self._untimed and wears_off > tokens:
-            return inf
-        return self._anchor_since + wears_off / tokens * duration_s
-
-
 _FADES: Final = 1 - 1 / 64  # decay of earlier comparisons with each new one
 
 
@@ -259,7 +192,6 @@ class RankLoad:
         "bucket",
         "came_after",
         "counts",
-        "decay",
         "distinct_blocks",
         "dp_rank",
         "key",
@@ -275,14 +207,13 @@ class RankLoad:
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.key: RankKey = (worker_id, dp_rank)
-        self.active_prefill_tokens = 0  # outstanding as booked: before decay
+        self.active_prefill_tokens = 0  # outstanding
         self.active_decode_blocks = 0  # distinct_blocks by weight, rounded half away from zero
         self.distinct_blocks = 0  # path positions of active prompts, and output blocks
         self.block_weights = BlockWeights()
-        self.decay: PrefillDecay | None = None  # while a prefill with a duration is outstanding
         self.reservations: dict[str, None] = {}  # ids, in order of booking
         self.bucket: LoadBucket | None = None
-        # The part that does not decay, in blocks: decode blocks, and requests by their weight.
+        # In blocks: decode blocks, and requests by their weight.
         self.standing = 0.0
         self.counts = RankCounts()
         self.came_after = 0  # serial of the last request queued before the rank was added
@@ -290,9 +221,3 @@ class RankLoad:
     @property
     def active_requests(self) -> int:
         return len(self.reservations)
-
-    def prefill_tokens_at(self, now: float) -> int:
-        """Outstanding prefill tokens, less what the worker should have computed by now."""
-        if self.decay is None:
-            return self.active_prefill_tokens
-        return self.decay.tokens_at(self.active_prefill_tokens, now)

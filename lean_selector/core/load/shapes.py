@@ -21,7 +21,7 @@ class Booking(msgspec.Struct, frozen=True, gc=False):
     lora_name: str | None = None
     track_prefill_tokens: bool = True  # False: `prefill_tokens` does not count
     prefill_tokens: int | None = None  # None: not given, which counts as 0
-    prefill_duration_s: float | None = None  # without meaning if there are no tokens
+    prefill_duration_s: float | None = None  # as a peer has told; has no effect
     expected_output_tokens: int | None = None
 
 

@@ -15,7 +15,7 @@ import msgspec
 
 from lean_selector.core.errors import BadRequest, DuplicateRequest, NotFound, rank_text
 from lean_selector.core.load.prompt_trie import HASH_BYTES, PromptTrie
-from lean_selector.core.load.rank_load import PrefillDecay, RankLoad
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import Booking, EngineLoad, Reservation
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
@@ -97,7 +97,6 @@ class Slots:
             self._detach(reservation)
         self.bits.release(rank.key)
         self._engine_loads.pop(rank.key, None)
-        rank.decay = None
         rank.active_prefill_tokens = rank.active_decode_blocks = rank.distinct_blocks = 0
         return dropped
 
@@ -170,8 +169,6 @@ class Slots:
             self._copies_by_touch[request_id] = reservation
         self.heard_at = now
         self.revision += 1
-        if prefill_tokens and (booking.prefill_duration_s is not None or rank.decay is not None):
-            self._start_prefill(reservation, now)
         self._set_load(
             rank, rank.active_prefill_tokens + prefill_tokens, rank.distinct_blocks + new_blocks
         )
@@ -188,8 +185,6 @@ class Slots:
         reservation.prefill_done = True
         if tokens := reservation.prefill_tokens:
             rank = reservation.rank
-            if rank.decay is not None:
-                self._end_prefill(rank, rank.decay, request_id, now)
             reservation.prefill_tokens = 0
             self._set_load(rank, rank.active_prefill_tokens - tokens, rank.distinct_blocks)
         return reservation, first
@@ -223,15 +218,14 @@ class Slots:
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:
-        """Release a request; None: not live. `now` matters for decaying prefills: the clock of the
-        next one starts. The default is the time of the last call."""
+        """Release a request; None: not live. `now` defaults to the time of the last call."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             if reservation.router_id is None:
                 self.freed += 1
             if now is not None:
                 self.heard_at = now
-            self._release(reservation, self.heard_at)
+            self._release(reservation)
         return reservation
 
     def touch(self, request_id: str, now: float) -> Reservation | None:
@@ -284,7 +278,7 @@ class Slots:
         expired = [reservation for _, reservation in islice(overdue, max_steps)]
         for reservation in expired:
             self.expired += reservation.router_id is None
-            self._release(reservation, now)
+            self._release(reservation)
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
@@ -325,10 +319,8 @@ class Slots:
         reservation.touched_at = self.heard_at = now
         self.revision += 1
 
-    def _release(self, reservation: Reservation, now: float) -> None:
+    def _release(self, reservation: Reservation) -> None:
         rank, tokens = reservation.rank, reservation.prefill_tokens
-        if tokens and rank.decay is not None:
-            self._end_prefill(rank, rank.decay, reservation.request_id, now)
         freed_blocks = self._detach(reservation)
         self._set_load(
             rank, rank.active_prefill_tokens - tokens, rank.distinct_blocks - freed_blocks
@@ -353,24 +345,6 @@ class Slots:
         if self.on_ended is not None:
             self.on_ended(reservation)
         return freed_blocks + reservation.output_blocks
-
-    def _start_prefill(self, reservation: Reservation, now: float) -> None:
-        """Track a new prefill's decay; with the first that has a duration, all earlier ones too."""
-        rank = reservation.rank
-        newcomers = [reservation]
-        if rank.decay is None:
-            rank.decay = PrefillDecay()
-            booked = (self.reservations[request_id] for request_id in rank.reservations)
-            newcomers = [r for r in booked if r.prefill_tokens]
-        for r in newcomers:
-            rank.decay.add(r.request_id, r.prefill_tokens, r.booking.prefill_duration_s, now)
-
-    def _end_prefill(
-        self, rank: RankLoad, decay: PrefillDecay, request_id: str, now: float
-    ) -> None:
-        decay.remove(request_id, now)
-        if decay.is_over:
-            rank.decay = None
 
     def _set_load(self, rank: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
         """The only place where a rank's load changes."""

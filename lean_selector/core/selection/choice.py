@@ -1,6 +1,6 @@
 """Choose among many ranks without visiting each (spec selection.md 3.3): ranks are grouped into
-cells, and the choice is the cheapest rank, or a draw by cost. Pure: the random source and the time
-are arguments."""
+cells, and the choice is the cheapest rank, or a draw by cost. Pure: the random source is an
+argument."""
 
 import math
 import random
@@ -87,15 +87,13 @@ class Pricing:
         "slope",
     )
 
-    def __init__(
-        self, partition: Partition, request: SelectionRequest, ranks: int, now: float
-    ) -> None:
+    def __init__(self, partition: Partition, request: SelectionRequest, ranks: int) -> None:
         """`ranks` are the candidates."""
         terms, order = request.terms, partition.order
         self._terms = terms
         self._isl = request.prompt.isl_tokens
         self._decays = terms.decay > 0.0 and terms.track_prefill
-        self._least_tokens = order.least_tokens(ranks, now) if self._decays else 0
+        self._least_tokens = order.least_tokens(ranks) if self._decays else 0
         self.block_size = partition.block_size
         # Untracked prefill costs nothing: max(0, 0 - credit) is 0, whatever the scale.
         self.scale = scale = terms.scale if terms.track_prefill else 0.0
@@ -349,7 +347,7 @@ class DrawPart:
 class DrawBounds:
     """The candidates in parts, which get finer with each draw that finds a loose bound."""
 
-    __slots__ = ("_least", "_now", "_order", "_pricing", "_spread", "_temperature", "parts")
+    __slots__ = ("_least", "_order", "_pricing", "_spread", "_temperature", "parts")
 
     def __init__(
         self,
@@ -359,7 +357,6 @@ class DrawBounds:
         least: float,
         spread: float,
         temperature: float,
-        now: float,
     ) -> None:
         """`least` is the lowest cost in these cells, and `spread` the difference to the highest;
         positive and finite."""
@@ -368,23 +365,14 @@ class DrawBounds:
         self._least = least
         self._spread = spread
         self._temperature = temperature
-        self._now = now
         self.parts: list[DrawPart] = []
-        falling = order.falling
         for cell in cells:
-            ranks = cell.ranks
-            wearing_off = ranks & falling
-            if wearing_off:
-                ranks ^= wearing_off
-                bound = self._bound(cell, order.by_standing[0][0])
-                self.parts.append(DrawPart(cell, wearing_off, bound, _WHOLE))
-            if ranks:
-                bound = self._bound(cell, pricing.slope * order.loads[0].key)
-                self.parts.append(DrawPart(cell, ranks, bound, _WHOLE))
+            bound = self._bound(cell, pricing.slope * order.loads[0].key)
+            self.parts.append(DrawPart(cell, cell.ranks, bound, _WHOLE))
 
     def draw(self, rng: random.Random, tries: int) -> int:
         """The bit of a rank; -1 if none of many draws was accepted."""
-        order, pricing, now, parts = self._order, self._pricing, self._now, self.parts
+        order, pricing, parts = self._order, self._pricing, self.parts
         total = sum([part.mass for part in parts])
         for _ in range(tries):
             at = rng.random() * total
@@ -397,7 +385,7 @@ class DrawBounds:
             ranks, bound = part.ranks, part.bound
             bit = nth_bit(ranks, min(ranks.bit_count() - 1, int(at / bound)))
             load = order.ranks[bit]
-            cost = pricing.cost(part.cell, load.prefill_tokens_at(now), load.standing)
+            cost = pricing.cost(part.cell, load.active_prefill_tokens, load.standing)
             weight = self._weight(cost)
             if rng.random() * bound < weight:
                 return bit
@@ -411,8 +399,8 @@ class DrawBounds:
         return math.exp(-((cost - self._least) / self._spread) / self._temperature)
 
     def _weight_of(self, cell: Cell, load: RankLoad) -> float:
-        tokens = load.prefill_tokens_at(self._now)
-        return self._weight(self._pricing.cost(cell, tokens, load.standing))
+        cost = self._pricing.cost(cell, load.active_prefill_tokens, load.standing)
+        return self._weight(cost)
 
     def _bound(self, cell: Cell, load: float) -> float:
         """Upper bound of the weight of the cell's ranks whose load costs this much or more."""
@@ -424,10 +412,7 @@ class DrawBounds:
         """Divide a part into parts with closer bounds; `others` is the mass of all other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
-        enough = others * _LEFT  # or as many ranks as were cut off
-        if part.ranks & self._order.falling:
-            return self._by_standing(part, enough)
-        return self._by_load(part, enough)
+        return self._by_load(part, others * _LEFT)  # or as many ranks as were cut off
 
     def _one_by_one(self, part: DrawPart) -> list[DrawPart]:
         cell, loads = part.cell, [self._order.ranks[bit] for bit in bits_of(part.ranks)]
@@ -465,23 +450,6 @@ class DrawBounds:
             ranks ^= here
         return found
 
-    def _by_standing(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Rank by rank, since the standing load does not bound what remains of a decaying load."""
-        order, cell, ranks = self._order, part.cell, part.ranks
-        found: list[DrawPart] = []
-        for place, (standing, bit) in enumerate(order.by_standing[part.place :], part.place):
-            if not ranks >> bit & 1:
-                continue
-            bound = self._bound(cell, standing)
-            if ranks.bit_count() * bound <= enough:
-                found.append(DrawPart(cell, ranks, bound, place))
-                break
-            load = order.ranks[bit]
-            found.append(DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED))
-            enough += found[-1].mass
-            ranks ^= load.mask
-        return found
-
 
 # --------------------------------------------------------------------------------------------------
 # Choosing without visiting every rank.
@@ -502,7 +470,6 @@ def choose(
     request: SelectionRequest,
     ranks: int,
     matches: MatchSets,
-    now: float,
     rng: random.Random,
 ) -> RankLoad:
     """Choose one of `ranks`. Raises Unavailable if there is none."""
@@ -511,9 +478,9 @@ def choose(
     order = partition.order
     if not ranks & (ranks - 1):
         return order.ranks[ranks.bit_length() - 1]
-    pricing = Pricing(partition, request, ranks, now)
+    pricing = Pricing(partition, request, ranks)
     found = cells(partition, request, pricing, ranks, matches)
-    return order.ranks[drawn(order, pricing, found, request.terms.temperature, now, rng)]
+    return order.ranks[drawn(order, pricing, found, request.terms.temperature, rng)]
 
 
 def drawn(
@@ -521,31 +488,28 @@ def drawn(
     pricing: Pricing,
     cells: list[Cell],
     temperature: float,
-    now: float,
     rng: random.Random,
 ) -> int:
     """The bit of the chosen rank; `ranks` is not empty."""
     if temperature <= 0.0:
-        return _of_equals(cheapest(order, pricing, cells, now)[1], rng)
-    if len(order.loads) + len(order.by_standing) > FEW_LOADS:
-        least, tied = cheapest(order, pricing, cells, now)
-        spread = dearest(order, pricing, cells, now) - least
+        return _of_equals(cheapest(order, pricing, cells)[1], rng)
+    if len(order.loads) > FEW_LOADS:
+        least, tied = cheapest(order, pricing, cells)
+        spread = dearest(order, pricing, cells) - least
         if not 0.0 < spread < math.inf:
             return _of_equals(tied, rng)
-        envelope = DrawBounds(order, pricing, cells, least, spread, temperature, now)
+        envelope = DrawBounds(order, pricing, cells, least, spread, temperature)
         bit = envelope.draw(rng, TRIES)
         if bit >= 0:
             return bit
-    costed = all_costs(order, pricing, cells, now)
+    costed = all_costs(order, pricing, cells)
     if (weights := softmax([cost for cost, _ in costed], temperature)) is not None:
         return _by_weight(costed, weights, rng)
     least = min(cost for cost, _ in costed)
     return _of_equals([ranks for cost, ranks in costed if cost == least], rng)
 
 
-def cheapest(
-    order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float
-) -> tuple[float, list[int]]:
+def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[float, list[int]]:
     """The least cost in these cells, and disjoint sets of the ranks that have it.
 
     Loads whose order depends on rounding may cost the same, or compare the other way round: all
@@ -557,14 +521,11 @@ def cheapest(
         ranks = cell.ranks
         limit = pricing.beyond(cell, least) if tied else math.inf
         if ranks.bit_count() <= _FEW_RANKS:
-            if order.loads and not order.falling and slope * order.loads[0].key > limit:
+            if slope * order.loads[0].key > limit:
                 continue
             for bit in bits_of(ranks):
                 load = order.ranks[bit]
-                tokens = load.active_prefill_tokens
-                if load.decay is not None:
-                    tokens = load.prefill_tokens_at(now)
-                cost = pricing.cost(cell, tokens, load.standing)
+                cost = pricing.cost(cell, load.active_prefill_tokens, load.standing)
                 if cost < least:
                     least, tied = cost, [load.mask]
                 elif cost == least:
@@ -581,31 +542,16 @@ def cheapest(
                     limit = pricing.beyond(cell, least)
                 elif cost == least:
                     tied.append(found)
-        if not ranks & order.falling:
-            continue
-        for standing, bit in order.by_standing:
-            if standing > limit:
-                break
-            if ranks >> bit & 1:
-                load = order.ranks[bit]
-                cost = pricing.cost(cell, load.prefill_tokens_at(now), standing)
-                if cost < least:
-                    least, tied = cost, [load.mask]
-                    limit = pricing.beyond(cell, least)
-                elif cost == least:
-                    tied.append(load.mask)
     return least, tied
 
 
-def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float) -> float:
+def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> float:
     """The highest cost in these cells, as exact as the lowest."""
     most = -math.inf
     reach = pricing.reach
     for cell in cells:
         ranks = cell.ranks
-        one_by_one = ranks
         if ranks.bit_count() > _FEW_RANKS:
-            one_by_one = ranks & order.falling
             limit = pricing.below(cell, most)
             for bucket in reversed(order.loads):
                 if reach * bucket.key < limit:
@@ -615,30 +561,29 @@ def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float) -
                     if cost > most:
                         most = cost
                         limit = pricing.below(cell, most)
-        for bit in bits_of(one_by_one):
+            continue
+        for bit in bits_of(ranks):
             load = order.ranks[bit]
-            cost = pricing.cost(cell, load.prefill_tokens_at(now), load.standing)
+            cost = pricing.cost(cell, load.active_prefill_tokens, load.standing)
             if cost > most:
                 most = cost
     return most
 
 
-def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell], now: float) -> Costed:
+def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> Costed:
     """What every rank in these cells costs."""
     costed: Costed = []
-    falling = order.falling
     for cell in cells:
         ranks = cell.ranks
-        one_by_one = ranks
         if ranks.bit_count() > len(order.loads):
-            one_by_one = ranks & falling
             for bucket in order.loads:
                 if found := bucket.ranks & ranks:
                     costed.append((pricing.cost(cell, bucket.tokens, bucket.standing), found))
-        for bit in bits_of(one_by_one):
+            continue
+        for bit in bits_of(ranks):
             load = order.ranks[bit]
-            tokens = load.prefill_tokens_at(now) if falling else load.active_prefill_tokens
-            costed.append((pricing.cost(cell, tokens, load.standing), load.mask))
+            cost = pricing.cost(cell, load.active_prefill_tokens, load.standing)
+            costed.append((cost, load.mask))
     return costed
 
 

@@ -64,17 +64,17 @@ def explained(
     these ranks are made, and of so many candidates that cost least."""
     prompt, terms, order = request.prompt, request.terms, partition.order
     block_size = partition.block_size
-    pricing = Pricing(partition, request, ranks, now)
+    pricing = Pricing(partition, request, ranks)
     found = cells(partition, request, pricing, ranks, matches)
     bits: list[int] = []
     costs: list[float] = []
-    for each, alike in all_costs(order, pricing, found, now):
+    for each, alike in all_costs(order, pricing, found):
         for bit in bits_of(alike):
             bits.append(bit)
             costs.append(each)
     chance_of_each, drawn = probabilities(costs, terms.temperature)
     chances = dict(zip(bits, zip(costs, chance_of_each, strict=True), strict=True))
-    least_tokens = order.least_tokens(ranks, now)
+    least_tokens = order.least_tokens(ranks)
     if shown is None:
         shown = partition.everyone
     else:
@@ -93,7 +93,7 @@ def explained(
                 continue
             chance = chances.get(load.bit)
             match = held.get(load.bit, NOTHING)
-            tokens = load.prefill_tokens_at(now)
+            tokens = load.active_prefill_tokens
             decay = credit_decay(terms, tokens - least_tokens, prompt.isl_tokens, block_size)
             cached = cached_tokens(terms, match, block_size)
             added = max(0, prompt.isl_tokens - cached) if terms.track_prefill else 0
@@ -187,7 +187,7 @@ def with_more(
         why = explained(partition, request, ranks, matches, now, is_steered)
         placement = msgspec.structs.replace(placement, explain=why)
     if request.adds & OUTLOOK:
-        outlook = _outlook(partition, request, matches, load, now)
+        outlook = _outlook(partition, request, matches, load)
         placement = msgspec.structs.replace(placement, outlook=outlook)
     return placement
 
@@ -197,7 +197,6 @@ def _outlook(
     request: SelectionRequest,
     matches: MatchSets,
     load: RankLoad,
-    now: float,
 ) -> RankOutlook:
     worker = partition.workers[load.worker_id]
     shared = 0
@@ -210,7 +209,7 @@ def _outlook(
         hint = _hint(partition, worker, load, request, matches)
     return RankOutlook(
         load.active_decode_blocks + request.prompt.blocks(partition.block_size) - shared,
-        min(load.prefill_tokens_at(now), U64_MAX),
+        min(load.active_prefill_tokens, U64_MAX),
         worker.max_num_batched_tokens,
         worker.total_kv_blocks,
         hint,

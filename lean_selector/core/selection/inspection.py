@@ -43,7 +43,7 @@ def loads(
                 if detail
                 else RankLoadRow(
                     *rank,
-                    min(load.prefill_tokens_at(now), U64_MAX),
+                    min(load.active_prefill_tokens, U64_MAX),
                     load.active_decode_blocks,
                     load.active_requests,
                 )
@@ -61,7 +61,7 @@ def _detailed(partition: Partition, load: RankLoad, now: float) -> RankLoadRow:
     error = load.counts.prediction_error
     return RankLoadRow(
         *load.key,
-        min(load.prefill_tokens_at(now), U64_MAX),
+        min(load.active_prefill_tokens, U64_MAX),
         load.active_decode_blocks,
         load.active_requests,
         partition.slots.reported_load(load.key, now),
@@ -83,16 +83,14 @@ def established(
     )
 
 
-def potential_loads(
-    partition: Partition, prompt: Prompt, terms: CostTerms, now: float
-) -> list[RankLoadRow]:
+def potential_loads(partition: Partition, prompt: Prompt, terms: CostTerms) -> list[RankLoadRow]:
     """What each rank's load would be with this prompt on it."""
     matches = match_by_rank(partition, prompt.local_hashes)
     slots = partition.slots
     prefixes = slots.active_prefix(prompt.sequence_hashes()) if prompt.sequence_count else {}
     rows = []
     for rank, load in sorted(slots.ranks.items(), key=_by_rank):
-        tokens = load.prefill_tokens_at(now)
+        tokens = load.active_prefill_tokens
         if terms.track_prefill:
             match = matches.get(rank)
             cached = 0 if match is None else cached_tokens(terms, match, partition.block_size)

@@ -19,7 +19,7 @@ from lean_selector.core.load.shapes import OFF, BusyThreshold, RankLimits, Reser
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.load.speeds import Speeds
 from lean_selector.core.numbers import MAX_RANKS
-from lean_selector.core.rank_bits import RankKey, bits_of
+from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.ledger import Ledger, Ledgers
 from lean_selector.core.selection.fullness import Fullness
 from lean_selector.core.selection.router_settings import QueuePolicy
@@ -333,7 +333,7 @@ class Partition:
 
         def tell_both(load: RankLoad) -> None:
             told(load)
-            room_changed(load, slots.heard_at)
+            room_changed(load)
 
         slots.on_load_change = tell_both
 
@@ -362,7 +362,7 @@ class Partition:
                 self._limits[load.key] = limits
                 self._judge(load)
             if self.room is not None:
-                self.room.put(load, worker.max_num_batched_tokens, limits, self.slots.heard_at)
+                self.room.put(load, worker.max_num_batched_tokens, limits)
 
     def _judge(self, load: RankLoad) -> None:
         """Update whether a rank is busy."""
@@ -412,26 +412,9 @@ class Partition:
 
     # -- busy ----------------------------------------------------------------------------------
 
-    def is_rank_busy(self, load: RankLoad, now: float) -> bool:
-        """Whether the rank is above the threshold now: expected prefill progress only lowers a
-        load."""
-        return self.busy & load.mask != 0 and self._limits[load.key].exceeded_by(
-            load.prefill_tokens_at(now), load.active_decode_blocks
-        )
-
-    def is_worker_busy(self, worker: SchedulableWorker, now: float) -> bool:
+    def is_worker_busy(self, worker: SchedulableWorker) -> bool:
         """Whether every rank is busy ("Data-Parallel Rank Aggregation")."""
-        return all(self.is_rank_busy(load, now) for load in worker.loads)
-
-    def busy_at(self, now: float) -> int:
-        """The busy ranks at this moment."""
-        busy = self.busy
-        if falling := busy & self.order.falling:
-            for bit in bits_of(falling):
-                load = self.order.ranks[bit]
-                if not self.is_rank_busy(load, now):
-                    busy ^= load.mask
-        return busy
+        return not worker.mask & ~self.busy
 
     def ranks_of(self, worker_ids: frozenset[int]) -> int:
         """The ranks of these workers that are known here."""

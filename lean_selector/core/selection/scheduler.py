@@ -45,12 +45,12 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
     return ranks & partition.candidates or ranks
 
 
-def not_busy(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
+def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int:
     """The ranks of `ranks` to choose from: the free ones, or else the pinned one although it is
     busy, while its worker has other free ranks. Raises AllWorkersBusy if all are busy."""
-    if not partition.busy or not ranks:
+    busy = partition.busy
+    if not busy or not ranks:
         return ranks
-    busy = partition.busy_at(now)
     free = ranks & ~busy
     if free:
         return free

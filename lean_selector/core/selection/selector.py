@@ -170,7 +170,7 @@ class Admission:
         partition.parked.leave(parked)
         answer: Placement | Exception
         try:
-            ranks = not_busy(partition, request, eligible(partition, request), now)
+            ranks = not_busy(partition, request, eligible(partition, request))
             if passes:
                 ranks &= room.below
             if self._refresh_after_s is not None and waited_s >= self._refresh_after_s:
@@ -425,10 +425,10 @@ class Selector:
         if room is None:
             return self.select_now(partition, request, now)
         if len(parked):
-            # decayed load belongs to the requests that waited for it
+            # what came free belongs to the requests that waited for it
             self._admission.admit_next(partition, now)
         room.advance(now)
-        ranks = self._free_ranks(partition, request, now)
+        ranks = self._free_ranks(partition, request)
         # a request that overtakes others is placed only on ranks below the threshold
         if len(parked):
             ranks &= room.below
@@ -465,17 +465,17 @@ class Selector:
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
         """Choose a rank, whatever the queue, and book it if the request `books`."""
-        ranks = self._free_ranks(partition, request, now)
+        ranks = self._free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
 
-    def _free_ranks(self, partition: Partition, request: SelectionRequest, now: float) -> int:
+    def _free_ranks(self, partition: Partition, request: SelectionRequest) -> int:
         if request.pinned is not None:
             check_pin(request)
             if request.target is not None:
                 check_target(partition, request)
         try:
-            return not_busy(partition, request, eligible(partition, request), now)
+            return not_busy(partition, request, eligible(partition, request))
         except AllWorkersBusy:
             shed = partition.shed
             shed[request.asked_at] = shed.get(request.asked_at, 0) + 1
@@ -494,7 +494,7 @@ class Selector:
         if request.session_id is not None or request.target is not None:
             chosen = steered(partition, request, ranks, now)
             is_steered, ranks = chosen != ranks, chosen
-        load = choose(partition, request, ranks, matches, now, self._rng)
+        load = choose(partition, request, ranks, matches, self._rng)
         placement = placed(partition, load, request, matches)
         if request.adds:
             from lean_selector.core.selection.explain import with_more
@@ -534,9 +534,8 @@ class Selector:
         return placement
 
     def admit_waiting(self, now: float) -> None:
-        """Admit requests that no event admits: call it about every second. Load can decay,
-        ejections can end, and a request that no worker could serve is answered after
-        RECHECK_AFTER_S."""
+        """Admit requests that no event admits: call it about every second. Ejections can end, and a
+        request that no worker could serve is answered after RECHECK_AFTER_S."""
         self.health.settle(now)
         self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):

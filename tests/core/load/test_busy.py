@@ -84,8 +84,8 @@ def test_thresholds_of_models_that_are_gone_are_remembered_up_to_a_bound() -> No
 def headroom(threshold: float, batched: int, busy: RankLimits) -> tuple[Slots, Headroom]:
     """Of one rank."""
     room = Headroom(threshold)
-    slots = Slots(lambda load: room.changed(load, slots.heard_at))
-    room.put(slots.add_rank(0, 0), batched, busy, 0.0)
+    slots = Slots(room.changed)
+    room.put(slots.add_rank(0, 0), batched, busy)
     return slots, room
 
 
@@ -95,48 +95,9 @@ def test_an_infinite_threshold_of_no_capacity_is_never_exceeded() -> None:
     assert room.free == 1
 
 
-def test_a_rank_that_blocks_keep_busy_is_not_looked_at_in_vain() -> None:
-    slots, room = headroom(1.0, 100, RankLimits(decode_blocks=0))
-    book(slots, "r", 0, 0, bytes(8), 32, 0.0, prefill_duration_s=1.0)
-    assert room._falling == {}
-    assert (room.below, room.idle) == (1, 0)
-
-
-def test_falls_that_are_out_of_date_are_not_kept() -> None:
-    slots, room = headroom(1.0, 8, RankLimits())
-    for n in range(1_000):
-        book(slots, f"r{n}", 0, 0, b"", 32, 0.0, prefill_duration_s=1000.0)
-    assert len(room._falling) == 1
-    assert len(room._falls) <= 70
-
-
-def test_load_that_never_wears_off_far_enough_is_no_fall() -> None:
-    slots, room = headroom(1.0, 8, RankLimits())
-    book(slots, "timed", 0, 0, b"", 32, 0.0, prefill_duration_s=1.0)
-    book(slots, "untimed", 0, 0, b"", 32, 0.0)
-    assert room._falling == {}
-
-
-def test_load_of_no_duration_is_below_at_once() -> None:
-    slots, room = headroom(1.0, 8, RankLimits())
-    book(slots, "r", 0, 0, b"", 32, 0.0, prefill_duration_s=0.0)
-    book(slots, "untimed", 0, 0, b"", 6, 0.0)
-    room.advance(0.0)
-    assert (room.below, room._falling) == (1, {})
-
-
 def test_a_rank_that_is_gone_is_in_no_set() -> None:
     slots, room = headroom(1.0, 10, RankLimits())
-    book(slots, "r", 0, 0, b"", 20, 0.0, prefill_duration_s=1.0)
+    book(slots, "r", 0, 0, b"", 20, 0.0)
     room.drop(slots.ranks[0, 0])
-    room.advance(9.0)
-    room.changed(slots.ranks[0, 0], 9.0)
+    room.changed(slots.ranks[0, 0])
     assert (room.below, room.idle, room.came_free) == (0, 0, 0)
-
-
-def test_load_falls_below_when_it_has_worn_off_and_not_before() -> None:
-    slots, room = headroom(1.0, 8, RankLimits())
-    book(slots, "r", 0, 0, b"", 32, 0.0, prefill_duration_s=1.0)
-    for now, below in ((0.5, 0), (0.75 - 1e-3, 0), (0.75 - 1e-7, 0), (0.75, 1)):
-        room.advance(now)
-        assert room.below == below

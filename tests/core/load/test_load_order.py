@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lean_selector.core.load.load_order import LoadOrder
-from lean_selector.core.load.rank_load import PrefillDecay, RankLoad
+from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.rank_bits import bits_of
 
 RANKS = 24
-NOW = 2.0
 
 # Few of them, so that ranks meet in one set, and that different loads cost the same: 16 tokens of a
 # block size of 16 cost what 1 block does.
@@ -24,7 +23,7 @@ buckets = st.tuples(
 
 
 class LoadOrderMachine(RuleBasedStateMachine):
-    """Ranks come, go and change, and some begin or end to wear off."""
+    """Ranks come, go and change."""
 
     @initialize(
         block_size=st.sampled_from([1, 3, 16, 64, 100]),
@@ -37,19 +36,15 @@ class LoadOrderMachine(RuleBasedStateMachine):
         self.loads = [RankLoad(bit, 0, bit) for bit in range(RANKS)]
         self.held: set[int] = set()
 
-    def _set(self, bit: int, bucket: tuple[int, int, int], wears_off: bool) -> None:
+    def _set(self, bit: int, bucket: tuple[int, int, int]) -> None:
         load = self.loads[bit]
         load.active_prefill_tokens, load.active_decode_blocks, requests = bucket
         load.reservations = dict.fromkeys(map(str, range(requests)))
-        load.decay = None
-        if wears_off:
-            load.decay = PrefillDecay()
-            load.decay.add("r", bucket[0], 10.0, 0.0)
 
-    @rule(bits=st.sets(st.integers(0, RANKS - 1)), bucket=buckets, wears_off=st.booleans())
-    def add(self, bits: set[int], bucket: tuple[int, int, int], wears_off: bool) -> None:
+    @rule(bits=st.sets(st.integers(0, RANKS - 1)), bucket=buckets)
+    def add(self, bits: set[int], bucket: tuple[int, int, int]) -> None:
         for bit in bits - self.held:
-            self._set(bit, bucket, wears_off)
+            self._set(bit, bucket)
             self.order.add(self.loads[bit])
             self.held.add(bit)
 
@@ -61,18 +56,18 @@ class LoadOrderMachine(RuleBasedStateMachine):
         self.held.remove(bit)
         assert self.loads[bit].bucket is None
 
-    @rule(bit=st.integers(0, RANKS - 1), bucket=buckets, wears_off=st.booleans())
-    def change(self, bit: int, bucket: tuple[int, int, int], wears_off: bool) -> None:
+    @rule(bit=st.integers(0, RANKS - 1), bucket=buckets)
+    def change(self, bit: int, bucket: tuple[int, int, int]) -> None:
         """Also of a rank that was not added, or not any more: the order must not take it in."""
-        self._set(bit, bucket, wears_off)
+        self._set(bit, bucket)
         self.order.changed(self.loads[bit])
 
     @rule(among=st.sets(st.integers(0, RANKS - 1)))
     def ask_for_the_fewest_tokens(self, among: set[int]) -> None:
         held = among & self.held
-        tokens = [self.loads[bit].prefill_tokens_at(NOW) for bit in held]
+        tokens = [self.loads[bit].active_prefill_tokens for bit in held]
         ranks = sum(1 << bit for bit in held)
-        assert self.order.least_tokens(ranks, NOW) == min(tokens, default=0)
+        assert self.order.least_tokens(ranks) == min(tokens, default=0)
 
     @invariant()
     def everyone_is_who_was_added_and_not_removed(self) -> None:
@@ -83,22 +78,16 @@ class LoadOrderMachine(RuleBasedStateMachine):
     @invariant()
     def the_loads_are_those_of_the_ranks_and_in_order(self) -> None:
         steady: dict[tuple[int, float], int] = {}
-        falling = []
         for bit in self.held:
             load = self.loads[bit]
             standing = load.active_decode_blocks + self.request_weight * load.active_requests
             assert load.standing == standing
             bucket = load.active_prefill_tokens, standing
-            if load.decay is None:
-                steady[bucket] = steady.get(bucket, 0) | load.mask
-            else:
-                falling.append((standing, bit))
+            steady[bucket] = steady.get(bucket, 0) | load.mask
         assert [(b.key, b.tokens, b.standing, b.ranks) for b in self.order.loads] == sorted(
             (self.scale * tokens / self.block_size + standing, tokens, standing, ranks)
             for (tokens, standing), ranks in steady.items()
         )
-        assert self.order.by_standing == sorted(falling)
-        assert bits_of(self.order.falling) == sorted(bit for _, bit in falling)
 
 
 TestLoadOrderMachine = LoadOrderMachine.TestCase

@@ -146,34 +146,3 @@ def test_live_requests_are_nothing_to_the_collector(slots: Slots) -> None:
     assert len(gc.get_objects()) - before < 50
     for n in range(200):
         slots.free(f"r{n}")
-
-
-def timed(slots: Slots, name: str, tokens: int, lasts: float | None, now: float) -> None:
-    book(slots, name, 1, 0, b"", tokens, now, router_id=5, prefill_duration_s=lasts)
-
-
-def test_load_wears_off_as_in_the_example_of_the_specification(
-    slots: Slots, rank: RankLoad
-) -> None:
-    """slot_tracker.md 2.2; the recorded reads came a few milliseconds late."""
-    timed(slots, "a", 1000, 4.0, 0.0)
-    reads = [rank.prefill_tokens_at(t) for t in (0.1, 0.6, 1.104, 1.608, 2.112)]
-    assert reads == [975, 850, 724, 598, 472]
-    timed(slots, "b", 100, 2.0, 2.6)
-    assert rank.prefill_tokens_at(2.717) == 421
-    timed(slots, "c", 50, None, 2.75)
-    assert rank.prefill_tokens_at(2.8205) == 445
-    assert rank.prefill_tokens_at(3.8205) == 195
-    slots.prefill_complete("a", 4.0)
-    assert rank.prefill_tokens_at(4.105) == 145
-    assert rank.prefill_tokens_at(4.605) == 120
-    assert rank.prefill_tokens_at(9.0) == 50  # what is left of b is nothing, and c has no duration
-    assert rank.active_prefill_tokens == 150
-
-
-def test_free_without_a_time_uses_the_last_one_heard(slots: Slots, rank: RankLoad) -> None:
-    timed(slots, "a", 100, 10.0, 0.0)
-    timed(slots, "b", 100, 10.0, 0.0)
-    slots.expire(4.0, 300.0, 360.0, 10)
-    slots.free("a")
-    assert rank.prefill_tokens_at(9.0) == 50

@@ -55,7 +55,6 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
         5.0,
         lora_name="a",
         expected_output_tokens=9,
-        prefill_duration_s=4.0,
     )
     here, catch_up = starting()
     here.now = 20.0
@@ -69,7 +68,6 @@ def test_a_booking_is_taken_over_with_all_that_it_is() -> None:
         5.0,
     )
     assert here.slots.sequence_hashes_of(copy) == PROMPT
-    assert here.slots.ranks[7, 1].decay is not None
     assert here.published == []
 
 

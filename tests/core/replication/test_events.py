@@ -30,12 +30,6 @@ from tests.support.one_partition import (
 )
 
 
-def test_a_copy_with_an_expected_prefill_duration_decays_from_the_time_it_was_heard() -> None:
-    here = Replica()
-    here.hear(changed(ADD, prefill_tokens=1000, prefill_duration_s=4.0), 10.0)
-    assert here.slots.ranks[7, 0].prefill_tokens_at(12.0) == 500
-
-
 @pytest.mark.parametrize(
     ("event", "verdict"),
     [

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched
-from lean_selector.core.load.rank_load import PrefillDecay
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice
 from lean_selector.core.selection.choice import Cell, Pricing, all_costs, cheapest, dearest, drawn
@@ -34,21 +33,14 @@ loads = st.tuples(
 )
 prompts = st.sampled_from([0, 1, 15, 16, 48]) | st.integers(0, 100_000)
 
-NOW, LASTS = 2.0, 10.0  # a fifth of what wears off is gone
 
-
-def loaded(
-    block_size: int, scale: float, held: list[Load], falling: frozenset[int] = frozenset()
-) -> Partition:
-    """One worker for each load, its bit the place in the list; some loads wear off."""
+def loaded(block_size: int, scale: float, held: list[Load]) -> Partition:
+    """One worker for each load, its bit the place in the list."""
     partition = Partition("m", "t", block_size, False, KvIndex(block_size), scale)
     for worker_id, load in enumerate(held):
         partition.put_worker(WorkerSpec(worker_id=worker_id))
         rank = partition.slots.ranks[worker_id, 0]
         rank.active_prefill_tokens, rank.active_decode_blocks = load
-        if worker_id in falling:
-            rank.decay = PrefillDecay()
-            rank.decay.add("r", load[0], LASTS, 0.0)
         partition.order.changed(rank)
         assert rank.bit == worker_id
     return partition
@@ -67,24 +59,24 @@ class Asked(msgspec.Struct):
     def found_in(self, partition: Partition) -> tuple[float, set[int], float]:
         """The least cost, who has it, and the greatest; the sets share no rank, none is empty."""
         request = SelectionRequest(Prompt(self.tokens, b"", 0, b"", b""), self.terms)
-        pricing = Pricing(partition, request, self.ranks, NOW)
+        pricing = Pricing(partition, request, self.ranks)
         match = Matched(self.device)
         credit = credit_blocks(self.terms, 1.0, match)
         cell = Cell(pricing, self.ranks, match, self.tokens, credit, self.blocks, self.factor)
-        least, tied = cheapest(partition.order, pricing, [cell], NOW)
+        least, tied = cheapest(partition.order, pricing, [cell])
         bits = [bits_of(each) for each in tied]
         assert all(bits)
         assert sum(map(len, bits)) == len(set().union(*bits))
-        return least, set().union(*bits), dearest(partition.order, pricing, [cell], NOW)
+        return least, set().union(*bits), dearest(partition.order, pricing, [cell])
 
     def one_by_one(self, partition: Partition) -> tuple[float, set[int], float]:
         """The same, of each rank alone."""
         costs = {}
         loads = [partition.order.ranks[bit] for bit in bits_of(self.ranks)]
-        least_tokens = min(load.prefill_tokens_at(NOW) for load in loads)
+        least_tokens = min(load.active_prefill_tokens for load in loads)
         terms, block_size = self.terms, partition.block_size
         for load in loads:
-            tokens = load.prefill_tokens_at(NOW)
+            tokens = load.active_prefill_tokens
             decay = credit_decay(terms, tokens - least_tokens, self.tokens, block_size)
             credit = credit_blocks(terms, decay, Matched(self.device))
             prefill = 0.0
@@ -142,15 +134,13 @@ def shares_of(costs: list[float], temperature: float, draws: int) -> list[float]
     request = SelectionRequest(
         Prompt(0, b"", 0, b"", b""), CostTerms(1.0, 0.0, 0.0, temperature, True)
     )
-    pricing = Pricing(partition, request, partition.candidates, 0.0)
+    pricing = Pricing(partition, request, partition.candidates)
     cells = [
         Cell(pricing, 1 << bit, Matched(0), 0, 0.0, 1 if cost else 0, cost or 1.0)
         for bit, cost in enumerate(costs)
     ]
     rng = random.Random(11)
-    counts = Counter(
-        drawn(partition.order, pricing, cells, temperature, 0.0, rng) for _ in range(draws)
-    )
+    counts = Counter(drawn(partition.order, pricing, cells, temperature, rng) for _ in range(draws))
     return [counts[bit] / draws for bit in range(len(costs))]
 
 
@@ -169,14 +159,14 @@ def test_of_many_loads_the_cheapest_is_drawn_when_the_dearest_is_beyond_f64(
     request = SelectionRequest(
         Prompt(0, b"", 0, b"", b""), CostTerms(1.0, 0.0, 1.0, temperature, True)
     )
-    pricing = Pricing(partition, request, partition.candidates, NOW)
+    pricing = Pricing(partition, request, partition.candidates)
     dear = 1 << 19
     cells = [
         Cell(pricing, partition.candidates ^ dear, Matched(0), 0, 0.0, 0, 1.0),
         Cell(pricing, dear, Matched(0), 0, 0.0, 0, math.inf),
     ]
     rng = random.Random(3)
-    assert {drawn(partition.order, pricing, cells, temperature, NOW, rng) for _ in range(50)} == {0}
+    assert {drawn(partition.order, pricing, cells, temperature, rng) for _ in range(50)} == {0}
 
 
 def test_costs_that_rounding_alone_sets_apart_are_drawn_as_the_formula_has_them() -> None:
@@ -186,14 +176,14 @@ def test_costs_that_rounding_alone_sets_apart_are_drawn_as_the_formula_has_them(
     partition = loaded(block_size, 1 / parts, held)
     terms = CostTerms(1.0, 0.0, 1 / parts, 0.1, True)
     request = SelectionRequest(Prompt(tokens, b"", 0, b"", b""), terms)
-    pricing = Pricing(partition, request, partition.candidates, NOW)
+    pricing = Pricing(partition, request, partition.candidates)
     match = Matched(tokens // block_size // 2)
     cell = Cell(pricing, partition.candidates, match, tokens, match.device, 84, 1.0)
-    costed = all_costs(partition.order, pricing, [cell], NOW)
+    costed = all_costs(partition.order, pricing, [cell])
     weights = softmax([cost for cost, _ in costed], 0.1)
     assert weights is not None
     rng, draws = random.Random(3), 500
-    counts = Counter(drawn(partition.order, pricing, [cell], 0.1, NOW, rng) for _ in range(draws))
+    counts = Counter(drawn(partition.order, pricing, [cell], 0.1, rng) for _ in range(draws))
     for (_, ranks), weight in zip(costed, weights, strict=True):
         chance = weight / sum(weights)
         (bit,) = bits_of(ranks)

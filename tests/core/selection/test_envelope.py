@@ -24,7 +24,6 @@ from tests.support.operations import lines_run
 
 PROMPT = list(range(1, 41))
 TEMPERATURES = [1.0, 0.3, 0.1, 0.03, 0.01, 1e-4, 1e-300]
-NOW = 2.0
 
 
 class Fleet:
@@ -54,22 +53,22 @@ class Fleet:
 
     def cells_of(self, request: SelectionRequest) -> tuple[Pricing, list[Cell]]:
         partition = self.partition
-        pricing = Pricing(partition, request, partition.candidates, NOW)
+        pricing = Pricing(partition, request, partition.candidates)
         matches = match_sets(partition, request.prompt.local_hashes)
         return pricing, cells(partition, request, pricing, partition.candidates, matches)
 
     def envelope(self, temperature: float) -> DrawBounds:
         pricing, found = self.cells_of(self.request(temperature))
         order = self.partition.order
-        least = cheapest(order, pricing, found, NOW)[0]
-        spread = dearest(order, pricing, found, NOW) - least
-        return DrawBounds(order, pricing, found, least, spread, temperature, NOW)
+        least = cheapest(order, pricing, found)[0]
+        spread = dearest(order, pricing, found) - least
+        return DrawBounds(order, pricing, found, least, spread, temperature)
 
     def place(self, temperature: float, rng: random.Random) -> int:
         """The bit of the rank that a request is given."""
         request, partition = self.request(temperature), self.partition
         matches = match_sets(partition, request.prompt.local_hashes)
-        return choose(partition, request, partition.candidates, matches, NOW, rng).bit
+        return choose(partition, request, partition.candidates, matches, rng).bit
 
     def steps(self, temperature: float, draws: int = 25) -> float:
         """Lines that a selection runs, the mean."""

@@ -27,7 +27,7 @@ HASHES = b"".join(number.to_bytes(8, "little") for number in (1, 2, 3))
 
 
 def partition_of(draws: random.Random, workers: int, request_weight: float = 0.0) -> Partition:
-    """Workers of two ranks, some taints, and random loads, some of which wear off."""
+    """Workers of two ranks, some taints, and random loads."""
     index = KvIndex(BLOCK_SIZE)
     partition = Partition("m", "t", BLOCK_SIZE, False, index, request_weight=request_weight)
     for worker_id in range(workers):
@@ -37,7 +37,6 @@ def partition_of(draws: random.Random, workers: int, request_weight: float = 0.0
         for dp_rank in (0, 1):
             if draws.random() < 0.7:
                 blocks = HASHES[: 8 * draws.randrange(4)]
-                duration_s = draws.choice([None, 10.0])
                 tokens = draws.randrange(30)
                 book(
                     partition.slots,
@@ -47,7 +46,6 @@ def partition_of(draws: random.Random, workers: int, request_weight: float = 0.0
                     blocks,
                     tokens,
                     0.0,
-                    prefill_duration_s=duration_s,
                 )
     return partition
 
@@ -93,7 +91,7 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     }
     now = 3.0
     try:
-        ranks = not_busy(partition, request, eligible(partition, request), now)
+        ranks = not_busy(partition, request, eligible(partition, request))
     except AllWorkersBusy:
         return
     sets = as_sets(partition, matches)
@@ -127,5 +125,5 @@ def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     assert sum(row.probability for row in why.ranks) == pytest.approx(1.0)
     assert why.tied_ranks == sum(row.cost == least for row in why.ranks)
 
-    chosen = choose(partition, request, ranks, sets, now, draws).key
+    chosen = choose(partition, request, ranks, sets, draws).key
     assert next(r for r in why.ranks if (r.worker_id, r.dp_rank) == chosen).probability > 0.0

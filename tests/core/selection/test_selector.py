@@ -419,7 +419,7 @@ def test_potential_loads_add_the_prompt_to_every_rank() -> None:
     prompt = prompt_of([1, 2, 3], 12)
     for track, tokens in ((True, (7 + 12, 12 - 4)), (False, (7, 0))):
         terms = msgspec.structs.replace(driven.selector.terms, track_prefill=track)
-        rows = inspection.potential_loads(driven.partition, prompt, terms, 0.0)
+        rows = inspection.potential_loads(driven.partition, prompt, terms)
         assert [
             (row.dp_rank, row.potential_prefill_tokens, row.potential_decode_blocks) for row in rows
         ] == [(0, tokens[0], 2 + 3 - 2), (1, tokens[1], 3)]
