@@ -599,7 +599,9 @@ def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
             if at < here:
                 break
             at -= here
-    ranks = costed[last][1]  # rounding may pass the last one
+    else:
+        at = sums[last]  # rounding passed the last one
+    ranks = costed[last][1]
     return nth_bit(ranks, min(ranks.bit_count() - 1, int(at / weights[last])))
 
 
