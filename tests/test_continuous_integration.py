@@ -84,37 +84,6 @@ def test_every_pure_room_names_files_that_there_are() -> None:
 
 # -- the lowest versions of the dependencies ------------------------------------------------------
 
-SETUP = """
-[options]
-install_requires =
-    alpha>=1.2
-    # a word on the next one
-    beta-two>=0.3.1
-    epsilon>=4.0; python_version < "3.14" and platform_machine in "x86_64 aarch64"
-
-[options.extras_require]
-#   gamma   with its reason
-client =
-    gamma>=2
-test =
-    gamma>=2
-    {last}
-"""
-
-
-def test_each_lower_bound_becomes_a_constraint_once(tmp_path: Path) -> None:
-    (tmp_path / "setup.cfg").write_text(SETUP.format(last="Delta>=6"))
-    found = script("lowest_versions.py").lowest(tmp_path / "setup.cfg")
-    versions = {"alpha": "1.2", "beta-two": "0.3.1", "epsilon": "4.0", "gamma": "2", "delta": "6"}
-    assert found == versions
-
-
-@pytest.mark.parametrize("last", ["delta", "delta~=1.0", "alpha>=1.3"])
-def test_a_dependency_without_one_lower_bound_is_named(tmp_path: Path, last: str) -> None:
-    (tmp_path / "setup.cfg").write_text(SETUP.format(last=last))
-    with pytest.raises(ValueError, match=last.partition(">")[0]):
-        script("lowest_versions.py").lowest(tmp_path / "setup.cfg")
-
 
 def test_every_dependency_of_the_project_states_its_lower_bound() -> None:
     found = script("lowest_versions.py").lowest(ROOT / "setup.cfg")

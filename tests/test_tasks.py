@@ -84,7 +84,7 @@ def begun(node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, st
     """What a source begins beside itself: in which function, and with which call."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call):
-            called = ast.unparse(child.func).rpartition(".")[2]
+            called = getattr(child.func, "attr", getattr(child.func, "id", ""))
             if called in STARTS:
                 yield ".".join(inside), called
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -5,7 +5,6 @@ to anybody but the selector.
 """
 
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.page_screenshots import PICTURE, SHOTS, demo, digest, marked, size_of, take
+from tests.server.page_screenshots import PICTURE, SIZE, digest, marked, size_of
 from tests.support.chromium import BrowserPage, chromium
 from tests.support.running_service import RunningService
 
@@ -214,7 +213,7 @@ def test_names_of_others_are_text(browser: BrowserPage) -> None:
                 assert browser.ask(wide), f"{tab} is wider than the phone"
 
 
-def test_a_large_fleet_is_a_heat_map_and_few_rows(browser: BrowserPage, tmp_path: Path) -> None:
+def test_a_large_fleet_is_a_heat_map_and_few_rows(browser: BrowserPage) -> None:
     with RunningService("--host", "127.0.0.1", *EVENTLESS) as service:
         for worker_id in range(1, 513):
             register(service, worker_id)
@@ -232,8 +231,6 @@ def test_a_large_fleet_is_a_heat_map_and_few_rows(browser: BrowserPage, tmp_path
             assert browser.ask("document.querySelectorAll('*').length") < 1500
             level = "document.querySelector('#fleet-rows tr').dataset.level"
             assert browser.ask(level) == "error"
-            browser.screenshot(tmp_path / "512.png")
-            kept_screenshot(tmp_path / "512.png")
             browser.call("HeapProfiler.enable")
             browser.call("HeapProfiler.collectGarbage")
             assert browser.call("Runtime.getHeapUsage")["usedSize"] < 30e6
@@ -273,28 +270,9 @@ def test_a_token_is_asked_for_and_kept_for_the_tab(
 # -- pictures -------------------------------------------------------------------------------------
 
 
-def kept_screenshot(path: Path) -> None:
-    """For people who look at them: LEAN_SELECTOR_SCREENSHOTS names a folder."""
-    if folder := os.environ.get("LEAN_SELECTOR_SCREENSHOTS"):
-        (Path(folder) / path.name).write_bytes(path.read_bytes())
-
-
-def test_the_demo_is_drawn_in_light_and_dark_and_on_a_phone(
-    browser: BrowserPage, tmp_path: Path
-) -> None:
-    with demo(6) as port:
-        take(browser, port, tmp_path)
-        browser.console.clear()  # before it listened
-    for name, (_, width, height, _) in SHOTS.items():
-        png = (tmp_path / f"{name}.png").read_bytes()
-        assert size_of(png) == (width, height)
-        kept_screenshot(tmp_path / f"{name}.png")
-    assert len({path.read_bytes() for path in tmp_path.glob("*.png")}) == len(SHOTS)
-
-
 def test_the_picture_in_the_readme_is_one_of_the_page_as_it_is() -> None:
     png = PICTURE.read_bytes()
     assert len(png) < 150_000
-    assert size_of(png) == SHOTS["decisions"][1:3]
+    assert size_of(png) == SIZE
     assert digest() in png, "python -m tests.server.page_screenshots"
     assert marked(png).count(digest()) == 2

@@ -86,12 +86,6 @@ def test_output_blocks_are_cached_and_hit_by_the_next_turn() -> None:
     assert following.hit_blocks == 3
 
 
-def test_output_behind_a_prompt_that_found_no_room_is_not_cached() -> None:
-    model = EngineModel(1, BLOCK, SPEED)
-    running, _ = model.admit(request([1] * 8, output_tokens=4), now=0.0)
-    assert (running.held, model.decode_block(running, 0)) == (1, None)
-
-
 def test_events_carry_tokens_and_parents_from_which_the_hashes_follow(
     engine: SimulatedEngine,
 ) -> None:

@@ -77,15 +77,6 @@ def test_a_request_goes_through_its_whole_lifecycle(
     assert any("0 errors, load left at the end: 7" in line for line in player.report(7))
 
 
-def test_decoding_ends_early_when_the_program_stops(
-    scripted: ScriptedService, engine: SimulatedEngine
-) -> None:
-    player = play(scripted, engine, stopping=True)
-    assert "POST /reservations/a%2Fb/output_block" not in dict(scripted.requests)
-    assert scripted.requests[-1][0] == "DELETE /reservations/a%2Fb"
-    assert player.error_count == 0
-
-
 def test_a_refused_step_is_counted_and_the_reservation_still_freed(
     scripted: ScriptedService, engine: SimulatedEngine
 ) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from lean_selector.tools import service_process
 from lean_selector.tools.service_process import (
     HttpClient,
     ServiceError,
-    check_port,
     running_service,
     wait_until_healthy,
 )
@@ -23,24 +21,6 @@ from tests.support.outbound_server import Serve, hangs, response, says, serving
 def child_pids() -> set[str]:
     pid = os.getpid()
     return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-
-
-def test_a_free_port_is_found_and_a_taken_one_refused() -> None:
-    assert check_port(0) > 0
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ServiceError, match=r"cannot use port \d+: .*in use"):
-            check_port(taken.getsockname()[1])
-    with pytest.raises(ServiceError, match="cannot use port 70000"):
-        check_port(70_000)
-
-
-@on_loop
-async def test_a_command_that_does_not_exist_is_one_clear_line() -> None:
-    with pytest.raises(ServiceError, match="cannot start /no/such/service: "):
-        async with running_service(["/no/such/service"]):
-            pass
 
 
 @pytest.mark.parametrize(
