@@ -33,18 +33,6 @@ def without_data(prometheus: Prometheus) -> list[str]:
     ]
 
 
-def test_panels_stand_apart_and_have_ids_of_their_own() -> None:
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(ids) == len(set(ids))
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not cells & taken, panel["title"]
-        assert at["x"] + at["w"] <= 24
-        taken |= cells
-
-
 def test_no_panel_is_without_data(tmp_path: Path) -> None:
     ours, its = free_port(), free_port()
     away = f"http://127.0.0.1:{free_port()}"  # a worker that may have any model

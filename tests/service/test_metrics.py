@@ -19,7 +19,6 @@ from tests.support.prometheus_tools import (
     Samples,
     parsed,
     promtool,
-    running_prometheus,
     scrape,
     value,
 )
@@ -269,13 +268,6 @@ def test_promtool_accepts_the_rules_and_their_tests() -> None:
     promtool("test", "rules", str(DEPLOY / "prometheus" / "lean_selector.rules.test.yml"))
 
 
-def expressions() -> list[str]:
-    dashboard = json.loads((DEPLOY / "grafana" / "lean_selector.json").read_text())
-    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    queries = [variable.get("definition", "") for variable in dashboard["templating"]["list"]]
-    return [target["expr"] for target in targets] + queries
-
-
 def test_every_name_in_the_rules_is_in_a_scrape(tmp_path: Path) -> None:
     names = set(OWN_NAME.findall(RULES.read_text()))
     names = {name for name in names if not name.startswith("lean_selector_gateway_")}
@@ -300,31 +292,3 @@ def test_every_name_in_the_rules_is_in_a_scrape(tmp_path: Path) -> None:
         text = scrape(service.port)
     # Some have samples only with TLS.
     assert names <= {*parsed(text), *re.findall(r"^# TYPE (\S+) ", text, re.M)}
-
-
-def test_the_documents_queries_evaluate_on_a_real_prometheus(tmp_path: Path) -> None:
-    with RunningService("--use-kv-events", "false") as service:
-        service.post("/workers", worker(1))
-        targets = {"lean-selector": service.port}
-        with running_prometheus(tmp_path, targets, RULES) as prometheus:
-            counted = "min(count_over_time(dynamo_tasks_rejected_total[5m]))"
-            wait_until(lambda: (prometheus.number(counted) or 0) >= 2, "zeros are scraped")
-            threshold = {"model": "default", "active_prefill_tokens_threshold": 0}
-            assert service.post("/busy_threshold", threshold)[0] == 200
-            answers = [service.post("/select", prompt())[0] for _ in range(3)]
-            answers += [service.post("/select_and_reserve", prompt())[0]]
-            assert [*answers, service.post("/select", prompt())[0]] == [200] * 4 + [503]
-            issued = "sum(dynamo_tasks_issued_total)"
-            wait_until(lambda: prometheus.number(issued) == 5, "the requests are scraped")
-            percentage = """
-                sum(rate(dynamo_tasks_rejected_total[5m])) /
-                sum(rate(dynamo_tasks_issued_total[5m])) * 100
-            """
-            assert prometheus.number(percentage) == pytest.approx(20.0)
-            assert prometheus.number("sum(dynamo_queued_requests)") == 0
-            for expression in expressions():
-                if expression and not expression.startswith("label_values"):
-                    text = expression.replace("$__rate_interval", "1m").replace("$job", ".*")
-                    prometheus.query(re.sub(r"\$(instance|model)", ".*", text))
-            for group in prometheus.get("/api/v1/rules")["groups"]:
-                assert all(rule["health"] in ("ok", "unknown") for rule in group["rules"])
