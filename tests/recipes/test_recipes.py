@@ -1,12 +1,10 @@
 """Each recipe of `deploy/` on its gateway, before a selector and two workers: what users see."""
 
-import asyncio
 import http.client
 import http.server
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import threading
@@ -14,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,7 +19,6 @@ import pytest
 
 from lean_selector.gateway.access_logs import LogEnds
 from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
-from tests.support.hard_day import Absence, hard_day, judge
 from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.prometheus_tools import scrape
 from tests.support.running_service import RunningService, wait_until
@@ -411,30 +407,6 @@ def test_what_is_shed_is_told_to_come_back(tmp_path: Path, gateway: str) -> None
         assert fleet.lines() == {"unknown": 1}
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="who is not root cannot start nginx as another user")
-@pytest.mark.parametrize("recipe", ["nginx-njs", "nginx-lua"])
-def test_nginx_of_another_user_asks_by_the_selectors_group(recipe: str) -> None:
-    group = "daemon"  # not nginx's own
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        shutil.chown(folder, group=group)
-        folder.chmod(
-            0o2750
-        )  # what is made in it is the group's, as it is of a selector that is in it
-        fleet = Fleet(folder, recipe, "unix")
-        assert isinstance(fleet.gateway, Nginx)
-        fleet.gateway.user = f"user www-data {group};"
-        stack.enter_context(fleet)
-        assert fleet.ask(chat("hello"))[0] == 200
-        fleet.wait_until_free()
-        assert fleet.lines() == {"freed": 1}
-        fleet.gateway.stop()
-        fleet.gateway.user = "user www-data;"
-        with fleet.gateway:
-            assert fleet.ask(chat("hello"))[0] == 200
-            assert fleet.lines() == {"freed": 1}  # it may not, and balances by itself
-
-
 def test_nginx_with_njs_tells_the_rank_to_the_worker_that_was_booked_only(tmp_path: Path) -> None:
     with Fleet(tmp_path, "nginx-njs", "unix") as fleet:
         fleet.ask(chat("hello", fake={"break_after": 0}))  # every worker breaks off
@@ -507,27 +479,3 @@ def test_a_worker_that_is_gone_costs_no_request_and_is_reported(fleet: Fleet) ->
         r'lean_selector_worker_reports_total\{.*outcome="(refused|failed)".*\} [1-5]', counts
     ), counts
     assert len(ejected) <= 1
-
-
-def test_a_hard_day(tmp_path: Path, gateway: str) -> None:
-    with Fleet(tmp_path, gateway, "unix", "--worker-ejection-secs", "1") as fleet:
-        worker, selector = fleet.workers[0], fleet.selector
-        absence = Absence(selector, fleet.wait_until_found)
-        day = asyncio.run(
-            hard_day(
-                fleet.gateway.url,
-                at={
-                    0.2: worker.kill,
-                    0.35: worker.start,
-                    0.55: absence.begin,
-                    0.7: absence.end,
-                },
-                pause_s=0.01,
-                is_chosen=absence.is_over,
-            )
-        )
-        judge(day, worker_kills=1)
-        assert day.stickiness >= 0.65, day  # by chance half
-        evening = asyncio.run(hard_day(fleet.gateway.url, requests=100, seed=1))
-        assert evening.complete == evening.stayed, evening
-        fleet.wait_until_free()

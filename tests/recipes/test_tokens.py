@@ -97,14 +97,3 @@ def test_whose_token_is_refused_balances_by_itself_and_the_selector_counts_it(
         assert routed(fleet) == {"403" if token == READ else "401": 2}
         assert fleet.loads() == 0
         wait_until(lambda: "the selector refuses" in fleet.gateway.log(), "the gateway says so")
-
-
-@pytest.mark.parametrize("gateway", ["haproxy", "envoy"], indirect=True)
-def test_a_token_may_come_from_the_environment(
-    gateway: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LEAN_SELECTOR_TOKEN", WRITE)
-    from_there = "%ENVIRONMENT(LEAN_SELECTOR_TOKEN)%" if gateway == "envoy" else ""
-    with running(tmp_path, gateway, token=from_there) as fleet:
-        assert fleet.ask(chat("hello"))[0] == 200
-        assert routed(fleet) == {"200": 1}
