@@ -34,6 +34,32 @@ def test_a_jump_that_is_no_number_is_none(policy: QueuePolicy) -> None:
     assert (len(queue), queue.isl_tokens) == (0, 0)
 
 
+# Tokens of each, those that are cached where it may go, strict priority and jump, in the order in
+# which they came to 1.6.1, a hundredth of a second apart.
+CAME = {
+    "long": (60, 0, 0, 0.0),
+    "cached": (40, 32, 0, 0.0),
+    "raised": (60, 0, 0, 9.5),
+    "short": (5, 0, 0, 0.0),
+    "strict": (90, 0, 1, 0.0),
+    "cached elsewhere": (30, 0, 0, 0.0),
+}
+WENT: dict[QueuePolicy, list[str]] = {
+    "fcfs": ["strict", "raised", "long", "cached", "short", "cached elsewhere"],
+    "lcfs": ["strict", "raised", "cached elsewhere", "short", "cached", "long"],
+    "wspt": ["strict", "short", "raised", "cached", "cached elsewhere", "long"],
+}
+
+
+@pytest.mark.parametrize("policy", WENT)
+def test_those_who_wait_go_in_the_order_in_which_1_6_1_let_them_go(policy: QueuePolicy) -> None:
+    queue, names = ParkedQueue({}, policy), dict[Parked, str]()
+    for number, (name, (tokens, cached, strict, jump)) in enumerate(CAME.items()):
+        asked = request(tokens, strict, jump)
+        names[queue.park(asked, 0.01 * number, never, tokens - cached)] = name
+    assert [names[each] for each in queue.in_order()] == WENT[policy]
+
+
 def test_who_walks_the_queue_may_take_items_out_of_it() -> None:
     queue = ParkedQueue({})
     for _ in range(3):
