@@ -6,12 +6,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-READERS = (
-    "wire/test_prompt.py",
-    "wire/test_long_prompts.py",
-    "wire/test_integer_text.py",
-    "wire/test_body_text.py",
-)
+READERS = ("wire/test_prompt.py", "wire/test_long_prompts.py")
 
 
 def run_without(*command: str) -> subprocess.CompletedProcess[str]:

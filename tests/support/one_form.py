@@ -17,8 +17,6 @@ ONE_FORM = {
     "documents/test_commands.py": "reads pages, and command lines, which are not compiled",
     "documents/test_python_examples.py": "examples of the client library",
     "loadtest": "load generators are not of the package; the compiled form has its own comparison",
-    "service/test_schemathesis.py": "the document is not compiled; what no form may fail at is in"
-    " tests/properties/test_no_input_is_a_failure.py",
     "gateway/test_proxied_request.py": "its leases are subclasses; those in processes go its way",
     "recipes": "gateways of others, by their own configuration; what a selector answers them is in"
     " tests/gateway/test_route.py, and what it reads of them in tests/gateway/test_access_logs.py",
