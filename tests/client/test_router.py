@@ -437,24 +437,6 @@ def test_what_is_booked_under_an_id_is_the_callers(router_of: Kind, fleet: Fleet
     run(main())
 
 
-def test_a_router_lets_go_of_the_ids_that_it_has_handed_over(router_of: Kind, fleet: Fleet) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4) as other:
-            async with router_of(fleet.endpoint, 4) as router:
-                for number in range(20):
-                    await router.best_worker(TOKENS, request_id=f"r{number}")
-                driver = getattr(router._driver, "driver", router._driver)
-                held = [driver._held, driver._bookings]
-                assert not any(held)
-                await router.free("r0")
-                await other.best_worker(TOKENS, request_id="r0")
-            assert fleet.total()[2] == 20  # the booking of the other is still there
-            for number in range(20):
-                await other.free(f"r{number}")
-
-    run(main())
-
-
 def test_reserve_gives_a_placement_and_frees_at_the_end(router_of: Kind, fleet: Fleet) -> None:
     async def main() -> None:
         async with router_of(fleet.endpoint, 4) as router:

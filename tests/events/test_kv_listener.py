@@ -263,19 +263,6 @@ async def test_lost_messages_are_replayed(with_topic: bool) -> None:
 
 
 @on_loop
-async def test_a_replay_of_many_turns_is_followed_by_what_came_live_meanwhile() -> None:
-    turns = IngestTurns(slice_s=0.0)  # a message each
-    async with heard(SERVED, turns=turns) as (engine, service):
-        await engine.store(*range(300), lost=True)
-        for block in range(1000, 1200):
-            await engine.store(block)
-            await asyncio.sleep(0)
-        await engine.remove(1000)
-        await service.follows(engine)
-        assert service.listener.status().replayed_batches >= 300
-
-
-@on_loop
 async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
     port, replay_port = free_port(), free_port()
     async with Engine(port) as engine, Service(port, replay_port, replay_idle_s=0.05) as service:
@@ -290,21 +277,6 @@ async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
         engine.replay_port = replay_port
         await engine.serve_replays()
         await service.follows(engine)
-
-
-@on_loop
-async def test_a_restarted_engine_starts_with_an_empty_index() -> None:
-    port = free_port()
-    async with Service(port) as service:
-        async with Engine(port) as engine:
-            await engine.subscribed()
-            await engine.store(1, 2, 3)
-            await service.follows(engine)
-        async with Engine(port) as engine:
-            await engine.subscribed()
-            await engine.store(9)
-            await service.follows(engine)
-            assert service.listener.status().restarts == 1
 
 
 class SteppedTurns(IngestTurns):
@@ -511,45 +483,6 @@ async def test_a_source_that_cannot_be_opened_says_so_and_is_tried_again() -> No
         assert status.problem.startswith("the connection was lost: ")
         assert status.last_error is not None
         assert status.last_error.startswith("no connection: ")
-
-
-Records = list[tuple[int, str]]
-
-
-def warned(caplog: pytest.LogCaptureFixture) -> Records:
-    """Levels and texts of what was logged of sources, from WARNING on."""
-    lines = [(record.levelno, record.getMessage()) for record in caplog.records]
-    start = "worker 7 dp_rank 0: "
-    return [(level, text.removeprefix(start)) for level, text in lines if level >= logging.WARNING]
-
-
-@pytest.mark.parametrize(
-    ("grace_s", "lines"),
-    [(60.0, []), (0.0, [(logging.WARNING, "unreachable: never connected: Connection refused")])],
-    ids=["a late start", "grace is over"],
-)
-@on_loop
-async def test_why_there_is_no_connection_is_logged_once_after_the_grace(
-    caplog: pytest.LogCaptureFixture, grace_s: float, lines: Records
-) -> None:
-    caplog.set_level(logging.DEBUG, "lean_selector.kv_events")
-    async with Service(free_port(), grace_s=grace_s) as service:
-        await until(lambda: service.listener._live.retries >= 3)
-    assert warned(caplog) == lines
-
-
-@on_loop
-async def test_a_connection_that_is_lost_is_a_warning_at_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.DEBUG, "lean_selector.kv_events")
-    port = free_port()
-    async with Service(port) as service:
-        async with Engine(port) as engine:
-            await engine.subscribed()
-        await until(lambda: service.listener._live.retries >= 3)
-    assert 1 <= len(warned(caplog)) <= 2  # closed, and then refused
-    assert all(text.startswith("no connection: ") for _, text in warned(caplog))
 
 
 class Stalled(IngestTurns):

@@ -1,11 +1,9 @@
 """A link against real ZMQ sockets, and against listeners that are none."""
 
 import asyncio
-import collections
 import contextlib
 import itertools
 import resource
-import selectors
 import socket
 import threading
 import time
@@ -269,88 +267,6 @@ async def test_a_listener_that_appears_at_any_address_of_a_name_is_found_without
                     await until(lambda: heard.link.state is LinkState.CONNECTED)
 
 
-LINKS = 1024
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its clock goes on to the next timer at once."""
-
-    def __init__(self) -> None:
-        selector = selectors.DefaultSelector()
-        super().__init__(selector)
-        select = selector.select
-        self._now_s = 0.0
-
-        def skip(timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-            self._now_s += timeout or 0.0
-            return select(0)
-
-        selector.select = skip  # type: ignore[method-assign]
-
-    def time(self) -> float:
-        return self._now_s
-
-
-def test_all_links_together_probe_so_often_a_second_and_each_learns_why(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """1 024 that are refused, in virtual time: a probe may not cost what libzmq saves."""
-    probes: collections.Counter[int] = collections.Counter()
-    seconds = 300
-    monkeypatch.setattr(links_module, "PROBES_PER_S", 25)  # fewer, as are the links
-
-    async def refused(address: Address) -> str:
-        probes[int(asyncio.get_running_loop().time())] += 1
-        return "Connection refused"
-
-    async def story() -> None:
-        links = Links()
-        many = [Heard("tcp://127.0.0.1:1", links) for _ in range(LINKS)]
-        for each in many:
-            each.link.start()
-        await asyncio.sleep(LINKS / links_module.PROBES_PER_S + 1)
-        assert {each.link.error for each in many} == {"Connection refused"}
-        await asyncio.sleep(seconds)
-        tasks = [task for each in many if (task := each.link.close()) is not None]
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    monkeypatch.setattr(module, "why_unreachable", refused)
-    monkeypatch.setattr(Link, "_open", lambda *_: None)
-    monkeypatch.setattr(Link, "_hear", lambda _: None)
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(story())
-    assert max(probes.values()) <= links_module.PROBES_PER_S + 1
-    steady = [probes[second] for second in range(seconds - 60, seconds)]
-    assert sum(steady) <= LINKS + links_module.PROBES_PER_S
-
-
-@on_loop
-async def test_beyond_so_many_links_without_a_connection_libzmq_tries_half_as_often() -> None:
-    tried_after_ms: list[int] = []
-
-    def opening(socket: "zmq.Socket[bytes]") -> None:
-        socket.setsockopt(zmq.SUBSCRIBE, b"")
-        tried_after_ms.append(int(socket.getsockopt(zmq.RECONNECT_IVL_MAX)))
-
-    often, seldom = module.RECONNECT_MAX_MS, 2 * module.RECONNECT_MAX_MS
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "OFTEN_TRIED", 2)
-        links = Links()
-
-        def heard(endpoint: str) -> Heard:
-            return Heard(endpoint, links, opening=opening)
-
-        async with heard("ipc://nothing-1"), publisher() as pub:
-            async with heard(endpoint_of(pub)) as connected:
-                await until(lambda: connected.link.state is LinkState.CONNECTED)
-                async with heard("ipc://nothing-2"), heard("ipc://nothing-3"):
-                    await until(lambda: len(tried_after_ms) == 4)
-            async with heard("ipc://nothing-4"):  # those that were closed count no more
-                await until(lambda: len(tried_after_ms) == 5)
-        await until(lambda: not links.seeking)
-    assert tried_after_ms == [often, often, often, seldom, often]
-
-
 @on_loop
 async def test_a_name_is_looked_up_again_when_its_connection_is_lost() -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -453,29 +369,6 @@ async def test_the_pauses_grow_before_a_listener_that_is_not_zmq(
     expected = [min(module.RETRY_FIRST_S * 2**n, module.RETRY_LIMIT_S) for n in range(11)]
     for pause_s, about_s in zip(pauses, expected, strict=False):
         assert 0.8 * about_s <= pause_s <= 1.2 * about_s
-
-
-@on_loop
-async def test_only_at_an_address_that_does_not_answer_an_attempt_has_a_time_out() -> None:
-    """libzmq goes through the timers of all its sockets to take one away."""
-
-    def timeout_ms(heard: Heard) -> int:
-        assert heard.link._socket is not None
-        return int(heard.link._socket.getsockopt(zmq.CONNECT_TIMEOUT))
-
-    with socket.socket() as full, socket.socket() as first, socket.socket() as closed:
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        first.connect(full.getsockname())  # its backlog: the next one is not answered
-        closed.bind(("127.0.0.1", 0))
-        async with (
-            Heard(f"tcp://127.0.0.1:{closed.getsockname()[1]}") as refused,
-            Heard(f"tcp://127.0.0.1:{full.getsockname()[1]}") as silent,
-        ):
-            await until(lambda: silent.link.error == "no answer")
-            await until(lambda: timeout_ms(silent) == module.CONNECT_MS)
-            assert timeout_ms(refused) == 0
-            assert refused.link.error == "Connection refused"
 
 
 @on_loop

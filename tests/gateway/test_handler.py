@@ -4,8 +4,6 @@ import json
 import os
 import re
 import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -16,7 +14,7 @@ import trustme
 
 from tests.gateway.running_gateway import RunningGateway
 from tests.support.openai_worker import OpenAiWorker, rendered, said, tokens_of
-from tests.support.running_service import free_port, wait_until
+from tests.support.running_service import wait_until
 
 TEXT = "Tell me of the sea. " * 20
 WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
@@ -112,19 +110,6 @@ def test_blocks_that_are_not_known_are_told_of_with_the_reason(gateway: RunningG
     assert gateway.metric("lean_selector_unknown_prompts_total") == before + 2
     listed = gateway.ask("GET", "/echo")
     assert "x-lean-prompt" not in listed.headers
-
-
-def test_the_access_log_says_in_words_why_blocks_are_not_known(
-    workers: list[OpenAiWorker],
-) -> None:
-    flags = ("--prompts", "off", "--access-log", "true", "--log-format", "json")
-    with RunningGateway(workers[0].url, *flags, knows=1) as gateway:
-        assert gateway.chat(TEXT).headers["x-lean-prompt"] == "off"
-        wait_until(lambda: '"prompt_detail"' in gateway.log(), "the request is logged")
-        lines = [json.loads(line) for line in gateway.log().splitlines()]
-    (line,) = (each for each in lines if each.get("path") == "/v1/chat/completions")
-    assert (line["prompt"], line["prompt_detail"]) == ("off", "prompts are off")
-    assert line["overlap_tokens"] == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -346,18 +331,6 @@ def test_it_serves_before_it_knows_its_workers_and_while_there_are_none() -> Non
             wait_until(lambda: gateway.chat(TEXT).status == 200, "it serves as soon as it can")
 
 
-def test_a_worker_that_tells_no_events_is_served_by_load() -> None:
-    with (
-        OpenAiWorker(tells_events=False) as silent,
-        OpenAiWorker() as other,
-        RunningGateway(silent.url, other.url, knows=2) as gateway,
-    ):
-        served = {gateway.chat(f"{n} " * 200).headers["x-lean-worker"] for n in range(12)}
-        assert served == {silent.url, other.url}
-        states = {each["endpoint"]: each["lifecycle"] for each in gateway.api("GET", "/workers")}
-        assert states == {silent.url: "schedulable", other.url: "schedulable"}
-
-
 def test_each_model_goes_to_its_own_workers() -> None:
     with (
         OpenAiWorker("one") as first,
@@ -412,22 +385,6 @@ def test_a_session_stays_where_it_is_and_moves_when_that_worker_is_gone() -> Non
         gateway.wait_until_free()
 
 
-def test_workers_that_lack_what_queueing_needs_are_served_in_turn(
-    workers: list[OpenAiWorker],
-) -> None:
-    """A URL does not tell how many tokens its worker computes at a time."""
-    urls = [each.url for each in workers]
-    with RunningGateway(*urls, "--queue-threshold", "4") as gateway:
-        wait_until(lambda: len(gateway.api("GET", "/workers")) == 2, "both are registered")
-        assert {each["lifecycle"] for each in gateway.api("GET", "/workers")} == {"incomplete"}
-        served = {gateway.chat(TEXT).headers["x-lean-worker"] for _ in range(4)}
-        assert served == set(urls)
-    told = '{"block_size": 16, "max_num_batched_tokens": 8192}'
-    flags = ("--queue-threshold", "4", "--discover-defaults", told)
-    with RunningGateway(*urls, *flags, knows=2) as gateway:
-        assert "x-lean-overlap" in gateway.chat(TEXT).headers
-
-
 def test_an_engine_that_tells_no_source_of_events_is_warned_of_and_heard_once_it_is_named() -> None:
     with OpenAiWorker(tells_events=False) as worker:
         with RunningGateway(worker.url, knows=1) as gateway:
@@ -453,21 +410,3 @@ def test_workers_over_https_with_a_token_of_a_file(tmp_path: Path) -> None:
                 answer = gateway.chat(TEXT, {"authorization": "Bearer mine"}, stream=stream)
                 assert answer.status == 200, answer.body
             assert gateway.metric("lean_selector_gateway_worker_connections_total") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "name the workers"),
-        (("gpu-a:8000",), "not an http:// or https:// URL"),
-        (("http://a/llama/v1",), "`http://a/llama/v1`: expected http://HOST:PORT"),
-        (("http://a", "--prompts", "local"), "--prompts-tokenizer"),
-    ],
-)
-def test_without_workers_or_with_a_bad_url_it_does_not_start(
-    arguments: tuple[str, ...], words: str
-) -> None:
-    command = [sys.executable, "-m", "lean_selector", "gateway", *arguments]
-    command += ["--port", str(free_port()), "--selector-port", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, words in done.stderr) == (2, True), done.stderr

@@ -171,13 +171,6 @@ async def test_what_cannot_be_rendered_is_said(
     assert caught.value.unknown.why is why
 
 
-def nested(depth: int) -> Any:
-    deep: Any = 0
-    for _ in range(depth):
-        deep = [deep]
-    return deep
-
-
 class Panic(BaseException):
     """As a library in Rust ends a call: its kind is no Exception."""
 
@@ -198,22 +191,6 @@ async def test_whatever_template_or_tokenizer_raise_is_said(
             await tokens(tokenizer, request(messages=MESSAGES))
         assert caught.value.unknown == Unknown(Why.FAILED, str(raised))
         tokenizer.close()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"messages": [{"role": "user", "content": nested(900)}]},
-        {"messages": MESSAGES, "tools": nested(900)},
-        {"messages": [{"role": "user", "content": 7}]},
-    ],
-)
-@on_loop
-async def test_no_message_of_a_client_is_more_than_not_tokenized(
-    prompts: Prompts, fields: dict[str, Any]
-) -> None:
-    routed = await prompts.of(CHAT, json.dumps({"model": "m", **fields}).encode(), forwards=False)
-    assert routed.model_name == "m"
 
 
 @on_loop

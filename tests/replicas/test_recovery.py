@@ -208,27 +208,11 @@ async def test_without_a_usable_peer_the_index_stays_empty(
 
 
 @on_loop
-async def test_an_empty_dump_is_a_success() -> None:
-    empty = dumps({})
-    async with peer_that(empty) as (peer, _), peer_that(empty) as (spare, unasked), service() as of:
-        assert await of.recovery(peer, spare).run()
-        assert not of.catalog.partitions
-        assert not unasked
-
-
-@on_loop
 async def test_peers_that_hang_take_no_longer_than_the_timeout() -> None:
     async with peer_that(hangs) as (one, _), peer_that(hangs) as (two, asked), service() as of:
         async with asyncio.timeout(DEADLINE_S):
             assert not await of.recovery(one, two, timeout_s=2.0).run()
         assert asked
-
-
-@on_loop
-async def test_a_peer_for_which_no_time_is_left_is_not_asked() -> None:
-    async with peer_that(dumps({})) as (peer, unasked), service() as of:
-        assert not await of.recovery(peer, timeout_s=0.0).run()
-        assert not unasked
 
 
 @on_loop

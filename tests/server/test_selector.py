@@ -207,14 +207,6 @@ def test_a_successor_takes_the_path_while_the_old_process_drains(tmp_path: Path)
     assert not path.exists()
 
 
-def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(str(path))
-    with RunningService("--uds", str(path)):
-        assert serves(path)
-
-
 # -- how many (D27) -------------------------------------------------------------------------------
 
 

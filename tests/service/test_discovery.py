@@ -12,7 +12,7 @@ from typing import Any
 from lean_selector.workers.particulars import worker_id_of
 from tests.support.certificates import Authority
 from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
-from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, wait_until
 
 QUICK_PEERS = ("--discover-interval-secs", "0.05", "--discover-grace-secs", "0.1")
 QUICK = (*QUICK_PEERS, "--discover-refresh-secs", "0.1")
@@ -115,15 +115,3 @@ def test_a_url_a_token_and_what_no_engine_tells_are_all_that_a_selector_needs_to
 
 
 # -- peers ----------------------------------------------------------------------------------------
-
-
-def test_slot_trackers_find_each_other_too() -> None:
-    port = free_port()
-    flags = ("--replica-sync-port", str(port), "--replica-sync-discover", f"dns:localhost:{port}")
-    with RunningService(*flags, *QUICK_PEERS, module="lean_selector.slot_tracker") as tracker:
-
-        def knows_itself() -> bool:
-            return [row["state"] for row in tracker.get("/discovery")[1]["peers"]] == ["itself"]
-
-        wait_until(knows_itself, "the name leads to itself")
-        assert tracker.get("/replica_sync/peers")[1] == []

@@ -231,16 +231,6 @@ def test_the_first_event_is_whole_and_the_next_have_what_changed() -> None:
     assert [choice["worker_id"] for choice in third["choices"]] == [1]
 
 
-def test_with_many_ranks_it_is_looked_half_as_often() -> None:
-    looked = Looked(1)
-    client = Client(looked)
-    assert looked.tick() == 1.0
-    looked.register(9, data_parallel_size=200)
-    looked.tick()
-    assert looked.tick() == 2.0
-    assert len(client.events()) == 4
-
-
 def test_who_does_not_take_its_events_misses_some_and_then_gets_the_whole() -> None:
     looked = Looked(2)
     slow, other = Client(looked), Client(looked)
@@ -370,15 +360,6 @@ def test_runs_have_their_hits_while_somebody_listens() -> None:
     Client(looked)
     looked.http.post("/select", {"model_name": "m", **HASHES})
     assert looked.get("/prefixes")[0]["runs"][0]["hits"] == 1
-
-
-def test_of_too_many_runs_no_more_are_counted() -> None:
-    looked = Looked(1)
-    looked.store(1, [5, 6])
-    watch = told(looked)
-    watch.hits = {Run(number, 0, b"", None): 1 for number in range(4096)}
-    looked.http.post("/select", {"model_name": "m", **HASHES})
-    assert (watch.seen, len(watch.hits)) == (1, 4096)
 
 
 def test_runs_of_ranks_that_are_gone_do_not_count_and_a_look_ends() -> None:

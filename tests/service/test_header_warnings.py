@@ -79,12 +79,6 @@ def test_what_cannot_be_meant_is_named(endpoint: str, fault: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("endpoint", [None, "", "http://host:99999", "http://[", "nonsense"])
-def test_any_endpoint_of_the_worker_is_survived(endpoint: str | None) -> None:
-    found = warnings(endpoint=endpoint, kv_events_endpoint="tcp://host:5557")
-    assert [each for each in found if not each.startswith("endpoint ")] == []
-
-
 def test_a_worker_that_is_chosen_by_load_alone_is_told_of() -> None:
     assert warnings(kv_events_endpoint=None) == [NO_EVENTS]
 
@@ -264,24 +258,6 @@ def test_ranks_of_one_worker_are_judged_together_and_nothing_else_is(
     assert warned(service, worker(21, **fields)) == warning
 
 
-def test_of_many_at_one_endpoint_the_first_are_named(service: RunningService) -> None:
-    for worker_id in range(40, 45):
-        events = f"tcp://w:{7800 + worker_id}"
-        body = worker(worker_id, endpoint="http://many", kv_events_endpoint=events)
-        sent(service, "POST", "/workers", body)
-    four = "worker 40, worker 41, worker 42, worker 43 and more"
-    one_more = worker(45, endpoint="many:80", kv_events_endpoint="tcp://many:80")
-    assert warned(service, one_more) == (
-        "endpoint many:80 has no scheme: http://many:80 is probably meant; "
-        f"endpoint many:80 is also that of {four}; "
-        "kv_events_endpoint tcp://many:80 is the address of the worker's HTTP endpoint"
-    )
-    one_more = worker(45, kv_events_endpoint="tcp://many:80")
-    assert warned(service, one_more) == (
-        f"kv_events_endpoint tcp://many:80 is the address of the HTTP endpoint of {four}"
-    )
-
-
 def test_without_kv_events_their_endpoints_are_not_judged() -> None:
     body = worker(1, kv_events_endpoint="tcp://*:5557")
     assert "x-warning" not in selector().with_headers("POST", "/workers", body)[1]
@@ -331,15 +307,6 @@ def test_a_model_of_another_tenant_is_answered_with_the_tenants_that_it_has() ->
     assert lines["x-warning"].endswith(": acme, b, c10, c11 and 3 more")
 
 
-def test_a_tenant_whose_own_workers_are_gone_is_told_of_the_others_too() -> None:
-    gate = gate_with("llama")
-    worker = {"model_name": "llama", "endpoint": "http://w", "block_size": 16, "tenant_id": "acme"}
-    headers(gate, "/workers", {**worker, "worker_id": 7})
-    assert headers(gate, "/workers/0", None, "DELETE")[0] == 200
-    lines = headers(gate, "/select", {"model_name": "llama", "token_ids": [1]})[1]
-    assert lines["x-warning"] == "model llama has workers of another tenant: acme"
-
-
 def test_the_models_that_are_named_are_bounded() -> None:
     many = known_models_line(f"m{number:04}" for number in range(10_000))
     assert many.endswith(b', "m0031", ...\r\n')
@@ -362,14 +329,6 @@ def test_a_request_that_fails_is_told_of_fields_that_look_like_known_ones(
     status, lines = headers(gate_with("llama"), path, body)
     assert status >= 400
     assert said in lines["x-warning"]
-
-
-def test_a_registration_is_told_of_them_though_it_succeeds_and_of_a_missing_scheme() -> None:
-    body = {"worker_id": 1, "model": "llama", "endpoint": "10.0.0.1:8000", "block_size": 16}
-    status, lines = headers(gate_with(), "/workers", body)
-    assert status == 201
-    assert "model is ignored: is model_name meant?" in lines["x-warning"]
-    assert "endpoint 10.0.0.1:8000 has no scheme: http://10.0.0.1:8000" in lines["x-warning"]
 
 
 @pytest.mark.parametrize("gate_of", [gate_with, lambda: InProcess(selection_gate_16())])

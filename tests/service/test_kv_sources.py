@@ -66,31 +66,6 @@ def wait_for_state(service: RunningService, worker_id: int, state: str) -> dict[
 # -- asked at once --------------------------------------------------------------------------------
 
 
-def test_a_selector_that_restarts_beside_idle_engines_knows_all_that_they_hold() -> None:
-    blocks = 1_000
-    with ExitStack() as stack:
-        engines = {worker_id: stack.enter_context(publisher()) for worker_id in (1, 2)}
-        for worker_id, engine in engines.items():
-            store(engine, blocks // worker_id)
-        prompt = [token for block in range(1, blocks + 1) for token in tokens(block)]
-
-        def held(service: RunningService) -> dict[int, int]:
-            scores = service.post("/overlap_scores", {"token_ids": prompt})[1]["workers"]
-            return {row["worker_id"]: row["device_blocks"] for row in scores}
-
-        wanted = {1: blocks, 2: blocks // 2}
-        service = RunningService()
-        for _ in range(2):
-            with service:
-                for worker_id, engine in engines.items():
-                    register_engine(service, worker_id, engine)
-                wait_until(lambda: held(service) == wanted, "the index is what they hold")
-                for worker_id, count in wanted.items():
-                    row = source(service, worker_id)
-                    assert (row["state"], row["problem"], row["lag_batches"]) == ("live", None, 0)
-                    assert (row["messages"], row["replayed_batches"]) == (0, count)
-
-
 # -- sources that lie -----------------------------------------------------------------------------
 
 

@@ -215,15 +215,6 @@ def test_a_reader_that_sleeps_holds_nobody_and_is_told_what_it_missed(
     assert writer.dropped == 50
 
 
-def test_a_pipe_that_does_not_block_gets_all_lines_too(pipe: tuple[int, int]) -> None:
-    os.set_blocking(pipe[1], False)
-    writer = LineWriter(pipe[1])
-    for number in range(50_000):
-        assert writer.write(f"{number:010d}")
-    read = read_to_end(pipe[0], b"0000049999\n")
-    assert read.splitlines() == [b"%010d" % number for number in range(50_000)]
-
-
 def test_a_reader_that_has_gone_costs_nothing() -> None:
     read, write = os.pipe()
     os.close(read)

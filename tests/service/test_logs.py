@@ -5,12 +5,10 @@ import gc
 import http.client
 import json
 import logging
-import os
 import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +18,7 @@ from lean_selector.build_info import form
 from lean_selector.http.head import HeaderBlock, Request
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.access_log import with_access_log
-from lean_selector.service.logs import ACCESS_LOG, BURST
+from lean_selector.service.logs import ACCESS_LOG
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -123,27 +121,6 @@ def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> N
     assert (ejected["ranks"], ejected["worker_id"]) == (1, 1)
 
 
-def test_the_slot_tracker_logs_its_workers_expiry_and_requests() -> None:
-    module = "lean_selector.slot_tracker"
-    with start("--reservation-expiry-secs", "0.1", "--access-log", module=module) as service:
-        scope = {"model_name": "m", "tenant_id": "default", "worker_id": 1}
-        row = {**scope, "block_size": 16, "dp_start": 0, "dp_size": 1}
-        assert service.post("/register", row)[0] == 201
-        add = {**scope, "dp_rank": 0, "sequence_hashes": [1], "new_isl_tokens": 5}
-        assert service.post("/add", {**add, "request_id": "r"})[0] == 201
-        wait_until(lambda: not service.get("/loads")[1][0]["active_decode_blocks"], "it expires")
-        assert service.post("/unregister", scope)[0] == 200
-        let_it_tick(service)
-        _, log = service.stop()
-    found = lines(log)
-    assert [line["event"] for line in found if line["logger"] != "lean_selector.access"] == [
-        *("configuration", "listening", "worker registered", "reservations expired"),
-        *("worker removed", "stopped"),
-    ]
-    (added,) = [line for line in access(log) if line["route"] == "/add"]
-    assert (added["status"], added["request_id"]) == (201, "r")
-
-
 # -- the access log -------------------------------------------------------------------------------
 
 
@@ -199,26 +176,6 @@ def test_the_access_log_has_route_status_and_every_id() -> None:
     assert found[7]["path"] == "/select"
 
 
-def test_a_client_that_makes_a_line_with_every_request_is_held_back() -> None:
-    with start("--replica-sync-port", str(free_port())) as service:
-        connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=10)
-        body = json.dumps({"endpoint": "tcp://127.0.0.1:9"})
-        for _ in range(BURST + 50):
-            for path in ("register_peer", "deregister_peer"):
-                headers = {"content-type": "application/json"}
-                connection.request("POST", f"/replica_sync/{path}", body, headers)
-                assert connection.getresponse().read()
-        connection.close()
-        samples = parsed(scrape(service.port))
-        suppressed = value(samples, "lean_selector_log_lines_suppressed_total")
-        _, log = service.stop()
-    counts = Counter(events(log))
-    assert counts["replica peer registered"] >= BURST
-    assert suppressed > 0
-    written = 2 * (BURST + 50) - suppressed
-    assert counts["replica peer registered"] + counts["replica peer deregistered"] == written
-
-
 @contextlib.contextmanager
 def with_stderr(stderr: int | None, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A service whose stderr is that descriptor, or closed from the start; and its port."""
@@ -243,24 +200,6 @@ def with_stderr(stderr: int | None, *flags: str) -> Iterator[tuple[subprocess.Po
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_pipe_that_nobody_reads_holds_no_request_and_no_exit() -> None:
-    read, write = os.pipe()
-    with with_stderr(write, "--access-log") as (process, port):
-        os.close(write)
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-        target = "/" + "x" * 1000
-        for _ in range(6000):  # 6 MB of lines: more than the pipe and what may wait for it
-            connection.request("GET", target)
-            assert connection.getresponse().read()
-        dropped = value(parsed(scrape(port)), "lean_selector_log_lines_dropped_total")
-        connection.close()
-        assert dropped > 0
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 0
-    with os.fdopen(read, "rb") as pipe:
-        assert b"listening" in pipe.read()
 
 
 def test_a_service_started_with_stderr_closed_runs_and_ends_like_any_other() -> None:

@@ -192,12 +192,3 @@ def test_a_replica_that_catches_up_takes_sessions_over_also_of_workers_that_come
         assert f'lean_selector_sessions{{{scope},state="held"}} 2' in scrape(running.port)
         bound = f'lean_selector_session_bookings_total{{{scope},result="bound"}} 2'
         assert bound in scrape(running.port)
-
-
-def test_a_replica_without_sessions_lists_none() -> None:
-    flags = ("--use-kv-events", "false", "--replica-sync-port", str(free_port()))
-    with RunningService(*flags) as service:
-        empty = {"version": 1, "sessions": []}
-        assert service.request("GET", "/replica_sync/sessions") == (200, empty)
-    with RunningService(*ON) as service:
-        assert service.request("GET", "/replica_sync/sessions")[0] == 409

@@ -39,14 +39,6 @@ def test_nothing_of_it_shows_in_the_plain_bodies() -> None:
     assert "ejected" not in fleet(1).get("/ready")[1]
 
 
-def test_a_report_may_name_one_rank_and_tell_figures() -> None:
-    service = fleet(1, data_parallel_size=2)
-    for _ in range(3):
-        assert report(service, 1, "failed", dp_rank=1)[0] == 200
-    assert [row["dp_rank"] for row in detail(service, 1)["ranks"]] == [1]
-    assert report(service, 1, "ok", ttft_ms=12.5, cached_tokens=32)[0] == 200
-
-
 def test_a_report_that_makes_no_sense_is_told_which_field() -> None:
     service = fleet(1)
     assert report(service, 9, "ok") == (404, {"error": "worker 9 not found"})

@@ -13,7 +13,6 @@ from lean_selector.core.selection.selector import Selector
 from lean_selector.service.gate import Gate
 from lean_selector.service.selection import SelectionService
 from tests.support.gates import answered, request, selection_gate, selection_service
-from tests.support.operations import lines_run
 
 ids = st.integers(0, 6)
 names = st.sampled_from(["a", "b", "ä\n"])
@@ -158,13 +157,3 @@ def test_a_probe_encodes_no_worker_that_it_was_shown_before() -> None:
     post(gate, 7, taints=["a"])
     assert records_made(gate, selector, *probes) == 0
     assert records_made(gate, selector, ("DELETE", "/workers/5"), *probes) == 1
-
-
-def test_a_probe_of_a_fleet_that_does_not_change_costs_the_same_at_any_size() -> None:
-    def probe(gate: Gate) -> None:
-        answered(gate, request("GET", "/ready"))
-
-    few, many = fleet(100), fleet(1000)
-    for gate in (few, many):
-        probe(gate)
-    assert lines_run(probe, few) == lines_run(probe, many)

@@ -181,12 +181,6 @@ def test_a_heartbeat_that_is_none_is_refused(frames: list[bytes]) -> None:
         decode_heartbeat(frames)
 
 
-def test_a_long_prompt_of_full_size_hashes_reads_back() -> None:
-    hashes = hashes_of(*range(2**63, 2**63 + 815))
-    event = msgspec.structs.replace(FULL, sequence_hashes=hashes)
-    assert decode_event(encode_event(event)) == event
-
-
 def tree(event: ReplicaEvent = FULL) -> dict[str, Any]:
     """The frame as plain values, to be changed and packed again."""
     values: dict[str, Any] = msgspec.msgpack.decode(encode_event(event))

@@ -259,27 +259,6 @@ def test_who_is_found_twice_leaves_when_neither_finds_it() -> None:
 # -- HTTP has the last word -----------------------------------------------------------------------
 
 
-def test_who_is_changed_over_http_is_taken_over() -> None:
-    driven = Driven()
-    driven.find(entry(A))
-    driven.catalog.patch(worker_id_of(A), {"taints": frozenset({"mine"})})
-    driven.later(1)
-    assert driven.known(A).state is State.BY_HTTP
-    driven.find(entry(A, taints=["theirs"]))
-    driven.find()
-    driven.later(GRACE_S)
-    assert driven.catalog.workers[worker_id_of(A)].spec.taints == {"mine"}
-
-
-def test_who_is_registered_over_http_by_another_id_displaces_ours() -> None:
-    driven = Driven()
-    driven.find(entry(A))
-    driven.post(5, endpoint=A)
-    driven.later(1)
-    assert list(driven.catalog.workers) == [5]
-    assert driven.known(A).state is State.BY_HTTP
-
-
 def test_who_is_deleted_over_http_stays_away_until_it_is_found_anew() -> None:
     driven = Driven()
     driven.find(entry(A))
