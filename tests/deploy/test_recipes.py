@@ -22,13 +22,11 @@ from tests.deploy.recipe_commands import (
     configured,
     configured_gateway,
     containers,
-    entrypoint,
     flags_of,
     is_ours,
     unit_command,
 )
 
-CHECKOUT = Path(__file__).parents[2]
 IN_CHECKOUT = sorted(
     str(path.relative_to(DEPLOY))
     for path in DEPLOY.rglob("*")
@@ -109,11 +107,6 @@ def test_every_flag_that_a_file_names_exists() -> None:
     for name, text in TEXTS.items():
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])", text))
         assert named - OURS - OTHERS == set(), name
-
-
-def test_the_image_runs_the_selector() -> None:
-    configured(entrypoint()[1:])
-    assert entrypoint() == ["lean-selector"]
 
 
 def test_the_unit_runs_with_the_flags_that_it_has_and_with_those_of_the_example() -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from lean_selector.gateway.prompt_shapes import Why
-from lean_selector.server.flags import fields_of
-from lean_selector.server.gateway_flags import GatewayConfig
 from tests.documents import fields_page, flags_page
 from tests.documents.pages import OURS
 from tests.gateway.running_gateway import RunningGateway
@@ -25,13 +23,6 @@ METRICS = re.findall(
 def test_a_generated_page_is_current(module: object) -> None:
     name, page = module.PAGE, module.page()  # type: ignore[attr-defined]
     assert OURS[name] == page, f".venv/bin/python -m {module.__name__} writes it anew"  # type: ignore[attr-defined]
-
-
-def test_every_flag_is_on_its_page_and_has_a_help() -> None:
-    page = flags_page.page()
-    for each in fields_of(GatewayConfig):
-        assert each.help, each.flag.name
-        assert f"| `{each.flag.name}` |" in page or not each.flag.name.startswith("--")
 
 
 def families(state: str) -> set[str]:

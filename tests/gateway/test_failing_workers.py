@@ -145,25 +145,6 @@ def test_a_fifth_of_the_requests_may_be_retried_and_some_to_begin_with() -> None
     assert budget.denied >= 1_900
 
 
-@pytest.mark.parametrize("status", [503, 429])
-def test_a_worker_that_is_full_is_not_held_against_and_another_serves(status: int) -> None:
-    with ExitStack() as running:
-        fleet = Fleet(running, status)
-
-        def is_tried_elsewhere() -> bool:
-            assert fleet.chat() == (200, fleet.well.url)
-            return fleet.gateway.metric("lean_selector_gateway_retries_total") >= 1
-
-        wait_until(is_tried_elsewhere, "the full worker is chosen, and another answers")
-        assert fleet.reported("failed") == 0
-        assert fleet.gateway.metric("lean_selector_gateway_worker_well") == 2
-        assert fleet.gateway.load() == 0
-        fleet.well.kill()
-        answer = fleet.gateway.chat("Once more: " + TEXT)
-        assert (answer.status, answer.headers["x-lean-worker"]) == (status, fleet.failing.url)
-        assert answer.json()["error"]["code"] == status  # in the worker's own words
-
-
 def test_a_killed_worker_is_one_line_of_the_log_and_each_request_has_its_own() -> None:
     with ExitStack() as running:
         worker = running.enter_context(OpenAiWorker())

@@ -63,10 +63,3 @@ def test_models_are_for_those_who_may_look_and_anything_else_for_those_who_may_a
         assert gateway.ask("GET", path).status == 401
         assert gateway.ask("GET", path, headers=bearer(READ)).status == 403
     assert gateway.ask("POST", "/nothing", {}, bearer(WRITE)).status == 404
-
-
-def test_the_port_of_its_selector_asks_for_them_too(gateway: RunningGateway) -> None:
-    for path, status in (("/health", 200), ("/ready", 200), ("/workers", 401), ("/metrics", 401)):
-        found, _ = gateway.child.request("GET", path)
-        assert found in (status, 503 if path == "/ready" else status)
-        assert gateway.child.request("GET", path, headers=bearer(READ))[0] in (200, 503)

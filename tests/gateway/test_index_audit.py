@@ -63,22 +63,3 @@ def test_a_damaged_index_is_mended_by_engines_that_announce_blocks_again(version
         else:
             assert full == []
             assert accuracy(gateway) < 0.96
-
-
-def test_batches_lost_at_random_are_mended_within_200_requests() -> None:
-    with (
-        OpenAiWorker(version="0.33.0", replays=False, blocks=20_000) as worker,
-        RunningGateway(worker.url, *FLAGS) as gateway,
-    ):
-        wait_until(lambda: is_followed(gateway), "its events are followed")
-        for number in range(5):
-            for session in range(SESSIONS):
-                turn(gateway, session, number, fake={"drops": 0.01})
-        (source,) = gateway.api("GET", "/kv_sources")
-        assert source["lost_batches"] >= 2
-        assert source["index_accuracy"] < 0.99
-        for number in range(5, 15):
-            for session in range(SESSIONS):
-                turn(gateway, session, number)
-        wait_until(lambda: accuracy(gateway) >= 0.99, "the index is what the engine has")
-        assert len(bodies(worker)) == 300

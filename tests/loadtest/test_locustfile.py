@@ -19,7 +19,6 @@ SELECTION_ROUTES = {
     "/reservations/{reservation_id}/prefill_complete",
     "/reservations/{reservation_id}/output_block",
 }
-SLOT_TRACKER_ROUTES = {"/add", "/prefill_complete", "/free", "/potential_loads"}
 
 
 def locust(
@@ -73,13 +72,4 @@ def test_routers_live_whole_requests_without_a_failure(write_trace: WriteTrace) 
         # Without a class: the selector's users.
         found = failures_by_route(locust(*flags, until=each_answers(service, SELECTION_ROUTES)))
         assert found == dict.fromkeys(SELECTION_ROUTES, 0)
-        assert service.get("/workers") == (200, [])
-
-
-def test_the_slot_tracker_s_users_live_without_a_failure() -> None:
-    with RunningService(module="lean_selector.slot_tracker") as service:
-        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "4", "-r", "4"]
-        run = locust("SlotTrackerUser", *flags, until=each_answers(service, SLOT_TRACKER_ROUTES))
-        found = failures_by_route(run)
-        assert found == dict.fromkeys(SLOT_TRACKER_ROUTES, 0)
         assert service.get("/workers") == (200, [])

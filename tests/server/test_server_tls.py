@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import socket
-import ssl
-import warnings
 from contextlib import closing
 from datetime import UTC
 from pathlib import Path
@@ -117,31 +115,6 @@ class _Gateway(TlsService):
 
 
 # -- who is let in ---------------------------------------------------------------------------------
-
-
-def test_a_service_lets_in_who_has_a_certificate_and_speaks_tls_1_2(files: Files) -> None:
-    client_ca = ("--tls-client-ca", str(files.ca))
-    with TlsService(files, OURS, *client_ca, own=OURS.issue("gateway.test")) as service:
-        for context in (OURS.client(), OURS.client(STRANGERS.issue("gateway.test"))):
-            with pytest.raises((OSError, http.client.HTTPException)):
-                ask(service.connection(context), "GET", "/health")
-        old = OURS.client(OURS.issue("gateway.test"))
-        old.set_ciphers("DEFAULT:@SECLEVEL=0")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
-        with pytest.raises((OSError, http.client.HTTPException)):
-            ask(service.connection(old), "GET", "/health")
-        with closing(http.client.HTTPConnection(HOST, service.port, timeout=20.0)) as plain:
-            assert ask(plain, "GET", "/health")[0] == 400
-        text = str(service.get("/metrics")[1])
-        failed = "lean_selector_tls_handshake_failures_total"
-        assert f'{failed}{{reason="client_certificate"}} 2' in text
-        assert f'{failed}{{reason="version_or_cipher"}} 1' in text
-        assert f'{failed}{{reason="not_tls"}} 1' in text
-        wait_until(lambda: "TLS handshakes failed" in service.log(), "it is logged")
-        status, log = service.stop()
-        assert (status, "Traceback" in log) == (0, False)
 
 
 def test_failed_handshakes_are_one_line_for_all_of_some_seconds(

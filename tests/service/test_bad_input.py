@@ -111,26 +111,6 @@ def test_each_route_judges_the_kind_of_a_body_then_its_text_then_its_shape(
         assert refused(service, 422, path, shape).startswith("Failed to deserialize the JSON body")
 
 
-@pytest.mark.parametrize(
-    ("path", "text"),
-    [
-        pytest.param("/workers", b'{"worker_id":"x"} y', id="bytes after the value"),
-        pytest.param("/workers", b'{"worker_id":"x",', id="cut off"),
-        pytest.param("/workers", b'{"worker_id":"x","a":"\xff"}', id="bad UTF-8"),
-        pytest.param("/workers", b'{"worker_id":1e400}', id="beyond f64"),
-        pytest.param("/workers", b'{"worker_id":"x","a":1e400}', id="beyond f64, ignored"),
-        pytest.param("/workers", b'{"worker_id":"x","a":' + b"[" * 99_999, id="deep"),
-        pytest.param("/select", b'{"block_hashes":[1e400]}', id="hash beyond f64"),
-        pytest.param("/select", b'{"isl_tokens":1' + b"0" * 400 + b"}", id="length beyond f64"),
-        pytest.param("/select", b'{"priority_jump":1e400}', id="float beyond f64"),
-        pytest.param("/select", b'{"block_hashes":' + b"[" * 99_999, id="deep hashes"),
-        pytest.param("/select", b'{"block_hashes":"\\ud800"}', id="surrogate for hashes"),
-    ],
-)
-def test_no_json_text_is_400_also_where_a_wrong_type_comes_first(path: str, text: bytes) -> None:
-    refused(SERVICE, 400, path, text)
-
-
 @pytest.mark.parametrize("state", ["", '"model_name":"nobody",'])
 @pytest.mark.parametrize(
     "wrong",

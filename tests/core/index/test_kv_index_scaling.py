@@ -1,17 +1,13 @@
 """What the index does does not grow with what it holds: operations are counted, not timed."""
 
-from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, ValuesView
 
 import pytest
 
 from lean_selector.core.index import kv_index, sweeping
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.runs import Run
 from lean_selector.core.index.shapes import (
-    BlockStored,
-    EventBatch,
     Matched,
     Tier,
 )
@@ -172,20 +168,6 @@ def test_what_all_ranks_share_of_lower_tiers_is_in_many_dicts_none_of_which_grow
         lengths = [len(part) for part in shared]
         assert sum(lengths) == entries
         assert max(lengths) < entries // 32
-
-
-def test_what_goes_oldest_first_is_kept_where_the_oldest_is_at_hand() -> None:
-    # The first of a plain dict is found behind all the holes that those before it left, which
-    # makes a tier at its bound ever slower; the steps are the interpreter's and cannot be counted.
-    index = KvIndex(4)
-    ingest = KvIngest(index, 1, 0)
-    stored = BlockStored([1], None, [5, 6, 7, 8], 4, Tier.DEVICE, cache_salt="s")
-    ingest.apply(EventBatch(None, [stored], []))
-    index.store(1, 0, Tier.DISK, None, [2], pack([2]))
-    rank = index._ranks[1, 0]
-    assert isinstance(rank.device.names.rows, OrderedDict)
-    assert isinstance(rank.lower[1]._edge, OrderedDict)
-    assert isinstance(ingest._ranks[0].salts[Tier.DEVICE], OrderedDict)
 
 
 # Dropping

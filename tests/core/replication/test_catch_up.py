@@ -1,7 +1,6 @@
 """A replica that starts takes over what is live elsewhere, each id once, whatever comes between."""
 
 import random
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -142,13 +141,6 @@ def test_nothing_waits_once_ends_are_not_noted_any_longer() -> None:
     catch_up.admit_waiting(1.0, 100)
     assert not here.slots.reservations
     assert dict(catch_up.fates()) == {Fate.NOT_REGISTERED: 1}
-
-
-def test_what_came_first_is_at_hand_however_much_went_before_it() -> None:
-    """Of a plain dict it is not: its first entry is sought behind the holes of all that went."""
-    _, catch_up = starting()
-    assert isinstance(catch_up._waiting, OrderedDict)
-    assert isinstance(catch_up._noted, OrderedDict)
 
 
 def test_what_waits_and_what_was_heard_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

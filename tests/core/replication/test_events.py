@@ -1,7 +1,6 @@
 """What a peer's event does to our slots, and what our own changes tell the peers."""
 
 import random
-from collections import OrderedDict
 
 import pytest
 from hypothesis import given
@@ -154,11 +153,6 @@ def test_the_memory_of_early_events_is_bounded_and_forgets_the_oldest() -> None:
     assert here.hear(changed(ADD, request_id="1")) is Verdict.FREED_EARLY
     here.hear(FREE, 2 * EARLY_MEMORY_S)
     assert len(here.applier._early) == 1  # old ones go as new ones come
-
-
-def test_the_oldest_early_event_is_at_hand_however_many_went_before_it() -> None:
-    """Of a plain dict it is not: its first entry is sought behind the holes of all that went."""
-    assert isinstance(Replica().applier._early, OrderedDict)
 
 
 # Publishing --------------------------------------------------------------------------------------

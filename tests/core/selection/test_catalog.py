@@ -306,14 +306,6 @@ def test_another_event_endpoint_renews_that_rank_only(busy: DrivenSelector) -> N
     assert holders(busy) == [(1, 0)]
 
 
-def test_a_rank_that_goes_takes_its_load_and_blocks_along(busy: DrivenSelector) -> None:
-    busy.register(1, kv_events_endpoint="tcp://w:1")
-    assert busy.loads()["default", "default"] == {(1, 0): (5, 1, 1)}
-    assert busy.sources.changes == [("unsubscribe", 1, 1)]
-    assert holders(busy) == [(1, 0)]
-    assert busy.told == [("freed", "r1")]
-
-
 def test_a_worker_that_becomes_incomplete_loses_load_blocks_and_sources(
     busy: DrivenSelector,
 ) -> None:
@@ -326,14 +318,6 @@ def test_a_worker_that_becomes_incomplete_loses_load_blocks_and_sources(
     busy.register(1, **TWO_RANKS)
     assert busy.loads()["default", "default"] == {(1, 0): (0, 0, 0), (1, 1): (0, 0, 0)}
     assert sorted(busy.sources.subscribed) == [(1, 0), (1, 1)]
-
-
-def test_delete_takes_blocks_and_subscriptions_along(busy: DrivenSelector) -> None:
-    busy.register(2, kv_events_endpoint="tcp://w:7")
-    busy.partition.index.store(2, 0, Tier.DEVICE, None, [5], pack([1]))
-    busy.remove(1)
-    assert holders(busy) == [(2, 0)]
-    assert sorted(busy.sources.subscribed) == [(2, 0)]
 
 
 # -- sources --------------------------------------------------------------------------------------
