@@ -72,6 +72,13 @@ def test_a_bad_argument_is_named(
         SelectionService(**arguments)
 
 
+@pytest.mark.parametrize("peers", ["http://h", None, [5]])
+@in_process
+async def test_so_are_peers_to_recover_from(service: SelectionService, peers: Any) -> None:
+    with pytest.raises(TypeError, match="peers"):
+        await service.recover_indexer_from_peers(peers)
+
+
 def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYN_ROUTER_TEMPERATURE", "warm")
     with pytest.raises(ValueError, match="DYN_ROUTER_TEMPERATURE"):
@@ -90,6 +97,19 @@ async def test_router_settings_come_from_the_environment(service: SelectionServi
     selection = await service.select_and_reserve(ask("a"))
     assert selection["track_prefill_tokens"] is False
     assert rows(service)[FIRST][0] == 0
+
+
+def test_a_selection_cache_of_no_entries_keeps_nothing() -> None:
+    async def story() -> None:
+        service = SelectionService(selection_cache=Cache(max_entries=0))
+        await service.upsert_worker(worker())
+        await service.select(ask("kept"))
+        with pytest.raises(SelectionServiceError) as caught:
+            await service.create_reservation({"selection_id": "kept"})
+        assert caught.value.status_code == 404
+        await service.shutdown_async()
+
+    asyncio.run(story())
 
 
 # What Python's values can say and JSON cannot: lone surrogates, and floats that are no number.
@@ -267,6 +287,22 @@ def test_a_loop_that_ended_is_not_replaced_by_another() -> None:
     service.shutdown()
 
 
+def test_after_shutdown_what_is_booked_can_still_be_seen_and_freed() -> None:
+    async def story() -> None:
+        service = SelectionService(replica_sync_port=free_port())
+        await service.upsert_worker(worker())
+        await service.select_and_reserve(ask("a"))
+        await service.shutdown_async()
+        assert rows(service) == {FIRST: (10, 2, 1)}
+        await service.prefill_complete("a")
+        await service.free_reservation("a")
+        assert rows(service) == {FIRST: (0, 0, 0)}
+        await service.delete_worker(FIRST)
+        assert service.list_workers() == []
+
+    asyncio.run(story())
+
+
 def test_what_is_dropped_is_stopped() -> None:
     async def story() -> None:
         port = free_port()
@@ -287,6 +323,17 @@ def test_what_is_dropped_is_stopped() -> None:
 
         await until(is_free, "the port of the dropped service is free")
         await successors[0].shutdown_async()
+
+    asyncio.run(story())
+
+
+def test_a_taken_replica_port_is_an_error_of_the_constructor() -> None:
+    async def story() -> None:
+        port = free_port()
+        first = SelectionService(replica_sync_port=port)
+        with pytest.raises(OSError, match=str(port)):
+            SelectionService(replica_sync_port=port)
+        await first.shutdown_async()
 
     asyncio.run(story())
 

@@ -1,6 +1,7 @@
 """What drives and starts the services in the comparison, and what the system says of them."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -12,7 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from loadtest.child_service import KEPT, PORTS, ROOT, free_port
+from lean_selector.tools.service_process import ServiceError
+from loadtest.child_service import KEPT, PORTS, ROOT, cpu_ns, free_port
 from loadtest.duel.results import RequestFile, closed_load, open_load
 from loadtest.duel.targets import reference
 from loadtest.http_client import Malformed, answer_at, http
@@ -28,6 +30,17 @@ input()  # and keeps them
 
 
 # -- the client -----------------------------------------------------------------------------------
+
+
+def test_an_answer_is_taken_where_it_begins_and_only_when_it_is_whole() -> None:
+    assert answer_at(OK + OK, len(OK)) == (200, 2 * len(OK) - 15, 2 * len(OK))
+    assert all(answer_at(OK[:cut], 0) is None for cut in range(len(OK)))
+
+
+@pytest.mark.parametrize("broken", [b"X" + OK, OK.replace(b"length", b"lenght"), OK[5:]])
+def test_what_begins_no_answer_is_malformed(broken: bytes) -> None:
+    with pytest.raises(Malformed):
+        answer_at(broken, 0)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +107,19 @@ def test_a_request_that_had_to_wait_for_a_stalled_service_counts_from_when_it_wa
     # free were sent only then, and are charged with the time that they waited all the same.
     assert load.requests == 200
     assert min(load.latencies_us) >= (stall_s - 0.2) * 1e6 * 0.5
+
+
+def test_a_service_that_closes_is_a_readable_failure() -> None:
+    def hang_up(connections: list[socket.socket]) -> None:
+        for connection in connections:
+            connection.close()
+
+    with (
+        accepting(hang_up) as port,
+        RequestFile([HEALTH]) as file,
+        pytest.raises(ServiceError, match=r"closed a connection|reset|Broken pipe"),
+    ):
+        open_load(port, file, 100.0, 10)
 
 
 # -- processes ------------------------------------------------------------------------------------

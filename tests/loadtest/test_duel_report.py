@@ -1,9 +1,12 @@
 """The figures of the comparison: medians, ratios, the budget and tables."""
 
+import json
+
 import pytest
 
+from lean_selector.tools.service_process import ServiceError
 from loadtest.duel import index, report
-from loadtest.duel.report import ROWS, verdicts
+from loadtest.duel.report import ROWS, Row, verdicts
 from loadtest.duel.results import Results
 from loadtest.duel.stages import Plan, stages
 
@@ -67,6 +70,28 @@ def test_what_it_costs_to_refuse_is_compared_with_nothing(results: Results) -> N
     assert judged(results, OWN_RATIO)[0][0] == 2.0
     results.refused(SELECT, OURS, 1)
     assert judged(results, OWN_RATIO)[0][0] is None
+
+
+@pytest.mark.parametrize("error", [ServiceError("r: 422"), OSError("r: 422"), ValueError("r: 422")])
+def test_what_fails_ends_its_own_cases_alone(results: Results, error: Exception) -> None:
+    missing = "lifecycle, 8 blocks, 16 workers"
+    for _ in range(2):  # as in two rounds
+        with results.keep([SELECT, missing]):
+            raise error
+    assert results.failures == ["r: 422"]
+    assert results.skipped == {missing: "skipped: r: 422"}
+    assert results.warnings() == [f"{SELECT}: not all rounds: r: 422"]
+    assert results.value(SELECT, OURS, "cpu_us") == 9.0
+    with pytest.raises(KeyError), results.keep([SELECT]):
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    ("at_least", "inside"), [(False, [True, True, False]), (True, [False, True, True])]
+)
+def test_a_bound_itself_is_inside(at_least: bool, inside: list[bool]) -> None:
+    row = Row("r", lambda results, ours, reference: None, 2.0, at_least=at_least)
+    assert [row.holds(value, 2.0) for value in (1.9, 2.0, 2.1)] == inside
 
 
 def test_budget_cases_are_names_of_cases_that_are_run() -> None:

@@ -14,7 +14,9 @@ from lean_selector.core.index.shapes import Tier
 from lean_selector.wire.packed_events import packed_batch
 from loadtest.duel.engines import LAYOUTS, Engines, Layout
 from loadtest.duel.prompts import (
+    FREE_LAG,
     Prompts,
+    lifecycle_requests,
     msgpack_select_request,
     select_request,
 )
@@ -31,6 +33,14 @@ def body_of(request: bytes) -> bytes:
     head, _, body = request.partition(b"\r\n\r\n")
     assert f"content-length: {len(body)}".encode() in head
     return body
+
+
+def test_prompts_keep_the_trace_s_order_and_count_what_is_used_twice(trace: Path) -> None:
+    prompts = Prompts(trace, 16)
+    assert [prompts.at(number).isl_tokens for number in range(6)] == list(range(1_025, 1_031))
+    assert prompts.repeats(6) == 0
+    assert prompts.at(7) is prompts.at(1)
+    assert prompts.repeats(8) == 2
 
 
 def test_a_prompt_is_hashed_as_the_engines_and_the_service_do(trace: Path) -> None:

@@ -19,6 +19,7 @@ SELECTION_ROUTES = {
     "/reservations/{reservation_id}/prefill_complete",
     "/reservations/{reservation_id}/output_block",
 }
+SLOT_TRACKER_ROUTES = {"/add", "/prefill_complete", "/free", "/potential_loads"}
 
 
 def locust(
@@ -73,3 +74,35 @@ def test_routers_live_whole_requests_without_a_failure(write_trace: WriteTrace) 
         found = failures_by_route(locust(*flags, until=each_answers(service, SELECTION_ROUTES)))
         assert found == dict.fromkeys(SELECTION_ROUTES, 0)
         assert service.get("/workers") == (200, [])
+
+
+def test_the_slot_tracker_s_users_live_without_a_failure() -> None:
+    with RunningService(module="lean_selector.slot_tracker") as service:
+        flags = ["--host", f"http://127.0.0.1:{service.port}", "-u", "4", "-r", "4"]
+        run = locust("SlotTrackerUser", *flags, until=each_answers(service, SLOT_TRACKER_ROUTES))
+        found = failures_by_route(run)
+        assert found == dict.fromkeys(SLOT_TRACKER_ROUTES, 0)
+        assert service.get("/workers") == (200, [])
+
+
+def test_workers_that_the_service_has_are_left_alone_and_used_if_they_are_of_the_model() -> None:
+    """Those of other models keep their records, whatever their ids."""
+    with RunningService("--use-kv-events", "false") as service:
+        host = f"http://127.0.0.1:{service.port}"
+        for worker_id in range(1, 17):
+            worker = {"worker_id": worker_id, "model_name": "production", "block_size": 64}
+            assert service.post("/workers", {**worker, "endpoint": "http://e"})[0] == 201
+        for model, warns in (("locust", False), ("production", True)):
+            before = service.get("/workers")
+            flags = ("--host", host, "-u", "2", "--model-name", model)
+            run = locust("SelectionUser", *flags, until=each_answers(service, {"/select"}))
+            assert not any(failures_by_route(run).values())
+            warning = f"warning: model {model} already has 16 workers"
+            assert (warning in run.stdout + run.stderr) == warns
+            assert service.get("/workers") == before
+
+
+def test_a_service_that_is_not_there_is_told_in_one_line() -> None:
+    run = locust("SelectionUser", "--host", "http://127.0.0.1:9", "-u", "1", "-t", "60s")
+    assert run.returncode == 1
+    assert "locustfile: http://127.0.0.1:9: " in run.stdout

@@ -6,15 +6,21 @@ Each of its cases is run by `.ci/compiled`, with the references themselves.
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lean_selector import __version__
+from lean_selector.build_info import PURE, form
+from tests.support.running_service import wait_until
+
 LIMIT_S = 240.0
-
-
+OURSELVES = shlex.join([sys.executable, "-m", "lean_selector", "--port", "{port}"])
 WITHOUT_REPLICAS = """
 import os, sys
 if "--replica-sync-port" in sys.argv:

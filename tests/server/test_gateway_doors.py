@@ -42,3 +42,23 @@ def test_lines_from_everywhere_that_is_allowed_end_what_route_has_booked(tmp_pat
                 wait_until(lambda: live() == 0, "the line frees it")
         service.stop()
     assert not path.exists()
+
+
+def test_who_can_write_lines_needs_no_token_to_free_and_to_eject(tmp_path: Path) -> None:
+    path, tokens = tmp_path / "ends.sock", tmp_path / "tokens"
+    tokens.write_text("admin a-0123456789")
+    flags = ("--use-kv-events", "false", "--lifecycle-from", f"unixgram:{path}")
+    with RunningService(*flags, "--auth-token-file", str(tokens)) as service:
+        assert service.request("DELETE", "/reservations/a")[0] == 401
+        service.token = "a-0123456789"
+        assert service.post("/workers", WORKER)[0] == 201
+        booking = {"reservation_id": "a", "model_name": "m", "worker_id": 1, "dp_rank": 0}
+        assert service.post("/reservations", {**booking, "token_ids": [1]})[0] == 201
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+            log.connect(str(path))
+            log.send(b"lean-end reservation=a")
+            for _ in range(3):
+                log.send(b"lean-end worker=1 rank=0 status=500")
+        wait_until(lambda: "ejected" in service.get("/ready")[1], "the worker is ejected")
+        (row,) = service.get("/loads")[1]
+        assert row["loads"][0]["active_requests"] == 0

@@ -5,6 +5,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -107,3 +108,15 @@ def test_a_service_killed_on_the_way_is_one_clear_line_and_exit_1() -> None:
         _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert re.fullmatch(r"lean-selector demo: the service ended with exit code -9.*\n", errors)
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_traceback() -> None:
+    with running_demo("--seconds", "600") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        services = children(process.pid)
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        assert process.wait(DEADLINE_S) == 1
+    assert not any(is_running(pid) for pid in services)

@@ -241,6 +241,13 @@ def test_engines_that_want_a_token_get_that_of_the_file(
         assert what(found, "ok", "worker 1")
 
 
+def test_without_json_it_prints_a_table(selector: RunningService) -> None:
+    done = check(f"127.0.0.1:{selector.port}")
+    assert done.returncode == 1
+    assert "-> POST /workers for each engine" in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 errors, 0 warnings, 0 notes, 0 ok"
+
+
 def test_without_a_selector_to_ask_the_status_is_2() -> None:
     done = check(f"http://127.0.0.1:{free_port()}")
     assert (done.returncode, "Connection refused" in done.stderr) == (2, True)

@@ -2,7 +2,7 @@
 
 from itertools import islice, pairwise
 
-from lean_selector.tools.traffic import conversations, percentile
+from lean_selector.tools.traffic import conversations
 
 
 def test_a_turn_begins_with_all_of_the_turn_before() -> None:
