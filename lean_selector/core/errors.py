@@ -1,25 +1,21 @@
 """Errors that the core raises, one tree:
 
     SelectorError
-      BadRequest     400  the request makes no sense, whatever the state
+      BadRequest     400  the request is invalid in any state
       NotFound       404  it names something that does not exist
-      Conflict       409  it clashes with what exists
-      Unavailable    503  no worker can take it now
-        AllWorkersBusy    those that could are above their thresholds
-        WaitedTooLong     it was parked for longer than it may be
-        NoWorkers         the model has none that are schedulable
+      Conflict       409  it conflicts with existing state
+      Unavailable    503  no worker can serve it now
+        AllWorkersBusy    the eligible ones are above their thresholds
+        WaitedTooLong     it was queued for too long
+        NoWorkers         the model has no schedulable worker
 
-Each class carries the HTTP status that fits it, so that a server needs no second table. A method
-that raises one has changed nothing. Messages are part of the API (spec: selection.md and
-slot_tracker.md).
-"""
+Each class has its HTTP status. A method that raises one has changed nothing. Messages are part of
+the API (spec: selection.md and slot_tracker.md)."""
 
 from typing import ClassVar
 
 
 class SelectorError(Exception):
-    """Base of the tree; never raised itself."""
-
     STATUS: ClassVar[int] = 500
 
     def __init__(self, message: str) -> None:
@@ -45,14 +41,14 @@ class Unavailable(SelectorError):
 
 
 class AllWorkersBusy(Unavailable):
-    """Shed: every worker that could take the request is busy (request-rejection document)."""
+    """Shed: every eligible worker is busy (request-rejection document)."""
 
     def __init__(self) -> None:
         super().__init__("All workers are busy, please retry later")
 
 
 class WaitedTooLong(Unavailable):
-    """Shed: no rank that could take the request had room while it was queued."""
+    """Shed: no eligible rank had room while the request was queued."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"no worker became free within {limit_s:g} seconds")
@@ -62,10 +58,10 @@ class WaitedTooLong(Unavailable):
 class NoWorkers(Unavailable):
     """The model and tenant have no schedulable worker.
 
-    `is_missing`: they had one, or there are no workers at all; otherwise the name is unknown, or
-    with `other_tenants` only that of the tenant. `known_models` have schedulable workers, sorted;
-    `other_tenants`, as text: tenants of this model that have some.
-    """
+    `is_missing`: they once had one, or no worker is registered at all. Otherwise the model is
+    unknown or, with `other_tenants`, the tenant of this model is. `known_models`: models with
+    schedulable workers, sorted. `other_tenants`: a text that lists tenants of the model with
+    schedulable workers."""
 
     def __init__(
         self,
@@ -81,7 +77,7 @@ class NoWorkers(Unavailable):
 
 
 class UnknownModel(NotFound):
-    """No worker serves it, neither as a model nor as an adapter."""
+    """No worker serves this name, neither as a model nor as an adapter."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{model}` does not exist.")
@@ -89,7 +85,7 @@ class UnknownModel(NotFound):
 
 
 class DuplicateRequest(Conflict):
-    """The id is live already, on `worker_id`/`dp_rank`."""
+    """The id is already live, on `worker_id`/`dp_rank`."""
 
     def __init__(self, request_id: str, worker_id: int, dp_rank: int) -> None:
         where = rank_text(worker_id, dp_rank)

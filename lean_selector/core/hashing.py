@@ -89,7 +89,7 @@ def _tokens(count: int) -> struct.Struct:
 
 @functools.lru_cache(maxsize=256)
 def u64s(count: int) -> struct.Struct:
-    """Pack this many hashes, little-endian; faster than struct.pack with a new format."""
+    """A packer of this many hashes, little-endian; faster than struct.pack with a new format."""
     return struct.Struct(f"<{count}Q")
 
 
@@ -151,8 +151,7 @@ def _unpack(hashes: bytes) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether the core runs compiled: some code is fast in one form of the package and slow in the
-# other.
+# Whether the core runs compiled. Some code is fast compiled and slow interpreted, or the reverse.
 
 
 def _probe() -> None:

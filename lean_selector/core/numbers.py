@@ -5,19 +5,19 @@ from typing import SupportsFloat, SupportsIndex, TypeVar
 
 U64_MAX = 2**64 - 1  # ids, hashes and token counts are unsigned 64 bits
 MAX_ISL_TOKENS = 2**53 - 1  # the largest integers that a float holds exactly
-MAX_RANKS = 4096  # of a worker; every rank has a row of its own
-RANK_LIMIT = 2**32 - 1  # ranks are u32, and the first plus their number must be one too
+MAX_RANKS = 4096  # of a worker; every rank costs a row
+RANK_LIMIT = 2**32 - 1  # ranks are u32, and so must be the end of a worker's range
 
 
 # --------------------------------------------------------------------------------------------------
-# Arguments from Python callers: of the expected type, or an error that names them. Anything that
-# counts as an int or a float is accepted, such as NumPy's; a bool is not.
+# Arguments from Python callers have the expected type, or the error names them. Values that can be
+# used as an int or a float are accepted, such as NumPy's; a bool is not.
 
 T = TypeVar("T")
 
 
 def not_a(name: str, expected: str, given: object) -> TypeError:
-    """The error to raise; `expected` includes its article."""
+    """The error to raise; `expected` includes an article."""
     return TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
 
 
@@ -27,17 +27,17 @@ def whole(name: str, given: object) -> int:
         raise not_a(name, "an int", given)
     try:
         return given.__index__()
-    except TypeError:  # such as an array of several
+    except TypeError:  # such as an array of several elements
         raise not_a(name, "an int", given) from None
 
 
 def number(name: str, given: object) -> float:
-    """Raises TypeError, or ValueError for a number that no float can represent."""
+    """Raises TypeError, or ValueError if it is too large for a float."""
     if isinstance(given, bool) or not isinstance(given, SupportsFloat):
         raise not_a(name, "a number", given)
     try:
         return float(given)
-    except TypeError:  # such as an array of several
+    except TypeError:  # such as an array of several elements
         raise not_a(name, "a number", given) from None
     except (OverflowError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None

@@ -1,31 +1,30 @@
 """Bit numbers for the ranks of a partition, so that a set of ranks is one int.
 
-The index, the slots and the order of loads number ranks alike, so sets are comparable: intersecting
-what is cached with what is active and least loaded is an `&`, whatever the size of the fleet. A
-number is reused once no user has the rank any more.
-"""
+The index, the slots and the order of loads use the same numbers, so their sets can be combined: the
+ranks that are cached, active and least loaded are an `&`, whatever the size of the fleet. A number
+is reused when its last user has released the rank."""
 
 import heapq
 
 RankKey = tuple[int, int]  # (worker_id, dp_rank), as u64 and u32
 
-_FEW_BITS = 24  # another half costs as much as five bits
+_FEW_BITS = 24  # halving once more would cost as much as five bits
 
 
 class RankBits:
-    """The bit of each rank. Every `acquire` needs its `release`."""
+    """The bit of each rank. Every `acquire` needs a `release`."""
 
     __slots__ = ("_bits", "_free", "_users", "keys")
 
     def __init__(self) -> None:
-        self.keys: list[RankKey | None] = []  # by bit; None where it is free
+        self.keys: list[RankKey | None] = []  # by bit; None: free
         self._bits: dict[RankKey, int] = {}
         self._users: dict[RankKey, int] = {}  # >= 1 for every key in _bits
-        # A heap of free bits, and of bits beyond `keys`, which come last.
+        # A heap of free bits, then of bits beyond `keys`.
         self._free: list[int] = []
 
     def acquire(self, key: RankKey) -> int:
-        """The bit of a rank, the lowest free one if it has none."""
+        """The bit of a rank; a new rank gets the lowest free one."""
         bit = self._bits.get(key)
         if bit is not None:
             self._users[key] += 1
@@ -43,7 +42,6 @@ class RankBits:
         return bit
 
     def release(self, key: RankKey) -> None:
-        """One user of a rank has released it."""
         self._users[key] -= 1
         if self._users[key]:
             return
@@ -66,7 +64,7 @@ def bits_of(mask: int) -> list[int]:
 
 
 def nth_bit(mask: int, n: int) -> int:
-    """The n-th set bit, counted from 0 and the lowest; by halves, the last few one by one."""
+    """The n-th set bit, counted from 0 at the lowest; found by halving, the last few one by one."""
     assert 0 <= n < mask.bit_count()
     if not mask & (mask + 1):
         return n  # no bit is missing below the highest

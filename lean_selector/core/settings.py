@@ -5,11 +5,11 @@ import msgspec
 
 
 class EjectionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Envoy's outlier detection: consecutive failures, an ejection time that grows with each
-    ejection, and a maximum share of ejected ranks."""
+    """Settings of outlier detection, as in Envoy: consecutive failures, an ejection time that grows
+    with each ejection, and a maximum share of ejected ranks."""
 
-    failures: int = 3  # reported in a row; 0: reports eject no rank
-    failed_polls: int = 3  # in a row
+    failures: int = 3  # consecutive reported failures; 0: reports eject no rank
+    failed_polls: int = 3  # consecutive
     base_s: float = 30.0  # base ejection time; multiplied by consecutive ejections
     longest_s: float = 300.0
     # of a partition's ranks; the ranks of one worker may always be ejected
@@ -20,31 +20,29 @@ DEFAULT_BONUS_BLOCKS = 64.0
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A bound session gets its rank (hard), or its rank gets cheaper (soft)."""
+    """A session's rank is chosen again (hard), or costs less (soft)."""
 
-    ttl_s: float  # how long a binding outlives its session's last reservation
+    ttl_s: float  # how long a binding lasts after the session's last reservation
     is_soft: bool = False
-    bonus_blocks: float = DEFAULT_BONUS_BLOCKS  # subtracted from the cost of its rank; soft only
+    bonus_blocks: float = DEFAULT_BONUS_BLOCKS  # subtracted from the rank's cost; soft only
 
 
 # --------------------------------------------------------------------------------------------------
 # Differences between the dialects in the core's rules and texts.
 #
-# Bodies and answers of a dialect are in `wire`, its routes in `service`. Chosen once, at start
+# A dialect's bodies and answers are in `wire`, its routes in `service`. Chosen once, at start
 # (`--api`). Spec: selection.md and selection_16.md.
 
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
-    """One dialect of the selection service."""
-
     name: str
-    group_word: str  # the name of the tenant in texts
-    claims_ids: bool  # an id is taken once its request arrives; its 409 names no rank
-    credits_untracked: bool  # with untracked prefill, a credit is subtracted from the blocks
+    group_word: str  # the word for the tenant in texts
+    claims_ids: bool  # an id is claimed when its request arrives; the 409 names no rank
+    credits_untracked: bool  # if prefill is not tracked, a credit is subtracted from the blocks
     replays_one_rank_only: bool  # a `replay_endpoint` is refused for workers of several ranks
 
     def scope(self, model_name: str, tenant_id: str) -> str:
-        """A partition as texts name it."""
+        """The name of a partition in texts."""
         return f"model={model_name} {self.group_word}={tenant_id}"
 
 

@@ -3,9 +3,8 @@
 A tracker is created with the first worker of its scope and removed, with all its state, with the
 last one. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17. Knows nothing
 of HTTP or sockets; time is an argument, in monotonic seconds. Requests are booked through each
-tracker's ledger, which publishes to peers; peers' events are applied by a ReplicaApplier whose
-look-up is `Trackers.lookup`.
-"""
+tracker's ledger, which publishes to peers; a ReplicaApplier applies peers' events, and finds
+trackers by `Trackers.lookup`."""
 
 from collections.abc import Iterator
 
@@ -69,8 +68,8 @@ class Trackers:
 
     def register(self, row: WorkerRow) -> None:
         """Add a worker; the first of a scope creates its tracker and fixes the block size. Raises
-        BadRequest for an impossible range, Conflict for another block size, and then for an id that
-        exists already, even with the same range."""
+        BadRequest for an impossible range; Conflict for another block size, or for an existing id,
+        even with the same range."""
         _check_range(row)
         scope = row.model_name, row.tenant_id
         tracker = self._trackers.get(scope)
@@ -90,8 +89,8 @@ class Trackers:
             tracker.slots.add_rank(row.worker_id, dp_rank)
 
     def unregister(self, model_name: str, tenant_id: str, worker_id: int) -> None:
-        """Remove a worker and its requests; the last worker removes the tracker. Peers are told of
-        requests that were admitted here. Raises NotFound."""
+        """Remove a worker and its requests; the tracker is removed with its last worker. Requests
+        that were admitted here are published as ended. Raises NotFound."""
         tracker = self.lookup(model_name, tenant_id)
         if tracker is None or worker_id not in tracker.workers:
             raise NotFound(
@@ -126,11 +125,10 @@ class Trackers:
         new_isl_tokens: int,
         now: float,
     ) -> None:
-        """Put a request on a rank; `sequence_hashes` are 8 bytes LE per block.
+        """Book a request on a rank; `sequence_hashes` are 8 bytes LE per block.
 
         Raises BadRequest for too many tokens; NotFound without a tracker, then without the rank;
-        DuplicateRequest for an id that is active in this tracker.
-        """
+        DuplicateRequest for an id that is live in this tracker."""
         _check_tokens(new_isl_tokens)
         tracker = self._tracker(model_name, tenant_id)
         booking = Booking(
@@ -151,12 +149,12 @@ class Trackers:
             raise NotFound(f"Request {request_id} not found")
 
     def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
-        """Release a request. An unknown id is no error, as documented; no tracker is NotFound."""
+        """Free a request. An unknown id is no error, as documented; NotFound without a tracker."""
         self._tracker(model_name, tenant_id).ledger.free(request_id, now)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
-        """Drop idle requests, at most `max_steps` in all. Peers are told of those admitted here. If
-        it returns as many as max_steps, call again: there may be more."""
+        """Expire idle requests, at most `max_steps` in all; those admitted here are published as
+        ended. If it returns as many as max_steps, call again: there may be more."""
         ledgers = [tracker.ledger for tracker in self._trackers.values()]
         gone: list[Reservation] = []
         for _, expired in self.ledgers.expire(ledgers, now, max_steps):

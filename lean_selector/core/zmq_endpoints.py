@@ -1,9 +1,9 @@
-"""ZMQ endpoints: validation and its error texts; and when two endpoints, HTTP ones included, are
-the same place.
+"""ZMQ endpoints: validation with its error texts, and a comparison of endpoints, including HTTP
+ones.
 
 The texts are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). Nothing
-is resolved or dialled here: `tcp://*:5` and unknown hosts pass, and libzmq may still refuse them.
-"""
+is resolved or connected here: `tcp://*:5` and unknown hosts pass, and libzmq may still refuse
+them."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,9 +24,8 @@ def check_endpoint(endpoint: str) -> None:
 def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
     """The replay endpoint of the rank_offset-th rank: tcp port + offset (vLLM, TRT-LLM).
 
-    Endpoints without a port of their own (ipc, inproc) come back unchanged, as does offset 0.
-    Raises ValueError when the endpoint is invalid or the port would leave u16.
-    """
+    Endpoints without a port (ipc, inproc) are returned unchanged, as with offset 0. Raises
+    ValueError if the endpoint is invalid or the port would exceed u16."""
     check_endpoint(endpoint)
     if rank_offset == 0 or not endpoint.startswith("tcp://"):
         return endpoint
@@ -41,8 +40,8 @@ def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
 
 
 def rank_endpoints(endpoint: str, ranks: int) -> Iterator[str]:
-    """The endpoints of this many ranks, starting with `endpoint`; fewer if there are no more ports,
-    or it has none. Raises ValueError for an invalid one."""
+    """The endpoints of this many ranks, starting with `endpoint`. There are fewer if the ports run
+    out, and one if it has no port. Raises ValueError for an invalid endpoint."""
     check_endpoint(endpoint)
     yield endpoint
     for offset in range(1, min(ranks, MAX_RANKS)):
@@ -56,8 +55,8 @@ def rank_endpoints(endpoint: str, ranks: int) -> Iterator[str]:
 
 
 def zmq_key(endpoint: str) -> str:
-    """One key for every spelling of an endpoint that `check_endpoint` accepts: of tcp the host in
-    lower case, and the port without zeros before it."""
+    """One key for every spelling of an endpoint that `check_endpoint` accepts: for tcp the host in
+    lower case, and the port without leading zeros."""
     if not endpoint.startswith("tcp://"):
         return endpoint
     host, _, port = endpoint.rpartition(":")
@@ -65,10 +64,10 @@ def zmq_key(endpoint: str) -> str:
 
 
 class HttpPlace(NamedTuple):
-    """Where an HTTP endpoint is reached, the same for every spelling of it."""
+    """Address and path of an HTTP endpoint, equal for every spelling of it."""
 
     address: str  # host:port, as in a tcp endpoint
-    path: str  # "" where there is none; without the /v1 that may stand at its end
+    path: str  # "" if there is none; without a trailing /v1
 
 
 def http_place(endpoint: str) -> HttpPlace | None:
@@ -109,7 +108,7 @@ def _fault(endpoint: str) -> str | None:
 
 
 def _port_fault(port: str) -> str | None:
-    """The first thing wrong, read left to right: an overflow can come before a bad digit."""
+    """The first fault, reading from the left: an overflow may precede an invalid digit."""
     if not port:
         return "invalid TCP port: cannot parse integer from empty string"
     digits = port[1:] if len(port) > 1 and port[0] == "+" else port

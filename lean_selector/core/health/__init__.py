@@ -1,1 +1,1 @@
-"""Which ranks fail, and are given no work for a while."""
+"""Health of ranks: failing ranks are temporarily ejected."""

@@ -24,8 +24,8 @@ class RankHealth:
     """Health of one rank. Only Ejections changes it. Times are monotonic seconds."""
 
     def __init__(self) -> None:
-        self.failures = 0  # reported in a row
-        self.failed_polls = 0  # in a row
+        self.failures = 0  # consecutive, from reports
+        self.failed_polls = 0  # consecutive
         self.was_refused = False  # the last failure was a refused connection
         self.is_out = False  # ejected: by reports until `returns_at`, by polls while `is_down`
         self.is_down = False
@@ -36,7 +36,7 @@ class RankHealth:
         # ejections by reports; less one for each `base_s` in service after `healed_at`
         self.ejections = 0
         self.healed_at = 0.0
-        self.reason = ""  # why it is, or was last, ejected
+        self.reason = ""  # reason of the current or the last ejection
 
     @property
     def state(self) -> str:
@@ -48,7 +48,7 @@ class RankHealth:
 OK: Final = "ok"
 FAILED: Final = "failed"
 REFUSED: Final = "refused"
-POLL: Final = "poll"  # besides FAILED and REFUSED: the cause of an ejection
+POLL: Final = "poll"  # cause of an ejection, besides FAILED and REFUSED
 _WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
 
 
@@ -57,19 +57,21 @@ class Ejections:
 
     def __init__(self, settings: EjectionSettings) -> None:
         self._settings = settings
-        self._looks_at = math.inf  # when the first of them returns, or recovers by time
+        self._looks_at = (
+            math.inf
+        )  # time of the next return, or of the next recovery without a success
         self.ranks: dict[RankKey, RankHealth] = {}  # ranks with any failure state
         self.out: set[RankKey] = set()
-        # When those came back that are in service again; a reader drops what is too long ago.
+        # When each rank returned that is back in service; readers drop old entries.
         self.returned: dict[RankKey, float] = {}
-        self.ejected = {REFUSED: 0, FAILED: 0, POLL: 0}  # ranks, ever
-        self.spared = 0  # ranks that would have been ejected, if not too many were already
+        self.ejected = {REFUSED: 0, FAILED: 0, POLL: 0}  # total ejections of ranks, by cause
+        self.spared = 0  # total ranks not ejected because too many were already
 
     # -- what is heard -------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
-        """Record the outcome of a request to one of these ranks, or to their whole worker. `total`:
-        the number of ranks."""
+        """Record the outcome of a request to these ranks; if it concerns the whole worker, these
+        are all of its ranks. `total`: ranks of the partition."""
         if not self.ranks and outcome == OK:
             return False
         changed = self.settle(now)
@@ -138,7 +140,7 @@ class Ejections:
         return True
 
     def settle(self, now: float) -> bool:
-        """Restore the ranks whose ejection is over. Call it about every second."""
+        """End ejections whose time is over. Call it about every second."""
         if now < self._looks_at:
             return False
         self._looks_at = math.inf
@@ -226,13 +228,13 @@ class Ejections:
             del self.ranks[key]
 
 
-# Of a worker that sheds load or is starting: neither a failure nor a success.
+# Answers of a worker that sheds load or is starting: neither a failure nor a success.
 NOT_FREE: Final = frozenset({429, 503, 529})
 
 
 def outcome_of_status(status: int) -> str | None:
-    """Outcome of a complete answer by its HTTP status, from 200 on; None: it does not count. A
-    worker that rejects an invalid request is healthy."""
+    """The outcome for a complete answer with this HTTP status, 200 or above; None: it does not
+    count. A worker that rejects an invalid request is healthy."""
     if status in NOT_FREE:
         return None
     return FAILED if status >= 500 else OK

@@ -1,1 +1,1 @@
-"""What is cached where: KV events in, prefix matches out."""
+"""The index: KV events in, prefix matches out."""

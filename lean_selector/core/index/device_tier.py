@@ -25,7 +25,7 @@ from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 # A retired rank is hidden at once, and keeps its bit until its runs have been swept. Spec:
 # indexer.md section 3.1.
 
-_MAX_CACHED_MASKS = 1024  # cached sets of ranks that were matched together
+_MAX_CACHED_MASKS = 1024  # cached results of `keys_of`
 
 
 class DeviceRank:
@@ -51,15 +51,15 @@ class DeviceRanks:
         self._by_bit: list[DeviceRank | None] = []
         self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
         self.in_use = 0  # the bits of all ranks here
-        # Retired records that are being swept, by bit. Until that is done, a run may have the
-        # rank's bit from before. A rank that was admitted again meanwhile is in `reborn`: it holds
-        # blocks only in the strands of its rows, so its bit in another strand is an old one, to be
-        # removed before it is used.
+        # Retired records that are being swept, by bit. Until the sweep ends, a run may still have
+        # the old bit of such a rank. If the rank was admitted again meanwhile, it is in `reborn`:
+        # it holds blocks only in strands of its rows, so its bit in any other strand is an old one,
+        # and is removed before it is used.
         self._swept: dict[int, int] = {}
         self.reborn = 0
 
     def admit(self, key: RankKey) -> DeviceRank:
-        """A record for a rank that holds nothing yet."""
+        """A record for a rank that holds no blocks yet."""
         bit = self._bits.acquire(key)
         rank = DeviceRank(key, bit, self._new_names())
         self.in_use |= 1 << bit
@@ -70,20 +70,21 @@ class DeviceRanks:
         return rank
 
     def release(self, rank: DeviceRank) -> None:
-        """Give back the record of a rank that holds nothing."""
+        """Free the record of a rank that holds no blocks."""
         assert not rank.blocks
         self._hide(rank)
         self._bits.release(rank.key)
 
     def retire(self, rank: DeviceRank) -> EngineHashes:
-        """Hide a rank. Returns the names of its blocks, to be swept; then call `swept`."""
+        """Hide a rank. Returns the engine hashes of its blocks, to be swept; call `swept` when that
+        is done."""
         self._hide(rank)
         names, rank.names, rank.blocks = rank.names, self._new_names(), 0
         self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
         return names
 
     def swept(self, rank: DeviceRank) -> None:
-        """The trie has nothing left of a retired record."""
+        """No run has the bit of this retired record any more."""
         bit = rank.bit
         self._swept[bit] -= 1
         if not self._swept[bit]:
@@ -125,15 +126,16 @@ class DeviceRanks:
 # --------------------------------------------------------------------------------------------------
 # Hash aliases: ranks whose engine hashes of a strand differ from those of other holders.
 #
-# Engines that hash alike do not differ: then one rank's hash of a block is that of all, and a match
-# looks up the hash of one rank for many. Spec: indexer.md section 3.2.
+# Engines with the same hash function give a block the same hash, so a match looks it up at one rank
+# for all of them. Spec: indexer.md section 3.2.
 
-_MAX_COMPARED = 8  # ranks that are checked to find one to compare hashes with
-_MAX_PARTS = 64  # the same for holders of a part of a run
+_MAX_COMPARED = 8  # at most this many ranks are tried as the one to compare hashes with
+_MAX_PARTS = 64  # at most this many holders of a part of a run are tried
 
 
 class HashAliases:
-    """The odd ranks of each strand. All others have the same engine hash for the same block."""
+    """The ranks with aliases, by strand. All other ranks have the same engine hash for the same
+    block."""
 
     __slots__ = ("_odd", "_ranks")
 
@@ -145,11 +147,11 @@ class HashAliases:
         return len(self._odd)
 
     def of(self, strand: int) -> int:
-        """The set of ranks with aliases."""
+        """The ranks with aliases in a strand, as a set."""
         return self._odd.get(strand, 0)
 
     def forget(self, strand: int, bit: int) -> None:
-        """The rank holds nothing of the strand any more."""
+        """The rank no longer holds blocks of the strand."""
         if self._odd and (odd := self._odd.get(strand)):
             odd &= ~(1 << bit)
             if odd:
@@ -158,8 +160,8 @@ class HashAliases:
                 del self._odd[strand]
 
     def names_at(self, ranks: int, place: int) -> list[tuple[bytes, int]]:
-        """The hashes that these ranks have for the block at a place, which all of them hold, each
-        with its set of ranks."""
+        """The hashes of the block at a place, each with the set of ranks that use it. All of
+        `ranks` hold the block."""
         odd = ranks & self.of(place >> POSITION_BITS)
         alike, found = ranks ^ odd, dict[bytes, int]()
         if alike:
@@ -170,13 +172,13 @@ class HashAliases:
         return list(found.items())
 
     def add(self, strand: int, bit: int) -> None:
-        """The rank has its own hash for a block of the strand."""
+        """Note that the rank has its own hash for a block of the strand."""
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
         """Compare the hashes of a span of a run, newly held by the rank, with those of other ranks.
-        A rank that holds all of them represents all without aliases. If no comparison is found
-        soon, the rank counts as having aliases."""
+        A rank that holds all of them represents all without aliases. If no rank to compare with is
+        found within the bounds above, the rank counts as having aliases."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)
@@ -193,7 +195,7 @@ class HashAliases:
                 if not _name_alike(rank, other, place, span.bit_count()):
                     break
                 return
-            others ^= 1 << (others.bit_length() - 1)  # from before it was retired
+            others ^= 1 << (others.bit_length() - 1)  # an old bit of a retired rank
         self._odd[strand] = odd | mine
 
     def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
@@ -223,17 +225,17 @@ class HashAliases:
 
 
 def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> bool:
-    """Whether two ranks have the same hashes for this many blocks from `place` on."""
+    """Whether two ranks have the same hashes for this many blocks, starting at `place`."""
     strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
     end = start + (blocks << 3)
     return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]
 
 
-# A run is extended only if few others hold it: each of them becomes a partial holder, which costs
-# every match of that run a step. With more, the new blocks form a run of their own, which costs one
-# step.
+# A run is extended only if few other ranks hold it: each of them becomes a partial holder, which
+# costs every match of that run a step. If more ranks hold it, the new blocks form a run of their
+# own, at the cost of one step.
 _MAX_OTHERS_TO_GROW = 2
-_TRIM_BLOCKS = 32  # dead blocks at the end of a run before they are cut off
+_TRIM_BLOCKS = 32  # unheld blocks at the end of a run before they are cut off
 
 
 class DeviceTier:
@@ -296,15 +298,15 @@ class DeviceTier:
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
         """What ranks hold of the start of a prompt, and the runs along it.
 
-        As (leading blocks, set of ranks), the sets apart and not empty, for ranks with a hit.
-        """
+        The matches are (leading blocks, set of ranks), for ranks with a hit; the sets are disjoint
+        and not empty."""
         if self.ranks.reborn:
             self._settle_along(local_hashes)
         return self.trie.match_sets(self.ranks.in_use, local_hashes)
 
     def last_names(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
-        """The hashes that these ranks have for the last of the `blocks` that all of them hold along
-        `path`, each with its set of ranks."""
+        """The hashes that these ranks have for block number `blocks` along `path`, each with its
+        set of ranks. All of `ranks` hold every block up to there."""
         last = blocks - 1
         for run in path:  # pragma: no branch: no rank matches more than the path has
             length = len(run.label) >> 3
@@ -316,9 +318,9 @@ class DeviceTier:
     def store(
         self, rank: DeviceRank, parent: int, names: bytes, local: bytes, counted: bool = False
     ) -> None:
-        """Let a rank hold a chain below the block at place `parent` (NOWHERE: a prompt's start).
-        There are as many engine hashes as local hashes, 8 bytes each. `counted`: a block that it
-        holds already gets one more copy."""
+        """Store a chain of blocks on a rank, below the block at place `parent` (NOWHERE: the chain
+        starts a prompt). There are as many engine hashes as local hashes, 8 bytes each. `counted`:
+        a block that the rank already holds gets one more copy."""
         run, position = self.trie.root, 0
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
@@ -330,12 +332,12 @@ class DeviceTier:
                 and run.children is None
                 and run.after is None
                 and run.start + position + (len(names) >> 3) <= STRAND_BLOCKS
-            ):  # The end of a prompt that no other rank holds: what a decoding engine extends.
+            ):  # The end of a prompt that only this rank holds: the case of a decoding engine.
                 run.label += local
                 rank.names.add(parent + 1, names)
                 rank.blocks += len(names) >> 3
                 return
-        # Walk down the trie; hold the blocks that are there, add the others.
+        # Walk down the trie: mark existing blocks as held, add the others.
         done = 0
         while done < len(local):
             label = run.label
@@ -352,7 +354,7 @@ class DeviceTier:
             child = run.children.get(local[done : done + 8]) if run.children else None
             is_reborn = self.ranks.reborn >> rank.bit & 1
             if child and is_reborn and child.strand not in rank.names.rows:
-                self._settle(rank.bit, child.strand)  # that bit may have been all that kept it
+                self._settle(rank.bit, child.strand)  # an old bit may have been its only holder
                 child = run.children.get(local[done : done + 8]) if run.children else None
             if child is not None:
                 run, position = child, 0
@@ -411,7 +413,7 @@ class DeviceTier:
             run.set_held(rank.bit, held | span)
 
     def announce(self, rank: DeviceRank, place: int, name: int, counted: bool) -> None:
-        """A block that the rank holds was stored again, under the same hash or another."""
+        """Note that a held block was stored again, under the same hash or another."""
         names = rank.names
         is_first = int.from_bytes(names.name_at(place), "little") == name
         if not is_first and names.aliases.get(name, NOWHERE) != place:
@@ -420,8 +422,8 @@ class DeviceTier:
             names.add_copy(name)
 
     def edge_to(self, rank: DeviceRank, place: int) -> bytes:
-        """The rank's hash of the block before the one at a place (empty for a prompt's first
-        block), then the local hash."""
+        """The rank's hash of the block before the one at a place (empty for the first block of a
+        prompt), followed by the block's local hash."""
         run, position = self.trie.resolve(place)
         local = bytes(run.label[position << 3 : (position + 1) << 3])
         if not position:
@@ -436,8 +438,8 @@ class DeviceTier:
         return bytes(row[start : start + 8]) + local
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Drop the blocks with these hashes, 8 bytes each, unless they have another hash or copy.
-        Returns the number of dropped blocks."""
+        """Remove these engine hashes, 8 bytes each, and drop the blocks that have no other hash or
+        copy. Returns the number of dropped blocks."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)
@@ -446,7 +448,7 @@ class DeviceTier:
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the blocks at these positions (a bit mask), whose hashes are removed already."""
+        """Drop the blocks at these positions (a bit mask); their hashes are removed already."""
         first = self.trie.strands[strand]
         if first.after is None:
             self._drop_blocks(rank, first, positions >> first.start)
@@ -485,7 +487,8 @@ class DeviceTier:
         return ends[-1] if ends else 0
 
     def _trim(self, run: Run) -> None:
-        """Cut the end off a run when half of it is held by nobody and nothing follows."""
+        """Cut off the unheld end of a run if it is at least half of the run and no run follows
+        it."""
         blocks = len(run.label) >> 3
         if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return
@@ -493,13 +496,13 @@ class DeviceTier:
             self._cut(run)
 
     def _cut(self, run: Run) -> None:
-        """Cut off the end of a run; no rank holds it and no run hangs on it."""
+        """Cut off the end of a run that no rank holds and no run follows."""
         assert run.partial is not None
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
         for bit, held in list(run.partial.items()):
             rank = self.ranks.rank_in(run.strand, bit)
-            if rank is not None:  # else it is an old bit
+            if rank is not None:  # otherwise an old bit
                 rank.names.cut_row(run.strand, run.start + top)
             run.set_held(bit, held)
 
@@ -527,7 +530,7 @@ class DeviceTier:
                 self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
-        """Drop this many blocks of a rank: the runs stored first, from their ends."""
+        """Drop this many blocks of a rank, oldest run first, each from its end."""
         while blocks:
             strand = next(iter(rank.names.rows))
             last = self._held_end(rank, strand) - 1

@@ -1,16 +1,15 @@
 """Engine hashes of one rank's blocks: engine hash -> place, and back. A place is a u32, `strand <<
 10 | position` (see runs.py).
 
-Holds, per rank, the hashes in place order (one row of bytes per strand, 0 where nothing is held),
-and the rare cases: further hashes and copies of a block, and one hash for several blocks. "Name"
-below is an engine hash. Two subclasses find the place of a name: `HashesInDicts`, fast in plain
-Python, and `HashesPacked`, which takes a fifth of the memory and is fast when compiled. Knows
-nothing of tokens, tiers or other ranks. Spec: indexer.md sections 3.2 and 7.4.
+"Name" below is an engine hash. Stores the names in place order (one row of bytes per strand, 0 for
+a block that is not held), and the rare cases: further names and copies of a block, and one name for
+several blocks. Two subclasses find the place of a name: `HashesInDicts`, fast in plain Python, and
+`HashesPacked`, which takes a fifth of the memory and is fast when compiled. Knows nothing of
+tokens, tiers or other ranks. Spec: indexer.md sections 3.2 and 7.4.
 
-A hash of two blocks names the newer one, and the older one again after that is removed; such hashes
-have lists of places. A block with several hashes, or several copies under one hash, exists until
-all of them are removed.
-"""
+If two blocks have the same name, it stands for the newer one until that is removed, then for the
+older one; such names have lists of places. A block with several names, or several copies under one
+name, exists until all of them are removed."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -26,22 +25,26 @@ NO_NAME: Final = bytes(8)
 
 
 class EngineHashes:
-    """Names and places of one rank's blocks. A name other than 0 is in the row of its place, and
-    nowhere else. Lists of names are bytes, 8 each, little-endian; one name is an int."""
+    """Names and places of one rank's blocks. A block's first name, unless it is 0, is stored only
+    in the row of its place. Lists of names are bytes, 8 each, little-endian; one name is an int."""
 
     __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "rows")
 
     def __init__(self) -> None:
-        # strand -> 8 bytes per position, oldest strand first. Finding the oldest in a plain dict
-        # would step over all that were removed before it.
+        # strand -> 8 bytes per position, oldest strand first. An OrderedDict, because finding the
+        # oldest of a plain dict steps over the holes of removed ones.
         self.rows: OrderedDict[int, bytearray] = OrderedDict()
-        self.listed: dict[int, list[int]] = {}  # names of several blocks, and 0; newest place last
+        self.listed: dict[
+            int, list[int]
+        ] = {}  # names of several blocks, and name 0; newest place last
         # Further names of blocks, oldest first, and the names by place.
         self.aliases: OrderedDict[int, int] = OrderedDict()
         self.alias_at: dict[int, list[int]] = {}
         self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
-        self.extra = 0  # all of these and the further names
-        self.renamed: list[int] = []  # strands with a block whose first name has changed
+        self.extra = 0  # number of further names and copies
+        self.renamed: list[
+            int
+        ] = []  # strands with a block that lost its first name and took a further one
 
     def find(self, name: int) -> int:
         """The place that `name` stands for, or NOWHERE."""
@@ -106,7 +109,7 @@ class EngineHashes:
         self.extra += 1
 
     def take_copy(self, name: int) -> bool:
-        """Whether another copy is left after the engine removed one of this name."""
+        """Remove one copy of this name, as the engine did; False if it was the last."""
         copies = self.copies.get(name)
         if copies is None:
             return False
@@ -121,7 +124,8 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Drop at least this many copies and further names, if there are any, the oldest first."""
+        """Drop at least this many copies and further names, oldest first, or all if there are
+        fewer."""
         least = self.extra - count
         while self.extra > least and self.copies:
             self.extra -= self.copies.popitem(last=False)[1]
@@ -129,7 +133,7 @@ class EngineHashes:
             self.forget_alias(next(iter(self.aliases)))
 
     def has_unnamed(self) -> bool:
-        """Whether a block has the name 0, which a row cannot distinguish from none."""
+        """Whether a block has the name 0, which a row cannot distinguish from "not held"."""
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
@@ -152,7 +156,7 @@ class EngineHashes:
         """Free the memory of the positions from `positions` on; none of them is held."""
         if positions:
             del self.rows[strand][positions << 3 :]
-        else:  # gone already where one event took all of a strand's blocks, run by run
+        else:  # one event removed all blocks of the strand: the row is gone already
             self.rows.pop(strand, None)
 
     def write_row(self, place: int, packed: bytes) -> None:
@@ -168,7 +172,7 @@ class EngineHashes:
             row[start : start + len(packed)] = packed
 
     def is_told_apart(self, names: Sequence[int]) -> bool:
-        """Whether `take` must look at each of these names."""
+        """Whether `take` must look at each of these names separately."""
         if self.aliases or self.listed:
             return True
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
@@ -206,22 +210,22 @@ class EngineHashes:
 
 
 # --------------------------------------------------------------------------------------------------
-# Engine hashes in dicts, which lead from a hash to the segment of a row that has it: for the
-# interpreted form.
+# Engine hashes in dicts that map a hash to the segment of the row where it is: for the interpreted
+# form.
 
 # A dict of 40 000 entries takes 1 ms to grow, one of 100 000 takes 3, one of 1 000 000 takes 50
-# (measured). So a rank's first dict takes so many blocks; then there are others, a power of 2,
-# chosen by the hash, which costs 0.1 us more per block.
+# (measured). So a rank's first dict holds at most this many blocks. Further blocks go to other
+# dicts, a power of 2 in number, chosen by the hash, which costs 0.1 us more per block.
 _FRONT_BLOCKS = 40_000
 _SHARDS = 32
-# Dicts map to a segment of a row, not a place: the segment's int is shared by its blocks, and
+# Dicts map to a segment of a row, not to a place: all blocks of a segment share one int, and
 # finding a hash among 64 others takes 0.1 us.
 _SEGMENT_BITS = 6
 _STRAND_SHIFT = POSITION_BITS - _SEGMENT_BITS
 _SEGMENT_MASK = (1 << _STRAND_SHIFT) - 1
 _SEGMENT_BYTES = 8 << _SEGMENT_BITS
 _RECENT_SEGMENTS = 256  # cached ints, shared by events that fill a segment block by block
-_LISTED = -1  # in a dict: the places are in `listed`
+_LISTED = -1  # value in a dict for a name whose places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
@@ -231,7 +235,7 @@ class HashesInDicts(EngineHashes):
 
     def __init__(self) -> None:
         super().__init__()
-        # a row cannot distinguish a block with name 0 from none
+        # a row cannot distinguish a block with name 0 from "not held"
         self._front: dict[int, int] = {0: _LISTED}
         self._shards: list[dict[int, int]] = []  # none until the front is full
         self._recent: dict[int, int] = {}  # segment -> the int in use for it
@@ -251,7 +255,7 @@ class HashesInDicts(EngineHashes):
         eight = name.to_bytes(8, "little")
         strand = segment >> _STRAND_SHIFT
         row = self.rows[strand]
-        if row.endswith(eight):  # as the parent of what is stored next does
+        if row.endswith(eight):  # the parent of the next stored block is usually the last one
             return strand << POSITION_BITS | (len(row) >> 3) - 1
         return self._locate(eight, segment)
 
@@ -277,7 +281,7 @@ class HashesInDicts(EngineHashes):
             return self.take_each(packed)
         gone: dict[int, int] = {}
         front, shards, mask = self._front, self._shards, _SHARDS - 1
-        if len(names) == 1:  # an engine that makes room for the block it decodes
+        if len(names) == 1:  # usual for an engine that makes room for the block it decodes
             holder = self._dict_of(names[0])
             if holder is not None and names[0]:
                 place = self._locate(packed, holder.pop(names[0]))
@@ -292,10 +296,10 @@ class HashesInDicts(EngineHashes):
                 shards[name & mask].pop(name, None) if segment is None else segment
                 for name, segment in pairs
             ]
-        if 0 not in front:  # 0 was among the names, and no block has it
+        if 0 not in front:  # 0 was among the names, but no block has it
             front[0] = _LISTED
             segments = [None if segment == _LISTED else segment for segment in segments]
-        if not all(segments):  # segment 0 only looks unknown
+        if not all(segments):  # segment 0 is false too, but known
             pairs = zip(names, segments, strict=True)
             known = [(name, segment) for name, segment in pairs if segment is not None]
             names = tuple(name for name, _ in known)
@@ -305,8 +309,8 @@ class HashesInDicts(EngineHashes):
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Empty the rows of these names, all in a dict a moment ago; adds to `gone`. Engines evict
-        neighbours together, mostly from the end of a prompt: each stretch is found by one search
+        """Empty the rows of these names, which were all in a dict; adds to `gone`. Engines evict
+        neighbours together, mostly from the end of a prompt, so each stretch is found by one search
         and one comparison."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
@@ -333,7 +337,7 @@ class HashesInDicts(EngineHashes):
             return
         places = self.listed[name]
         places.remove(place)
-        if not places:  # only 0 is listed when it has one place
+        if not places:  # name 0 stays listed even with one place
             del self.listed[name]
         elif name and len(places) == 1:
             holder[name] = places[0] >> _SEGMENT_BITS
@@ -368,7 +372,7 @@ class HashesInDicts(EngineHashes):
             recent.clear()
         if not shards and len(front) > _FRONT_BLOCKS:
             self._shards = [{} for _ in range(_SHARDS)]
-        # Only now: a name that was in a row already would be found there, not here.
+        # Only now, because a name that was in a row already would be found there instead.
         self.write_row(place, packed)
 
     def _add_another(self, name: int, place: int) -> None:

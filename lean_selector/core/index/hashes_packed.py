@@ -21,10 +21,10 @@ from lean_selector.core.index.sweeping import emptied
 # look-up; compiled 20 ns.
 
 ABSENT: Final[i64] = -1
-# Not larger: a constant of 63 bits is an object, converted at each use.
+# Not larger: mypyc makes a constant of 63 bits an object and converts it at each use.
 _POSITIVE: Final[i64] = 0x3FFFFFFFFFFFFFFF
 _MIX: Final[i64] = 0x1E3779B97F4A7C15
-_HALF_U32: Final[i64] = 1 << 31  # values are stored less this, as i32
+_HALF_U32: Final[i64] = 1 << 31  # values are stored as i32, less this
 _FIRST_SLOTS: Final[i64] = 16
 _MOST_SLOTS: Final[i64] = 1024
 # 2^16 segments take 50 million well-spread hashes. If more agree in the bits that choose a segment,
@@ -67,7 +67,7 @@ class _Segment:
         self.used += 1
 
     def free(self, hole: i64) -> None:
-        """Empty a slot, and close the hole in the entries that probe past it."""
+        """Empty a slot, and move later entries of its probe sequence up."""
         names, values = self.names, self.values
         mask: i64 = i64(len(names)) - 1
         at: i64 = (hole + 1) & mask
@@ -90,7 +90,7 @@ class HashTable:
     def __init__(self, most_slots: i64 = _MOST_SLOTS) -> None:
         """`most_slots` of a segment, a power of two from 4 on."""
         self._most_slots = most_slots
-        self._bits: i64 = 0  # of a mixed hash, that choose among `_segments`
+        self._bits: i64 = 0  # low bits of a mixed hash that choose among `_segments`
         first: i64 = _FIRST_SLOTS if most_slots > _FIRST_SLOTS else most_slots
         self._first_slots = first
         self._segments: list[_Segment] = [_Segment(first, 0)]
@@ -133,7 +133,7 @@ class HashTable:
         return value
 
     def let_go(self) -> bool:
-        """Free the memory of a segment; True while there are more. Unusable afterwards."""
+        """Free the memory of a segment; False after the last. Unusable afterwards."""
         if self._segments:
             self._segments.pop()
         return len(self._segments) > 0
@@ -169,7 +169,7 @@ class HashTable:
             _move(segment, joined, joined)
             _move(other, joined, joined)
             self._place(joined, index)
-            if joined.used * 8 < slots:  # its own other half may have waited for this
+            if joined.used * 8 < slots:  # the joined segment may be small enough to join again
                 self._shrink(index)
         elif slots > self._first_slots:
             smaller = _Segment(slots // 2, 0)
@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Let all directory entries that agree with `index` in the segment's bits point to it."""
+        """Point all directory entries that agree with `index` in the segment's bits to it."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits
@@ -187,7 +187,7 @@ class HashTable:
 
 
 def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
-    """Move all entries of a segment into others, by the next bit of their mixed hashes."""
+    """Move all entries of a segment into two others, by the next bit of their mixed hashes."""
     names = segment.names
     at: i64 = 0
     end: i64 = i64(len(names))
@@ -203,7 +203,8 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 # --------------------------------------------------------------------------------------------------
 # Engine hashes of a rank's blocks in a packed table: for the compiled form.
 #
-# Names are signed here, as in the table. 25 bytes per name with the rows; dicts take 130.
+# Names are signed here, as in the table. A name takes 25 bytes with its row, against 130 with
+# dicts.
 
 
 class HashesPacked(EngineHashes):
@@ -231,7 +232,7 @@ class HashesPacked(EngineHashes):
         table = self._table
         at: i64 = 0
         end: i64 = len(packed)
-        low: i64 = 0  # a stretch of places
+        low: i64 = 0  # a stretch of consecutive places
         high: i64 = -2
         while at < end:
             name: i64 = read_i64_le(packed, at)
@@ -287,7 +288,7 @@ class HashesPacked(EngineHashes):
             self._table.pop(_signed(name))
             return
         places.remove(place)
-        if not places:  # only 0 is listed when it has one place
+        if not places:  # name 0 stays listed even with one place
             del self.listed[name]
         elif name and len(places) == 1:
             del self.listed[name]

@@ -1,11 +1,11 @@
-"""Memory kept for blocks that are gone, and the evictions that free it.
+"""Evict blocks that cannot match, because blocks before them are gone, when they keep too much
+memory.
 
-A run's label stays while something hangs below it, and a rank's row of hashes up to its last block.
-So an engine that evicts the starts of prompts and keeps their ends would make the index keep all of
-both: 16 KB for one block. Such ends cannot match before their starts return. If too much is kept
-for them they are evicted, and the engine may store them again. One strand at a time, in short steps
-between which anything may happen. D31.
-"""
+A run's label stays while a run hangs below it, and a rank's row of hashes reaches to its last
+block. So if an engine evicts the starts of prompts and keeps the ends, the index would keep all of
+both: 16 KB for one block. Such ends cannot match until their starts return. If too much memory is
+kept for them they are evicted; the engine may store them again. The review takes one strand at a
+time, in short steps, between which the index may change. D31."""
 
 from collections.abc import Callable, Generator, Iterator
 
@@ -13,15 +13,15 @@ from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.runs import Run
 from lean_selector.core.rank_bits import bits_of
 
-# Allowed positions (8 bytes each, in labels and rows) per held block, in a strand and in total. A
-# block that one rank holds takes two, so above this more than half of a strand is gone.
+# Positions (8 bytes each, in labels and rows) allowed per held block, in a strand and in total. A
+# block that one rank holds takes two, so above this limit more than half of a strand is gone.
 MOST_POSITIONS = 4
-SPARED_POSITIONS = 1 << 19  # 4 MiB: nothing is evicted to free less
-REVIEW_AFTER = 1 << 17  # blocks dropped, besides half of those held at the last review
+SPARED_POSITIONS = 1 << 19  # 4 MiB: less than this is not worth evicting for
+REVIEW_AFTER = 1 << 17  # dropped blocks until a review, besides half of those held at the last one
 _STRANDS_PER_STEP = 8  # measured: some 40 us
-_RANKS_PER_STEP = 32  # ranks looked at in a strand with many holders: some 10 us for each of these
-_BLOCKS_PER_STEP = 64  # blocks dropped: some 50 us
-_MOST_RUNS_ABOVE = 256  # blocks looked at: some 100 us
+_RANKS_PER_STEP = 32  # ranks checked in a strand with many holders: some 10 us each
+_BLOCKS_PER_STEP = 64  # dropped blocks: some 50 us
+_MOST_RUNS_ABOVE = 256  # blocks visited: some 100 us
 
 
 def review(
@@ -29,9 +29,8 @@ def review(
 ) -> Generator[None, None, int]:
     """Measure all strands, and evict blocks behind holes where these take too much memory.
 
-    `evicted` is called with each rank that loses blocks, and their number. In steps of some 50 us;
-    returns the number of held blocks.
-    """
+    `evicted` is called with each rank that loses blocks, and their number. A step takes some 50 us.
+    Returns the number of held blocks."""
     kept = held = 0
     for strand in range(device.trie.numbered):
         if not strand % _STRANDS_PER_STEP:
@@ -82,7 +81,8 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Positions right above a strand that nobody holds, as its share among what hangs on them."""
+    """Positions of the runs right above a strand that no rank holds: its share, if several strands
+    hang on them."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)
     for _ in range(_MOST_RUNS_ABOVE):
@@ -110,7 +110,7 @@ def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
     held = device.held_in(rank, strand)
     if _kept_above(device, strand):
         return held
-    # All but the leading blocks.
+    # All held blocks but the leading ones.
     return held & held + 1 if held.bit_length() > held.bit_count() << 1 else 0
 
 

@@ -1,38 +1,39 @@
 """The position of one source in its engine's sequence: gaps, replays, and restarted engines.
 
-A PUB socket neither repeats nor reorders, so a live number that does not grow comes from a new
-publisher. A replay carries everything from its start to the engine's newest batch. Live batches
-that arrive before its first answer are applied at once, so that a dead replay endpoint delays
-nothing, and kept; later ones are only kept. Once the replay ends, the kept batches that it did not
-carry are applied: every batch after the gap has then been applied in order. A batch applied a
-second time adds no copy of a held block (`is_again`), and so the result has no block that the
-engine has dropped, whatever was applied early.
+A PUB socket neither repeats nor reorders messages, so a live batch whose number does not grow comes
+from a new publisher. A replay contains every batch from its start to the engine's newest. Live
+batches that arrive before its first answer are applied at once, so that a dead replay endpoint
+delays nothing, and are also kept; later ones are only kept. When the replay ends, the kept batches
+that it did not contain are applied, so every batch after the gap has then been applied in order. A
+batch that is applied a second time adds no copy of a held block (`is_again`). So the index ends up
+without blocks that the engine has dropped, whatever was applied early.
 
-A restarted engine may pass our number before its first live batch arrives. So a replay is requested
-from the batch before the gap, which we have: if the engine's batch differs, so does the engine. The
-newest batch applied, as of the last new connection, is compared too: it may be all that we have of
-a former engine. If the engine's buffer has rolled past both, the source is degraded. Without a
-replay endpoint such a restart is a gap, and the source is degraded; if the first number is exactly
-the next, it goes unnoticed.
+The first live batch of a restarted engine may already have a higher number than our last one.
+Therefore a replay is requested from the batch before the gap, which we have applied: if the
+engine's batch differs, the engine is a new one. The newest batch applied before the last new
+connection is compared too, since it may be the only one that we have of a former engine. If the
+engine's buffer no longer has either batch, the source is degraded. Without a replay endpoint such a
+restart looks like a gap, and the source is degraded; if the first number happens to be the next
+one, the restart goes unnoticed.
 
-On each new connection the engine is asked for our last batch and all behind it, even without a gap:
-an idle engine publishes nothing. One that has nothing from there on is a new engine (D34).
+On each new connection, even without a gap, we request our last batch and everything after it,
+because an idle engine publishes nothing. An engine that has nothing from there on is a new one
+(D34).
 
-Decides, never applies; no clock, no socket. Spec: indexer.md 1.5.
-"""
+The cursor decides and applies nothing; it has no clock and no socket. Spec: indexer.md 1.5."""
 
 from collections import deque
 from enum import Enum, auto
 
 from xxhash import xxh3_64_intdigest
 
-# Engines count from 0, some from 1. So batch 0 is not missed if there is no replay endpoint, or the
-# replay does not have it. At worst that is one batch of unknown blocks.
+# Engines count from 0, some from 1. So batch 0 does not count as missing without a replay endpoint,
+# or if the replay does not contain it. At worst one batch of blocks is unknown.
 _LATE_FIRST_SEQ = 1
 UNSET_SEQ = 2**64 - 1  # the mark for "no batch yet"; a batch with this number leaves a fresh cursor
 
-# Bounds of the live batches kept during a replay. Beyond either the oldest are dropped, which
-# leaves a gap to request again. The bytes are 1 s at 64 MB/s.
+# Bounds of the live batches kept during a replay. Beyond either bound the oldest are dropped, which
+# leaves a gap to request again. The bytes are 1 s of events at 64 MB/s.
 MAX_HELD = 100_000
 MAX_HELD_BYTES = 64 * 1024 * 1024
 
@@ -50,19 +51,19 @@ class SourceState(Enum):
     """How complete the index is for this source."""
 
     CONNECTING = "connecting"  # nothing has arrived yet
-    LIVE = "live"  # complete, as far as the engine said
+    LIVE = "live"  # complete, as far as the engine reports
     REPLAYING = "replaying"  # a replay is due or running
     DEGRADED = "degraded"  # batches are missing, perhaps for good
     PARTIAL = "partial"  # complete from some batch on; the replay does not reach back to the first
-    NO_REPLAY = "no_replay"  # nothing tells what was published before the connection
-    SILENT = "silent"  # the engine has published nothing, as its replay says
+    NO_REPLAY = "no_replay"  # unknown what was published before the connection
+    SILENT = "silent"  # the engine has published nothing, according to its replay
 
 
 class _Phase(Enum):
     IDLE = auto()
     ASKED = auto()  # a replay was requested, and no answer has arrived
     ANSWERING = auto()
-    CATCHING_UP = auto()  # the replay is over, kept live batches are not yet applied
+    CATCHING_UP = auto()  # the replay has ended; kept live batches are not yet applied
 
 
 class KvCursor:
@@ -70,38 +71,45 @@ class KvCursor:
 
     def __init__(self, can_replay: bool) -> None:
         self.can_replay = can_replay
-        self.gaps = 0  # total gaps
-        self.replayed_batches = 0  # total batches applied from replays
-        self.restarts = 0  # total new publishers
-        # Batches that no replay can bring back, since the index last matched the engine.
+        self.gaps = 0
+        self.replayed_batches = 0
+        self.restarts = 0  # total
+        # Total batches that no replay can bring back, since the index last matched the engine.
         self.lost = 0
         self.unknown = 0  # missing batches before the first known one
-        self.last_live: int | None = None  # starts of this engine; grows with each restart
+        self.last_live: int | None = (
+            None  # time of this engine's start as far as known; grows with each restart
+        )
         self.is_again = False  # the batch to apply now may have been applied before
         self._next = 0  # the number that continues what was applied; 0 before the first batch
-        self._digest: int | None = None  # digest of the batch before it; None: unknown or unusable
+        self._digest: int | None = (
+            None  # digest of the batch before `_next`; None: unknown or unusable
+        )
         self._missing_from: int | None = None  # the first batch that a replay should bring
-        self._missing = 0  # batches in gaps from there on; > 0 only with _missing_from
-        # The batches after _missing_from that may have been applied: from, and up to before.
+        self._missing = 0  # batches in gaps from there on; > 0 only with `_missing_from`
+        # The range of batches after `_missing_from` that may have been applied: first, and end
+        # (exclusive).
         self._early_from: int | None = None
         self._early_end = 0  # set when a replay answers
-        self._missing_before = 0  # of these, batches before the first one known
-        self._proof: int | None = None  # digest of the batch before _missing_from, until compared
-        # The newest batch applied and its digest, which a replay of the same publisher also has;
-        # set while the connection is new and no replay has shown it.
+        self._missing_before = 0  # of `_missing`, batches before the first known one
+        self._proof: int | None = (
+            None  # digest of the batch before `_missing_from`, until it is compared
+        )
+        # The newest batch applied and its digest, which a replay by the same publisher also
+        # contains. Set while the connection is new and no replay has contained it.
         self._top: tuple[int, int] | None = None
         self._holds_top = False
         self._newest = -1  # a live number up to this one comes from a new publisher
-        self._has_answered = False  # a replay of this publisher has ended
-        self._asks_again = False  # a new connection was made while a replay ran
+        self._has_answered = False  # a replay by this publisher has ended
+        self._asks_again = False  # a connection was made while a replay ran
         self._phase = _Phase.IDLE
-        self._asked_next = 0  # _next when the replay was requested
-        self._asked_digest: int | None = None  # and _digest
-        self._asked_missing = 0  # and _missing
-        self._is_blind = False  # it was requested with nothing known beyond its start
-        self._is_shown = False  # the replay has shown _top, or starts behind it
-        self._has_failed = False  # the last replay did not end
-        self.dropped = 0  # total kept live batches dropped for their number or bytes
+        self._asked_next = 0  # `_next` when the replay was requested
+        self._asked_digest: int | None = None  # `_digest` likewise
+        self._asked_missing = 0  # `_missing` likewise
+        self._is_blind = False  # the replay was requested with no batch known beyond its start
+        self._is_shown = False  # the replay has contained `_top`, or starts after it
+        self._has_failed = False  # the last replay did not reach its end
+        self.dropped = 0  # total kept live batches dropped to stay within the bounds
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
 
@@ -112,7 +120,7 @@ class KvCursor:
 
     @property
     def lag(self) -> int:
-        """Batches known of and not applied."""
+        """Batches that are known to exist and are not applied."""
         kept_only = 0 if self._phase is _Phase.ASKED else len(self._held)
         return self._missing + kept_only
 
@@ -142,14 +150,14 @@ class KvCursor:
 
     @property
     def complete_to(self) -> int | None:
-        """The last batch applied, if nothing known before it is missing."""
+        """The last batch applied, if no known batch before it is missing."""
         is_in_order = self._phase is _Phase.IDLE or self._phase is _Phase.ASKED
         return self.watermark if is_in_order and not self._missing and not self.lost else None
 
     @property
     def replay_from(self) -> int | None:
-        """The number to request a replay from now; None when none is due. We have that batch, if
-        there is one."""
+        """The batch to request a replay from; None if no replay is due. We have that batch already,
+        if there is one."""
         if self._missing_from is None or self._phase is not _Phase.IDLE:
             return None
         return max(0, self._missing_from - 1)
@@ -160,23 +168,21 @@ class KvCursor:
         return self._missing_from is None and self._phase is _Phase.IDLE
 
     def resume_at(self, watermark: int) -> None:
-        """Start behind a recovered index. Call it before the socket connects.
+        """Continue after a recovered index. Call it before the socket connects.
 
-        Then every live batch was published after the index was dumped: watermark + 1 continues it,
-        a number at or below it comes from a new publisher.
-        """
+        Every live batch was then published after the index was dumped: number watermark + 1
+        continues it, and a number at or below the watermark comes from a new publisher."""
         assert self.last_live is None
         assert self._next == 0
         self._next = watermark + 1
         self._newest = watermark
 
     def connected(self) -> None:
-        """The live connection is new, and no batch of it has been judged.
+        """A live connection was made, and none of its batches has been judged.
 
-        Batches published before it may have been missed: a replay is due, if possible. A new
-        subscriber receives nothing that we already have, so such a number comes from a new
-        publisher.
-        """
+        Batches published before it may have been missed, so a replay is due if possible. A new
+        subscriber never receives a batch that we already have, so such a number comes from a new
+        publisher."""
         self._holds_top = self._top is not None
         if self._phase is not _Phase.IDLE:
             self._asks_again = self.can_replay
@@ -192,7 +198,7 @@ class KvCursor:
             self._early_from = self._missing_from if self._missing_from < self._next else None
 
     def live(self, seq: int, payload: bytes) -> BatchVerdict:
-        """Judge a live batch, 0 <= seq < 2**64; the payload is kept if it may be needed again."""
+        """Judge a live batch, 0 <= seq < 2**64. The payload is kept if it may be needed again."""
         self.is_again = False
         if seq == UNSET_SEQ:
             self._start_over()
@@ -210,7 +216,7 @@ class KvCursor:
         self._advance(seq, payload)
         is_idle = self._phase is _Phase.IDLE
         if self._has_failed and not self._missing and is_idle and not self._holds_top:
-            self._missing_from = None  # no replay is answered, and nothing was missed
+            self._missing_from = None  # no replay runs, and nothing was missed
             self._has_failed = False
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
 
@@ -222,8 +228,9 @@ class KvCursor:
         self._asked_missing = self._missing
 
     def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
-        """Judge a replayed batch. APPLY, though it may have been applied live before; IGNORE; or
-        RESTART: drop every block of this source and the replay, and request `replay_from` again."""
+        """Judge a replayed batch. APPLY, even if it may have been applied live before; IGNORE; or
+        RESTART: drop every block of this source, abort the replay, and request `replay_from`
+        again."""
         if self._phase is _Phase.ASKED:
             assert self._missing_from is not None
             self._phase = _Phase.ANSWERING
@@ -250,11 +257,11 @@ class KvCursor:
         is_in_doubt = proof is not None or (seq > top >= 0 and not self._is_shown)
         if seq > top:
             self._has_shown_top()
-        heard = max(0, min(seq, top + 1) - self._next)  # except the gaps
+        heard = max(0, min(seq, top + 1) - self._next)  # applied already, except the gaps
         gone = min(heard, self._missing) + seq - self._next - heard
         if self._next:
             self.lost += max(gone, is_in_doubt)
-        else:  # what was missed after the first known batch is lost
+        else:  # batches missed after the first known one are lost
             before = gone if top < 0 else min(gone, self._missing_before)
             self.lost += max(gone - before, is_in_doubt)
             self.unknown = before if seq != _LATE_FIRST_SEQ else 0
@@ -265,9 +272,9 @@ class KvCursor:
         return BatchVerdict.APPLY
 
     def replay_finished(self) -> BatchVerdict:
-        """The end marker came: what the replay did not bring no longer exists. Drain next_held().
-        Or RESTART, as in `replayed`."""
-        since = 0  # batches in gaps younger than the request, which the replay may not have
+        """The end marker arrived: batches that the replay did not contain no longer exist. Drain
+        next_held(). May return RESTART, as `replayed` does."""
+        since = 0  # missing batches newer than the request, which the replay may not contain
         if self._phase is _Phase.ASKED:
             since = self._missing - self._asked_missing
             if self._missing_from == 0:
@@ -275,14 +282,14 @@ class KvCursor:
                 self.lost += self._asked_missing - self.unknown
             elif self._asked_next == self._missing_from or (
                 self._holds_top and not self._asks_again
-            ):  # not even the batch that we have
+            ):  # not even the batch that we already have
                 self._restarted()
                 self._missing_from = 0
                 return BatchVerdict.RESTART
             else:
                 self.lost += self._asked_missing
         elif self._phase is _Phase.ANSWERING and self._next < self._asked_next:
-            # It ends before a known batch: that one was not applied in order.
+            # The replay ended before a known batch, so that batch was not applied in order.
             self.lost += self._asked_next - self._next
         before = self._missing_before
         self._end_replay(complete=True)
@@ -294,27 +301,28 @@ class KvCursor:
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
-        """No answer, or one that stopped. Drain next_held(), then request it again later."""
+        """The replay had no answer, or stopped early. Drain next_held(), then request it again
+        later."""
         answered = self._phase is _Phase.ANSWERING
         if answered and (self._is_blind or self._next < self._asked_next):
             self._early_from = self._missing_from = self._next
             self._proof = self._digest
             self._missing = min(self._missing, max(0, self._asked_next - self._next))
             self._missing_before = 0
-            self._holds_top = self._top is not None  # the kept batches are applied after it
+            self._holds_top = self._top is not None  # the kept batches come after it
             answered = False
-        self._end_replay(complete=answered)  # only the end marker may be missing
+        self._end_replay(complete=answered)  # perhaps only the end marker is missing
 
     def replay_interrupted(self) -> bool:
-        """The replaying side failed. True if that left a replay or kept batches open: then drain
-        next_held(), as after a failed replay."""
+        """The replay was aborted on our side. True if a replay or kept batches were left open: then
+        drain next_held(), as after a failed replay."""
         if self._phase is _Phase.ASKED or self._phase is _Phase.ANSWERING:
             self.replay_failed()
         return self._phase is not _Phase.IDLE
 
     def shed(self, size: int) -> None:
-        """Drop the oldest kept batches until this many bytes are free: a gap to request again. The
-        newest stays, so that the gap is noticed."""
+        """Drop the oldest kept batches until this many bytes are free; they become a gap to request
+        again. The newest stays, so that the gap is noticed."""
         goal = self._held_bytes - size
         while len(self._held) > 1 and self._held_bytes > goal:
             self._held_bytes -= len(self._held.popleft()[1])
@@ -337,10 +345,10 @@ class KvCursor:
         return None
 
     def cleared(self) -> None:
-        """The batch just applied emptied the source: gaps before it no longer matter."""
+        """The batch just applied emptied the source, so gaps before it no longer matter."""
         self.lost = self.unknown = 0
         if self._phase is _Phase.IDLE or self._phase is _Phase.ASKED:
-            self._holds_top = False  # of what was applied before it, too
+            self._holds_top = False  # it came before the clearing batch too
             if self._next and self._digest is not None:
                 self._top = self._next - 1, self._digest
         if self._phase is not _Phase.ANSWERING:
@@ -353,7 +361,8 @@ class KvCursor:
             self._drop_held()
 
     def lose(self) -> None:
-        """The batch just judged could not be decoded, and will not be on a second reading."""
+        """The batch just judged cannot be decoded, and will not be decodable when it is
+        replayed."""
         self.lost += 1
 
     def _advance(self, seq: int, payload: bytes) -> None:
@@ -380,8 +389,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Whether the replay has shown _top, or never will. A replay older than the connection says
-        nothing about it."""
+        """Set `_is_shown`: the replay has contained `_top`, or never will. A replay requested
+        before the connection says nothing about it."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 
@@ -391,8 +400,8 @@ class KvCursor:
             self._top = seq, digest
 
     def _replaced(self) -> BatchVerdict:
-        """Everything since the differing batch came from a new publisher, and none of it is
-        applied."""
+        """Handle a new publisher: all batches from the differing one on are its own, and none of
+        them is applied."""
         newest = None if self._is_blind else self.last_live
         self._restarted()
         self._missing_from = 0
@@ -421,15 +430,15 @@ class KvCursor:
             self._has_answered = True
         else:
             self._has_failed = True
-        # Batches applied live before the request need no second time.
+        # Batches that were applied live before the request need not be applied again.
         if self._next < self._asked_next:
             self._next, self._digest = self._asked_next, self._asked_digest
         self._phase = _Phase.CATCHING_UP
-        if self._asks_again:  # also for what this replay brought, perhaps from the publisher before
+        if self._asks_again:  # its batches may be from the former publisher
             self._ask()
 
     def _start_over(self) -> None:
-        """Reset as at registration, except the totals and what is lost."""
+        """Reset as at registration, except for totals and lost batches."""
         self.last_live = None
         self.unknown = 0
         self._newest = -1

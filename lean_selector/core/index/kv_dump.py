@@ -1,8 +1,7 @@
-"""A rank's blocks as the stored events that rebuild it.
+"""A rank's blocks as the stored events that rebuild them.
 
-For the device the reachable blocks, one event per run, parents before children; for a lower tier
-every block. The rank may change between two events. Spec: indexer.md sections 4.1 and 7.
-"""
+On the device only the reachable blocks, one event per run, parents before children; on a lower tier
+every block. The rank may change between two events. Spec: indexer.md sections 4.1 and 7."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -13,12 +12,12 @@ from lean_selector.core.index.lower_tiers import Holdings
 from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
 from lean_selector.core.index.shapes import StoredRun, Tier
 
-_SLICE_BLOCKS = 512  # some 0.1 ms, as blocks of a lower tier 0.5
+_SLICE_BLOCKS = 512  # some 0.1 ms on the device, 0.5 ms on a lower tier
 
 
 def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
-    """All blocks of a rank, in slices of bounded work, of which the last may be empty: its device
-    tier, then the lower ones, the oldest blocks of each first."""
+    """All blocks of a rank, in slices of bounded work (the last may be empty): the device tier,
+    then the lower tiers, the oldest blocks of each first."""
     runs: list[StoredRun] = []
     blocks = 0
     for run in chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank)):
@@ -62,34 +61,35 @@ class _DeviceWalk:
     def __init__(self, trie: RunTrie, rank: DeviceRank) -> None:
         self._trie = trie
         self._rank = rank
-        self._told: set[Run] = set()  # whole runs: runs below them are reachable
+        self._told: set[Run] = set()  # runs listed as a whole: the runs below them are reachable
         self._cut_off: set[Run] = set()  # unreachable runs
 
     def runs(self) -> Iterator[StoredRun]:
-        """Oldest first, but parents before children. The rank may change meanwhile: each run was
-        reachable when it, or a run before it, was requested, and runs that stay are not left out.
-        """
+        """Oldest first, but parents before children. The rank may change during the walk. Each run
+        listed was reachable when it, or a run before it, was requested; no run that stays is left
+        out."""
         rows = self._rank.names.rows
         # dict's own view: an OrderedDict's looks up each key, at ten times the cost.
         for strand in list(dict.keys(rows)):
-            # A rank without a row holds nothing there now; its bit may even be another's.
+            # A rank without a row for a strand holds nothing there now; its bit may belong to
+            # another rank.
             if strand in self._rank.names.rows:
                 steps = [step for run in self._trie.pieces(strand) for step in self._path_to(run)]
                 yield from steps
 
     def _path_to(self, run: Run) -> Iterator[StoredRun]:
-        """The runs to list, from the start of a prompt to this one."""
+        """The runs to list on the path from the start of a prompt to this run."""
         told, cut_off, names = self._told, self._cut_off, self._rank.names
         path: list[Run] = []
         above: Run | None = run
         while above is not None and above.parent is not None and above not in told:
             if above in cut_off or not (above is run or self._holds_whole(above)):
-                cut_off.update(path)  # without this one: its start may be reachable
+                cut_off.update(path)  # not this run: its start may be reachable
                 return
             path.append(above)
             above = above.parent
         if above is not None and above in told and not self._holds_whole(above):
-            # Not any more.
+            # It changed after it was listed.
             told.remove(above)
             cut_off.update(path)
             return

@@ -1,20 +1,19 @@
 """The index of one partition (model_name, tenant_id): which rank holds which block on which tier.
 
-Applies KV events, matches prompts, dumps itself. Composes and bounds the device tier, one trie for
-all ranks, and the lower tiers, one per rank. Knows no sockets, no tokens and no registrations: any
-rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7; D16.
+Applies KV events, matches prompts, dumps itself. Combines the device tier (one trie for all ranks)
+with the lower tiers (one each per rank), and bounds them. Knows no sockets, no tokens and no
+registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7; D16.
 
 Rules where the spec leaves a choice:
 
-- A block has every hash that its rank stored it under, and, if events are counted, as many copies
+- A block has every hash under which its rank stored it, and, if events are counted, as many copies
 under each as were stored. It is removed with the last.
 
 - A hash stored again with other tokens names the newer block. The older one stays held; the hash
 names it again when the newer is removed. Bounds, clear and drop free it like any other.
 
 - When a block is removed, those behind it stay but are unreachable: they count again when it comes
-back.
-"""
+back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -30,15 +29,15 @@ from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tie
 from lean_selector.core.index.sweeping import Sweeps
 from lean_selector.core.rank_bits import RankBits, RankKey
 
-# Default bound for a rank of unknown size: 2^21 blocks of 16 tokens are a cache of 33 million
-# tokens, ten times that of the largest node today. Four times as many on each of the three lower
-# tiers.
+# Default bound for a rank of unknown size: 2^21 blocks of 16 tokens are 33 million tokens, ten
+# times the cache of the largest node today. Each of the three lower tiers may hold four times as
+# many.
 DEFAULT_DEVICE_BLOCKS = 1 << 21
 DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
 
 
 class Bounds:
-    """Block limits per rank of a worker, as (on the device, on each lower tier)."""
+    """Block limits per rank of a worker: (on the device, on each lower tier)."""
 
     __slots__ = ("_set", "default")
 
@@ -54,7 +53,7 @@ class Bounds:
         return self._set.get(worker_id, self.default)
 
     def set(self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None) -> None:
-        """None means the default."""
+        """None means the default bound."""
         device, lower = self.default
         if device_blocks is not None:
             device = device_blocks
@@ -70,7 +69,7 @@ class Bounds:
 
 
 # --------------------------------------------------------------------------------------------------
-# The table of an engine's hashes: the one that is fast in this form of the package.
+# Choose the table of engine hashes that is fast in this form of the package.
 #
 # Compiled, the packed table is as fast as dicts and takes a fifth of their memory; interpreted it
 # is thirty times slower. Both behave alike: the index tests run with either.
@@ -80,20 +79,19 @@ def engine_hashes() -> EngineHashes:
     """The table for a rank that holds nothing yet."""
     if not IS_COMPILED:
         return HashesInDicts()
-    # Imported here: it needs a dependency of the compiled form only.
+    # Imported here: it needs a dependency that only the compiled form has.
     from lean_selector.core.index.hashes_packed import (  # pragma: no cover: compiled only
         HashesPacked,
     )
 
-    return HashesPacked()  # pragma: no cover: in the compiled form, whose coverage nobody counts
+    return HashesPacked()  # pragma: no cover: in the compiled form, where coverage is not measured
 
 
-# Steps of freeing memory per event, plus one per 32 blocks: more than a dropped event leaves
-# behind.
+# Freeing steps taken per event, plus one per 32 blocks: more than a dropped event adds.
 _STEPS_PER_EVENT = 2
 _EVICTED_PER_STEP = 32
 
-_DEVICE = Tier.DEVICE  # a look-up in an enum takes as long as three others
+_DEVICE = Tier.DEVICE  # an alias, because an enum look-up takes as long as three others
 _STORED = StoreResult.STORED
 
 
@@ -121,17 +119,19 @@ class KvIndex:
         self._dp_ranks: dict[int, set[int]] = {}
         self._ranks: dict[RankKey, Holdings] = {}  # ranks with a block, no others
         self._sweeps = Sweeps()
-        self._until_review = holes.REVIEW_AFTER  # device blocks to be dropped
-        self._is_reviewed = False  # just now, in one of the sweeps
+        self._until_review = (
+            holes.REVIEW_AFTER
+        )  # device blocks still to be dropped before the next review of holes
+        self._is_reviewed = False  # a review runs now, as one of the sweeps
         self.on_sweep = on_sweep
-        # Ranks with a block, and whatever else a user numbers here.
+        # Numbers of the ranks with a block, and of any other keys that a user numbers here.
         self.bits = RankBits() if bits is None else bits
         self._device = DeviceTier(self.bits, new_names)
         self._lower_matches = LowerMatches(self._device)
         self._lower = self._lower_matches.ranks  # by bit, ranks with a block on a lower tier
 
     def beside(self) -> "KvIndex":
-        """An empty index with the same bounds, whose ranks are numbered alike."""
+        """An empty index with the same bounds and the same numbering of ranks."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -173,8 +173,8 @@ class KvIndex:
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
         """`match` as sets of ranks (`bits`) that hold equally many leading blocks on the device,
-        and sets of ranks that continue alike on a lower tier. All sets are disjoint and not empty.
-        """
+        and sets of ranks whose matches continue in the same way on a lower tier. All sets are
+        disjoint and not empty."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []
@@ -187,17 +187,17 @@ class KvIndex:
         return sets, extended
 
     def path(self, local_hashes: bytes) -> list[Run]:
-        """The runs along a prompt, as far as a rank holds all of it."""
+        """The runs along a prompt, as far as some rank holds all of it."""
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """The runs that weigh most, from the root down, in steps of `core.index.upper_runs`."""
+        """The runs that matter most, from the root down, in steps of `core.index.upper_runs`."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
 
     def leading_names(self, key: RankKey, local_hashes: bytes, blocks: int) -> tuple[int, ...]:
-        """A rank's engine hashes of the first blocks of a prompt, all of which it holds on the
+        """A rank's engine hashes of the first blocks of a prompt; the rank holds all of them on its
         device."""
         return leading_names(self._device.trie, self._ranks[key].device, local_hashes, blocks)
 
@@ -245,8 +245,8 @@ class KvIndex:
         local_hashes: bytes,
         counted: bool = False,
     ) -> StoreResult:
-        """`store` for engine hashes as bytes, one or more, that differ from each other and from the
-        parent, and as many local hashes."""
+        """`store` for packed engine hashes: at least one, all different from each other and from
+        the parent, with as many local hashes."""
         blocks = len(names) >> 3
         if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
@@ -266,7 +266,7 @@ class KvIndex:
         self._device.store(rank.device, place, names, local_hashes, counted)
         bound = self.bounds.of(key[0])[0]
         extra = rank.device.names.extra
-        if extra and rank.device.blocks + extra > bound:  # more than the engine has room for
+        if extra and rank.device.blocks + extra > bound:  # more than the engine can hold
             rank.device.names.forget_extra(rank.device.blocks + extra - bound)
         if rank.device.blocks > bound:
             self._evict_device(rank, bound, blocks + _EVICTED_PER_STEP)
@@ -276,8 +276,8 @@ class KvIndex:
         return _STORED
 
     def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
-        """Apply a `stored` event with hashes only: blocks whose tokens are known on any tier of the
-        rank. Returns the number of such blocks. `counted`: as in `store`."""
+        """Apply a `stored` event with hashes only: blocks whose tokens are known because the rank
+        holds them on some tier. Returns how many are known. `counted`: as in `store`."""
         known = 0
         for at in range(0, len(names), 8):
             rank = self._ranks.get(key)
@@ -310,8 +310,8 @@ class KvIndex:
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """Remove one extra copy of each of these device blocks that the rank has more than one
-        of."""
+        """Remove one extra copy of each of these device blocks, if the rank has more than one
+        copy."""
         rank = self._ranks.get(key)
         for name in names if rank is not None else ():
             assert rank is not None
@@ -323,7 +323,7 @@ class KvIndex:
         return self.remove_blocks((worker_id, dp_rank), tier, names)
 
     def remove_blocks(self, key: RankKey, tier: Tier, names: bytes) -> int:
-        """`remove` for engine hashes as bytes."""
+        """`remove` for packed engine hashes."""
         rank = self._ranks.get(key)
         if rank is None:
             return 0
@@ -362,15 +362,16 @@ class KvIndex:
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
-        """Drop all blocks of a worker, on every rank that ever appeared, and its bounds."""
+        """Drop all blocks of a worker, on every rank that it ever had, and its bounds."""
         self.bounds.forget(worker_id)
         return self.clear(worker_id, *self._dp_ranks.get(worker_id, ()))
 
     def set_bound(
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
-        """Bound the blocks of each rank of a worker, on the device and on each lower tier. None
-        means the default. Beyond it the oldest are evicted: the run stored first, from its end."""
+        """Bound the blocks of each rank of a worker, on the device and on each lower tier; None
+        means the default. Beyond the bound the oldest blocks are evicted: the run stored first,
+        from its end."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 
@@ -402,8 +403,8 @@ class KvIndex:
 
     def sweep(self, steps: int) -> bool:
         """Free memory of dropped blocks, or evict blocks beyond a bound, in this many steps. True
-        when there is more to do. A step takes some 50 us, 500 at most. Nothing waits for it: each
-        stored event frees as much as earlier events may have left."""
+        when there is more to do. A step takes some 50 us, 500 at most. No caller depends on it:
+        each stored event frees as much as earlier events may have added."""
         return self._sweeps.go_on(steps)
 
     def do_in_steps(self, sweep: Iterator[None]) -> None:
@@ -434,10 +435,9 @@ class KvIndex:
         children. Device: one event per run, reachable blocks only. Lower tiers: one event per
         block.
 
-        Events may be applied between two slices. Then a slice shows some moment since the dump
-        started; if the events from that moment on are applied again, a copy ends up with the rank's
-        blocks.
-        """
+        Events may be applied between two slices, so each slice shows the index at some moment since
+        the dump started. A copy that applies the slice, and then all events since that moment
+        again, ends up with the rank's blocks."""
         for key in self.ranks():
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):

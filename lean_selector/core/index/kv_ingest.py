@@ -1,10 +1,9 @@
-"""Apply the events of one source to the index: which of them count, under which hash, and counts by
-result.
+"""Apply the events of one source to the index: decide which ones count and under which hash, and
+count the results.
 
-Holds what must be remembered between events of a rank: the kinds of its block groups, and the salts
-of blocks whose children come without one. Never raises for a peer's data: an event that cannot
-count is skipped and counted by reason. Knows no encoding and no socket. Spec: indexer.md 1.4, 3.2.
-"""
+Keeps what must be remembered between events of a rank: the kinds of its block groups, and the salts
+of blocks whose children come without one. Never raises for a peer's data: an invalid event is
+skipped and counted by reason. Knows no encoding and no socket. Spec: indexer.md 1.4, 3.2."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -32,11 +31,13 @@ from lean_selector.core.index.shapes import (
 from lean_selector.core.index.sweeping import emptied
 from lean_selector.core.rank_bits import RankKey
 
-# Attention over the whole prompt, as prefix matching needs it. Other kinds (sliding window, mamba,
-# ...) keep blocks by rules of their own.
+# Attention over the whole prompt, which prefix matching relies on. Other kinds (sliding window,
+# mamba, ...) keep and drop blocks by other rules.
 _PREFIX_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
 _NO_KIND = "unknown"  # vLLM's kind for a group that it cannot classify
-_PARTIAL_IS_DOUBTED = 8  # events of smaller blocks, before any of a whole one
+_PARTIAL_IS_DOUBTED = (
+    8  # events of smaller blocks without any event of a whole block: then the block size is doubted
+)
 
 _DEVICE = Tier.DEVICE
 _STORED = StoreResult.STORED
@@ -44,7 +45,9 @@ _WHOLE = EventPart.WHOLE
 
 MAX_RANKS = 4096  # per source; the largest data_parallel_size that registration accepts (D6)
 MAX_GROUPS = 1024  # per rank; hybrid models have fewer than ten
-MAX_SALTED_BLOCKS = 1 << 20  # per rank and tier; 16 M tokens of 16-token blocks, oldest go first
+MAX_SALTED_BLOCKS = (
+    1 << 20
+)  # per rank and tier; 16 M tokens of 16-token blocks, the oldest are dropped first
 
 
 class EventCounts:
@@ -56,14 +59,14 @@ class EventCounts:
         self.cleared = 0
         self.blocks_stored = 0
         self.blocks_removed = 0
-        self.skipped: dict[tuple[str, str], int] = {}  # by (event type, reason); both few
+        self.skipped: dict[tuple[str, str], int] = {}  # by (event type, reason), both of few values
 
     def skip(self, event_type: str, reason: str, count: int = 1) -> None:
         key = event_type, reason
         self.skipped[key] = self.skipped.get(key, 0) + count
 
     def add(self, other: "EventCounts") -> None:
-        """Add the counts of a source that ends."""
+        """Add the counts of a source that is closed."""
         self.stored += other.stored
         self.removed += other.removed
         self.cleared += other.cleared
@@ -82,7 +85,7 @@ class EventCounts:
 
 
 class KvIngest:
-    """Applies the batches of one source, in the order given, to one worker."""
+    """Applies the batches of one source to one worker, in the given order."""
 
     def __init__(
         self,
@@ -93,22 +96,23 @@ class KvIngest:
         is_eagle: bool = False,
     ) -> None:
         """`on_emptied` is called with each worker and rank whose engine lost its whole cache. With
-        `is_eagle`, a prompt's block covers the token after it too."""
+        `is_eagle`, the hash of a prompt's block also covers the token after it."""
         self._on_emptied = on_emptied
         self.is_eagle = is_eagle
         self.worker_id = worker_id
         self.dp_rank = dp_rank  # rank of batches that name none
         self.counts = EventCounts()
         self._index = index
-        self._is_again = False  # rank of the current batch
-        self._is_rest_refused = False  # of the event whose parts are coming
-        # Since the source started: stored events of another block size, and the last such size.
+        self._is_again = False
+        self._is_rest_refused = False  # the rest of the current event is refused, part by part
+        # Counts since the source started: stored events of another block size; and the last such
+        # size.
         self.stored_of_other_size = self.other_size = 0
-        # Since then: stored events of smaller blocks, as an engine sends for parts of its own, and
-        # blocks that cover the token after them although prompts' do not, or the reverse.
+        # Likewise: stored events of smaller blocks, as an engine of our size also sends; and blocks
+        # whose hash covers the token after them while those of prompts do not, or the reverse.
         self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = 0
-        self._ranks: dict[int, LearnedFacts] = {}  # the ranks that sent events, at most MAX_RANKS
+        self._ranks: dict[int, LearnedFacts] = {}  # ranks that sent events, at most MAX_RANKS
 
     @property
     def block_size(self) -> int:
@@ -122,8 +126,8 @@ class KvIngest:
 
     @property
     def is_mismatched(self) -> bool:
-        """Whether most stored events match no prompt: their blocks have another size, or are hashed
-        otherwise."""
+        """Whether most stored events cannot match prompts: their blocks have another size or
+        another kind of hash."""
         return (
             self.stored_of_other_size > self.stored
             or (not self.stored and self.stored_partial >= _PARTIAL_IS_DOUBTED)
@@ -131,8 +135,9 @@ class KvIngest:
         )
 
     def apply(self, batch: EventBatch, is_again: bool = False) -> bool:
-        """Apply what counts; True if the batch cleared everything that this source ever stored.
-        `is_again`: the batch may have been applied before, and adds no copy of a held block."""
+        """Apply the events that count. True if the batch cleared everything that this source ever
+        stored. `is_again`: the batch may have been applied before, so it adds no copies of held
+        blocks."""
         self._is_again = is_again
         counts = self.counts
         for skipped in batch.skipped:
@@ -164,8 +169,8 @@ class KvIngest:
         return cleared and len(self._ranks) == 1
 
     def clear(self) -> None:
-        """Forget the source: drop its blocks on every rank it named, and what was learned from
-        them."""
+        """Forget the source: drop its blocks on every rank that it named, and what was learned from
+        its events."""
         self._clear(self.dp_ranks)
         self.stored_of_other_size = self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = self.counts.stored
@@ -173,7 +178,7 @@ class KvIngest:
 
     @property
     def dp_ranks(self) -> set[int]:
-        """The ranks that the source published for, and its own."""
+        """The ranks that the source published for, and its own rank."""
         return {*self._ranks, self.dp_rank}
 
     def _clear(self, dp_ranks: set[int]) -> None:
@@ -183,14 +188,14 @@ class KvIngest:
                 self._on_emptied(self.worker_id, dp_rank)
 
     def close(self) -> None:
-        """Forget what was learned from events; the blocks stay."""
+        """Forget what was learned from events; keep the blocks."""
         for rank in self._ranks.values():
             self._forget_salts(rank)
         self._ranks.clear()
 
     def _forget_salts(self, rank: LearnedFacts) -> None:
         for salts in rank.salts.values():
-            self._index.do_in_steps(emptied(salts))  # there may be a million
+            self._index.do_in_steps(emptied(salts))  # in steps: there may be a million
         rank.salts = {}
 
     def _store(self, dp_rank: int, rank: LearnedFacts, event: BlockStored) -> None:
@@ -227,7 +232,7 @@ class KvIngest:
             self._refuse(result.name.lower())
             return
         counts = self.counts
-        blocks = len(local) >> 3  # fewer than hashes when the tokens ran out
+        blocks = len(local) >> 3  # fewer than hashes if there were not enough tokens
         if tier is _DEVICE and self._is_announced(key, rank, parent, hashes[blocks - 1], before):
             rank.announced.append(tuple(hashes[:blocks]))
         self.stored_unlike_prompts += is_eagle is not self.is_eagle
@@ -279,8 +284,8 @@ class KvIngest:
     def _is_wanted(
         self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
     ) -> bool:
-        """Whether a stored event counts, which its group's kind decides; a skipped one is
-        counted."""
+        """Whether a stored event counts, by the kind of its group; skipped events are counted
+        here."""
         if event.part:
             if event.part is EventPart.FIRST:
                 self._is_rest_refused = False
@@ -301,8 +306,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether an event of another block size is one that an engine of our size also sends:
-        hashes only, or an end within a block, which on the device come one at a time."""
+        """Whether an engine of our block size may also send this event of another size: it has
+        hashes only, or ends within a block (on the device such blocks come one at a time)."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -325,7 +330,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether held blocks of an event are copies, instead of repeated announcements."""
+        """Whether the held blocks of an event are further copies, not repeated announcements."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -336,8 +341,8 @@ class KvIngest:
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
         """Whether this event may announce blocks that a request found cached. If the next event of
-        the batch continues it, the engine does announce them: such blocks are no copies, and those
-        that were counted as copies are taken back."""
+        the batch continues its chain, the engine does announce them: such blocks are no copies, and
+        the copies counted before are taken back."""
         if self._is_again:
             return False  # it was just stored
         is_new = self._index.blocks(*key, _DEVICE) != before
@@ -356,7 +361,8 @@ class KvIngest:
         self.counts.blocks_stored += blocks
 
     def _refuse(self, reason: str) -> None:
-        """Skip an event; after a skipped part, the rest of its event, which hangs below it."""
+        """Skip an event. If it has parts, the remaining ones are skipped too, since they continue
+        its chain."""
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
 
@@ -416,7 +422,7 @@ def _objection(
 
 
 def _salt_of(rank: LearnedFacts, tier: Tier, parent_hash: int) -> str | None:
-    """The parent's salt, from the child's own tier if it is there: offloading copies blocks."""
+    """The parent's salt, preferably from the child's own tier: offloading copies blocks."""
     salts_here = rank.salts.get(tier)
     if salts_here and (own := salts_here.get(parent_hash)) is not None:
         return own

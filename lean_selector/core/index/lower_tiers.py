@@ -1,4 +1,4 @@
-"""The lower tiers: each rank's blocks there, and how a match continues from the device."""
+"""The lower tiers: each rank's blocks there, and how a match continues from the device tier."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from lean_selector.core.rank_bits import bits_of
 # --------------------------------------------------------------------------------------------------
 # Which ranks may have a prompt's next block on any lower tier.
 #
-# Shared by all ranks, so that a match looks at no others. Spec: indexer.md section 3.5.
+# One map for all ranks, so that a match looks only at these ranks. Spec: indexer.md section 3.5.
 
 # The shared maps are split into this many dicts, chosen by the first byte of the local hash: a
 # single dict of a million entries would take 50 ms to grow.
@@ -22,7 +22,7 @@ MASK: Final = SHARDS - 1
 
 class Continuations:
     """The ranks that have a block with given tokens on a lower tier: local hash -> set of ranks.
-    Exact, except that hashes equal in 7 of their 8 bytes share their ranks."""
+    Exact, except that hashes with the same first 7 bytes share an entry."""
 
     __slots__ = ("_again", "_alone", "_ranks")
 
@@ -31,7 +31,7 @@ class Continuations:
         # of 4 000 ranks takes 560 bytes; so `_alone` has a shared int for each rank.
         self._ranks: list[dict[int, int]] = []  # no dict before the first entry
         self._alone: list[int] = []
-        # By bit: further blocks with these tokens on the rank, beyond the one in `_ranks`.
+        # By bit: how many more blocks with this hash the rank has, beyond the one in `_ranks`.
         self._again: dict[int, dict[int, int]] = {}
 
     def of(self, hashes: bytes, at: int) -> int:
@@ -43,7 +43,7 @@ class Continuations:
         return 1 << ~ranks if ranks < 0 else ranks
 
     def add(self, bit: int, local: bytes) -> None:
-        """A rank has another block with this local hash."""
+        """Add a block with this local hash on a rank."""
         if not self._ranks:
             self._ranks = [{} for _ in range(SHARDS)]
         block = int.from_bytes(local[:7], "little")
@@ -61,7 +61,7 @@ class Continuations:
             shard[block] = ranks | 1 << bit
 
     def discard(self, bit: int, local: bytes) -> None:
-        """The rank has one block less with this local hash."""
+        """Remove a block with this local hash from a rank."""
         block = int.from_bytes(local[:7], "little")
         again = self._again.get(bit)
         if again and block in again:
@@ -81,7 +81,7 @@ class Continuations:
             shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
 
     def only(self, bit: int) -> int:
-        """The set of this rank alone, as it is kept."""
+        """The set of this rank alone, in the form in which it is stored."""
         while len(self._alone) <= bit:
             self._alone.append(~len(self._alone))
         return self._alone[bit]
@@ -90,9 +90,9 @@ class Continuations:
 # --------------------------------------------------------------------------------------------------
 # The edges of all ranks on one lower tier, so that a prompt is walked once for all of them.
 #
-# Engines that hash alike have the same hashes for the same blocks. Their edges are stored once,
-# with the set of ranks that have them, and a match follows them together. Each rank's own blocks
-# are in its `LowerTier`. Spec: indexer.md section 3.5.
+# Engines with the same hash function have the same hashes for the same blocks. Their edges are
+# stored once, with the set of ranks that have them, and a match follows them together. Each rank's
+# own blocks are in its `LowerTier`. Spec: indexer.md section 3.5.
 
 
 class Edges:
@@ -101,15 +101,16 @@ class Edges:
     __slots__ = ("_continuations", "_edges", "_held", "_odd", "doubtful")
 
     def __init__(self, continuations: Continuations) -> None:
-        """`continuations` is kept in step."""
+        """`continuations` is updated with each change here."""
         self._continuations = continuations
         # Split like `continuations`, by the local hash.
         self._edges: list[dict[bytes, Edge]] = [{} for _ in range(SHARDS)]
-        # By edge and bit: the child of a rank whose edge leads elsewhere.
+        # By edge and bit: the child for a rank whose edge leads to another block than that of other
+        # ranks.
         self._odd: dict[bytes, dict[int, bytes]] = {}
         self._held: dict[int, dict[bytes, bytes]] = {}  # by bit: child -> edge of the rank
-        # Ranks that returned while their former blocks are being dismantled: an edge with their bit
-        # may be an old one, so each is looked up.
+        # Ranks that returned while their former blocks are still being freed: an edge with their
+        # bit may be an old one, so their own blocks are looked up.
         self.doubtful = 0
 
     def admit(self, bit: int, held: dict[bytes, bytes]) -> None:
@@ -117,12 +118,13 @@ class Edges:
         self._held[bit] = held
 
     def release(self, bit: int) -> None:
-        """Remove the tier of a rank. Its remaining edges are to be discarded."""
+        """Remove the tier of a rank. The caller discards its remaining edges."""
         del self._held[bit]
 
     def store(self, bit: int, key: bytes, child: bytes, held: dict[bytes, bytes]) -> bool:
-        """Add an edge to `child` for a rank, which has just `held`. False, with nothing changed, if
-        the rank's edge leads elsewhere, or another edge of it leads to that block."""
+        """Add an edge to `child` for a rank that holds the blocks `held`. False, with nothing
+        changed, if the rank's edge already leads to another block, or another of its edges leads to
+        `child`."""
         edges = self._edges[key[-8] & MASK]
         edge = edges.get(key)
         if edge is not None and held.get(edge.child) == key:
@@ -138,21 +140,22 @@ class Edges:
             edges[key] = Edge(key, child, self._continuations.only(bit))
         elif edge.child == child:
             ranks = edge.ranks
-            if ranks != ~bit:  # else it is an old one of the same rank
+            if ranks != ~bit:  # otherwise an old edge of the same rank
                 edge.ranks = (1 << ~ranks if ranks < 0 else ranks) | 1 << bit
-            key, child = edge.key, edge.child  # one object for all of them
+            key, child = edge.key, edge.child  # share one object among all ranks
         else:
             self._odd.setdefault(key, {})[bit] = child
         held[child] = key
         return True
 
     def discard(self, bit: int, key: bytes, child: bytes) -> None:
-        """A rank no longer has an edge."""
+        """Remove an edge of a rank."""
         self._continuations.discard(bit, key[-8:])
         self._discard(bit, key, child)
 
     def discard_old(self, bit: int, key: bytes, child: bytes) -> None:
-        """`discard` for an edge from before the rank was cleared; it may have it again."""
+        """`discard` for an edge that a rank had before it was cleared; it may have the same edge
+        again."""
         self._continuations.discard(bit, key[-8:])
         held = self._held.get(bit)
         if held is None or held.get(child) != key:
@@ -176,7 +179,7 @@ class Edges:
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
         """Follow `hashes` from byte `at` on, as far as all of `ranks` have the blocks. Returns the
-        last block and its end; `follow` finds the ranks that continue."""
+        last block and its end; from there `follow` finds the ranks that continue."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
@@ -193,8 +196,8 @@ class Edges:
         return name, at
 
     def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
-        """The child that an edge leads to, and the ranks of `ranks` for which it does. Other ranks
-        may have another child: `others`."""
+        """The child that an edge leads to, and the subset of `ranks` for which it does. Other ranks
+        may have another child: see `others`."""
         edge = self._edges[key[-8] & MASK].get(key)
         if edge is None:
             return b"", 0
@@ -207,7 +210,7 @@ class Edges:
         return edge.child, having
 
     def others(self, ranks: int, key: bytes) -> dict[bytes, int]:
-        """The children of an edge for ranks that `follow` did not return: child -> its ranks."""
+        """The children of an edge for ranks that `follow` left out: child -> its ranks."""
         found: dict[bytes, int] = {}
         if self._odd and (odd := self._odd.get(key)) is not None:
             for bit in bits_of(ranks):
@@ -234,7 +237,7 @@ class LowerTier:
     __slots__ = ("_bit", "_copies", "_edge", "_edges")
 
     def __init__(self, edges: Edges, bit: int) -> None:
-        """`edges` are those of all ranks; this rank has this bit index."""
+        """`edges` are those of all ranks; `bit` is this rank's."""
         self._edges = edges
         self._bit = bit
         # child -> parent + local, oldest first: a tier at its bound evicts the oldest.
@@ -246,13 +249,13 @@ class LowerTier:
         return len(self._edge)
 
     def edge_to(self, name: bytes) -> bytes | None:
-        """The edge to a block, if the rank has it here."""
+        """The edge to a block, if the rank has the block on this tier."""
         return self._edge.get(name)
 
     def store(self, parent: bytes, names: bytes, local: bytes, counted: bool = False) -> None:
-        """Add a chain of blocks, up to the first that contradicts the tier: an edge that leads to
-        another block, or a block that another edge leads to. The first one wins. `counted`: a held
-        block gets one more copy."""
+        """Add a chain of blocks. It ends before the first block that contradicts the tier: an edge
+        that already leads to another block, or a block that another edge already leads to.
+        `counted`: a held block gets one more copy."""
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
             name = names[at : at + 8]
@@ -263,7 +266,7 @@ class LowerTier:
             parent = name
 
     def remove(self, name: bytes) -> bool:
-        """Drop one block; those behind it stay, and count again when it comes back."""
+        """Drop one block. Those behind it stay, and count again when it returns."""
         if self._copies and (copies := self._copies.pop(name, 0)):
             if copies > 1:
                 self._copies[name] = copies - 1
@@ -282,7 +285,7 @@ class LowerTier:
             self._edges.discard(self._bit, edge, name)
 
     def dismantled(self) -> Iterator[None]:
-        """Drop all blocks, step by step; the rank no longer has this tier."""
+        """Drop all blocks, in steps; the rank no longer has this tier."""
         while self._edge:
             for _ in range(min(_BLOCKS_PER_STEP, len(self._edge))):
                 name, edge = self._edge.popitem(last=False)
@@ -291,7 +294,7 @@ class LowerTier:
 
     def chains(self) -> Iterator[tuple[bytes, bytes, bytes]]:
         """(parent, child, local) of every block, oldest first. Blocks may be added and removed
-        meanwhile."""
+        during the iteration."""
         # dict's own view: an OrderedDict's looks up each key, at ten times the cost.
         for name in list(dict.keys(self._edge)):
             edge = self._edge.get(name)
@@ -306,7 +309,7 @@ class Holdings:
 
     def __init__(self, device: DeviceRank) -> None:
         self.device = device
-        self.lower: list[LowerTier] = []  # none, or host_pinned, disk, external
+        self.lower: list[LowerTier] = []  # empty, or all of host_pinned, disk, external
 
     def blocks(self) -> int:
         """Blocks on all tiers, reachable or not."""
@@ -316,10 +319,11 @@ class Holdings:
 # --------------------------------------------------------------------------------------------------
 # Continuing a match after a rank's device blocks end.
 #
-# Tracks the ranks that hold anything on a lower tier, and looks only at those that can continue:
-# together while they have the same blocks under the same hashes. Spec: indexer.md section 3.5.
+# Tracks the ranks with blocks on a lower tier, and looks only at those whose match can continue.
+# Ranks are followed together as long as they have the same blocks under the same hashes. Spec:
+# indexer.md section 3.5.
 
-_LAST = 2  # after host_pinned and disk, external
+_LAST = 2  # index of the last tier: host_pinned, disk, external
 
 
 class LowerMatches:
@@ -329,11 +333,11 @@ class LowerMatches:
 
     def __init__(self, device: DeviceTier) -> None:
         self.ranks: dict[int, Holdings] = {}  # by bit, those with lower tiers
-        self._bits = 0  # the same as a set
+        self._bits = 0  # the same ranks as a set
         self._continuations = Continuations()
-        self._tiers: list[Edges] = []  # none before a rank has one
+        self._tiers: list[Edges] = []  # empty until a rank has a lower tier
         self._device = device
-        self._dismantled: dict[int, int] = {}  # by bit, how often, where it is not done
+        self._dismantled: dict[int, int] = {}  # by bit: dismantlings in progress
 
     def admit(self, rank: Holdings) -> None:
         """Give a rank its lower tiers, which are empty."""
@@ -358,8 +362,8 @@ class LowerMatches:
                 edges.doubtful &= ~(1 << bit)
 
     def retire(self, rank: Holdings) -> Iterator[None]:
-        """`release` for a rank whose tiers are not empty: they are hidden at once. The iterator
-        returned frees the memory, in steps between which anything may happen."""
+        """`release` for a rank whose tiers are not empty. They are hidden at once; the iterator
+        returned frees the memory, in steps between which the index may change."""
         bit, tiers = rank.device.bit, rank.lower
         self.release(rank)
         self._dismantled[bit] = self._dismantled.get(bit, 0) + 1
@@ -377,11 +381,11 @@ class LowerMatches:
     def extended(
         self, sets: list[tuple[int, int]], path: list[Run], local_hashes: bytes
     ) -> list[tuple[Matched, int]]:
-        """The ranks whose match continues on a lower tier, as disjoint sets of ranks with the same
-        match, none empty. Only ranks with the prompt's next block on a lower tier, below any
-        parent, are looked at."""
+        """The ranks whose match continues on a lower tier: disjoint, not empty sets of ranks with
+        the same match. Only ranks with the prompt's next block on a lower tier, below any parent,
+        are visited."""
         found: dict[tuple[int, int, int], int] = {}
-        going_on: dict[int, int] = {}  # by device blocks
+        going_on: dict[int, int] = {}  # by number of device blocks
         rest = self._bits
         for blocks, mask in sets:
             here = rest & mask
@@ -404,8 +408,8 @@ class LowerMatches:
         local_hashes: bytes,
         found: dict[tuple[int, int, int], int],
     ) -> None:
-        """Continue after the last device block, by its hash, tier by tier, never stepping back
-        (spec 3.5)."""
+        """Continue from the last device block, given by its hash, tier by tier, never back to an
+        earlier tier (spec 3.5)."""
         start, end = device << 3, len(local_hashes)
         # (ranks, hash of the last block, tier to continue on, position in the prompt, end of the
         # host tier): the ranks split where their blocks differ.

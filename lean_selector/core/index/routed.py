@@ -1,13 +1,13 @@
 """The approximate index: a routed prompt is assumed cached on its rank for some time.
 
-For engines without KV events, and besides events until they arrive. Every block expires some time
-after it was last part of a booked prompt, or earlier if its rank is known to hold no more blocks.
-Renewing a block renews those before it, so no prefix expires before what follows it.
+For engines without KV events, and in addition to events until they arrive. Every block expires some
+time after it was last part of a booked prompt, or earlier if its rank is known to hold fewer
+blocks. Renewing a block renews the blocks before it, so a prefix never expires before its
+continuation.
 
-A rank's booked prompts are a trie that counts them (`PromptTrie`), so a booking costs one step per
-branch, plus one per new block. Matching and dumping use a `KvIndex` with these blocks only. Time is
-an argument. D40.
-"""
+The booked prompts of a rank form a trie that counts them (`PromptTrie`), so a booking costs one
+step per branch, plus one per new block. Matching and dumping use a `KvIndex` that contains only
+these blocks. Time is an argument. D40."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from lean_selector.core.load.rank_load import BlockWeights
 from lean_selector.core.load.shapes import ActiveRun
 from lean_selector.core.rank_bits import RankKey
 
-_ALONE: Final = 1  # the set of the only rank in a trie of its own
+_ALONE: Final = 1  # the set of the only rank in its own trie
 _RANKS_PER_STEP: Final = 64
 
 
@@ -32,8 +32,8 @@ class RankPrompts:
 
     def __init__(self) -> None:
         self.trie = PromptTrie()
-        self.blocks = 0  # distinct ones
-        # The last run of each prompt -> when it expires, in this order.
+        self.blocks = 0  # distinct
+        # The last run of each prompt -> its expiry time, in this order.
         self.recent: OrderedDict[ActiveRun, float] = OrderedDict()
 
 
@@ -46,11 +46,11 @@ class RoutedPrompts:
         self._ranks: dict[RankKey, RankPrompts] = {}  # ranks with a prompt, no others
         self._bounds: dict[int, int] = {}  # known bounds, by worker id
         self._is_expiring = False
-        self._no_weights = BlockWeights()  # the weights that a trie of active prompts needs
+        self._no_weights = BlockWeights()  # required by the trie, unused here
 
     def add(self, key: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
-        """A prompt was booked on a rank: 8 bytes per complete block in both lists. `names` are its
-        sequence hashes. Lists of different lengths are ignored."""
+        """A prompt was booked on a rank. Both lists have 8 bytes per complete block; `names` are
+        its sequence hashes. Lists of different lengths are ignored."""
         if not local_hashes or len(local_hashes) != len(names):
             return
         rank = self._ranks.get(key)
@@ -64,7 +64,7 @@ class RoutedPrompts:
         if not new_blocks:
             return
         rank.blocks += new_blocks
-        # Not beyond the index's own bound: what that evicts would never be stored again.
+        # Not above the index's own bound: blocks evicted there would never be stored again.
         bound = self.index.bounds.of(key[0])[0]
         bound = min(self._bounds.get(key[0], bound), bound)
         while rank.blocks > bound and len(rank.recent) > 1:
@@ -75,8 +75,8 @@ class RoutedPrompts:
         self.index.store(*key, Tier.DEVICE, parent, chain, local_hashes[start:])
 
     def set_bound(self, worker_id: int, blocks: int | None) -> None:
-        """The most blocks that each rank of a worker can hold; None: unknown. Beyond it, the
-        prompts booked least recently are dropped; the newest one stays, however long."""
+        """Set the number of blocks that each rank of a worker can hold; None: unknown. Beyond it
+        the least recently booked prompts are dropped; the newest one always stays."""
         if blocks is None:
             self._bounds.pop(worker_id, None)
         else:
@@ -94,7 +94,7 @@ class RoutedPrompts:
             while rank is not None and rank.recent and next(iter(rank.recent.values())) <= now:
                 self._forget_oldest(key, rank)
                 yield
-                rank = self._ranks.get(key)  # it may have been dropped meanwhile
+                rank = self._ranks.get(key)  # the rank may have been dropped since
             if rank is not None and not rank.recent:
                 del self._ranks[key]
             if not number % _RANKS_PER_STEP:
@@ -110,7 +110,7 @@ class RoutedPrompts:
             self.index.remove_blocks(key, Tier.DEVICE, names[-gone * HASH_BYTES :])
 
     def drop_rank(self, key: RankKey) -> None:
-        """The rank was removed or emptied: drop its prompts."""
+        """Drop the prompts of a rank that was removed or emptied."""
         self.index.clear(*key)
         rank = self._ranks.pop(key, None)
         if rank is not None:

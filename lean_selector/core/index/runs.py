@@ -1,14 +1,13 @@
-"""The trie of runs: all prompts as runs of blocks, and which ranks hold which of their blocks.
+"""The trie of runs: all prompts as runs of blocks, and the ranks that hold each block.
 
-A run is a stretch of consecutive blocks without a branch; its label is the blocks' local hashes, 8
-bytes each. Runs split where prompts diverge, and nowhere else. Ranks are bits here. Knows nothing
-of engine hashes, worker ids or lower tiers. Spec: indexer.md section 3.1, architecture "runs, not
-blocks".
+A run is a sequence of consecutive blocks without a branch; its label is the blocks' local hashes, 8
+bytes each. Runs are split where prompts diverge, and nowhere else. Ranks are bits here. Knows
+nothing of engine hashes, worker ids or lower tiers. Spec: indexer.md section 3.1, architecture
+"runs, not blocks".
 
-A strand is a run as it grew; splits cut it into several runs, which keep their positions in it. So
+A strand is a run before any split. The runs that splits cut it into keep their positions in it, so
 a place, (strand, position), means the same block before and after a split, for all ranks that hold
-it.
-"""
+it."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import ItemsView
@@ -49,14 +48,14 @@ class Run:
         self.children: dict[bytes, Run] | None = None  # by the first 8 bytes of the label
         self.whole = 0
         self.partial: dict[int, int] | None = None
-        # Cached once requested: if a fleet shares a run, many ranks hold a part of it, and each
+        # Cached on first use: if a fleet shares a run, many ranks hold a part of it, and each
         # change concerns one rank.
         self._leads: dict[int, int] | None = None  # the result of leads()
         self._limit = -1  # argument of is_held_beyond; -1 before the first call
         self._beyond = 0  # partial holders that hold a block past the first `_limit`
 
     def held_by(self, bit: int) -> int:
-        """The positions (a bit mask) that the rank with this bit index holds."""
+        """The positions (a bit mask) held by the rank with this bit index."""
         if self.whole >> bit & 1:
             return (1 << (len(self.label) >> 3)) - 1
         return self.partial.get(bit, 0) if self.partial else 0
@@ -86,7 +85,7 @@ class Run:
             self._beyond += (held.bit_length() > limit) - (before.bit_length() > limit)
 
     def _lead(self, rank: int, before: int, held: int) -> None:
-        """Update `_leads` for one partial holder's change."""
+        """Update `_leads` for a change of one partial holder."""
         leads, old, new = self._leads, _leading(before), _leading(held)
         assert leads is not None
         if old == new:
@@ -101,8 +100,8 @@ class Run:
             leads[new] = leads.get(new, 0) | rank
 
     def leads(self) -> ItemsView[int, int]:
-        """(leading blocks, the ranks that hold exactly these) of the partial holders. Ranks without
-        the first block are left out."""
+        """(leading blocks, the ranks that hold exactly these), for the partial holders that hold
+        the first block."""
         if self._leads is None:
             leads = self._leads = {}
             for bit, held in (self.partial or {}).items():
@@ -121,12 +120,12 @@ class Run:
 
 
 def _leading(held: int) -> int:
-    """How many of the lowest bits are set without a gap."""
+    """The number of lowest bits that are set without a gap."""
     return ((held + 1) & ~held).bit_length() - 1
 
 
 class _Pieces:
-    """The runs of a strand that was split, in order, to be found by position."""
+    """The runs of a split strand, in order, searchable by position."""
 
     __slots__ = ("runs", "starts")
 
@@ -136,7 +135,7 @@ class _Pieces:
 
 
 class RunTrie:
-    """All runs of a partition; a run stays while a rank holds a block of it or a run hangs on
+    """All runs of a partition. A run exists while a rank holds one of its blocks or a run follows
     it."""
 
     __slots__ = ("_free", "_split", "root", "strands")
@@ -149,7 +148,7 @@ class RunTrie:
 
     @property
     def numbered(self) -> int:
-        """Strands have numbers below this one."""
+        """All strand numbers are below this one."""
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:
@@ -172,8 +171,8 @@ class RunTrie:
         return run, position - run.start
 
     def split(self, run: Run, blocks: int) -> Run:
-        """Cut the first `blocks` off into a run of their own above `run`, and return it. Some rank
-        holds the last of them, so they stay."""
+        """Cut the first `blocks` off as a run of its own above `run`, and return it. Some rank must
+        hold the last of them."""
         parent = run.parent
         assert parent is not None
         assert parent.children is not None
@@ -200,11 +199,11 @@ class RunTrie:
         for bit, held in list((run.partial or {}).items()):
             head.set_held(bit, held & low)
             run.set_held(bit, held >> blocks)
-        self.prune(run)  # it may have been only an end that no rank holds any more
+        self.prune(run)  # `run` may consist of unheld blocks only
         return head
 
     def prune(self, run: Run) -> None:
-        """Unlink a run that no rank holds and no run hangs on, then its parents likewise."""
+        """Unlink a run that no rank holds and no run follows, then its parents likewise."""
         while not (run.whole or run.partial or run.children) and run.parent is not None:
             parent = run.parent
             assert parent.children is not None
@@ -231,8 +230,9 @@ class RunTrie:
     def match_sets(
         self, ranks: int, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[Run]]:
-        """What these ranks hold of the start of a prompt, and the runs along it. As (leading
-        blocks, set of ranks), the sets disjoint and not empty, for ranks with a hit."""
+        """What these ranks hold of the start of a prompt, and the runs along it. The matches are
+        (leading blocks, set of ranks), for ranks with a hit; the sets are disjoint and not
+        empty."""
         result: list[tuple[int, int]] = []
         path: list[Run] = []
         children = self.root.children
@@ -271,7 +271,7 @@ class RunTrie:
         return result, path
 
     def pieces(self, strand: int) -> list[Run]:
-        """The runs of a strand in order."""
+        """The runs of a strand, in order."""
         pieces = self._split.get(strand)
         if pieces is not None:
             return list(pieces.runs)
@@ -280,7 +280,8 @@ class RunTrie:
 
 
 def common_prefix(label: bytearray, at: int, hashes: bytes, start: int) -> int:
-    """How many bytes of `label` from `at` and of `hashes` from `start` agree, in whole blocks."""
+    """The number of bytes, in whole blocks, in which `label` from `at` and `hashes` from `start`
+    agree."""
     low, high = 0, (min(len(label) - at, len(hashes) - start) >> 3) + 1
     if label[at : at + (high - 1 << 3)] == hashes[start : start + (high - 1 << 3)]:
         return high - 1 << 3

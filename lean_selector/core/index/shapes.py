@@ -7,7 +7,7 @@ import msgspec
 
 
 class Tier(IntEnum):
-    """The tier of a block; also the order in which a match continues."""
+    """The tier of a block, in the order in which a match continues."""
 
     DEVICE = 0
     HOST_PINNED = 1
@@ -33,11 +33,12 @@ class StoreResult(IntEnum):
     EMPTY = 1
     SELF_REFERENCE = 2
     UNKNOWN_PARENT = 3
-    FULL = 4  # all runs are numbered, some 4 million
+    FULL = 4  # the maximum of some 4 million runs is reached
 
 
 class Matched(msgspec.Struct, frozen=True, gc=False):
-    """Leading blocks of a prompt that a rank holds: D, then H more, then K + X more (spec 3.5)."""
+    """Leading blocks of a prompt that a rank holds: `device`, then `host` more, then the rest (spec
+    3.5)."""
 
     device: int
     host: int = 0
@@ -45,24 +46,24 @@ class Matched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Edge(msgspec.Struct, gc=False):
-    """From a block to a following one, by their engine hashes, 8 bytes each."""
+    """From a block to the next one, by their engine hashes, 8 bytes each."""
 
-    key: bytes  # the parent's hash, nothing for a prompt's first block; then the local hash
+    key: bytes  # the parent's hash (empty for the first block of a prompt), then the local hash
     child: bytes
-    ranks: int  # the set of ranks that have it, or ~bit for a single rank
+    ranks: int  # the ranks that have it: a set, or ~bit for a single rank
 
 
 class LearnedFacts(msgspec.Struct):
-    """What was learned from the events of one rank."""
+    """What was learned from events of one rank."""
 
     is_prefix_group: dict[int, bool]  # group_idx -> whether its blocks count
     # block hash -> salt, oldest first, for salted blocks that are held
     salts: dict[Tier, OrderedDict[int, str]]
-    # The engine announces what a request found cached (`kv_cache_report_mode: full`).
+    # The engine announces the blocks that a request found cached (`kv_cache_report_mode: full`).
     reports_hits: bool = False
-    # In this batch: the last block of an announced prefix that was fully held.
+    # In this batch: the last block of an announced prefix that was held completely.
     announced_end: int | None = None
-    # Hashes of such prefixes while the mode is unknown; the newest ones.
+    # Hashes of the newest such prefixes, while the mode is unknown.
     announced: deque[tuple[int, ...]] = msgspec.field(default_factory=lambda: deque(maxlen=64))
 
 
@@ -72,13 +73,14 @@ class LearnedFacts(msgspec.Struct):
 # The wire decodes every producer's layout into these records, and the index applies them. Hashes
 # here are unsigned 64-bit, tokens flat. Spec: indexer.md 1.4.
 
-# Reasons for skipping that mean a bound of ours: the engine holds blocks that are not indexed.
+# Reasons for skipping an event because of a bound of ours: the engine holds blocks that are not
+# indexed.
 BOUND_REASONS = frozenset(("too_many_blocks", "oversize_block"))
 
 
 class EventPart(IntEnum):
-    """Which part of its event a record is. Parts follow one another; the chain continues in
-    each."""
+    """The position of a record in its event. The parts of an event follow one another, and their
+    chain continues."""
 
     WHOLE = 0
     FIRST = 1
@@ -90,17 +92,19 @@ class BlockStored(msgspec.Struct, gc=False):
     """Consecutive blocks that the engine now holds on one tier."""
 
     block_hashes: list[int]  # the engine's own identifiers, one per block, in chain order
-    parent_hash: int | None  # None: the first block is the first of a prompt; 0 is a hash
+    parent_hash: int | None  # None: the chain starts a prompt; 0 is a valid hash
     token_ids: list[int]  # not checked for u32: hashing does that
     block_size: int  # the engine's, in tokens
-    tier: Tier | None  # None: a medium of unknown name
+    tier: Tier | None  # None: unknown medium
     lora_name: str | None = None
-    cache_salt: str | None = None  # None also for ""
-    mm_hashes: list[list[int] | None] | None = None  # per block; blocks beyond the list have none
-    is_eagle: bool = False  # tokens came as pairs; a block's hash covers block_size + 1 of them
+    cache_salt: str | None = None  # "" becomes None
+    mm_hashes: list[list[int] | None] | None = None  # per block; missing at the end: none
+    is_eagle: bool = (
+        False  # tokens came as pairs; the hash of a block covers block_size + 1 of them
+    )
     group_idx: int | None = None
     kind: str | None = None  # kv_cache_spec_kind
-    is_remote: bool = False  # locality other than LOCAL: not in this worker's reach
+    is_remote: bool = False  # locality other than LOCAL: this worker cannot reach the blocks
     part: EventPart = EventPart.WHOLE
     unknown_keys: dict[str, int] | None = None  # extra keys that cannot be hashed, by kind
     # The token after the last block, if the engine's hash of a block covers it.
@@ -108,8 +112,8 @@ class BlockStored(msgspec.Struct, gc=False):
 
 
 class PackedStored(msgspec.Struct, gc=False):
-    """`BlockStored` without multimodal objects and pairs, as packed lists. As many names as whole
-    blocks of tokens; the names differ from each other and from the parent."""
+    """`BlockStored` without multimodal objects and pairs, as packed lists. There is one name per
+    whole block of tokens; the names differ from each other and from the parent."""
 
     names: bytes  # u64, little-endian
     parent_hash: int | None
@@ -124,9 +128,9 @@ class PackedStored(msgspec.Struct, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
-    """Blocks that the engine no longer holds on one tier. `events` consecutive ones that differ
-    only in their blocks form one record: engines report evictions block by block. A part of an
-    event that is not the last has none."""
+    """Blocks that the engine no longer holds on one tier. Engines report evictions block by block,
+    so `events` consecutive events that differ only in their blocks form one record. For a part that
+    is not the last of its event, `events` is 0."""
 
     block_hashes: list[int]
     tier: Tier | None
@@ -154,16 +158,16 @@ Event = BlockStored | BlockRemoved | PackedStored | PackedRemoved | AllBlocksCle
 
 
 class SkippedEvent(msgspec.Struct, gc=False):
-    """Events that could not be decoded, for one reason; the others of their batch count."""
+    """Events that could not be decoded, for one reason; the other events of their batch count."""
 
     event_type: str  # "stored", "removed", "cleared", or "unknown"
     reason: str  # "malformed", "unknown_type", or of BOUND_REASONS: a metric label
-    detail: str  # description of one of them
+    detail: str  # description of one such event
     count: int = 1
 
 
 class EventBatch(msgspec.Struct, gc=False):
-    """A message, or a slice of one. dp_rank None: the rank that the source was registered for."""
+    """A message, or a slice of one. dp_rank None: the rank for which the source was registered."""
 
     dp_rank: int | None
     events: list[Event]
@@ -171,13 +175,13 @@ class EventBatch(msgspec.Struct, gc=False):
 
 
 class UpperRun(msgspec.Struct, frozen=True, gc=False):
-    """A run of blocks that prompts share, as people see it."""
+    """A run of blocks that prompts share, for display."""
 
-    parent: int  # which of the runs told before leads to it; -1: none, a prompt begins with it
-    depth: int  # blocks of a prompt before it
+    parent: int  # index of the parent in the list; -1: none, prompts begin with this run
+    depth: int  # blocks before it in a prompt
     blocks: int
-    holders: int  # ranks that hold some of them on the device
-    held_blocks: int  # that they hold of it together
-    branches: int  # runs that follow it
-    first_hash: str  # XXH3-64 of its first block, in hexadecimal
-    hits: int | None  # prompts that met it while somebody looked; None: nobody did
+    holders: int  # ranks that hold some of its blocks on the device
+    held_blocks: int  # total blocks of it that they hold
+    branches: int  # number of runs that follow it
+    first_hash: str  # XXH3-64 of its first block, hexadecimal
+    hits: int | None  # prompts that matched it while counted; None: not counted

@@ -1,9 +1,8 @@
-"""Freeing memory a little at a time, by iterators with short steps.
+"""Free memory in small steps, by iterators.
 
 Dropping a rank's blocks visits every run and every hash of it: up to half a second for a million
 blocks. So dropped blocks are hidden at once and freed in steps, between which the caller does other
-work.
-"""
+work."""
 
 from collections import deque
 from collections.abc import Iterator, MutableMapping
@@ -13,7 +12,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 _ENTRIES_PER_STEP = 256  # some 30 us
-_STEPS_AT_ONCE = 8  # some 0.3 ms, enough for small ones
+_STEPS_AT_ONCE = 8  # some 0.3 ms, enough for most ranks
 _ENDED: Final = object()
 
 
@@ -29,7 +28,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Take the first steps; True if something is waiting now, and nothing was before."""
+        """Take the first steps. True if work is pending now and none was before."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False
@@ -49,7 +48,7 @@ class Sweeps:
 
 
 def emptied(entries: MutableMapping[Key, Value]) -> Iterator[None]:
-    """Empty a dict that is not used elsewhere any more."""
+    """Empty a dict that has no other user."""
     while entries:
         for _ in range(min(_ENTRIES_PER_STEP, len(entries))):
             entries.popitem()

@@ -1,8 +1,7 @@
-"""The runs of a trie that weigh most, from the root down: which prefixes prompts share.
+"""The largest runs of a trie, from the root down: which prefixes prompts share.
 
-A bounded walk, for people who look at the index; no choice depends on it. What weighs is what is
-held below a run as far as one look tells: its own holdings, by how many runs hang on it.
-"""
+A bounded walk for display; no choice depends on it. A run's weight is estimated without walking
+below it: its held blocks, times one more than the number of runs that follow it."""
 
 import heapq
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ from typing import Final
 from lean_selector.core.index.runs import Run
 from lean_selector.core.index.shapes import UpperRun
 
-MOST_CHILDREN: Final = 4096  # of one run that are looked at, those that came first
+MOST_CHILDREN: Final = 4096  # children of a run that are visited, the oldest first
 _MOST_LOOKED: Final = 20_000
-_STEP: Final = 128  # children, and holders of a part of one
+_STEP: Final = 128  # children, or partial holders
 
 Hits = dict[Run, int]
 
@@ -22,12 +21,12 @@ Hits = dict[Run, int]
 def upper_runs(
     root: Run, in_use: int, most: int, hits: Hits | None = None
 ) -> Iterator[UpperRun | None]:
-    """Yields at most `most` runs, parents before their children. `in_use`: the ranks that count.
+    """Yield at most `most` runs, parents before their children. `in_use`: the set of ranks that
+    count.
 
-    None is yielded for a step without a run. The trie may change between steps: a run that is gone
-    by then is yielded as it was when it was visited.
-    """
-    # By weight; the serial number says which of equals came first.
+    Yields None for a step without a run. The trie may change between steps; a run that was removed
+    meanwhile is yielded as it was when it was visited."""
+    # Ordered by weight; the serial number breaks ties.
     heap: list[tuple[int, int, int, int, int, int, Run]] = []
     above, depth, run = -1, 0, root
     number = serial = looked = step = 0
@@ -67,7 +66,7 @@ def upper_runs(
 
 
 def _held(run: Run, in_use: int) -> tuple[int, int]:
-    """How many ranks hold blocks of a run, and how many blocks they hold together."""
+    """The number of ranks that hold blocks of a run, and the total blocks that they hold."""
     holders = (run.whole & in_use).bit_count()
     held = holders * (len(run.label) >> 3)
     for bit, positions in (run.partial or {}).items():

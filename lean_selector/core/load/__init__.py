@@ -1,1 +1,1 @@
-"""What runs where: active prompts and the load of each rank."""
+"""Active prompts, and the load of each rank."""

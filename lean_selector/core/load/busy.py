@@ -16,7 +16,7 @@ from lean_selector.core.rank_bits import RankKey
 # value (a capacity that the worker did not report) exceeds nothing. Does not know how loads are
 # counted.
 
-# Thresholds outlive their model's last worker, so that a restarted worker finds them again. For
+# Thresholds outlive their model's last worker, so that they apply again when it restarts. For
 # models without workers this many are kept; the oldest are dropped first.
 MAX_REMEMBERED = 1024
 
@@ -73,13 +73,13 @@ class BusyThresholds:
 
 
 class Headroom:
-    """Ranks with room, for one partition with a queue."""
+    """The ranks of one partition with room for queued requests; only if it has a queue."""
 
     def __init__(self, threshold: float) -> None:
         """`threshold` is a fraction of a worker's batch size; infinity never queues."""
         self._threshold = threshold
         self.below = self.idle = 0
-        self.avoided = 0  # the partition's ranks that only requests tied to them may use
+        self.avoided = 0  # ranks that are used only by requests restricted to them
         self.came_free = 0
         self.now = -math.inf  # the latest time given
         self._limits: dict[RankKey, tuple[float, RankLimits]] = {}
@@ -105,7 +105,7 @@ class Headroom:
         self.avoided &= others
 
     def changed(self, load: RankLoad) -> None:
-        """A rank's load has changed; ranks that were not added are ignored."""
+        """A rank's load has changed; ignored for ranks that were not added."""
         limits = self._limits.get(load.key)
         if limits is None:
             return
@@ -123,6 +123,5 @@ class Headroom:
                 self.came_free |= mask
 
     def advance(self, now: float) -> None:
-        """Note the time."""
         if now > self.now:
             self.now = now

@@ -1,12 +1,11 @@
-"""The ranks of a partition by load, so that the least loaded is known without visiting all.
+"""The ranks of a partition by load, so that the least loaded is found without visiting all.
 
-Ranks that hold equally much of a prompt, cached and active, cost scale * tokens / block_size +
-standing load plus the same constant; the standing load is their blocks, plus a weight per request.
-So the cheapest of such a set is one with the least load, and ranks of equal load are equivalent.
-Loads are kept in that order, each with the set of its ranks; a set is an int (`RankBits`). The cost
-of a prompt and the eligible ranks are unknown here: the chooser walks `loads` and stops where
-nothing cheaper can follow (`selection/choice.py`).
-"""
+Ranks that hold equally many cached and active blocks of a prompt cost scale * tokens / block_size +
+standing load, plus the same constant. The standing load is a rank's active blocks, plus a weight
+per request. So the cheapest of these ranks is the one with the least load, and ranks of equal load
+are equivalent. Loads are kept in this order, each with the set of its ranks (an int, `RankBits`).
+The cost of a prompt and the eligible ranks are unknown here: the chooser walks `loads`, and stops
+where no later load can be cheaper (`selection/choice.py`)."""
 
 import bisect
 
@@ -14,11 +13,10 @@ from lean_selector.core.load.rank_load import LoadBucket, RankLoad
 
 
 class LoadOrder:
-    """Sets of equally loaded ranks, least loaded first. Must be told every change of load.
+    """Sets of equally loaded ranks, least loaded first. Must be notified of every change of load.
 
-    To be read, not changed: `ranks` (by bit) and `loads` (sorted). `moved` are the ranks whose load
-    has changed since whoever follows that emptied it.
-    """
+    Read only: `ranks` (by bit) and `loads` (sorted). `moved`: the ranks whose load has changed
+    since the reader of `moved` last emptied it."""
 
     __slots__ = (
         "_block_size",
@@ -43,9 +41,11 @@ class LoadOrder:
         self.everyone = self.moved = 0
         self.ranks: dict[int, RankLoad] = {}
         self.loads: list[LoadBucket] = []
-        self._places: list[tuple[float, int, float]] = []  # key, tokens, standing of each of those
-        self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by tokens and standing
-        # The sorted keys of `_by_load`, once requested.
+        self._places: list[
+            tuple[float, int, float]
+        ] = []  # (key, tokens, standing) of each load in `loads`
+        self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by (tokens, standing)
+        # The sorted keys of `_by_load`, built on first use.
         self._by_tokens: list[tuple[int, float]] | None = None
 
     def add(self, load: RankLoad) -> None:
@@ -65,7 +65,7 @@ class LoadOrder:
         load.bucket = None
 
     def changed(self, load: RankLoad) -> None:
-        """A rank's load has changed; ranks that were not added are ignored."""
+        """A rank's load has changed; ignored for ranks that were not added."""
         bucket = load.bucket
         if bucket is None:
             return
@@ -119,11 +119,11 @@ class LoadOrder:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def place_of(self, key: float, first: int) -> int:
-        """The first position in `loads`, from a given one on, whose key is this or more."""
+        """The first position in `loads`, not before `first`, whose key is at least `key`."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:
-        """The fewest prefill tokens that a rank of these has; 0 if there is none."""
+        """The fewest prefill tokens on any of these ranks; 0 for an empty set."""
         by_tokens = self._by_tokens
         if by_tokens is None:
             by_tokens = self._by_tokens = sorted(self._by_load)

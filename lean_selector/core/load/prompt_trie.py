@@ -2,10 +2,9 @@
 
 A prompt is a path, and a block is a position on it (D20), not a hash value. Blocks that the same
 requests hold on every rank form one run, so booking and freeing cost one step per run that a prompt
-crosses, not per block. Per run: how many requests of each rank cross it, and the weight of its
-blocks on a rank if not 1 (spec: selection.md section 6). Knows nothing of requests, prefill or
-time.
-"""
+crosses, not per block. A run counts the requests of each rank that cross it, and stores the weight
+of its blocks on a rank if that is not 1 (spec: selection.md section 6). Knows nothing of requests,
+prefill or time."""
 
 from typing import Final
 
@@ -16,7 +15,7 @@ HASH_BYTES: Final = 8
 
 
 class PromptTrie:
-    """Never holds a run that no request crosses, nor two that could be one."""
+    """Every run is crossed by a request, and runs are as long as possible."""
 
     __slots__ = ("root",)
 
@@ -24,9 +23,9 @@ class PromptTrie:
         self.root = ActiveRun(b"", None, {}, {})
 
     def insert(self, hashes: bytes, rank: int) -> tuple[ActiveRun, int]:
-        """Add a prompt of a rank, given as a set of itself alone; returns its last run, and how
-        many of its blocks are new on the rank. The run stays the prompt's last one whatever is
-        inserted or removed later. For an empty prompt it is the root."""
+        """Add a prompt on a rank, given as a set of only that rank. Returns the prompt's last run
+        (for an empty prompt the root), and how many of its blocks are new on the rank. The run
+        stays the prompt's last one whatever is inserted or removed later."""
         run = self.root
         start, end, new_bytes = 0, len(hashes), 0
         while start < end:
@@ -52,8 +51,8 @@ class PromptTrie:
         return run, new_bytes // HASH_BYTES
 
     def remove(self, run: ActiveRun, rank: int, weights: BlockWeights) -> int:
-        """Remove one prompt of a rank that ends with `run`; returns how many blocks left the rank.
-        `weights` is the rank's tally; a block's weight ends with its last holder there."""
+        """Remove from a rank one prompt that ends with `run`; returns how many blocks left the
+        rank. `weights` is the rank's tally: a block's weight ends with its last holder there."""
         run.ends -= 1
         freed_bytes = 0
         while (parent := run.parent) is not None:
@@ -75,8 +74,8 @@ class PromptTrie:
         return freed_bytes // HASH_BYTES
 
     def weigh(self, run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
-        """Give `weight` to each block of the prompt ending with `run` that no other of the rank
-        holds."""
+        """Give `weight` to each block of the prompt ending with `run` that no other prompt of the
+        rank has."""
         while (parent := run.parent) is not None:
             if run.refs[rank] == 1:
                 _weigh_run(run, rank, weight, weights)
@@ -97,7 +96,7 @@ class PromptTrie:
             label = child.label
             whole = hashes.startswith(label, start)
             start += len(label) if whole else _common_bytes(label, hashes, start)
-            # A rank that crosses a run crosses all above it.
+            # A rank that crosses a run also crosses the runs above it.
             found.append((start // HASH_BYTES, child.mask))
             if not whole:
                 break
@@ -120,8 +119,8 @@ class PromptTrie:
 
 
 def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
-    """Cut the first `head_bytes` off as a run of its own, and return it; `run` stays the tail,
-    because requests point at the run they end with."""
+    """Cut the first `head_bytes` off as a run of its own, and return it. `run` stays the tail,
+    because reservations refer to their last run."""
     parent, label = run.parent, run.label
     assert parent is not None
     tail = label[head_bytes:]
@@ -137,8 +136,7 @@ def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
 
 
 def _merge_into_child(run: ActiveRun) -> None:
-    """Undo a split that is not needed any more: all requests of `run` continue to its only
-    child."""
+    """Undo a split that is no longer needed: all requests of `run` continue to its only child."""
     (child,) = run.children.values()
     if child.weights != run.weights:
         return

@@ -6,8 +6,7 @@ from typing import Final
 from lean_selector.core.rank_bits import RankKey
 
 # --------------------------------------------------------------------------------------------------
-# The total weight of one rank's blocks, some of which are fractional (spec: selection.md section
-# 6).
+# The total weight of one rank's blocks (spec: selection.md section 6).
 #
 # A rank's decode load is its number of distinct blocks, where some count as a fraction. The
 # reference adds the fractions one block after another in f64, and the rounding errors decide ties:
@@ -22,13 +21,12 @@ class BlockWeights:
     def __init__(self) -> None:
         self.counts: dict[float, int] = {}  # 0 <= weight < 1, count >= 1
         self._missing: float | None = (
-            None  # about how much they fall short of weight 1; None: outdated
+            None  # how far they fall short of weight 1 in total, approximately; None: outdated
         )
-        self._counted = 0  # sum of counts, valid with _missing
+        self._counted = 0  # sum of `counts`; valid with `_missing`
 
     def move(self, old: float, new: float, blocks: int) -> None:
-        """Change the weight of some blocks. A block enters the tally from 1.0, and leaves it to
-        1.0."""
+        """Change the weight of some blocks. The tally lists only weights other than 1.0."""
         if old == new or not blocks:
             return
         self._missing = None
@@ -45,16 +43,15 @@ class BlockWeights:
     def rounded_total(self, distinct_blocks: int) -> int:
         """Total weight of a rank's blocks, rounded half away from zero.
 
-        `distinct_blocks` counts every block of the rank once, the fractional ones included. The
-        blocks are added in the order of their weights; the reference leaves the order open.
-        """
+        `distinct_blocks` counts every block of the rank once, fractional ones included. The weights
+        are added in ascending order; the reference leaves the order open."""
         missing = self._missing
         if missing is None:
             missing = self._missing = _shortfall(self.counts)
             self._counted = sum(self.counts.values())
         total = distinct_blocks - missing
-        # Each block's two operations err by half an ulp of at most distinct_blocks, and `missing`
-        # by less. Only a total that close to a half needs the reference's exact sum.
+        # Each block's two operations err by at most half an ulp of distinct_blocks, and `missing`
+        # by less. The reference's exact sum is needed only if the total is that close to a half.
         doubt = (self._counted + 4) * distinct_blocks * 2.0**-51
         if abs(total - floor(total) - 0.5) <= doubt:
             total = float(distinct_blocks)
@@ -65,7 +62,7 @@ class BlockWeights:
 
 
 def _shortfall(counts: dict[float, int]) -> float:
-    missing = 0.0  # by hand: sum() of floats rounds differently since Python 3.12
+    missing = 0.0  # a loop, because sum() of floats rounds differently since Python 3.12
     for weight, blocks in counts.items():
         missing += blocks * (1.0 - weight)
     return missing
@@ -74,10 +71,9 @@ def _shortfall(counts: dict[float, int]) -> float:
 def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
     """The f64 that `total = total - 1.0 + weight` leaves when repeated `blocks` times.
 
-    While the total stays between the same powers of two, every step moves it by the same amount (a
-    tie is rounded to even, and 1 is an even number of ulps), so that all steps but the first few
-    are one product, which is exact: a multiple of the ulp, and below 2**53 of them.
-    """
+    While the total stays between the same powers of two, every step changes it by the same amount
+    (a tie is rounded to even, and 1 is an even number of ulps). So all steps but the first few are
+    one product, which is exact: a multiple of the ulp, and less than 2**53 of them."""
     while blocks:
         total = total - 1.0 + weight
         blocks -= 1
@@ -93,50 +89,52 @@ def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
 
 
 class LoadBucket:
-    """Ranks with equal load. Read only; LoadOrder changes it. A rank knows its bucket, so leaving
-    it needs no look-up."""
+    """Ranks with equal load. Read only; LoadOrder changes it. A rank refers to its bucket, so it
+    can leave without a look-up."""
 
     __slots__ = ("key", "ranks", "standing", "tokens")
 
     def __init__(self, tokens: int, standing: float, key: float) -> None:
         self.tokens = tokens  # active_prefill_tokens of each
-        self.standing = standing  # of each
-        self.key = key  # its key in the order: the cost of the load alone
-        self.ranks = 0  # a set, as bits of `RankBits`; never empty while it is in the order
+        self.standing = standing
+        self.key = key  # sort key: the cost of the load alone
+        self.ranks = 0  # bits of `RankBits`; not 0 while the bucket is in the order
 
 
-_FADES: Final = 1 - 1 / 64  # decay of earlier comparisons with each new one
+_FADES: Final = 1 - 1 / 64  # factor on earlier comparisons with each new one
 
 
 class RankCounts:
-    """Sums of one rank since it was registered; comparisons decay."""
+    """Totals of one rank since it was registered; `recent_...` decay."""
 
     def __init__(self) -> None:
         self.selections = 0  # requests placed on it
         self.prompt_tokens = 0  # their prompt tokens
         self.overlap_tokens = 0  # their tokens predicted as cached
-        self.ok = self.failed = self.refused = 0  # reported
+        self.ok = self.failed = self.refused = 0  # outcomes reported
         self.ttft_s = 0.0  # sum of reported times to first token, and their number
         self.ttft_count = 0
-        # Of first tokens that were predicted: how many, seconds predicted and observed in sum, and
-        # how far they were apart, as parts of the observed.
+        # Predicted times to first token: number, sums of predicted and observed seconds, and sum of
+        # the relative errors.
         self.predictions = 0
         self.predicted_s = self.observed_s = self.prediction_errors = 0.0
-        self.cached_tokens = 0  # of prompts, as the engine counted them: whoever told it
-        # Of the reservations whose end told it: what the engine counted, what had been found.
+        self.cached_tokens = 0  # prompt tokens that the engine counted as cached, from any report
+        # For reservations whose end reported it: cached tokens as counted by the engine, and as
+        # predicted by the index.
         self.compared_tokens = self.compared_overlap_tokens = 0
-        # Recent comparisons: the larger of the two counts, cached and not found, found and not
-        # cached.
+        # Recent comparisons, decaying: the larger of both counts; cached but not predicted;
+        # predicted but not cached.
         self.recent_tokens = self.recent_missed = self.recent_wrong = 0.0
 
     def compare(self, found: int, cached: int) -> None:
-        """Compare the predicted and the engine's cached tokens of one prompt."""
+        """Compare the index's prediction with the engine's count of cached tokens, for one
+        prompt."""
         self.recent_tokens = _FADES * self.recent_tokens + max(found, cached)
         self.recent_missed = _FADES * self.recent_missed + max(0, cached - found)
         self.recent_wrong = _FADES * self.recent_wrong + max(0, found - cached)
 
     def predict(self, predicted_s: float, observed_s: float) -> None:
-        """A first token was predicted after so long, and came after so long."""
+        """Record the predicted and the observed time to first token of one prompt."""
         self.predictions += 1
         self.predicted_s += predicted_s
         self.observed_s += observed_s
@@ -144,18 +142,18 @@ class RankCounts:
 
     @property
     def prediction_error(self) -> float | None:
-        """Mean absolute error of the predictions, as a part of what was observed."""
+        """Mean absolute error of the predictions, relative to the observed time."""
         return self.prediction_errors / self.predictions if self.predictions else None
 
     @property
     def index_accuracy(self) -> float | None:
-        """1: the index found exactly what the engine had cached. None: no comparison yet."""
+        """1.0: the index predicted exactly what the engine had cached. None: no comparison yet."""
         if not self.recent_tokens:
             return None
         return 1 - (self.recent_missed + self.recent_wrong) / self.recent_tokens
 
     def add(self, other: "RankCounts") -> None:
-        """Add the sums of another rank."""
+        """Add the totals of another rank."""
         self.selections += other.selections
         self.prompt_tokens += other.prompt_tokens
         self.overlap_tokens += other.overlap_tokens
@@ -208,15 +206,15 @@ class RankLoad:
         self.dp_rank = dp_rank
         self.key: RankKey = (worker_id, dp_rank)
         self.active_prefill_tokens = 0  # outstanding
-        self.active_decode_blocks = 0  # distinct_blocks by weight, rounded half away from zero
-        self.distinct_blocks = 0  # path positions of active prompts, and output blocks
+        self.active_decode_blocks = 0  # `distinct_blocks` by weight, rounded half away from zero
+        self.distinct_blocks = 0  # distinct blocks of active prompts, and output blocks
         self.block_weights = BlockWeights()
         self.reservations: dict[str, None] = {}  # ids, in order of booking
         self.bucket: LoadBucket | None = None
-        # In blocks: decode blocks, and requests by their weight.
+        # in blocks: decode blocks, plus the weight of the requests
         self.standing = 0.0
         self.counts = RankCounts()
-        self.came_after = 0  # serial of the last request queued before the rank was added
+        self.came_after = 0  # serial of the last request that was queued before the rank was added
 
     @property
     def active_requests(self) -> int:

@@ -11,9 +11,8 @@ from lean_selector.core.load.rank_load import RankLoad
 class Booking(msgspec.Struct, frozen=True, gc=False):
     """A request on a rank, as it was booked.
 
-    All of it is sent to replicas, together with its prompt, whose blocks are in the slots' trie,
-    shared by all requests, and with the replica that admitted it.
-    """
+    Replicas receive all of it, with the prompt and the replica that admitted the request. The
+    prompt's blocks are in the trie of the slots, which all requests share."""
 
     request_id: str
     worker_id: int
@@ -21,25 +20,24 @@ class Booking(msgspec.Struct, frozen=True, gc=False):
     lora_name: str | None = None
     track_prefill_tokens: bool = True  # False: `prefill_tokens` does not count
     prefill_tokens: int | None = None  # None: not given, which counts as 0
-    prefill_duration_s: float | None = None  # as a peer has told; has no effect
+    prefill_duration_s: float | None = None  # as reported by a peer; has no effect
     expected_output_tokens: int | None = None
 
 
 class ActiveRun(msgspec.Struct, eq=False, gc=False):
-    """Consecutive blocks that are held by the same requests.
+    """Consecutive blocks held by the same requests.
 
-    Not tracked by the garbage collector, nor are the dicts that hold only runs: a live trie costs a
-    collection nothing. The cycle parent <-> children is cut when the run is removed, with its last
-    request.
-    """
+    Not tracked by the garbage collector, nor are the dicts that hold only runs, so a collection
+    does not visit a live trie. The reference cycle between parent and child is cut when the run is
+    removed, with its last request."""
 
     label: (
         bytes  # the blocks' sequence hashes, 8 bytes little-endian each; only the root's is empty
     )
     parent: "ActiveRun | None"  # None only at the root
     children: "dict[bytes, ActiveRun]"  # first hash of the child -> child
-    # Requests per rank that cross the run, each >= 1; never empty except at the root. A rank is its
-    # bit of `RankBits`, as a set of itself.
+    # Requests per rank that cross the run, each >= 1; empty only at the root. The key is the rank
+    # as a set (`RankBits`).
     refs: dict[int, int]
     mask: int = 0  # all ranks in refs
     ends: int = 0  # requests whose prompt ends with this run
@@ -49,14 +47,13 @@ class ActiveRun(msgspec.Struct, eq=False, gc=False):
 class Reservation(msgspec.Struct, eq=False, gc=False):
     """One active request. Read only; Slots changes it (except `published_at`).
 
-    Not tracked by the garbage collector, so that a hundred thousand of them cost a collection
-    nothing: Slots unlinks what it drops. Times are monotonic seconds.
-    """
+    Not tracked by the garbage collector, so a collection does not visit a hundred thousand of them;
+    Slots cuts their references when it drops them. Times are monotonic seconds."""
 
-    request_id: str  # the booking's
+    request_id: str  # that of `booking`
     booking: Booking
     rank: RankLoad
-    run: ActiveRun  # where the prompt ends in the trie; the root when it is empty
+    run: ActiveRun  # the prompt's last run in the trie; the root for an empty prompt
     block_count: int  # blocks of the prompt, including shared ones
     prefill_tokens: int  # outstanding: 0 from prefill_complete on
     touched_at: float  # time of the last booking, prefill_complete, output_block or touch
@@ -64,10 +61,12 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
     router_id: int | None  # the peer that admitted it; None: this replica
     prefill_done: bool = False
     output_blocks: int = 0
-    weighted_output_blocks: int = 0  # those that the last decay_fraction reached
-    output_weight: float = 1.0  # the weight of those
+    weighted_output_blocks: int = 0  # output blocks that the last `decay_fraction` applies to
+    output_weight: float = 1.0  # weight of these blocks
     booked_at: float = 0.0
-    ahead_tokens: int = 0  # prefill tokens of the rank then, its own with them; 0: not told
+    ahead_tokens: int = (
+        0  # prefill tokens waiting on the rank at booking, this request's included; 0: unknown
+    )
 
     @property
     def is_replica(self) -> bool:
@@ -75,7 +74,7 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
 
 
 class RankLimits(msgspec.Struct, frozen=True, gc=False):
-    """Limits of one rank; infinite without a limit."""
+    """Limits of one rank; infinity means no limit."""
 
     prefill_tokens: float = math.inf
     decode_blocks: float = math.inf
@@ -86,7 +85,7 @@ class RankLimits(msgspec.Struct, frozen=True, gc=False):
 
 
 class BusyThreshold(msgspec.Struct, frozen=True):
-    """Limits for one model and tenant; None switches a limit off."""
+    """Limits for one model and tenant; None disables a limit."""
 
     active_decode_blocks: float | None = None  # fraction of a rank's KV blocks, 0.0 to 1.0
     active_prefill_tokens: int | None = None  # tokens, >= 0
@@ -110,8 +109,7 @@ class BusyThreshold(msgspec.Struct, frozen=True):
             )
 
     def limits(self, total_kv_blocks: int | None, max_num_batched_tokens: int) -> RankLimits:
-        """The limits of a rank of this capacity; its blocks may be unknown or 0, which means
-        unknown."""
+        """The limits of a rank of this capacity. None or 0 KV blocks: unknown."""
         tokens = blocks = math.inf
         if self.active_prefill_tokens is not None:
             tokens = self.active_prefill_tokens
@@ -123,7 +121,7 @@ class BusyThreshold(msgspec.Struct, frozen=True):
         return RankLimits(tokens, blocks)
 
     def changed_by(self, given: "BusyThreshold") -> "BusyThreshold":
-        """A copy with the fields of `given`; its None leaves a limit unchanged."""
+        """A copy with the fields of `given` that are not None."""
         return BusyThreshold(
             *(
                 old if new is None else new
@@ -154,18 +152,16 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     """The load of one rank as its engine reported it, including requests that bypass this service.
-
-    None if the engine has no such figure, or an older version does not report it.
-    """
+    None: the engine does not report this value."""
 
     running_requests: int
     waiting_requests: int
     kv_tokens: int  # tokens in use
     kv_token_capacity: int | None
     waiting_uncached_tokens: int | None  # tokens of waiting requests, to be prefilled
-    total_tokens: int | None  # tokens in use, and of the waiting requests
+    total_tokens: int | None  # tokens in use, plus those of waiting requests
     max_running_requests: int | None
-    # Since the engine started: uncached prompt tokens, and the time spent on them.
+    # Since the engine started: uncached prompt tokens, and the time spent on their prefill.
     prefilled_tokens: int | None
     prefill_busy_s: float | None
     age_s: float = 0.0  # seconds since it was received

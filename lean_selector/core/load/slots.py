@@ -1,9 +1,8 @@
 """Active requests of one partition, and the load of each of its ranks.
 
-Holds reservations (booked here, or copies of peers' bookings) and the load of every rank: prefill
+Stores reservations (booked here, or copies of peers' bookings) and each rank's load: prefill
 tokens, decode blocks, requests. Follows selection.md sections 5 and 6 and slot_tracker.md section
-2; expiry is D12. Used by both services. Knows ranks, but no workers, and publishes nothing.
-"""
+2; expiry is D12. Used by both services. Knows ranks but no workers, and publishes nothing."""
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from lean_selector.core.load.shapes import Booking, EngineLoad, Reservation
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
-# How long an engine's load report counts. SGLang repeats an unchanged report each second.
+# How long an engine's load report is valid. SGLang repeats an unchanged report each second.
 ENGINE_LOAD_HOLDS_S: Final = 5.0
 
 _touched_at = attrgetter("touched_at")
@@ -28,7 +27,7 @@ _late_s = itemgetter(0)
 
 
 def check_decay_fraction(decay_fraction: float | None) -> None:
-    """Raise BadRequest outside [0, 1]. Comes before the check that the request exists."""
+    """Raise BadRequest outside [0, 1]. Checked before the existence of the request."""
     if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
         raise BadRequest("decay_fraction must be between 0.0 and 1.0")
 
@@ -46,22 +45,23 @@ class Slots:
         changed, but not on its removal. `bits` numbers the ranks, and may be shared."""
         self.on_load_change = on_load_change
         self.bits = RankBits() if bits is None else bits
-        # Called with each ended reservation, whatever ended it, and with `heard_at`.
+        # Called with each ended reservation, whatever the cause, and with `heard_at`.
         self.on_ended: Callable[[Reservation], None] | None = None
-        # Hears of two reports of a rank's engine, one after the other.
+        # Called with two consecutive load reports of a rank's engine.
         self.on_reports: Callable[[RankLoad, EngineLoad, EngineLoad, float], None] | None = None
         self.ranks: dict[RankKey, RankLoad] = {}
-        # The newest report of each rank's engine, and when it was received.
+        # The newest report of each rank's engine, and its time of receipt.
         self._engine_loads: dict[RankKey, tuple[EngineLoad, float]] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
-        # Totals of requests admitted here: booked = live + freed + expired + dropped with a rank.
+        # Totals of requests admitted here: booked = live + freed + expired + dropped with their
+        # rank.
         self.booked = self.freed = self.expired = self.dropped = 0
         self.copied = 0  # total copies of peers' bookings
         self._trie = PromptTrie()
-        self.heard_at = 0.0  # the time of the last call
-        # incremented on each change of the live reservations or their touch times
+        self.heard_at = 0.0  # the time argument of the last call
+        # incremented when the live reservations or their touch times change
         self.revision = 0
-        # Each reservation is in one of these, ordered by touch, oldest first; backdated copies
+        # Each reservation is in one of these, ordered by touch time, oldest first; backdated copies
         # youngest first. Plain dicts: listing all takes a tenth of an OrderedDict's time; finding
         # the oldest steps over the holes of removed ones.
         self._local_by_touch: dict[str, Reservation] = {}
@@ -70,16 +70,16 @@ class Slots:
 
     @property
     def arrived(self) -> int:
-        """Total requests booked here, by any origin."""
+        """Total requests booked here or copied from peers."""
         return self.booked + self.copied
 
     def live_counts(self) -> tuple[int, int]:
-        """Active requests admitted here, and copies of what peers admitted."""
+        """Active requests admitted here, and copies of peers' requests."""
         local = len(self._local_by_touch)
         return local, len(self.reservations) - local
 
     def add_rank(self, worker_id: int, dp_rank: int) -> RankLoad:
-        """The rank's load, a new idle one for a new rank."""
+        """The rank's load; a new rank is idle."""
         rank = self.ranks.get((worker_id, dp_rank))
         if rank is None:
             rank = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
@@ -87,7 +87,7 @@ class Slots:
         return rank
 
     def remove_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Remove a rank and its reservations, and return those. An unknown rank has none."""
+        """Remove a rank; returns its reservations, which end. An unknown rank has none."""
         rank = self.ranks.pop((worker_id, dp_rank), None)
         if rank is None:
             return []
@@ -101,7 +101,7 @@ class Slots:
         return dropped
 
     def report_load(self, rank: RankKey, report: EngineLoad, now: float) -> None:
-        """Store the load that a rank's engine reports; ignored for an unknown rank."""
+        """Store a load report of a rank's engine; ignored for an unknown rank."""
         if rank in self.ranks:
             if self.on_reports is not None and (kept := self._engine_loads.get(rank)) is not None:
                 self.on_reports(self.ranks[rank], kept[0], report, now)
@@ -111,7 +111,7 @@ class Slots:
         self._engine_loads.pop(rank, None)
 
     def reported_load(self, rank: RankKey, now: float) -> EngineLoad | None:
-        """The load that a rank's engine reported; None without a recent report."""
+        """The recent load report of a rank's engine, or None."""
         kept = self._engine_loads.get(rank)
         if kept is None:
             return None
@@ -128,12 +128,11 @@ class Slots:
         now: float,
         router_id: int | None = None,
     ) -> Reservation:
-        """Put a request on a rank.
+        """Book a request on a rank.
 
-        sequence_hashes: 8 bytes little-endian per block, in prompt order; any number of blocks fits
-        any number of tokens. router_id: the peer that admitted it, None for this replica. Raises
-        NotFound for an unknown rank, then DuplicateRequest for a live id.
-        """
+        sequence_hashes: 8 bytes little-endian per block, in prompt order; their number need not
+        match the number of tokens. router_id: the peer that admitted it, None for this replica.
+        Raises NotFound for an unknown rank, then DuplicateRequest for a live id."""
         request_id = booking.request_id
         rank = self.ranks.get((booking.worker_id, booking.dp_rank))
         if rank is None:
@@ -175,8 +174,8 @@ class Slots:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
-        """Release a request's prefill tokens. Returns None if it is not live, else whether this was
-        the first call."""
+        """Release a request's prefill tokens. Returns None if it is not live; otherwise the
+        reservation, and whether this is the first call for it."""
         reservation = self.reservations.get(request_id)
         if reservation is None:
             return None
@@ -196,9 +195,9 @@ class Slots:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Add generated blocks; None: not live. With a fraction, every block of the request,
-        including these, that no other request of the rank holds has this weight from now on. Raises
-        BadRequest for a fraction outside [0, 1]."""
+        """Add generated blocks; returns None if the request is not live. With a fraction, every
+        block of the request that no other request of the rank holds has this weight from now on,
+        the new ones included. Raises BadRequest for a fraction outside [0, 1]."""
         check_decay_fraction(decay_fraction)
         reservation = self.reservations.get(request_id)
         if reservation is None:
@@ -218,7 +217,7 @@ class Slots:
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:
-        """Release a request; None: not live. `now` defaults to the time of the last call."""
+        """End a request; None: not live. `now` defaults to the time of the last call."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             if reservation.router_id is None:
@@ -229,16 +228,15 @@ class Slots:
         return reservation
 
     def touch(self, request_id: str, now: float) -> Reservation | None:
-        """Refresh a request, as when its owner publishes it again; None: not live."""
+        """Renew a request, as when its owner publishes it again; None: not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             self._touch(reservation, now)
         return reservation
 
     def backdate(self, copy: Reservation, touched_at: float) -> None:
-        """Set the touch time of a copy that was just booked to `touched_at`, as another replica
-        knows it. Call it youngest first: a copy that is younger than the oldest of them may expire
-        late."""
+        """Set the touch time of a copy that was just booked, to that of another replica. Call it
+        youngest first: a copy younger than the oldest backdated one may expire late."""
         copy.touched_at = touched_at
         self.revision += 1
         oldest = next(reversed(self._backdated.values()), copy)
@@ -247,8 +245,8 @@ class Slots:
             self._backdated[copy.request_id] = copy
 
     def by_touch(self) -> Iterator[Reservation]:
-        """All that are live now, last touched first; reservations that end meanwhile are left
-        out."""
+        """All live reservations, last touched first. Reservations that end during the iteration are
+        skipped."""
         listed = heapq.merge(
             list(reversed(self._local_by_touch.values())),
             list(reversed(self._copies_by_touch.values())),
@@ -262,9 +260,9 @@ class Slots:
     def expire(
         self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int
     ) -> list[Reservation]:
-        """Release at most `max_steps` requests that were idle longer than their limit, the longest
-        overdue first, so that neither kind waits behind the other. Returns them. If it returns as
-        many as max_steps, call again: there may be more."""
+        """End at most `max_steps` requests that were idle longer than their limit. The longest
+        overdue ends first, so neither kind delays the other. Returns them. If it returns as many as
+        max_steps, call again: there may be more."""
         self.heard_at = now
         if not self.reservations:
             return []
@@ -282,7 +280,7 @@ class Slots:
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
-        """Leading blocks of a prompt that active prompts of a rank share, for ranks with any."""
+        """Leading blocks of a prompt that are active on a rank, for ranks with any."""
         keys = self.bits.keys
         return {
             key: blocks
@@ -296,8 +294,8 @@ class Slots:
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:
-        """Whether no active prompt starts with this hash (an int of either sign, or 8 bytes and
-        more): active_prefix is empty then, whatever follows."""
+        """Whether no active prompt starts with this hash (a signed or unsigned int, or at least 8
+        bytes): then active_prefix of any such prompt is empty."""
         if isinstance(first_hash, int):
             first_hash = (first_hash & U64_MAX).to_bytes(HASH_BYTES, "little")
         return first_hash[:HASH_BYTES] not in self._trie.root.children
@@ -327,8 +325,8 @@ class Slots:
         )
 
     def _detach(self, reservation: Reservation) -> int:
-        """Unlink a reservation from everything except its rank's sums; returns how many blocks to
-        subtract."""
+        """Unlink a reservation from everything except its rank's sums; returns how many blocks left
+        the rank."""
         request_id, rank = reservation.request_id, reservation.rank
         self.revision += 1
         del self.reservations[request_id]
@@ -339,7 +337,7 @@ class Slots:
             del self._backdated[request_id]
         weights = rank.block_weights
         freed_blocks = self._trie.remove(reservation.run, rank.mask, weights)
-        reservation.run = self._trie.root  # the run may continue as another prompt's
+        reservation.run = self._trie.root  # the run may be merged with another one
         if reservation.output_blocks:
             weights.move(reservation.output_weight, 1.0, reservation.weighted_output_blocks)
         if self.on_ended is not None:
@@ -361,7 +359,7 @@ class Slots:
 def _overdue(
     by_touch: Iterable[Reservation], now: float, limit_s: float
 ) -> Iterator[tuple[float, Reservation]]:
-    """Requests idle longer than the limit, and by how much; the oldest come first."""
+    """(seconds overdue, request) for requests idle longer than the limit, the oldest first."""
     for reservation in by_touch:
         late_s = now - reservation.touched_at - limit_s
         if late_s <= 0.0:

@@ -1,17 +1,16 @@
-"""How long ranks take for a prompt token, learned from the requests that they were given.
+"""How many seconds each rank takes per prompt token, learned from the requests placed on it.
 
-A sample is the time from a booking to its first token, by the prefill tokens that were ahead of
-that token, the request's own with them. A rank's speed is the median of its last samples, once
-there were enough, as a factor on the fleet's: the median of the ranks' medians. A request that
-ends without a first token after longer than expected is a sample too, so a rank that hangs or
-thrashes is slow after ten. Where an engine counts its own prefill time (`EngineLoad`), that is a
-sample while the rank completes nothing for this replica.
+A sample is the time from a booking to its first token, divided by the prefill tokens that had to be
+computed until then, the request's own included. A rank's speed is the median of its last samples,
+once it has enough. Its factor compares that with the fleet: the median of the ranks' medians. A
+request that ends without a first token, after longer than expected, is a sample too, so a rank that
+hangs or thrashes counts as slow after ten such requests. If an engine reports its prefill time
+(`EngineLoad`), that is a sample while the rank completes no request of this replica.
 
-Factors come in steps, and change when a median has left its step by far, so ranks that are about
-equally fast are one set: who chooses looks at each set, never at each rank. A slow rank that has
-had no sample for a while counts as no slower than others until the next, which weighs more than
-half of what was known before. Forgotten with the rank. Time is an argument.
-"""
+Factors are rounded to steps, and change only when a median is well outside its step. So ranks of
+about equal speed form one set, and the chooser visits sets instead of ranks. A slow rank without a
+sample for a while is treated as average until its next sample, which then outweighs half of the
+earlier ones. Speeds are forgotten with the rank. Time is an argument."""
 
 import bisect
 import math
@@ -22,13 +21,13 @@ from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import EngineLoad, Reservation
 from lean_selector.core.rank_bits import bits_of
 
-WINDOW: Final = 20  # samples of a rank; with fewer, at first, its speed is not known
-LEAST_TOKENS: Final = 256  # ahead of a first token: of fewer, most of the time is another's
-STEPS: Final = 4  # from a factor to its double
-MOST_STEPS: Final = 2 * STEPS  # a quarter of the fleet's, or four times
-_HOLD: Final = 1.5  # steps: so far from its own a rank keeps it
-_FLEET_MOVES: Final = 1.1  # by so much, and the steps of all ranks are looked at again
-_NOTHING_NEW: Final = 0.03  # a median that is so near to the last, as a part of it
+WINDOW: Final = 20  # samples kept per rank; a rank's speed is unknown until it has this many
+LEAST_TOKENS: Final = 256  # before a first token; with fewer, most of the time is not prefill
+STEPS: Final = 4  # per doubling of the factor
+MOST_STEPS: Final = 2 * STEPS  # a quarter of the fleet's speed to four times it
+_HOLD: Final = 1.5  # steps: a rank keeps its step within this distance
+_FLEET_MOVES: Final = 1.1  # a change of the fleet's median by this factor re-evaluates all ranks
+_NOTHING_NEW: Final = 0.03  # relative change of a median that is ignored
 TRIED_AFTER_S: Final = 60.0
 _REPORTS_AFTER_S: Final = 5.0
 
@@ -36,21 +35,18 @@ ONE_SPEED: Final = [(1.0, -1)]  # all ranks, as a set
 
 
 class RankSpeed:
-    """What is known of one rank."""
-
     __slots__ = ("judged", "last_at", "median", "on_trial", "recent", "sorted", "step")
 
     def __init__(self) -> None:
         self.recent: deque[float] = deque()  # seconds for a token, oldest first
-        self.sorted: list[float] = []  # the same
-        self.median = 0.0  # 0: not known yet
-        self.judged = 0.0  # the median by which it has its step
+        self.sorted: list[float] = []  # the same, sorted
+        self.median = 0.0  # 0: unknown
+        self.judged = 0.0  # the median that its step was computed from
         self.last_at = -math.inf
         self.step = 0
         self.on_trial = False
 
     def add(self, seconds: float) -> None:
-        """Take in a sample."""
         recent, in_order = self.recent, self.sorted
         bisect.insort(in_order, seconds)
         recent.append(seconds)
@@ -69,10 +65,10 @@ class RankSpeed:
 
 
 class Speeds:
-    """The ranks of a partition by how fast they are.
+    """The ranks of a partition by speed.
 
-    To be read: `sets`, ranks by their factor on the time of a token, apart; the last is the rest.
-    """
+    Read only: `sets`, disjoint sets of ranks, each with the factor on their time per token; the
+    last set has all remaining ranks."""
 
     __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "sets")
 
@@ -80,12 +76,12 @@ class Speeds:
         self.sets: list[tuple[float, int]] = ONE_SPEED
         self._by_bit: dict[int, RankSpeed] = {}
         self._medians: list[float] = []  # of the ranks whose speed is known, sorted
-        self._reference = 0.0  # the fleet's median when the steps were last looked at
-        self._steps: dict[int, int] = {}  # ranks by their step, but for those of step 0
-        self._slow = 0  # those that have more steps than 0
+        self._reference = 0.0  # the fleet's median when all steps were last computed
+        self._steps: dict[int, int] = {}  # step -> its ranks, without step 0
+        self._slow = 0  # the ranks with a step above 0
 
     def completed(self, reservation: Reservation, ttft_s: float | None, now: float) -> None:
-        """Its first token came, after `ttft_s` if somebody measured that."""
+        """The request's first token came, `ttft_s` after its start if that was measured."""
         tokens = reservation.ahead_tokens
         if tokens < LEAST_TOKENS:
             return
@@ -99,7 +95,7 @@ class Speeds:
         self._sample(load, seconds / tokens, now)
 
     def ended(self, reservation: Reservation, now: float) -> None:
-        """It ended and no first token came."""
+        """The request ended without a first token."""
         tokens = reservation.ahead_tokens
         known = self.seconds_per_token(reservation.rank)
         if tokens >= LEAST_TOKENS and known is not None:
@@ -108,7 +104,7 @@ class Speeds:
                 self._sample(reservation.rank, seconds, now)
 
     def reported(self, load: RankLoad, old: EngineLoad, new: EngineLoad, now: float) -> None:
-        """Two reports of a rank's engine, one after the other."""
+        """Use two consecutive load reports of a rank's engine."""
         speed = self._by_bit.get(load.bit)
         if speed is not None and now - speed.last_at < _REPORTS_AFTER_S:
             return
@@ -122,17 +118,17 @@ class Speeds:
             self._sample(load, seconds / tokens, now)
 
     def seconds_per_token(self, load: RankLoad) -> float | None:
-        """None: not known yet."""
+        """None: unknown."""
         speed = self._by_bit.get(load.bit)
         return None if speed is None else speed.median or None
 
     def factor(self, load: RankLoad) -> float:
-        """On the time that a token takes; 1.0 where that is not known."""
+        """The factor on the time per token; 1.0 if unknown."""
         speed = self._by_bit.get(load.bit)
         return 1.0 if speed is None else _factor(speed.step)
 
     def forget(self, load: RankLoad) -> None:
-        """A rank is gone, or its worker is another."""
+        """A rank was removed, or its worker was replaced."""
         speed = self._by_bit.pop(load.bit, None)
         if speed is None:
             return
@@ -141,7 +137,7 @@ class Speeds:
         self._move(load.bit, speed, 0)
 
     def settle(self, now: float) -> None:
-        """Have slow ranks tried again that had no sample for long."""
+        """Put slow ranks without a recent sample on trial."""
         for bit in bits_of(self._slow):
             speed = self._by_bit[bit]
             if now - speed.last_at >= TRIED_AFTER_S:
@@ -181,7 +177,7 @@ class Speeds:
         del self._medians[bisect.bisect_left(self._medians, median)]
 
     def _judge(self, bit: int, speed: RankSpeed) -> None:
-        """Give a rank another step if its median has left its own."""
+        """Change a rank's step if its median is well outside it."""
         steps = STEPS * math.log2(speed.judged / self._reference)
         steps = max(-MOST_STEPS, min(MOST_STEPS, steps))
         if abs(steps - speed.step) > _HOLD:

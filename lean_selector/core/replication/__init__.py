@@ -1,1 +1,1 @@
-"""What replicas tell each other, and what hearing it does."""
+"""Replication between replicas: events, catching up, restoring."""

@@ -1,9 +1,9 @@
-"""Catching up: live bookings copied from peers' snapshots, at start or after a gap, each id once.
+"""Catching up: live bookings are copied from peers' snapshots, at start or after a gap, each id
+once.
 
-Holds the bookings that wait for their rank to be registered here, and the events received meanwhile
-for bookings that have not arrived yet. Beyond the reference (decision D22); slot_tracker.md 3.1.
-Knows nothing of HTTP or sockets; time is an argument, in monotonic seconds.
-"""
+Keeps the bookings that wait for their rank to be registered here, and the events received before
+the booking that they belong to. Beyond the reference (decision D22); slot_tracker.md 3.1. Knows
+nothing of HTTP or sockets; time is an argument, in monotonic seconds."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -16,12 +16,11 @@ from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.replication.events import ReplicaTarget, Verdict
 from lean_selector.core.replication.shapes import AwaitedFree, EventKind, LiveBooking, ReplicaEvent
 
-# How long a booking may wait for its rank. Registration by a control plane follows a start within
-# seconds; after a minute it is a fault, and clients may have ended the waiting request without
-# effect.
+# How long a booking may wait for its rank. A control plane registers workers within seconds of a
+# start; after a minute it must have failed, and clients may have ended the waiting request already.
 HOLD_S = 60.0
-# Bound of waiting bookings and of known ids: a 60 s backlog of 3 000 bookings a second. With
-# prompts of 64 blocks 150 MB when full.
+# Bound of waiting bookings and of noted ids: a 60 s backlog of 3 000 bookings a second. 150 MB when
+# full, with prompts of 64 blocks.
 MAX_WAITING = 200_000
 MAX_NOTED = 200_000
 
@@ -30,23 +29,23 @@ _Rank = tuple[str, str, int, int]  # model_name, tenant_id, worker_id, dp_rank
 
 
 class Fate(IntEnum):
-    """The outcome of a booking of the snapshot."""
+    """The outcome of a booking in the snapshot."""
 
     BOOKED = 0
     WAITING = 1  # its rank is not registered here
-    HELD = 2  # the id is known already
-    ENDED = 3  # its end arrived before it
+    HELD = 2  # the id is already live
+    ENDED = 3  # its end arrived first
     EXPIRED = 4
     BLOCK_SIZE = 5
-    NOT_REGISTERED = 6  # waited for HOLD_S, or there was no room to wait
+    NOT_REGISTERED = 6  # waited for HOLD_S, or too many wait
 
 
 class CatchUp:
     """Catches up until `ends_at`, and again after `begin_again`. Books, and publishes nothing.
 
-    Every event received or published meanwhile must be passed to `note`, after it was applied.
-    `counts[fate]` is the number of bookings with that outcome; one that waited has two.
-    """
+    Every event received or published meanwhile must be passed to `note` after it was applied.
+    `counts[fate]` is the number of bookings with that outcome; a booking that waited counts
+    twice."""
 
     def __init__(
         self,
@@ -62,23 +61,24 @@ class CatchUp:
         # Oldest first. OrderedDicts, because finding the oldest of a plain dict steps over the
         # holes of removed ones.
         self._waiting: OrderedDict[_Id, AwaitedFree] = OrderedDict()
-        self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # the same; no dict is empty
+        self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # by rank; no dict is empty
         self.begin_again(now)
 
     def begin_again(self, now: float) -> None:
-        """Prepare for another snapshot; waiting bookings go on waiting, each for its own time."""
+        """Prepare for another snapshot. Waiting bookings go on waiting until their own deadline."""
         self.ends_at = now + HOLD_S
-        # Until the snapshot is complete: received ends and prefill completions, the oldest first.
+        # Until the snapshot is complete: ends and prefill completions received, the oldest first.
         self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()
 
     def fates(self) -> Iterator[tuple[Fate, int]]:
-        """Number of bookings by outcome, without zeros; WAITING counts those that wait now."""
+        """(outcome, number of bookings) for each outcome that occurred; WAITING counts those that
+        wait now."""
         counts = [*self.counts]
         counts[Fate.WAITING] = len(self._waiting)
         return ((fate, counts[fate]) for fate in Fate if counts[fate])
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """An event of a peer, with its verdict, or (None) one of ours."""
+        """Note an event of a peer with its verdict, or one of our own (None)."""
         booking = event.booking
         booking_id = event.model_name, event.tenant_id, booking.request_id
         waiting = self._waiting.get(booking_id)
@@ -104,8 +104,8 @@ class CatchUp:
             _complete_prefill(held, now)
 
     def take(self, live: LiveBooking, now: float) -> Fate:
-        """Apply one booking of the snapshot; `touched_at` in our clock. Youngest first, per
-        partition."""
+        """Apply one booking of the snapshot; its `touched_at` is in our clock. Call it youngest
+        first per partition."""
         fate = self._take(live, now)
         self.counts[fate] += 1
         return fate
@@ -116,7 +116,7 @@ class CatchUp:
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
         """Book waiting bookings whose ranks are registered now, and drop those that waited too
-        long, at most `max_steps` of them; True: there are more."""
+        long, at most `max_steps` in all; True: there are more."""
         steps_left = max_steps
         for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
             target = self._lookup(model_name, tenant_id)
@@ -149,7 +149,7 @@ class CatchUp:
 
     def _take(self, live: LiveBooking, now: float) -> Fate:
         if live.router_id == self._router_id:
-            return Fate.HELD  # it is ours: our own state is newer
+            return Fate.HELD  # our own booking: our state is newer
         key = _id_of(live), live.booking.worker_id, live.booking.dp_rank
         heard = None if self._noted is None else self._noted.get(key)
         if heard is EventKind.FREE:
@@ -197,13 +197,12 @@ class CatchUp:
 def ended_meanwhile(
     targets: Iterable[ReplicaTarget], router_id: int, listed: list[LiveBooking], asked_at: float
 ) -> Iterator[ReplicaEvent | None]:
-    """The events of a replica that were missed, by its snapshot.
+    """The events of a replica that we missed, according to its snapshot.
 
-    `listed` is that snapshot, requested at `asked_at`: what it does not list on the same rank has
-    ended, since requests known from before were admitted before. Requests with later events are
-    left alone. PREFILL_COMPLETE for those past their prefill; None for each without a missed event,
-    so that the caller may pause.
-    """
+    `listed` is that snapshot, requested at `asked_at`: a request that it does not list on the same
+    rank has ended, if it was known here before. Requests with later events are left alone. Yields
+    FREE for ended requests, PREFILL_COMPLETE for those past their prefill, and None for each
+    request without a missed event, so that the caller may pause."""
     by_id = {_id_of(live): live for live in listed if live.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):
@@ -228,7 +227,7 @@ def ended_meanwhile(
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
-    """A live reservation of ours as a peer can adopt it; output blocks stay local."""
+    """A live reservation of ours as a peer can adopt it; output blocks are not included."""
     live = LiveBooking(
         target.model_name,
         target.tenant_id,

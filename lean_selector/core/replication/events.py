@@ -25,10 +25,10 @@ from lean_selector.core.replication.shapes import (
 # nothing of MessagePack or sockets. The applier cannot publish and the emitter cannot apply, so an
 # event cannot circulate.
 
-# Long enough for the tasks of a 1.3 sender to overtake each other, short enough that a reused
-# request id (ids should be unique) does not match an old event.
+# Longer than the tasks of a 1.3 sender can reorder events; short enough that a reused request id
+# (ids should be unique) does not match an old event.
 EARLY_MEMORY_S = 5.0
-# 10 000 early events a second, for EARLY_MEMORY_S. 1.3 senders reorder by milliseconds; most
+# 10 000 early events a second for EARLY_MEMORY_S. 1.3 senders reorder within milliseconds; most
 # entries are ends of requests whose ADD was missed. 15 MB when full.
 MAX_EARLY = 50_000
 
@@ -37,13 +37,13 @@ class Verdict(IntEnum):
     """The outcome of a peer's event."""
 
     APPLIED = 0
-    OWN = 1  # our own event, returned through a loop of subscriptions
+    OWN = 1  # our own event, returned through a subscription loop
     UNKNOWN_PARTITION = 2
     BLOCK_SIZE = 3
     RANK = 4  # ADD on a rank that is not registered or not schedulable here
-    DUPLICATE = 5  # ADD of a held id, or a repeated PREFILL_COMPLETE
-    FREED_EARLY = 6  # ADD whose FREE came first
-    # PREFILL_COMPLETE or FREE before its ADD, now remembered for EARLY_MEMORY_S
+    DUPLICATE = 5  # ADD of a live id, or a repeated PREFILL_COMPLETE
+    FREED_EARLY = 6  # ADD whose FREE arrived first
+    # PREFILL_COMPLETE or FREE before its ADD, remembered for EARLY_MEMORY_S
     UNKNOWN_REQUEST = 7
     WORKER_MISMATCH = 8  # PREFILL_COMPLETE or FREE for another rank, not from the owner
 
@@ -127,7 +127,7 @@ class ReplicaApplier:
         held = slots.reservations.get(booking.request_id)
         if held is not None:
             if held.router_id == event.router_id:
-                slots.touch(booking.request_id, now)  # the owner says that it is still running
+                slots.touch(booking.request_id, now)  # the owner announces that it is still running
             return Verdict.DUPLICATE
         if early is not None:
             booking = msgspec.structs.replace(booking, prefill_tokens=None)
@@ -135,9 +135,9 @@ class ReplicaApplier:
         return Verdict.APPLIED
 
     def _remember(self, event: ReplicaEvent, now: float) -> None:
-        """Remember an early FREE or PREFILL_COMPLETE; a FREE replaces the other. It stays until
-        it expires, even after its ADD: a peer subscribed to under two names delivers everything
-        twice."""
+        """Remember an early FREE or PREFILL_COMPLETE; a FREE replaces the other. It is kept until
+        it expires, even after its ADD, because a peer that is subscribed to under two names
+        delivers everything twice."""
         early = self._early
         key = _early_key(event)
         before = early.pop(key, None)
@@ -148,7 +148,7 @@ class ReplicaApplier:
 
 
 def _early_key(event: ReplicaEvent) -> _EarlyKey:
-    """Without the sender: any replica can be called to end a request, and its event arrives by
+    """Without the sender: a client may end a request at any replica, and that event arrives on
     another connection than the ADD."""
     booking = event.booking
     return (
@@ -161,8 +161,8 @@ def _early_key(event: ReplicaEvent) -> _EarlyKey:
 
 
 class ReplicaEvents:
-    """Turns our changes into events and passes them to `publish`, in the order of the calls. Its
-    caller, the ledger, decides what is published."""
+    """Converts our changes into events and passes them to `publish`, in the order of the calls. The
+    ledger decides what is published."""
 
     def __init__(self, router_id: int, publish: Callable[[ReplicaEvent], None]) -> None:
         self.router_id = router_id
@@ -176,9 +176,9 @@ class ReplicaEvents:
         self._tell(EventKind.ADD, target, reservation.booking, sequence_hashes)
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """A request of ours is kept alive only by calls that peers do not hear of, such as output
-        blocks: publish that it lives. A peer that holds the id only notes it; one that does not
-        books the blocks (D12)."""
+        """Announce a request of ours that only calls without an event, such as output blocks, keep
+        alive. A peer that has the id renews it; one that does not have it books the blocks
+        (D12)."""
         hashes = target.slots.sequence_hashes_of(reservation)
         only_blocks = msgspec.structs.replace(
             reservation.booking, track_prefill_tokens=True, prefill_tokens=None
@@ -186,7 +186,7 @@ class ReplicaEvents:
         self._tell(EventKind.ADD, target, only_blocks, hashes)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """A call here completed a request's prefill, wherever it was admitted."""
+        """A call at this replica completed a request's prefill, wherever it was admitted."""
         self._tell(EventKind.PREFILL_COMPLETE, target, reservation.booking)
 
     def freed(self, target: ReplicaTarget, reservation: Reservation) -> None:
@@ -215,25 +215,25 @@ class ReplicaEvents:
 
 
 # --------------------------------------------------------------------------------------------------
-# Detecting missed events: a publisher numbers its events from 1 on.
+# Detect missed events: a publisher numbers its events from 1.
 #
 # A PUB socket drops what a subscriber does not read in time, and events published while a
 # connection is down are never sent. So a number that does not follow the last one shows how many
-# events were missed, and a heartbeat shows losses at the end. Beyond the reference, which numbers
-# nothing (decision D24). Knows nothing of sockets; time is an argument, in seconds.
+# events were missed, and a heartbeat shows losses at the end. The reference does not number events
+# (decision D24). Knows nothing of sockets; time is an argument, in seconds.
 
-# A restarted replica is a new publisher. Twice the maximum number of peers; the one silent longest
-# is forgotten first.
+# Twice the maximum number of peers, because a restarted replica is a new publisher. The one that
+# was silent longest is forgotten first.
 MAX_PUBLISHERS = 512
-# A peer subscribed to under two names delivers everything twice, one copy late by the length of its
-# queues. A number further back comes from another counter.
+# A peer that is subscribed to under two names delivers everything twice; the second copy is late by
+# at most the length of its queues. A number further back is from another counter.
 MAX_LATE = 1_000_000
 # 30 years of 1 000 events a second: a number further ahead is invalid.
 MAX_JUMP = 2**40
 
 
 class ReplicaSequences:
-    """The numbers of all known publishers; the reference does not number its events."""
+    """The event numbers of all known publishers."""
 
     def __init__(self) -> None:
         self.missed = 0  # total events
@@ -244,19 +244,19 @@ class ReplicaSequences:
         return sorted(self._publishers.values(), key=lambda publisher: publisher.router_id)
 
     def behind(self) -> list[Publisher]:
-        """Replicas with missed events that were not repaired since."""
+        """Replicas with missed events that were not repaired."""
         return [publisher for publisher in self._publishers.values() if publisher.gap_at]
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
-        """An event arrived; returns how many were missed before it."""
+        """Record the number of an event; returns how many events were missed before it."""
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
-        """The publisher's event count; returns how many were missed at the end."""
+        """Record a publisher's event count; returns how many of its last events were missed."""
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
-        """Everything up to a number is known by other means; True: that closed a gap."""
+        """Everything up to this number is known from a snapshot; True: that closed a gap."""
         publisher = self._publishers.get(router_id)
         if publisher is None or not 0 < publisher.gap_at <= sequence:
             return False
@@ -264,22 +264,22 @@ class ReplicaSequences:
         return True
 
     def is_followed(self, router_id: int, since: float) -> bool:
-        """Whether a publisher was heard after `since`, with no event missing."""
+        """Whether a publisher was heard after `since` and has no missing event."""
         publisher = self._publishers.get(router_id)
         return publisher is not None and not publisher.gap_at and publisher.heard_at >= since
 
     def is_numbered(self, router_id: int) -> bool:
-        """Whether a publisher is known here and numbers its events."""
+        """Whether this publisher is known and numbers its events."""
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """`before`: the number that should have preceded this one."""
+        """`before`: the number that the previous event should have had."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:
                 self._publishers.popitem(last=False)
             self._publishers[router_id] = Publisher(router_id, sequence, now)
-            return 0  # events before our subscription do not count as missed
+            return 0  # events before our subscription are not missed
         self._publishers.move_to_end(router_id)
         publisher.heard_at = now
         last = publisher.sequence
@@ -298,16 +298,16 @@ class ReplicaSequences:
 # --------------------------------------------------------------------------------------------------
 # Restoring the bookings that were live when an earlier process ended.
 #
-# They are not published: peers know them from before. Time is an argument, in monotonic seconds of
-# this process, and may be before its start.
+# They are not published: peers already know them. Time is an argument, in monotonic seconds of this
+# process, and may be before its start.
 
 
 def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> bool:
-    """Book a copied reservation as of `live.touched_at`, oldest first, the order of expiry.
+    """Book a copied reservation with the times of `live`. Call it oldest first, in the order of
+    expiry.
 
     `router_id` is the peer that admitted it, None for this replica. Returns False, and books
-    nothing, if its rank is not registered, its id is already live, or the block size differs.
-    """
+    nothing, if its rank is not registered, its id is already live, or the block size differs."""
     slots, booking = target.slots, live.booking
     request_id = booking.request_id
     if (
@@ -317,7 +317,7 @@ def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> 
     ):
         return False
     booked = slots.book(booking, live.sequence_hashes, live.touched_at, router_id)
-    booked.ahead_tokens = 0  # when it was booked is not known
+    booked.ahead_tokens = 0  # unknown for the time when it was booked
     if live.prefill_done:
         slots.prefill_complete(request_id, live.touched_at)
     return True

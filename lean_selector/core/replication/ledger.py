@@ -1,10 +1,9 @@
 """The ledger of a partition: booking, expiry, and publication to peers.
 
-Both services make every change to requests, by calls or by time, through it. So the rules for what
-is published, how often a live request is announced, and when it expires are only here
-(slot_tracker.md section 3.5; D12). Peers' events change the slots directly (ReplicaApplier), and so
-are not published again. Time is an argument: monotonic seconds.
-"""
+Both services make every change to requests through it, whether by calls or by time. So only this
+module has the rules for what is published, how often a live request is announced, and when it
+expires (slot_tracker.md section 3.5; D12). Peers' events change the slots directly
+(ReplicaApplier), so they are not published again. Time is an argument: monotonic seconds."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,25 +14,25 @@ from lean_selector.core.replication.events import ReplicaTarget
 
 # How long a request admitted here lives after its last touch (D12).
 RESERVATION_EXPIRY_S = 300.0
-# Copies of peers' requests live this much longer: their owner expires them first (D12).
+# How much longer copies of peers' requests live: their owner should expire them first (D12).
 REPLICA_GRACE_S = 60.0
-# An owner whose request had no event for peers announces this often that it lives (D12).
+# Interval at which an owner announces a live request that had no event for peers (D12).
 REPUBLISH_AFTER_S = 120.0
 
 
 def copies_expire_s(expiry_s: float) -> float:
-    """How long copies live after their last touch if reservations expire after `expiry_s`."""
+    """How long copies live after their last touch, if reservations expire after `expiry_s`."""
     return expiry_s + REPLICA_GRACE_S
 
 
 def republish_after_s(expiry_s: float) -> float:
-    """Interval of those announcements if reservations expire after `expiry_s`: twice before they
-    do."""
+    """The interval of announcements, if reservations expire after `expiry_s`: at least two before
+    they do."""
     return min(REPUBLISH_AFTER_S, 0.4 * expiry_s)
 
 
 class LifecycleEvents(Protocol):
-    """Callbacks for what this replica did, called in order."""
+    """Callbacks for changes at this replica, in order."""
 
     def booked(
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
@@ -47,8 +46,7 @@ class LifecycleEvents(Protocol):
 
 
 class Ledgers:
-    """What the ledgers of one process share: the events, the expiry time, and the order of
-    expiry."""
+    """State shared by the ledgers of one process: events, expiry time, order of expiry."""
 
     def __init__(
         self,
@@ -65,9 +63,9 @@ class Ledgers:
     def expire(
         self, ledgers: Sequence["Ledger"], now: float, max_steps: int
     ) -> list[tuple["Ledger", list[Reservation]]]:
-        """Expire idle requests, at most `max_steps` in all, ledger by ledger. A step expires one.
-        If it returns as many as max_steps, call again: that call continues where this one stopped,
-        so no ledger waits for another's backlog."""
+        """Expire idle requests, at most `max_steps` in all, ledger by ledger. If it returns as
+        many, call again: the next call continues where this one stopped, so a backlog of one ledger
+        does not delay the others."""
         gone: list[tuple[Ledger, list[Reservation]]] = []
         start = self._turn
         for at in range(start, start + len(ledgers)):
@@ -87,9 +85,8 @@ class Ledgers:
 class Ledger:
     """The bookings of one (model_name, tenant_id). A method that raises has changed nothing.
 
-    A call made here is published, wherever the request was admitted. An end without a call is
-    published only if the request was admitted here: the owner of a copy does that itself.
-    """
+    Every call is published, wherever the request was admitted. An end without a call is published
+    only for requests admitted here; the owner of a copy publishes that itself."""
 
     def __init__(
         self, model_name: str, tenant_id: str, block_size: int, slots: Slots, shared: Ledgers
@@ -149,15 +146,14 @@ class Ledger:
         return dropped
 
     def tell_ended(self, reservations: list[Reservation]) -> None:
-        """Publish requests that ended without a call; they are gone from the slots."""
+        """Publish requests that ended without a call; the slots no longer contain them."""
         if self._events is not None:
             for reservation in reservations:
                 if not reservation.is_replica:
                     self._events.freed(self, reservation)
 
     def _keep_alive(self, events: LifecycleEvents, reservation: Reservation, now: float) -> None:
-        """Peers did not hear of this touch: announce from time to time that the request lives
-        (D12)."""
+        """Peers do not know of this touch: announce the request from time to time (D12)."""
         if (
             reservation.router_id is None
             and now - reservation.published_at >= self._republish_after_s

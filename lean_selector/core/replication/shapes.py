@@ -14,17 +14,16 @@ class EventKind(IntEnum):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event on the wire. The prompt, and the booking beyond its ids and adapter, matter for ADD
-    only."""
+    """One event on the wire. The prompt and most of the booking matter for ADD only."""
 
     kind: EventKind
     model_name: str
     tenant_id: str
     block_size: int
-    router_id: int  # id of the sender, which may not have admitted the request
+    router_id: int  # the sender, not always the replica that admitted the request
     booking: Booking
     sequence_hashes: bytes = b""  # 8 bytes LE per block
-    sequence: int | None = None  # the sender's number of the event; a reference has none
+    sequence: int | None = None  # the sender's number for the event; the reference sends none
 
 
 class Early(msgspec.Struct, frozen=True, gc=False):
@@ -33,16 +32,16 @@ class Early(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveBooking(msgspec.Struct, gc=False):
-    """A booking as a peer holds it, with its outstanding `booking.prefill_tokens`."""
+    """A booking as a peer reports it, with its outstanding `booking.prefill_tokens`."""
 
     model_name: str
     tenant_id: str
     block_size: int
-    router_id: int  # of the replica that admitted it
+    router_id: int  # the replica that admitted it
     booking: Booking
     sequence_hashes: bytes  # 8 bytes LE per block
     prefill_done: bool
-    touched_at: float  # in the clock of the holder of this record
+    touched_at: float  # in the clock of this record's holder
 
 
 class AwaitedFree(msgspec.Struct, frozen=True, gc=False):
@@ -57,4 +56,4 @@ class Publisher(msgspec.Struct):
     sequence: int  # the highest number received
     heard_at: float
     missed: int = 0
-    gap_at: int = 0  # the number that showed the last gap; 0: no gap, or repaired since
+    gap_at: int = 0  # the number that revealed the last gap; 0: none, or repaired

@@ -1,1 +1,1 @@
-"""Which rank: workers, partitions, the cost and the choice."""
+"""Selection: workers, partitions, the cost and the choice."""

@@ -36,7 +36,7 @@ class SelectionCache:
         self._settings = settings
         self._entries: OrderedDict[tuple[PartitionKey, str], _Entry] = OrderedDict()  # oldest first
         self.size_bytes = 0
-        # Totals: stored = held + used + expired + evicted + replaced or dropped by a caller.
+        # Totals: stored = live + used + expired + evicted + replaced or dropped.
         self.stored = self.used = self.expired = self.evicted = 0
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class SelectionCache:
         self, key: PartitionKey, selection_id: str, selection: CachedSelection, now: float
     ) -> None:
         """Cache a choice under an id, replacing an earlier one. An entry larger than the whole
-        cache evicts everything, then itself, as in the reference."""
+        cache evicts everything and itself, as in the reference."""
         settings = self._settings
         if not settings.max_entries or not settings.max_bytes:
             return
@@ -61,7 +61,6 @@ class SelectionCache:
             self.evicted += 1
 
     def get(self, key: PartitionKey, selection_id: str, now: float) -> CachedSelection | None:
-        """The selection cached under an id; it stays cached."""
         self.expire(now)
         entry = self._entries.get((key, selection_id))
         return None if entry is None else entry.selection
@@ -72,13 +71,11 @@ class SelectionCache:
         self.used += 1
 
     def drop(self, key: PartitionKey, selection_id: str) -> None:
-        """Drop the selection cached under an id, if any."""
         entry = self._entries.pop((key, selection_id), None)
         if entry is not None:
             self.size_bytes -= entry.size
 
     def expire(self, now: float) -> None:
-        """Drop selections that are too old."""
         entries = self._entries
         while entries and next(iter(entries.values())).expires_at <= now:
             self._drop_oldest()
@@ -102,22 +99,20 @@ def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -
 # --------------------------------------------------------------------------------------------------
 # Index of the live reservations of all partitions by id.
 #
-# A partition's own reservations are in its ledger, which books and publishes. This index finds the
-# partition of an id that came over HTTP (D4), and checks a caller's own choice before it is booked.
-# It chooses no rank and knows nothing of the queue.
+# Each partition's reservations are in its ledger, which books and publishes. This index finds the
+# partition of an id given over HTTP (D4), and checks a rank chosen by the client before it is
+# booked. It chooses no rank and knows nothing of the queue.
 
 
 class Bookings:
-    """Reservations of all partitions of one process, by id."""
-
     def __init__(
         self, partitions: Mapping[PartitionKey, Partition], dialect: Dialect = API_1_3
     ) -> None:
         self._partitions = partitions
         self._dialect = dialect
-        self.claimed: set[str] = set()  # ids claimed by queued requests
-        # Ids booked over HTTP on this replica, with their partition. An id whose reservation is
-        # gone is stale (D4).
+        self.claimed: set[str] = set()  # ids of queued requests
+        # Ids booked over HTTP at this replica, with their partition. An id is stale once its
+        # reservation has ended (D4).
         self._booked: dict[str, Partition] = {}
 
     def __len__(self) -> int:
@@ -141,8 +136,8 @@ class Bookings:
     def book_choice(
         self, partition: Partition, chosen: CachedSelection, reservation_id: str, now: float
     ) -> Booking:
-        """Book a choice made here, and bind its session. Raises NotFound, Conflict, or BadRequest
-        if its session is bound elsewhere; then nothing is booked."""
+        """Book a choice that was just made, and bind its session. Raises NotFound, Conflict, or
+        BadRequest if its session is bound elsewhere; then nothing is booked."""
         worker_id, dp_rank = chosen.worker_id, chosen.dp_rank
         prompt, tracks, session_id = chosen.prompt, chosen.track_prefill, chosen.session_id
         if session_id is not None:
@@ -164,7 +159,7 @@ class Bookings:
         return booking
 
     def check_free(self, partition: Partition, reservation_id: str) -> None:
-        """Raises the Conflict that booking under this id would."""
+        """Raise the Conflict that a booking under this id would raise."""
         elsewhere = self.local_holder(reservation_id)
         if elsewhere is not None:
             raise _duplicate(elsewhere, reservation_id)
@@ -185,7 +180,7 @@ class Bookings:
         *,
         books_prefill: bool = True,
     ) -> Booked:
-        """Book a rank that the caller chose, whatever its load; never queued. `prefill_tokens` is
+        """Book a rank chosen by the client, whatever its load; never queued. `prefill_tokens` is
         booked as given; None books no prefill at all (as documented), and neither does
         `books_prefill=False`. Raises BadRequest, NotFound or Conflict, with nothing booked."""
         if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
@@ -231,8 +226,8 @@ class Bookings:
         return _booked(partition, booking, worker)
 
     def check_unclaimed(self, reservation_id: str, partition: Partition) -> None:
-        """Raise Conflict if the id is booked on this replica, claimed by a queued request, or live
-        in this partition."""
+        """Raise Conflict if the id is booked at this replica, used by a queued request, or live in
+        this partition."""
         if (
             reservation_id in self.claimed
             or reservation_id in partition.slots.reservations
@@ -253,7 +248,7 @@ class Bookings:
         return self._dialect.scope(partition.model_name, partition.tenant_id)
 
     def local_holder(self, reservation_id: str) -> Partition | None:
-        """The partition where this replica booked the id and still holds it."""
+        """The partition where this replica booked the id, if it is still live there."""
         partition = self._booked.get(reservation_id)
         if partition is None:
             return None
@@ -264,8 +259,8 @@ class Bookings:
         return partition
 
     def holders(self, reservation_id: str) -> list[Partition]:
-        """The partitions that a call by URL acts on: that of the local booking, else of every copy
-        (D4). Raises NotFound when the id is live nowhere."""
+        """The partitions that a call by URL applies to: that of the local booking, otherwise those
+        of all copies (D4). Raises NotFound if the id is live nowhere."""
         local = self.local_holder(reservation_id)
         if local is not None:
             return [local]
@@ -279,11 +274,10 @@ class Bookings:
         return holders
 
     def restored(self, partition: Partition, reservation_id: str) -> None:
-        """Note an id that was booked over HTTP before this process started."""
+        """Note an id booked over HTTP before this process started."""
         self._booked[reservation_id] = partition
 
     def forget(self, reservation_id: str) -> None:
-        """Forget an id that a call freed."""
         self._booked.pop(reservation_id, None)
 
     def forget_ended(self, partition: Partition, reservations: Iterable[Reservation]) -> None:

@@ -1,11 +1,10 @@
 """The worker catalog: registered workers, their partitions, and whether they can be scheduled.
 
 A partition is the pair (model_name, tenant_id); worker ids are unique across partitions. A worker
-is `schedulable` when its record is complete and agrees with its partition. Otherwise it is
-`incomplete`, with its reasons; that is not an error of the request (spec selection.md section 2;
+is `schedulable` if its record is complete and agrees with its partition. Otherwise it is
+`incomplete`, with reasons; that is not an error of the request (spec selection.md section 2;
 decisions D3, D6, D10). The catalog opens no sockets: an injected `SourceSink` subscribes to the
-workers' events.
-"""
+workers' events."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,11 +37,11 @@ from lean_selector.core.zmq_endpoints import (
 
 
 class HttpPlaces:
-    """The workers at each HTTP address, in step with the catalog. Other endpoints are left out."""
+    """The workers at each HTTP address; updated with the catalog. Other endpoints are left out."""
 
     def __init__(self) -> None:
         self._by_place: dict[HttpPlace, dict[int, range]] = {}  # the ranks of each worker there
-        self._by_address: dict[str, dict[int, None]] = {}  # no set here is empty, and no map above
+        self._by_address: dict[str, dict[int, None]] = {}  # no inner dict is empty
 
     def put(self, spec: WorkerSpec) -> None:
         place = _place_of(spec)
@@ -51,7 +50,6 @@ class HttpPlaces:
             self._by_address.setdefault(place.address, {})[spec.worker_id] = None
 
     def remove(self, spec: WorkerSpec) -> None:
-        """Remove what was added with the same spec."""
         place = _place_of(spec)
         if place is None:
             return
@@ -63,12 +61,12 @@ class HttpPlaces:
             del self._by_address[place.address]
 
     def at_address(self, address: str) -> Collection[int]:
-        """The workers of a host:port, whatever their path."""
+        """The workers at a host:port, with any path."""
         return self._by_address.get(address, ())
 
     def sharing(self, spec: WorkerSpec) -> Iterator[int]:
-        """Other workers with this one's endpoint and some of its ranks. The ranks of one engine may
-        be registered as a worker each."""
+        """Other workers with the same endpoint and some of the same ranks. The ranks of one engine
+        may be registered as several workers."""
         place = _place_of(spec)
         own = spec.ranks
         for worker_id, ranks in self._by_place.get(place, {}).items() if place is not None else ():
@@ -82,13 +80,13 @@ def _place_of(spec: WorkerSpec) -> HttpPlace | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a worker's record needs for the worker to be scheduled, and where its events come from.
+# What a record needs for its worker to be scheduled, and the sources of its events.
 #
-# A missing field, or one that disagrees with the partition, is a reason not to schedule the worker,
-# in the documented words and order, and not an error of the request (spec selection.md section 2;
-# D3, D6, D10). These functions change nothing.
+# A field that is missing, or disagrees with the partition, is a reason not to schedule the worker,
+# and not an error of the request (spec selection.md section 2; D3, D6, D10). Words and order of the
+# reasons are documented. These functions change nothing.
 
-MAX_ENTRIES = MAX_RANKS  # D28; of each list and map of a record
+MAX_ENTRIES = MAX_RANKS  # D28; for each list and map of a record
 
 
 def check_limits(spec: WorkerSpec) -> None:
@@ -105,8 +103,9 @@ def check_limits(spec: WorkerSpec) -> None:
 def judged(
     spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
 ) -> tuple[list[str], dict[int, Source], dict[int, str]]:
-    """Why the worker cannot be scheduled in its partition (None: a new one), and by rank the event
-    sources and load endpoints to subscribe to; both are empty if there is a reason."""
+    """The reasons why the worker cannot be scheduled in its partition (None: a new one), and by
+    rank the event sources and load endpoints to subscribe to; both are empty if there is a
+    reason."""
     reasons = _missing(spec, settings)
     if reasons:
         return reasons, {}, {}
@@ -145,7 +144,7 @@ def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
 
 
 def _listens_to(spec: WorkerSpec, settings: RouterSettings) -> bool:
-    """Whether the worker's events are subscribed to, so that its sources must be known."""
+    """Whether to subscribe to the worker's events, which requires known sources."""
     named = spec.kv_events_endpoint or spec.kv_events_endpoints
     return settings.use_kv_events and (settings.needs_kv_events or bool(named))
 
@@ -201,8 +200,8 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
     """Where a rank's history is replayed: its own endpoint, or the port at its offset (vLLM). None
-    if that port cannot exist, since the reference accepts such a worker. Raises ValueError for an
-    invalid endpoint."""
+    if that port cannot exist: the reference accepts such a worker. Raises ValueError for an invalid
+    endpoint."""
     own = spec.replay_endpoints.get(dp_rank)
     endpoint = spec.replay_endpoint if own is None else own
     if endpoint is None:
@@ -218,8 +217,8 @@ def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
 
 
 def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
-    """Where each rank's engine publishes its load; no entry for a rank whose port cannot exist.
-    Raises ValueError for an invalid endpoint."""
+    """Where each rank's engine publishes its load, except for ranks whose port cannot exist. Raises
+    ValueError for an invalid endpoint."""
     if spec.load_endpoint is None:
         return {}
     try:
@@ -229,9 +228,9 @@ def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
     return dict(zip(spec.ranks, found, strict=False))
 
 
-MAX_REMEMBERED = 1024  # models and tenants, besides those that have workers
+MAX_REMEMBERED = 1024  # models and tenants without workers
 
-# Fields besides the maps by rank that are left out when absent.
+# Fields that are left out when absent, besides the maps by rank.
 _LEFT_OUT = ("load_endpoint", "router_hint_worker_type", "kv_event_source_mode")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
@@ -239,8 +238,8 @@ DRAINING = "draining"
 
 
 class SourceSink(Protocol):
-    """Subscribes to engines. After `unsubscribe` returns, no event of the source arrives any more;
-    it returns the ranks that the source published for."""
+    """Subscribes to engines. After `unsubscribe` returns, no event of the source arrives; it
+    returns the ranks that the source published for."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
@@ -252,12 +251,12 @@ class SourceSink(Protocol):
         self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
     ) -> None:
         """Subscribe to the load that these engines publish, by rank, and end the worker's other
-        load subscriptions. Reports go into `slots`, which is None without endpoints."""
+        load subscriptions. Reports go into `slots`, which is None if there are no endpoints."""
 
 
 class Worker:
-    """A registered worker. `reasons` is empty exactly when it is schedulable, or draining: then it
-    finishes its requests and gets no new ones."""
+    """A registered worker. `reasons` is empty if it is schedulable, or draining: then it finishes
+    its requests and gets no new ones."""
 
     def __init__(
         self,
@@ -278,8 +277,8 @@ class Worker:
         return WorkerRecord(**self.shown(WorkerRecord.__struct_fields__))
 
     def shown(self, fields: Sequence[str]) -> dict[str, Any]:
-        """These fields of a record as the API shows them; an absent one is UNSET if it is left out,
-        else None."""
+        """These fields of the record as the API shows them. An absent field is UNSET if the API
+        leaves it out, else None."""
         spec, shown = self.spec, dict[str, Any]()
         for name in fields:
             if name == "lifecycle":
@@ -304,7 +303,7 @@ def _place(worker: Worker) -> tuple[str, str, int]:
 
 
 class Catalog:
-    """All workers and partitions. Every method either completes or raises with nothing changed."""
+    """All workers and partitions. A method that raises has changed nothing."""
 
     def __init__(
         self,
@@ -326,11 +325,13 @@ class Catalog:
         self._on_discarded = on_discarded
         self._check = check
         self.workers: dict[int, Worker] = {}
-        self.places = HttpPlaces()  # of the same workers
+        self.places = HttpPlaces()  # of all registered workers
         self.revision = 0  # incremented on each visible change of `workers`
-        # Every model and tenant that ever had a worker here, up to a bound.
+        # Every model and tenant that had a worker here, up to a bound.
         self.known: dict[PartitionKey, None] = {}
-        self._order: list[tuple[str, str, int]] = []  # all workers, as `matching` sorts them
+        self._order: list[
+            tuple[str, str, int]
+        ] = []  # keys of all workers, as `matching` sorts them
         self.partitions: dict[PartitionKey, Partition] = {}
         self.refusals = Refusals(self, settings.dialect)
 
@@ -378,7 +379,7 @@ class Catalog:
 
     def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
         """The partition for blocks recovered from a peer; None if it has another block size. A new
-        one waits for its first complete worker."""
+        one is established by its first complete worker."""
         partition = self.partitions.get(key)
         if partition is None:
             partition = self.partitions[key] = self.new_partition(key, block_size, False)
@@ -386,7 +387,7 @@ class Catalog:
         return partition if partition.block_size == block_size else None
 
     def discard_waiting(self) -> None:
-        """Remove partitions that were made for recovered blocks and have none left."""
+        """Remove partitions that were created for recovered blocks and have none left."""
         for key, partition in list(self.partitions.items()):
             if not partition.established and not partition.unclaimed():
                 del self.partitions[key]
@@ -395,8 +396,7 @@ class Catalog:
         """Overwrite the fields in `changes`; raises NotFound for an unknown worker.
 
         A `lifecycle` starts or ends draining; other values are ignored. It is not part of the
-        record, which its owner, such as discovery, keeps sending.
-        """
+        record, because the owner of the record, such as discovery, keeps sending that."""
         worker = self._known(worker_id)
         lifecycle = changes.get("lifecycle")
         fields = {name: value for name, value in changes.items() if name != "lifecycle"}
@@ -487,7 +487,7 @@ class Catalog:
         for dp_rank, source in subscribed.items():
             if worker.sources.get(dp_rank) != source:
                 spoken_for = self._sources.unsubscribe(worker_id, dp_rank)
-                # A `set - dict.keys()` would go through all keys, once for each source.
+                # Looped, because `set - dict.keys()` would go through all keys for each source.
                 others = [n for n in spoken_for if n not in worker.sources and n not in subscribed]
                 partition.index.clear(worker_id, dp_rank, *others)
         dropped = partition.put_worker(spec, worker.is_draining)
@@ -499,7 +499,7 @@ class Catalog:
             self._on_dropped(partition, dropped)
 
     def _withdraw(self, worker: Worker) -> None:
-        """Remove a worker from its partition, with its load and its index entries."""
+        """Remove a worker from its partition, with its reservations and its index entries."""
         worker_id = worker.spec.worker_id
         for dp_rank in worker.sources:
             self._sources.unsubscribe(worker_id, dp_rank)
@@ -512,10 +512,10 @@ class Catalog:
             self._on_dropped(partition, dropped)
 
     def _leave(self, key: PartitionKey, worker_id: int) -> None:
-        """Remove a worker from its partition's members; the last member takes the partition along.
-        A member is a worker that has been schedulable here. So changing the only worker's block
-        size does not free the partition's, and deleting it does (D3). Workers refused for the old
-        size are checked again then."""
+        """Remove a worker from its partition's members; the partition is removed with the last one.
+        A member is a worker that was once schedulable here. So changing the only worker's block
+        size does not free the partition's block size, and deleting the worker does (D3). Then
+        workers that were refused for the old size are checked again."""
         partition = self.partitions.get(key)
         if partition is None or worker_id not in partition.members:
             return
@@ -524,21 +524,22 @@ class Catalog:
             return
         del self.partitions[key]
         partition.abandon()
-        for worker in self.matching(*key):  # no schedulable worker: it would be a member
+        for worker in self.matching(*key):  # none is schedulable: it would be a member
             self._install(worker.spec)
 
 
-_NAMED: Final = 4  # tenants of a model, possibly thousands
+_NAMED: Final = 4  # tenants listed in an error; a model may have thousands
 
 
 class Refusals:
-    """Counts refused requests. A model is known once a worker of it has registered."""
+    """Counts refused requests. A model is known if a worker of it has ever registered."""
 
     def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
         self._catalog = catalog
         self._dialect = dialect
         self.known: dict[PartitionKey, int] = {}  # by model and tenant
-        # By model, for tenants that never had a worker while the model has some.
+        # By model: refused for a tenant that never had a worker, while other tenants of the model
+        # have.
         self.misplaced: dict[str, int] = {}
         self.unknown = 0  # for unknown models, while workers are registered
         self.unnamed = 0  # for unknown models, while none are

@@ -1,5 +1,5 @@
-"""Choose among many ranks without visiting each (spec selection.md 3.3): ranks are grouped into
-cells, and the choice is the cheapest rank, or a draw by cost. Pure: the random source is an
+"""Choose among many ranks without visiting each (spec selection.md 3.3). Ranks are grouped into
+cells; the choice is the cheapest rank, or a draw by cost. Pure: the random source is an
 argument."""
 
 import math
@@ -28,17 +28,17 @@ from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import SelectionRequest
 
 # --------------------------------------------------------------------------------------------------
-# Cells: sets of ranks that a prompt costs the same at the same load.
+# Cells: sets of ranks for which a prompt costs the same at the same load.
 #
-# What a rank costs depends on its load, on how much of the prompt it holds on each tier, on how
-# much of it is active there, and on its taints. Ranks that agree in all but the load form one cell.
-# There are as many cells as the prompt has depths, however many ranks there are; a set is an int (a
-# rank is a bit, `RankBits`), so making cells takes a few `&`.
+# The cost on a rank depends on its load, on how many blocks of the prompt it holds on each tier, on
+# how many of them are active there, and on its taints. Ranks that differ only in load form one
+# cell. The number of cells depends on how many different matches there are, not on the number of
+# ranks. A set is an int (a rank is a bit, `RankBits`), so making cells takes a few `&`.
 
 _EVERYONE = -1  # as a set: all bits
-Groups = list[tuple[float, int]]  # ranks by a factor on their cost, apart
+Groups = list[tuple[float, int]]  # (factor on the cost, ranks), disjoint
 _NO_PREFERENCE: Groups = [(1.0, _EVERYONE)]
-_MANY_GROUPS = 64  # by the weights of their taints
+_MANY_GROUPS = 64  # of ranks by the weights of their taints
 
 
 class Cell:
@@ -59,20 +59,21 @@ class Cell:
     ) -> None:
         self.ranks = ranks
         self.match = match
-        self.tokens = tokens  # blocks that the prompt adds to a rank's, before the credit
+        self.tokens = tokens  # blocks that the prompt adds to a rank's prefill, before the credit
         self.credit = credit  # blocks, before any decay
-        # Blocks that become active with the prompt, less the bonus of a soft session on its rank.
+        # Blocks that become active with the prompt; less the bonus, on the rank of a soft session.
         self.blocks = blocks
-        self.factor = factor  # factor for taints
+        self.factor = factor  # for taints
         self.floor = floor  # lower bound of (standing load + blocks) under a credit
-        # Lower bound of the prompt's own cost, without the factor.
+        # Lower bound of the prompt's own cost, before the factor.
         self.rest = pricing.scale * (tokens / pricing.block_size - credit) + blocks
         if pricing.credits_blocks:
             self.rest -= credit
 
 
 class Pricing:
-    """The cost of one request on a rank of a cell, by the rank's load: the last line of `cost`."""
+    """The cost of one request on a rank of a cell, as a function of the rank's load: the last line
+    of `cost`."""
 
     __slots__ = (
         "_decays",
@@ -95,12 +96,12 @@ class Pricing:
         self._decays = terms.decay > 0.0 and terms.track_prefill
         self._least_tokens = order.least_tokens(ranks) if self._decays else 0
         self.block_size = partition.block_size
-        # Untracked prefill costs nothing: max(0, 0 - credit) is 0, whatever the scale.
+        # Prefill that is not tracked costs nothing: max(0, 0 - credit) is 0, whatever the scale.
         self.scale = scale = terms.scale if terms.track_prefill else 0.0
         self.credits_blocks = terms.credits_untracked and not terms.track_prefill
         self._is_plain = not self._decays and not self.credits_blocks
-        # A rank with this `key` in the load order costs slope * key or more, and reach * key or
-        # less.
+        # On a rank with this `key` in the load order, the load costs at least slope * key and at
+        # most reach * key.
         self.slope = self.reach = 1.0
         if scale < order.scale:
             self.slope = scale / order.scale
@@ -108,7 +109,7 @@ class Pricing:
             self.reach = scale / order.scale if order.scale else math.inf
 
     def cost(self, cell: Cell, tokens: int, standing: float) -> float:
-        """Cost on a rank with this many prefill tokens and this standing load."""
+        """The cost on a rank with these prefill tokens and this standing load."""
         credit, block_size = cell.credit, self.block_size
         if not self._is_plain:
             if self.credits_blocks:
@@ -124,20 +125,22 @@ class Pricing:
         return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
 
     def beyond(self, cell: Cell, least: float) -> float:
-        """The highest slope * key at which a rank may still cost `least`, with room for rounding.
-        NaN if unknown."""
+        """The highest slope * key at which a rank may still cost `least`, with a margin for
+        rounding. NaN if unknown."""
         least /= cell.factor
         return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
 
     def below(self, cell: Cell, most: float) -> float:
-        """The lowest reach * key at which a rank may still cost `most`, with room for rounding. NaN
-        if unknown."""
+        """The lowest reach * key at which a rank may still cost `most`, with a margin for rounding.
+        NaN if unknown."""
         if most < cell.floor * cell.factor:
-            return -math.inf  # whatever the load
+            return -math.inf  # at any load
         most /= cell.factor
         credit = cell.credit
         if self._decays:
-            credit -= self._terms.credit * cell.match.device  # all of the prefill may have decayed
+            credit -= (
+                self._terms.credit * cell.match.device
+            )  # decay may remove all of the device credit
         prefill = max(0.0, cell.tokens / self.block_size - credit)
         rest = self.scale * prefill + cell.blocks
         if self.credits_blocks:
@@ -145,20 +148,21 @@ class Pricing:
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
     def at_least(self, cell: Cell, load: float) -> float:
-        """The least that a rank with slope * key of `load` or more can cost, with room for
-        rounding. NaN if unknown."""
+        """The least cost on ranks whose slope * key is at least `load`, with a margin for rounding.
+        NaN if unknown."""
         cost = cell.rest + load
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 
     def is_tight(self, cell: Cell) -> bool:
-        """Whether keys determine the cost of this cell's ranks, instead of only a lower bound."""
+        """Whether keys determine the cost of this cell's ranks; otherwise they only bound it from
+        below."""
         return self.slope == self.reach and not (self._decays and cell.match.device)
 
 
 def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
-    """Leading blocks of the prompt that are active already, with the set of ranks, longest first;
-    ranks in no set have none. Hashes of a token prompt are chained only if an active prompt starts
-    with the first one."""
+    """(leading blocks of the prompt that are active already, set of ranks), longest first. Ranks
+    without any are in no set. The hashes of a token prompt are chained only if an active prompt
+    starts with the first one."""
     prompt, slots = request.prompt, partition.slots
     if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
         return []
@@ -166,7 +170,7 @@ def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankS
 
 
 def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tuple[float, int]]:
-    """The summed weights of the preferred taints that ranks have, with the set of ranks."""
+    """(sum of the weights of the preferred taints, set of ranks with this sum)."""
     groups = [(0.0, _EVERYONE)]
     for name, weight in preferred.items():
         having = partition.tainted.get(name)
@@ -182,8 +186,8 @@ def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tup
 def _weights_by_worker(
     partition: Partition, preferred: dict[str, float]
 ) -> list[tuple[float, int]]:
-    """`taint_weights` for many workers with taints of their own: one look at each worker, instead
-    of one at every group for each taint."""
+    """`taint_weights` for many workers with different taints: it visits each worker once, instead
+    of every group for each taint."""
     places = {name: place for place, name in enumerate(preferred)}
     sums: dict[float, int] = {}
     for worker in partition.workers.values():
@@ -259,7 +263,7 @@ def cells(
 
 
 def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
-    """The sets of these ranks by both factors."""
+    """Intersect two groupings; the factors are multiplied."""
     return [
         (factor * other, both)
         for other, alike in others
@@ -271,8 +275,8 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """Cells whose credit is subtracted from the blocks, but not below 0 nor from the weight of
-    requests. A cell that may reach that bound is split by the number of requests."""
+    """Cells whose credit is subtracted from the blocks, which then count at least 0 and at least
+    the weight of the requests. A cell that may reach this bound is split by number of requests."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -293,7 +297,7 @@ def _crediting(
 
 
 def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
-    """The cells, with the favoured ranks in cells of their own, which cost `bonus` less."""
+    """The cells, with the favoured ranks in cells of their own that cost `bonus` less."""
     favoured, bonus = request.favoured, request.bonus_blocks
     divided: list[Cell] = []
     for cell in found:
@@ -315,24 +319,24 @@ def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -
 # Draw a rank by weight without costing every rank: rejection sampling under an envelope.
 #
 # The weight of a rank is exp(-x / T), where x is its cost scaled to 0..1 over the candidates. The
-# envelope consists of parts: some ranks of a cell each, and an upper bound of their weights, which
-# follows from the least load among them. A draw picks a part, in proportion to its number of ranks
-# times its bound, then a rank of it uniformly, and accepts the rank with probability weight /
-# bound. So each rank is as likely as its weight says, however loose the bounds are; they only
-# decide how many draws it takes. If the drawn rank weighs far less than its part's bound, as is
-# usual at a low temperature, the part is divided along the order of loads until the rest has little
-# weight. Each draw is correct by itself, so dividing does not change the probabilities.
+# envelope consists of parts: each has some ranks of a cell, and an upper bound of their weights,
+# computed from the least load among them. A draw picks a part with probability proportional to its
+# number of ranks times its bound, then one of its ranks uniformly, and accepts the rank with
+# probability weight / bound. So each rank's probability is proportional to its weight, however
+# loose the bounds are; loose bounds only cost more draws. If the drawn rank weighs far less than
+# its part's bound, as is usual at a low temperature, the part is divided along the order of loads
+# until the rest has little weight. Division does not change the probabilities.
 
-FAR = 0.1  # fraction of its bound: a rank that weighs less shows that the bound is too loose
-_STEP = 1.0  # bounds fall by this step from part to part of a divided one, as exponents
-_LEFT = 0.01  # of the mass of all other parts: a smaller part is not worth dividing
-_FEW_RANKS = 6  # this many are costed one by one: cheaper than finding them along the order
-_WHOLE = 0  # start of a part that was not divided
-_DIVIDED = -1  # instead: dividing it further gains nothing
+FAR = 0.1  # a bound is too loose if the drawn rank weighs less than this fraction of it
+_STEP = 1.0  # the bounds of a divided part fall by this exponent from piece to piece
+_LEFT = 0.01  # of the mass of all other parts: a part with less is not divided
+_FEW_RANKS = 6  # up to this many are costed one by one; finding them along the order costs more
+_WHOLE = 0  # start of a part that is not divided
+_DIVIDED = -1  # start of a part that is not worth dividing further
 
 
 class DrawPart:
-    """Ranks of a cell, and an upper bound of their weights."""
+    """Some ranks of a cell, and an upper bound of their weights."""
 
     __slots__ = ("bound", "cell", "mass", "place", "ranks")
 
@@ -340,12 +344,12 @@ class DrawPart:
         self.cell = cell
         self.ranks = ranks
         self.bound = bound
-        self.place = place  # where the order continues with them, or _DIVIDED
+        self.place = place  # where they start in the order of loads, or _WHOLE, or _DIVIDED
         self.mass = ranks.bit_count() * bound
 
 
 class DrawBounds:
-    """The candidates in parts, which get finer with each draw that finds a loose bound."""
+    """The candidates in parts, which get finer with each draw that hits a loose bound."""
 
     __slots__ = ("_least", "_order", "_pricing", "_spread", "_temperature", "parts")
 
@@ -358,7 +362,7 @@ class DrawBounds:
         spread: float,
         temperature: float,
     ) -> None:
-        """`least` is the lowest cost in these cells, and `spread` the difference to the highest;
+        """`least` is the lowest cost in these cells, and `spread` the difference to the highest,
         positive and finite."""
         self._order = order
         self._pricing = pricing
@@ -371,7 +375,7 @@ class DrawBounds:
             self.parts.append(DrawPart(cell, cell.ranks, bound, _WHOLE))
 
     def draw(self, rng: random.Random, tries: int) -> int:
-        """The bit of a rank; -1 if none of many draws was accepted."""
+        """The bit of a rank; -1 if no draw was accepted."""
         order, pricing, parts = self._order, self._pricing, self.parts
         total = sum([part.mass for part in parts])
         for _ in range(tries):
@@ -381,7 +385,7 @@ class DrawBounds:
                     break
                 at -= part.mass
             else:
-                continue  # rounding passed the last part
+                continue  # rounding: past the last part
             ranks, bound = part.ranks, part.bound
             bit = nth_bit(ranks, min(ranks.bit_count() - 1, int(at / bound)))
             load = order.ranks[bit]
@@ -403,23 +407,23 @@ class DrawBounds:
         return self._weight(cost)
 
     def _bound(self, cell: Cell, load: float) -> float:
-        """Upper bound of the weight of the cell's ranks whose load costs this much or more."""
+        """Upper bound of the weight of the cell's ranks whose load costs at least this much."""
         above = (self._pricing.at_least(cell, load) - self._least) / self._spread
         above /= self._temperature
-        return math.exp(-above) if above > 0.0 else 1.0  # also if unknown
+        return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part into parts with closer bounds; `others` is the mass of all other parts."""
+        """Divide a part into parts with tighter bounds; `others` is the mass of all other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
-        return self._by_load(part, others * _LEFT)  # or as many ranks as were cut off
+        return self._by_load(part, others * _LEFT)  # or as many ranks as were left out
 
     def _one_by_one(self, part: DrawPart) -> list[DrawPart]:
         cell, loads = part.cell, [self._order.ranks[bit] for bit in bits_of(part.ranks)]
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Cut where the bound has fallen by a step; or load by load, if a load says too little
+        """Cut where the bound has fallen by a step; or at each load, if the load says too little
         about the cost."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
@@ -452,15 +456,15 @@ class DrawBounds:
 
 
 # --------------------------------------------------------------------------------------------------
-# Choosing without visiting every rank.
+# Choose without visiting every rank.
 #
-# Without a temperature, each cell's loads are walked in order, up to where nothing cheaper than the
-# best so far can follow. With one, the weight of a rank depends on its own cost, the least and the
-# most; if loads differ too much, an envelope (above) is used.
+# Without a temperature, each cell's loads are walked in order until no later load can be cheaper
+# than the best one so far. With a temperature, the weight of a rank depends on its own cost and on
+# the least and the highest cost; if there are many different loads, an envelope (above) is used.
 
-Costed = list[tuple[float, int]]  # (cost, the ranks that have it), disjoint
+Costed = list[tuple[float, int]]  # (cost, set of ranks with this cost), disjoint
 
-FEW_LOADS = 12  # up to this many are always costed
+FEW_LOADS = 12  # up to this many loads are always costed
 NO_ENDPOINTS = "no endpoints available to route work"
 TRIES = 16  # at these temperatures all loads are costed: their bounds are too loose
 
@@ -472,7 +476,7 @@ def choose(
     matches: MatchSets,
     rng: random.Random,
 ) -> RankLoad:
-    """Choose one of `ranks`. Raises Unavailable if there is none."""
+    """Choose one of `ranks`. Raises Unavailable if it is empty."""
     if not ranks:
         raise Unavailable(NO_ENDPOINTS)
     order = partition.order
@@ -512,9 +516,8 @@ def drawn(
 def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[float, list[int]]:
     """The least cost in these cells, and disjoint sets of the ranks that have it.
 
-    Loads whose order depends on rounding may cost the same, or compare the other way round: all
-    within the rounding error of the least are costed.
-    """
+    Rounding may make the costs of neighbouring loads equal or reverse their order, so all loads
+    within the rounding error of the least are costed."""
     least, tied = math.inf, list[int]()
     slope = pricing.slope
     for cell in cells:
@@ -546,7 +549,7 @@ def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[flo
 
 
 def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> float:
-    """The highest cost in these cells, as exact as the lowest."""
+    """The highest cost in these cells, as exact as that of `cheapest`."""
     most = -math.inf
     reach = pricing.reach
     for cell in cells:
@@ -571,7 +574,7 @@ def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> float:
 
 
 def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> Costed:
-    """What every rank in these cells costs."""
+    """The cost of every rank in these cells."""
     costed: Costed = []
     for cell in cells:
         ranks = cell.ranks
@@ -588,7 +591,7 @@ def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> Costed:
 
 
 def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
-    """The bit of one rank, drawn in proportion to its weight; ranks of one cost have equal
+    """The bit of one rank, drawn in proportion to its weight; ranks of equal cost have equal
     weights."""
     sums = [weight * ranks.bit_count() for (_, ranks), weight in zip(costed, weights, strict=True)]
     at = rng.random() * sum(sums)
@@ -600,7 +603,7 @@ def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
                 break
             at -= here
     else:
-        at = sums[last]  # rounding passed the last one
+        at = sums[last]  # rounding: past the last one
     ranks = costed[last][1]
     return nth_bit(ranks, min(ranks.bit_count() - 1, int(at / weights[last])))
 

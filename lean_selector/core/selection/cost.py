@@ -1,4 +1,4 @@
-"""What it would cost a rank to take a prompt, and the draw among costs (selection.md 3.2 and 3.3).
+"""The cost of a prompt on a rank, and the draw by cost (selection.md 3.2 and 3.3).
 
     cached   = round((device + Wh host + Wd disk) * block_size)        tokens, half away from 0
     uncached = isl - min(isl, cached)
@@ -10,25 +10,24 @@
     cost     = (prefill + blocks + Wr * active_requests) * taint factor
                - bonus, on the rank that a soft session is bound to
 
-Where prefill is not tracked there is none, and decay is 1; in the 1.6 dialect blocks are then
-max(0, active_blocks + new_blocks - credit).
+If prefill is not tracked, prefill is 0 and decay is 1; in the 1.6 dialect blocks is then max(0,
+active_blocks + new_blocks - credit).
 
-With the policy `latency` D is 0 and S is 30, and to blocks is added, where prefill is tracked,
+With the policy `latency`, D is 0 and S is 30. If prefill is tracked, blocks also includes
 
     burden   = 30 * uncached / block_size
     evicted  = 30 * (uncached / 2 + 2 * min(owed, cached)) / block_size
 
-(the latter where the cache of the rank is full, `fullness.py`), and the cost is multiplied by the
-rank's slowness (`core/load/speeds.py`). So the time until the first token decides, as much again
-for those that come after it and wait for what it computes, and half of that for what is lost of a
-full cache. A block that decodes costs a thirtieth of a block of prefill: nearly tied ranks go by
-active blocks. The bonus of a soft session is 30 times as much.
+(`evicted` only if the rank's cache is full, `fullness.py`), and the cost is multiplied by the
+rank's slowness (`core/load/speeds.py`). So the time to the first token dominates. `burden` counts
+it again for the later requests that wait for this prefill, and `evicted` half of it for the blocks
+that a full cache loses. An active block costs a thirtieth of a block of prefill, so active blocks
+decide among ranks with nearly equal prefill. The bonus of a soft session is multiplied by 30.
 
-Wh is 0.75, Wd 0.25 and Wr 0 where nothing else is said. All in f64. The lowest cost wins, equal
-ones are drawn uniformly over ranks; with a temperature the draw is a softmax over the costs scaled
-to 0..1. Each line stands once, for the choice and for its explanation: the last one in
-`choice.Pricing`, the others here.
-"""
+The defaults are Wh 0.75, Wd 0.25 and Wr 0. All values are f64. The lowest cost wins, and ties are
+broken uniformly at random; with a temperature the draw is a softmax over the costs scaled to 0..1.
+The choice and its explanation share the code of each line: the last one is in `choice.Pricing`, the
+others are here."""
 
 import math
 
@@ -43,69 +42,70 @@ from lean_selector.core.selection.shapes import SelectionRequest
 
 
 def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
-    """Tokens that a rank need not prefill, one rounding of the weighted sum."""
+    """Tokens that a rank need not prefill: the weighted sum over the tiers, rounded once."""
     if not match.host and not match.disk:
         return match.device * block_size
     blocks = match.device + terms.host_weight * match.host + terms.disk_weight * match.disk
     tokens = blocks * block_size
     whole = math.floor(tokens)
-    return whole + (tokens - whole >= 0.5)  # the difference is exact; tokens + 0.5 may not be
+    return whole + (tokens - whole >= 0.5)  # exact, unlike tokens + 0.5
 
 
 def burden_blocks(terms: CostTerms, uncached_tokens: int, block_size: int) -> float:
-    """What computing a prompt costs those that come after it, as blocks of the cost."""
+    """The delay that computing a prompt causes for later requests, in blocks of the cost."""
     return terms.eviction * uncached_tokens / block_size
 
 
 def evicted_blocks(
     terms: CostTerms, isl_tokens: int, cached: int, owed_tokens: int, block_size: int
 ) -> float:
-    """What a full cache loses to a prompt that is not cached whole, as blocks of the cost."""
+    """The loss when a full cache evicts blocks for a prompt that is not fully cached, in blocks of
+    the cost."""
     evicted = _MISSED * (isl_tokens - cached) + 2 * min(owed_tokens, cached)
     return terms.eviction * evicted / block_size
 
 
 def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:
-    """The remaining credit for device blocks on a rank that has more waiting prefill than the least
-    loaded one; 1.0 without decay."""
+    """The factor on the device credit of a rank that has more waiting prefill than the least loaded
+    one; 1.0 without decay."""
     if terms.decay <= 0.0 or not terms.track_prefill:
         return 1.0
     waiting = max(0, waiting_tokens) / block_size
-    blocks = max(1, math.ceil(isl_tokens / block_size))  # at least one, also for an empty prompt
+    blocks = max(1, math.ceil(isl_tokens / block_size))  # at least 1, even for an empty prompt
     return 1.0 / (1.0 + terms.decay * waiting / blocks)
 
 
 def credit_blocks(terms: CostTerms, decay: float, match: Matched) -> float:
-    """Blocks of prefill that the cached blocks save."""
+    """The blocks of prefill that cached blocks save."""
     lower = terms.host_weight * match.host + terms.disk_weight * match.disk
     return terms.credit * decay * match.device + lower
 
 
 def favoured_blocks(new_blocks: float, bonus: float, factor: float) -> float:
-    """`new_blocks` less the `bonus`, which the taint factor does not scale: an idle rank may cost
-    less than nothing."""
+    """`new_blocks` less the `bonus`, which the taint factor must not scale: so an idle rank may
+    have a negative cost."""
     return new_blocks - bonus / factor
 
 
 def taint_factor(weight: float) -> float:
-    """A worker's factor by the summed weight of its taints: below 1 where that is positive, above
-    1 where it is negative."""
-    # Infinities of both signs cancel to no preference.
+    """The factor for a worker whose taints have this total weight: below 1 if positive, above 1 if
+    negative."""
+    # Infinities of both signs cancel out to NaN: no preference.
     return 1.0 if math.isnan(weight) else math.exp(-math.tanh(weight))
 
 
 def preferences(request: SelectionRequest) -> dict[str, float]:
-    """The preferred taints that count: none for a pinned rank."""
+    """The preferred taints that apply: none for a pinned rank."""
     return request.preferred_taints if request.pinned is None else {}
 
 
 def softmax(costs: list[float], temperature: float) -> list[float] | None:
-    """Weights of the draw; None if the lowest cost decides."""
+    """Weights for the draw; None if the lowest cost decides."""
     if temperature <= 0.0:
         return None
     least = min(costs)
     spread = max(costs) - least
-    if not 0.0 < spread < math.inf:  # costs beyond f64: all finite ones are equally good
+    if not 0.0 < spread < math.inf:  # costs beyond f64: all finite ones count as equal
         return None
     return [math.exp(-((cost - least) / spread) / temperature) for cost in costs]
 
@@ -127,19 +127,19 @@ def probabilities(costs: list[float], temperature: float) -> tuple[list[float], 
     )
 
 
-# The weight of a block of prefill, in active blocks, under `latency`: decoding slows prefill down
-# little.
+# The weight of a block of prefill, in active blocks, under `latency`: active blocks slow prefill
+# down only slightly.
 _LATENCY_SCALE = 30.0
-_MISSED = 0.5  # of what a full cache evicts: so much is asked for again
+_MISSED = 0.5  # share of the evicted blocks that are requested again
 
 
 def terms(settings: RouterSettings) -> CostTerms:
-    """The router's terms under its own policy."""
+    """The router's cost terms under its own policy."""
     return under(base_terms(settings), settings.policy)
 
 
 def under(base: CostTerms, policy: Policy) -> CostTerms:
-    """The terms of a policy, derived from the router's terms."""
+    """The cost terms under a policy, derived from `base`."""
     if policy == "dynamo":
         return base
     return CostTerms(
@@ -158,7 +158,7 @@ def under(base: CostTerms, policy: Policy) -> CostTerms:
 
 
 def base_terms(settings: RouterSettings) -> CostTerms:
-    """The router's own terms, whatever its policy."""
+    """The router's own cost terms, before any policy."""
     return CostTerms(
         settings.overlap_score_credit,
         settings.overlap_score_credit_decay,

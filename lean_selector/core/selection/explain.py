@@ -1,5 +1,5 @@
-"""What a placement says besides the choice, on request: the explanation, the rank's load, and
-hints. Never part of the choice itself. Spec selection_16.md 4 and 8."""
+"""Optional parts of a placement: the explanation, the rank's load, and hints. They never affect the
+choice. Spec selection_16.md 4 and 8."""
 
 import heapq
 
@@ -42,11 +42,10 @@ from lean_selector.core.selection.shapes import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# The explanation: figures behind one choice, for every rank of the partition.
+# The explanation: the figures behind one choice, for every rank of the partition.
 #
-# Made only on request, before the reservation is booked, and never part of the choice itself. The
-# costs come from the same cells and formula as the choice; a test compares the other figures with
-# them.
+# Made only on request, before the reservation is booked. The costs come from the same cells and
+# formula as the choice; a test compares the other figures with them.
 
 
 def explained(
@@ -59,9 +58,9 @@ def explained(
     shown: int | None = None,
     best: int = 0,
 ) -> Explanation:
-    """What decides between `ranks`, the candidates, and why the others are none; `is_steered`: for
-    the request goes where its session is bound, or to its target. With `shown` only the rows of
-    these ranks are made, and of so many candidates that cost least."""
+    """Explain the choice among `ranks`, the candidates, and why other ranks are not candidates.
+    `is_steered`: the request goes to the rank of its session, or to its target. With `shown`,
+    include only the rows of these ranks, and of the `best` cheapest candidates."""
     prompt, terms, order = request.prompt, request.terms, partition.order
     block_size = partition.block_size
     pricing = Pricing(partition, request, ranks)
@@ -181,7 +180,8 @@ def with_more(
     now: float,
     is_steered: bool = False,
 ) -> Placement:
-    """The placement with what the request `adds`; `ranks` are the candidates it was chosen from."""
+    """The placement with the parts that the request `adds`; `ranks` are the candidates it was
+    chosen from."""
     load, placement = chosen
     if request.adds & EXPLANATION:
         why = explained(partition, request, ranks, matches, now, is_steered)
@@ -224,10 +224,10 @@ def _hint(
     matches: MatchSets,
 ) -> FetchHint | None:
     """The rank of another worker of the same type that holds more of the prompt on its device than
-    the chosen one: the one with most, then the first by worker and rank. Only blocks known from
-    events count, not predicted ones."""
+    the chosen one: the rank with most blocks, then the lowest worker and rank. Only blocks known
+    from events count."""
     local_hashes = request.prompt.local_hashes
-    if request.matches:  # it was queued, and may have been chosen for blocks that are gone
+    if request.matches:  # the request was queued; the matches may be outdated
         matches = match_sets(partition, local_hashes)
     most, source, endpoint = match_of(matches, load.mask).device, load, ""
     for match, holding in matches:

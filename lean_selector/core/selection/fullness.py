@@ -1,15 +1,14 @@
-"""Which ranks have a full cache, where a prompt's new blocks are stored in place of others.
+"""Which ranks have a full cache, so that new blocks evict others.
 
-For the policy `latency`. A rank is full when less than an eighth of the blocks that its worker
-stated is left beside what the index knows there and what waits to be computed; one that stated
-none counts as full. It is looked at again after its load has changed, as it does before and after
-it stores a prompt, not with each event.
+Used by the policy `latency`. A rank is full if less than an eighth of the blocks that its worker
+stated remains, after the blocks in the index and those of waiting prefill; a worker that stated no
+capacity counts as full. A rank is checked again after its load has changed, which happens before
+and after it stores a prompt, not at each event.
 
-Requests that share a prefix go where it is cached, for ever if the other ranks are idle. So the
-prefill that full ranks got while others had room, minus the prefill that the others got since, is
-owed. It counts as evicted too, up to what is cached there: the prefix is computed on another rank
-once about as much has been evicted for it.
-"""
+Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. So the
+prefill that full ranks got while others had room, minus the prefill that the others have got since,
+is owed. Owed tokens count as evicted too, up to the number cached on the rank: the prefix is
+computed on another rank once about as much has been evicted for it."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -24,13 +23,13 @@ _DEVICE = Tier.DEVICE
 
 
 class HasBlocks(Protocol):
-    """A worker, as far as it matters here."""
+    """The part of a worker that is needed here."""
 
     total_kv_blocks: int | None
 
 
 class Fullness:
-    """The full ranks of a partition, as a set."""
+    """The full ranks of a partition."""
 
     __slots__ = ("_full", "_index", "_order", "_owed_tokens", "_workers")
 
@@ -42,7 +41,7 @@ class Fullness:
         self._owed_tokens = 0
 
     def full(self) -> int:
-        """The full ranks; perhaps also bits of no rank."""
+        """The full ranks as a set; it may contain unused bits."""
         order = self._order
         if moved := order.moved:
             order.moved = 0
@@ -62,8 +61,8 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """The tokens owed by the full ones of `ranks`: they count as evicted, up to what is cached
-        there. 0 unless another of `ranks` has room."""
+        """The tokens owed by the full ranks among `ranks`, which count as evicted up to the number
+        cached there. 0 unless another of `ranks` has room."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Who may hear of choices: the decision log, and people who look at the page."""
+"""Observers of choices: the decision log and the page."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from lean_selector.core.selection.shapes import Decision, Placement, SelectionRe
 
 
 class Decisions(Protocol):
-    """Hears what is chosen for requests that book, and what is reported of them."""
+    """Receives the choices of requests that book, and the outcomes reported for them."""
 
     def chosen(
         self,
@@ -27,7 +27,7 @@ class Decisions(Protocol):
 
 
 class Watch(Protocol):
-    """Who looks at what is chosen: `core.selection.watch`."""
+    """Receives choices for display: see `core.selection.watch`."""
 
     def look(
         self,

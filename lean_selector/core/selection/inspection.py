@@ -1,8 +1,7 @@
 """Read-only views: loads, projected loads, overlap by rank.
 
 Shapes and orders of spec selection.md sections 1.5 and 3.5 (of indexer.md); lists are sorted (D13),
-and sums above a u64 print as its largest value (D6).
-"""
+and sums above u64 saturate (D6)."""
 
 from collections.abc import Iterable
 
@@ -32,8 +31,8 @@ def loads(
     *,
     detail: bool = False,
 ) -> list[PartitionLoads]:
-    """Active load of every rank, sorted by partition and rank; filters are exact. `detail`: with
-    what the engines report, and how fast the ranks are known to be."""
+    """Active load of every rank, sorted by partition and rank; filters are exact. `detail` adds the
+    engines' own reports and the learned speeds."""
     return [
         PartitionLoads(
             partition.model_name,
@@ -84,7 +83,7 @@ def established(
 
 
 def potential_loads(partition: Partition, prompt: Prompt, terms: CostTerms) -> list[RankLoadRow]:
-    """What each rank's load would be with this prompt on it."""
+    """The load of each rank with this prompt on it."""
     matches = match_by_rank(partition, prompt.local_hashes)
     slots = partition.slots
     prefixes = slots.active_prefix(prompt.sequence_hashes()) if prompt.sequence_count else {}

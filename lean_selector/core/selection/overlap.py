@@ -1,8 +1,7 @@
-"""What the ranks of a partition hold of a prompt, as sets of ranks.
+"""Which ranks of a partition hold which part of a prompt, as sets of ranks.
 
-A set is an int, and a rank is a bit of it (`RankBits`). The index knows cached blocks by KV events;
-predicted blocks, of prompts routed lately, are merged in. Spec selection.md 3.1.
-"""
+A set is an int, and a rank is a bit of it (`RankBits`). The index contains blocks known from KV
+events; predicted blocks, of recently routed prompts, are merged in. Spec selection.md 3.1."""
 
 from typing import TypeVar
 
@@ -10,18 +9,18 @@ from lean_selector.core.index.shapes import Matched
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection.partition import Partition
 
-MatchSets = list[tuple[Matched, int]]  # what ranks hold of a prompt; the sets are apart
+MatchSets = list[tuple[Matched, int]]  # (match, the ranks with this match), disjoint
 RankSets = list[tuple[int, int]]  # (blocks, the ranks that hold this many), disjoint
 Matches = dict[tuple[int, int], Matched]
 Value = TypeVar("Value")
-Numbers = dict[int, int]  # a value by rank (bit): that of the one set which contains the rank
+Numbers = dict[int, int]  # rank (bit) -> number of the set that contains it
 
 NOTHING = Matched(0)
-_LOOKS_PER_RANK = 8  # looking at one set costs 1; finding a rank's set in a table as much
+_LOOKS_PER_RANK = 8  # cost of looking a rank up in a table, in looks at a set
 
 
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
-    """What ranks hold of a prompt, the sets with most on the device first."""
+    """What ranks hold of a prompt; sets with the most device blocks come first."""
     sets, extended = partition.index.match_sets(local_hashes)
     found: MatchSets = []
     for blocks, ranks in reversed(sets):
@@ -34,7 +33,7 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
 
 
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
-    """Matches by rank, including ranks of no worker; ranks without a hit are left out."""
+    """Matches by rank, including ranks without a worker; ranks without a hit are left out."""
     matches = partition.index.match(local_hashes)
     if partition.predicted is not None:
         for key, predicted in partition.predicted.match(local_hashes).items():
@@ -43,7 +42,7 @@ def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
 
 
 def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
-    """Merge predicted device blocks into what events report."""
+    """Merge predicted device blocks into matches from events."""
     if not predicted:
         return found
     raised: MatchSets = []
@@ -67,7 +66,7 @@ def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
 
 
 def _with_device(match: Matched, blocks: int) -> Matched:
-    """The match with at least this many device blocks; lower-tier blocks that they cover do not
+    """The match with at least this many device blocks; lower-tier blocks covered by them do not
     count again."""
     if blocks <= match.device:
         return match
@@ -77,8 +76,8 @@ def _with_device(match: Matched, blocks: int) -> Matched:
 
 
 def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -> MatchSets:
-    """Matches by rank, as sets. Ranks that are gone, or were added after the request with this
-    serial was queued (another rank under the same name), are left out."""
+    """Matches by rank, converted to sets. Left out are ranks that were removed, and those added
+    after the request with this serial was queued, because such a key may mean a new rank."""
     sets: dict[Matched, int] = {}
     ranks = partition.slots.ranks
     for key, match in matches.items():
@@ -97,20 +96,21 @@ def match_of(matches: MatchSets, mask: int) -> Matched:
 
 
 def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
-    """A lookup by bit of the value of the set that contains the rank, for these ranks."""
+    """The value of each of these ranks (bit -> value), from the set that contains it."""
     return {bit: value for value, alike in sets for bit in bits_of(alike & ranks)}
 
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
-    """The number of the set of each of these ranks; None if it is cheaper to look at each set
-    `times` times. The sets are disjoint."""
+    """The number of each rank's set; None if visiting every set `times` times is cheaper. The sets
+    are disjoint."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)
 
 
 def met(sets: list[tuple[Value, int]], numbers: Numbers, ranks: int) -> list[tuple[Value, int]]:
-    """The sets, in order, that may contain some of these ranks: a superset of those that do."""
+    """The sets, in order, that may contain some of these ranks; sets known to contain none are left
+    out."""
     if ranks.bit_count() >= len(sets):
         return sets
     found = {numbers[bit] for bit in bits_of(ranks) if bit in numbers}

@@ -1,9 +1,8 @@
 """One partition, the pair (model_name, tenant_id): index, slots, schedulable workers and queue.
 
 Nothing is shared between partitions. The first complete worker fixes `block_size` and `is_eagle`
-(spec selection.md section 0); before that a partition may exist only because recovered blocks
-wait in its index (`established` is False), and then it schedules nothing.
-"""
+(spec selection.md section 0); before that, a partition may exist only for recovered blocks in its
+index (`established` is False), and then it schedules nothing."""
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import EjectionSettings
 
-# The reference's capacity for a worker that does not state its own.
+# The reference's default for a worker that does not state its own.
 DEFAULT_MAX_BATCHED_TOKENS = 10_000_000
 STATE_AGENT = "state_agent_v2"
 
@@ -49,14 +48,14 @@ class SchedulableWorker:
         self.taints = spec.taints
         self.ranks = spec.ranks
         self.loads = loads  # one per rank, in rank order
-        self.mask = 0  # the same as a set
+        self.mask = 0  # the same ranks as a set
         for load in loads:
             self.mask |= load.mask
-        self.rank_name = str(loads[0].dp_rank)  # if it has only one rank
+        self.rank_name = str(loads[0].dp_rank)  # used if it has only one rank
         self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
         self.total_kv_blocks = spec.total_kv_blocks
-        # For hints of where blocks can be fetched: the worker's type, and by rank its control
-        # endpoint, unless a state agent publishes its blocks.
+        # For hints of where to fetch blocks: the worker's type, and by rank its control endpoint,
+        # unless a state agent publishes its blocks.
         self.hint_type = spec.router_hint_worker_type
         by_agent = spec.kv_event_source_mode == STATE_AGENT
         self.hint_sources = {} if by_agent else spec.router_hint_source_control_endpoints
@@ -68,24 +67,24 @@ class SchedulableWorker:
 # Requests that wait for a worker, in the order in which they leave.
 #
 # Order (spec selection.md 3.4): strict_priority, highest first; then the policy's score, highest
-# first; then arrival. With jump = max(priority_jump, 0) the score is jump - arrival (fcfs), jump +
-# arrival (lcfs), or (1 + jump) / the fewest tokens left to prefill on any rank at arrival (wspt,
-# weighted shortest processing time), or jump - arrival - those tokens / AGING (least-work): who has
-# much to compute is passed only by who comes within tokens / AGING seconds. A request never blocks
-# others that can go elsewhere (D11). So requests that may use the same ranks share a line, each
-# line knows its ranks as a set, and when a rank comes free only the heads of the lines that include
-# it are checked. The queue is bounded by the number of connections: each has at most one request in
-# it.
+# first; then arrival. With jump = max(priority_jump, 0) and work = the fewest tokens left to
+# prefill on any rank at arrival, the score is jump - arrival (fcfs), jump + arrival (lcfs), (1 +
+# jump) / work (wspt, weighted shortest processing time), or jump - arrival - work / AGING
+# (least-work: a request is overtaken only by requests that arrive within work / AGING seconds). A
+# request never blocks others that can go elsewhere (D11). So requests that may use the same ranks
+# share a line, which stores these ranks as a set. When a rank comes free, only the heads of the
+# lines that include it are checked. Each connection has at most one queued request, which bounds
+# the queue.
 
 # What restricts a request to some ranks: a pin, allowed workers, required taints.
 Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
 Place = tuple[int, float, int]  # position in the queue; unique
-AGING_TOKENS_PER_S = 4_000.0  # of waiting
+AGING_TOKENS_PER_S = 4_000.0  # of waiting time
 
 
 class Parked:
-    """A request in the queue. `on_answer` is called once: with a placement, or the error, which is
-    a SelectorError unless something broke."""
+    """A queued request. `on_answer` is called once: with a placement, or with the error (a
+    SelectorError, unless there is a bug)."""
 
     __slots__ = ("arrived_at", "key", "line", "on_answer", "request")
 
@@ -109,20 +108,20 @@ _place = attrgetter("key")
 
 
 class Line:
-    """The queued requests with the same ties; never empty while it is in the queue."""
+    """The queued requests with the same ties; removed from the queue when empty."""
 
     __slots__ = ("items", "leads_to", "ranks", "ties")
 
     def __init__(self, ties: Ties) -> None:
         self.ties = ties
         self.items: list[Parked] = []  # in order
-        self.ranks = 0  # ranks that its requests may use, busy or not
-        # Ranks that may admit a request when they come free. With a pin, all ranks of its worker: a
-        # busy rank accepts a pinned request while another rank of the worker is free.
+        self.ranks = 0  # ranks that its requests may use, including busy ones
+        # Ranks that may admit a request when they come free. With a pin, all ranks of its worker,
+        # because a busy rank accepts a pinned request while another rank of the worker is free.
         self.leads_to = 0
 
     def open_worker(self, worker: SchedulableWorker) -> None:
-        """Add the ranks of a new worker that fit."""
+        """Add the ranks of a new worker that its requests may use."""
         pinned, allowed, required = self.ties
         if not required <= worker.taints:
             return
@@ -142,8 +141,8 @@ class Line:
         self.leads_to &= ~worker.mask
 
     def is_open(self, room: Headroom) -> bool:
-        """Whether its requests can leave now: `scheduler.not_busy` would leave them a rank below
-        the threshold."""
+        """Whether its requests can leave now: `scheduler.not_busy` would return a rank below the
+        queue's threshold."""
         if self.ties[0] is None:
             return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
@@ -158,15 +157,18 @@ class ParkedQueue:
         """`workers` are the partition's; call `worker_changed` on each change of them."""
         self._workers = workers
         self._policy = policy
-        self.asks_work = policy in ("wspt", "least-work")  # of each request, when it is parked
+        self.asks_work = policy in (
+            "wspt",
+            "least-work",
+        )  # whether the policy needs each request's work
         self._lines: dict[Ties, Line] = {}
         self.serial = 0  # serial of the last queued request
         self._size = 0
-        self.hopeless: set[Line] = set()  # lines without any rank
+        self.hopeless: set[Line] = set()  # lines whose requests no rank can serve
         self.is_moving = False  # while requests are being admitted
         self.is_due = False  # more can be admitted in a later turn of the loop
-        self.isl_tokens = 0  # sum over the items
-        self.admitted = 0  # total requests that left for a worker, and their waiting time
+        self.isl_tokens = 0  # sum over the queued requests
+        self.admitted = 0  # totals of admitted requests and of their waiting time
         self.waited_s = 0.0
 
     def __len__(self) -> int:
@@ -176,7 +178,7 @@ class ParkedQueue:
         return self._lines.values()
 
     def in_order(self) -> list[Parked]:
-        """The queued requests in order; a copy, so that items may be removed during iteration."""
+        """The queued requests in order; a copy, so items may be removed during iteration."""
         return sorted((item for line in self._lines.values() for item in line.items), key=_place)
 
     def park(
@@ -186,7 +188,7 @@ class ParkedQueue:
         on_answer: Callable[[Parked, Placement | Exception], None],
         uncached_tokens: int = 0,
     ) -> Parked:
-        """`uncached_tokens`: what is left to prefill where most is cached, if the order asks."""
+        """`uncached_tokens`: the request's work, if the policy needs it."""
         ties = request.pinned, request.allowed_worker_ids, request.required_taints
         line = self._lines.get(ties)
         if line is None:
@@ -200,7 +202,7 @@ class ParkedQueue:
         return parked
 
     def _score(self, priority_jump: float, now: float, uncached_tokens: int) -> float:
-        jump = priority_jump if priority_jump > 0.0 else 0.0  # also for NaN
+        jump = priority_jump if priority_jump > 0.0 else 0.0  # 0.0 also for NaN
         if self._policy == "fcfs":
             return jump - now
         if self._policy == "lcfs":
@@ -222,7 +224,7 @@ class ParkedQueue:
         return line
 
     def leave(self, parked: Parked) -> bool:
-        """Remove an item; False if it has left already."""
+        """Remove a request; False if it has left already."""
         line = parked.line
         if self._lines.get(line.ties) is not line:
             return False
@@ -238,7 +240,7 @@ class ParkedQueue:
         return True
 
     def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
-        """A worker was added, removed (None) or changed."""
+        """A worker was added (`old` is None), removed (`new` is None) or changed."""
         for line in self._lines.values():
             if old is not None:
                 line.close_worker(old)
@@ -250,8 +252,8 @@ class ParkedQueue:
                 self.hopeless.add(line)
 
 
-# Up to this size a set of allowed workers is looked up each time; larger ones are cached, this
-# many, 6 MB of ids at most.
+# Sets of up to this many allowed workers are looked up each time. Results for larger sets are
+# cached, as many as this; 6 MB of ids at most.
 _FEW_WORKERS = 8
 _MAX_ALLOWED_SETS = 16
 
@@ -259,11 +261,10 @@ _MAX_ALLOWED_SETS = 16
 class Partition:
     """State of one (model_name, tenant_id). Sets of ranks are ints (`RankBits`).
 
-    `everyone`: all ranks. `candidates`: ranks that requests may use unless they say otherwise: all
-    but ejected ones (or all, if all are ejected), and never the `draining`. `busy`: ranks above the
-    threshold by their bookings. `tainted`: ranks of workers with a taint. `room` exists if requests
-    may be queued.
-    """
+    `everyone`: all ranks. `candidates`: ranks that requests may use without other restrictions: all
+    but `draining` and ejected ones (if all are ejected, they stay candidates). `busy`: ranks whose
+    bookings exceed the threshold. `tainted`: ranks of workers with a taint. `room` exists if
+    requests may be queued."""
 
     def __init__(
         self,
@@ -282,8 +283,8 @@ class Partition:
         routed: RoutedPrompts | None = None,
         sessions: SessionTable | None = None,
     ) -> None:
-        """`ledgers`: those of the process; None: bookings are not published. `routed`: predict that
-        booked prompts are cached; their index is `index`, or one beside it. `sessions`: None if
+        """`ledgers` are those of the process; None: bookings are not published. `routed` predicts
+        that booked prompts are cached; its index is `index`, or a separate one. `sessions`: None if
         sessions are off."""
         self.model_name = model_name
         self.tenant_id = tenant_id
@@ -291,10 +292,10 @@ class Partition:
         self.is_eagle = is_eagle
         self.index = index
         self.routed = routed
-        # Predicted blocks, besides those known from events.
+        # The predicted blocks, if they are separate from those known from events.
         self.predicted = None if routed is None or routed.index is index else routed.index
         self.established = True
-        # From a recovered index: its last batch by source, for sources not subscribed to since.
+        # From a recovered index: the last batch of each source that was not subscribed to since.
         self.watermarks: dict[RankKey, int] = {}
         self.order = LoadOrder(block_size, prefill_load_scale, request_weight)
         self.slots = Slots(self.order.changed, index.bits)
@@ -309,21 +310,23 @@ class Partition:
         self.fullness = Fullness(index, self.order, self.workers)
         self.members: set[int] = (
             set()
-        )  # ids whose record names this partition and was once complete
+        )  # workers whose record names this partition and was once complete
         self.parked = ParkedQueue(self.workers, queue_policy)
         self.room = None if queue_threshold is None else Headroom(queue_threshold)
-        self._gone = RankCounts()  # their ranks
+        self._gone = RankCounts()  # totals of removed ranks
         self.shed = {SELECT: 0, SELECT_AND_RESERVE: 0}  # request counts by route
         self.threshold = OFF
         self.everyone = self.candidates = self.busy = self.draining = 0
         self.health = Ejections(EjectionSettings() if ejection is None else ejection)
         self.tainted: dict[str, int] = {}
-        self._allowed: dict[frozenset[int], int] = {}  # recently used sets of allowed workers
-        self._limits: dict[RankKey, RankLimits] = {}  # all ranks, while a threshold is set
+        self._allowed: dict[
+            frozenset[int], int
+        ] = {}  # recently used sets of allowed workers, with their ranks
+        self._limits: dict[RankKey, RankLimits] = {}  # by rank; empty without a threshold
         self._listen()
 
     def _listen(self) -> None:
-        """Route load changes to their consumers only."""
+        """Route load changes only to consumers that are in use."""
         told = self._judge if self.threshold.is_set else self.order.changed
         room, slots = self.room, self.slots
         if room is None:
@@ -338,15 +341,15 @@ class Partition:
         slots.on_load_change = tell_both
 
     def _release_session(self, reservation: Reservation) -> None:
-        """A reservation has ended. If its rank was removed, peers learn of the session's end by
-        that."""
+        """A reservation has ended. If its rank was removed, peers learn of the removal and end the
+        session's hold themselves."""
         slots, sessions = self.slots, self.sessions
         assert sessions is not None, "there are sessions"
         is_rank_there = reservation.rank.key in slots.ranks
         sessions.release(reservation.request_id, slots.heard_at, tells=is_rank_there)
 
     def set_threshold(self, threshold: BusyThreshold) -> None:
-        """Set the busy threshold, and judge every rank again."""
+        """Set the busy threshold and re-evaluate every rank."""
         self.threshold = threshold
         self._listen()
         self._limits = {}
@@ -365,7 +368,7 @@ class Partition:
                 self.room.put(load, worker.max_num_batched_tokens, limits)
 
     def _judge(self, load: RankLoad) -> None:
-        """Update whether a rank is busy."""
+        """Re-evaluate whether a rank is busy."""
         self.order.changed(load)
         limits = self._limits[load.key]  # every rank here belongs to a worker
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
@@ -374,7 +377,7 @@ class Partition:
             self.busy ^= load.mask
 
     def counts(self) -> RankCounts:
-        """Sums over its ranks, removed ones included."""
+        """Totals over its ranks, including removed ones."""
         total = RankCounts()
         total.add(self._gone)
         for load in self.slots.ranks.values():
@@ -384,19 +387,20 @@ class Partition:
     # -- health --------------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
-        """Record the outcome of a request to these ranks; True when the candidates have changed."""
+        """Record the outcome of a request to these ranks; True if the candidates have changed."""
         return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
-        """Record a health check of the worker of these ranks; returns as `report`."""
+        """Record a health check of the worker of these ranks; True if the candidates have
+        changed."""
         return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
 
     def settle_health(self, now: float) -> bool:
-        """Let ejections expire; True when the candidates have changed."""
+        """End ejections whose time is over; True if the candidates have changed."""
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:
-        """Recompute the candidates after the ranks, or the ejected ones, have changed."""
+        """Recompute the candidates after ranks or ejections have changed."""
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask
@@ -407,7 +411,9 @@ class Partition:
         self.candidates = candidates
         if self.room is not None:
             self.room.avoided = self.everyone & ~candidates
-            self.room.came_free |= self.everyone  # queued requests may have other ranks now
+            self.room.came_free |= (
+                self.everyone
+            )  # queued requests may have other eligible ranks now
         return True
 
     # -- busy ----------------------------------------------------------------------------------
@@ -417,7 +423,7 @@ class Partition:
         return not worker.mask & ~self.busy
 
     def ranks_of(self, worker_ids: frozenset[int]) -> int:
-        """The ranks of these workers that are known here."""
+        """The known ranks of these workers."""
         ranks = self._allowed.get(worker_ids) if len(worker_ids) > _FEW_WORKERS else None
         if ranks is not None:
             return ranks
@@ -433,12 +439,12 @@ class Partition:
         return ranks
 
     def put_worker(self, spec: WorkerSpec, is_draining: bool = False) -> list[Reservation]:
-        """Add or change a candidate worker. Returns the reservations of ranks that it lost."""
+        """Add or replace a worker. Returns the reservations of ranks that it no longer has."""
         worker_id = spec.worker_id
         old = self.workers.get(worker_id)
         dropped: list[Reservation] = []
         if old is not None and old.endpoint != (spec.endpoint or ""):
-            self.health.forget([load.key for load in old.loads])  # another process
+            self.health.forget([load.key for load in old.loads])  # it is another process now
             for load in old.loads:
                 self.speeds.forget(load)
         for load in () if old is None else old.loads:
@@ -488,7 +494,7 @@ class Partition:
         return dropped
 
     def abandon(self) -> None:
-        """Free the memory of the indexes step by step, after the last member has left."""
+        """Free the memory of the indexes in steps, after the last member has left."""
         if self.routed is not None:
             self.routed.abandon()
         self.index.abandon()
@@ -502,12 +508,12 @@ class Partition:
                 del self.tainted[taint]
 
     def unclaimed(self) -> list[int]:
-        """Workers with recovered blocks that are not registered here (yet), sorted."""
+        """Workers with recovered blocks that are not registered here, sorted."""
         recovered = self.index.workers() | {worker_id for worker_id, _ in self.watermarks}
         return sorted(recovered - self.workers.keys())
 
     def forget_unclaimed(self, worker_id: int) -> int:
-        """Drop a worker's recovered blocks, if it is still not registered; returns their number."""
+        """Drop a worker's recovered blocks if it is still not registered; returns their number."""
         if worker_id in self.workers:
             return 0
         for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
@@ -532,7 +538,7 @@ class Partition:
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)
 
     def emptied(self, worker_id: int, dp_rank: int) -> None:
-        """Its engine lost all that it had cached: nothing is predicted of it any more, either."""
+        """The rank's engine lost its whole cache: drop its predicted blocks too."""
         if (load := self.slots.ranks.get((worker_id, dp_rank))) is not None:
             self.order.moved |= load.mask
         if self.routed is not None and self.predicted is not None:

@@ -1,6 +1,6 @@
-"""The sessions of all partitions, as seen by peers: received bindings, lists for catch-up, expiry.
-Spec selection_16.md 6.1. Knows no frames and no sockets; time is an argument, in monotonic seconds.
-"""
+"""The sessions of all partitions, as peers see them: received bindings, lists for catch-up, expiry.
+Spec selection_16.md 6.1. Knows no frames and no sockets; time is an argument, in monotonic
+seconds."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -8,11 +8,11 @@ from typing import Final
 from lean_selector.core.selection.catalog import Catalog
 from lean_selector.core.sessions.shapes import LiveSession, SessionEvent, SessionVerdict
 
-# How long a listed binding waits for its worker: registration follows a start within seconds.
+# How long a received binding waits for its worker, which should register within seconds of a start.
 HOLD_S: Final = 60.0
 MAX_WAITING: Final = 65_536
 _UNKNOWN = SessionVerdict.UNKNOWN_PARTITION, SessionVerdict.UNKNOWN_WORKER
-_Waiting = list[tuple[float, LiveSession]]  # the binding, and when it was received
+_Waiting = list[tuple[float, LiveSession]]  # (time of receipt, binding)
 
 
 class PeerSessions:
@@ -27,7 +27,7 @@ class PeerSessions:
         self._waiting_count = 0
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """Apply a binding from a peer's event or list; it is not published again."""
+        """Apply a binding from a peer's event or list, without publishing it again."""
         verdict = self._hear(event, now, idle_s)
         self.counts[verdict] += 1
         return verdict
@@ -47,7 +47,7 @@ class PeerSessions:
         return partition.sessions.hear(event, now, idle_s)
 
     def take(self, listed: LiveSession, now: float) -> SessionVerdict:
-        """Apply an item of a peer's list. If its worker is not registered here, it waits for it."""
+        """Apply an item of a peer's list. If its worker is not registered here, the item waits."""
         verdict = self._hear(listed.event, now, listed.idle_s)
         if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
             self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))
@@ -57,8 +57,8 @@ class PeerSessions:
         return verdict
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Apply waiting bindings whose workers have registered, drop those that waited too long, at
-        most `max_steps` of them. True: there are more."""
+        """Apply waiting bindings whose workers have registered, and drop those that waited too
+        long, at most `max_steps` in all. True: there are more."""
         for worker_id, waiting in list(self._waiting.items()):
             is_known = worker_id in self._catalog.workers
             while waiting and (is_known or now - waiting[-1][0] >= HOLD_S):
@@ -86,7 +86,7 @@ class PeerSessions:
 
     def tend(self, now: float, max_steps: int) -> None:
         """Expire bindings, and publish again those that peers would expire; at most `max_steps` of
-        each in each partition. Call it about every second."""
+        each per partition. Call it about every second."""
         for partition in list(self._catalog.partitions.values()):
             if partition.sessions is not None:
                 partition.sessions.sweep(now, max_steps)

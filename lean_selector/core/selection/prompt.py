@@ -1,16 +1,13 @@
 """A prompt as the core sees it: its block hashes, its sequence hashes, and its length in tokens.
 
-Hash lists are `bytes`, 8 per block, little-endian. Nothing relates `isl_tokens` to the number of
-hashes (spec selection.md 1.4). Sequence hashes of tokens may come late, because most selections
-need only the first of them.
-"""
+Hash lists are `bytes`, 8 per block, little-endian. `isl_tokens` need not match the number of hashes
+(spec selection.md 1.4). Sequence hashes of tokens are computed late, because most selections need
+only the first."""
 
 from collections.abc import Callable
 
 
 class Prompt:
-    """One request's prompt."""
-
     __slots__ = (
         "_sequence",
         "first_sequence_hash",
@@ -32,12 +29,12 @@ class Prompt:
         self.isl_tokens = isl_tokens
         self.local_hashes = local_hashes
         self.sequence_count = sequence_count
-        self.first_sequence_hash = first_sequence_hash  # 8 bytes; empty when there is none
+        self.first_sequence_hash = first_sequence_hash  # 8 bytes; empty for an empty prompt
         self.lora_name = lora_name
         self._sequence = sequence
 
     def to_book(self, keeps_blocks: bool) -> "Prompt":
-        """The part that booking needs: with local hashes only if `keeps_blocks`."""
+        """The part that booking needs; local hashes only if `keeps_blocks`."""
         return Prompt(
             self.isl_tokens,
             self.local_hashes if keeps_blocks else b"",
@@ -48,15 +45,15 @@ class Prompt:
         )
 
     def forget_likeness(self, draw: Callable[[int], bytes]) -> None:
-        """Replace sequence hashes derived from tokens by random ones, which equal no other
-        prompt's; `draw` returns that many random bytes."""
+        """Replace sequence hashes derived from tokens by random ones, which match no other prompt;
+        `draw` returns that many random bytes."""
         if not isinstance(self._sequence, bytes):
             self._sequence = draw(8 * self.sequence_count)
             self.first_sequence_hash = self._sequence[:8]
 
     def blocks(self, block_size: int) -> int:
-        """The number of blocks for all tokens, including a partial last one, which is reported and
-        costs nothing."""
+        """The number of blocks for all tokens. A partial last block is counted here, and costs
+        nothing."""
         return max(self.sequence_count, -(-self.isl_tokens // block_size))
 
     def sequence_hashes(self) -> bytes:

@@ -12,21 +12,21 @@ import msgspec
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.core.settings import API_1_3, Dialect, EjectionSettings, SessionSettings
 
-# Default weights of a block on a lower tier, in device blocks.
+# Default value of a block on a lower tier, in device blocks.
 HOST_WEIGHT = 0.75
 DISK_WEIGHT = 0.25
 LARGEST = math.nextafter(math.inf, 0.0)
 
 
-# Which queued request leaves first: the first that arrived, the last, the one with least to
-# prefill, or the same with aging.
+# Which queued request leaves first: the first to arrive, the last, the one with the least work to
+# prefill, or the latter with aging.
 QueuePolicy = Literal["fcfs", "lcfs", "wspt", "least-work"]
-# What the cost weighs: the reference's blocks, or the prefill before the first token.
+# What the cost measures: the reference's blocks, or the prefill before the first token.
 Policy = Literal["dynamo", "latency"]
 
 
 class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of the selections that are cached by id; 0 entries or bytes: none."""
+    """Bounds of the cache of selections by id; 0 entries or bytes disable it."""
 
     ttl_s: float = 120.0
     max_entries: int = 4096
@@ -34,10 +34,10 @@ class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The router's own settings; `None` switches a feature off."""
+    """The router's own settings; `None` disables a feature."""
 
     policy: Policy = "dynamo"
-    model_policies: dict[str, Policy] = {}  # in place of that one
+    model_policies: dict[str, Policy] = {}  # per model, instead of `policy`
     use_kv_events: bool = True
     # False: a worker without an event source is scheduled by load alone
     needs_kv_events: bool = True
@@ -46,16 +46,18 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_load_scale: float = 1.0  # >= 0
     active_request_weight: float = 0.0  # >= 0, blocks that each active request counts as
     host_weight: float = HOST_WEIGHT  # 0..1, value of a block on the host, in device blocks
-    disk_weight: float = DISK_WEIGHT  # 0..1, the same on disk or beyond
+    disk_weight: float = DISK_WEIGHT  # 0..1, likewise on disk or beyond
     ttl_s: float = 0.0  # with KV events off: how long a booked prompt is assumed cached
-    predicted_ttl_s: float = 0.0  # with KV events on: the same, until events arrive
-    temperature: float = 0.0  # >= 0; 0 takes the cheapest rank
+    predicted_ttl_s: float = 0.0  # with KV events on: likewise, until events arrive
+    temperature: float = 0.0  # >= 0; 0 chooses the cheapest rank
     track_prefill_tokens: bool = True
     assume_kv_reuse: bool = True  # used in the 1.6 dialect only
-    queue_threshold: float | None = None  # fraction of max_num_batched_tokens; None never queues
-    queue_policy: QueuePolicy | None = None  # None: the one that goes with the policy
+    queue_threshold: float | None = (
+        None  # fraction of max_num_batched_tokens; None: requests are never queued
+    )
+    queue_policy: QueuePolicy | None = None  # None: the default for the policy
     queue_max_wait_s: float | None = None
-    # after this wait, a queued request's overlap is looked up again
+    # a request queued for longer has its overlap looked up again
     overlap_refresh_after_s: float | None = 10.0
     reservation_expiry_s: float = RESERVATION_EXPIRY_S
     # Fractions of a worker's total_kv_blocks and max_num_batched_tokens above which answers call
@@ -71,7 +73,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.model_policies.get(model_name, self.policy)
 
     def queue_of(self, policy: Policy) -> QueuePolicy:
-        """The order of the queue under a policy."""
+        """The queue's order under a policy."""
         return self.queue_policy or ("least-work" if policy == "latency" else "fcfs")
 
     @property
@@ -81,12 +83,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
-    """`router_config_override` of one request; null keeps the router's own value.
+    """`router_config_override` of one request; null keeps the router's value.
 
-    `overlap_score_weight` is the old name of two terms: it sets `prefill_load_scale`, and 0 sets
-    `overlap_score_credit` to 0 as well; it wins over both. `assume_kv_reuse` and
-    `shared_cache_multiplier` are accepted and have no effect, as in the reference.
-    """
+    `overlap_score_weight` is the old name of two terms and overrides both: it sets
+    `prefill_load_scale`, and if it is 0 also `overlap_score_credit`. `assume_kv_reuse` and
+    `shared_cache_multiplier` are accepted and have no effect, as in the reference."""
 
     overlap_score_credit: float | None = None
     prefill_load_scale: float | None = None
@@ -124,7 +125,7 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostTerms(msgspec.Struct, frozen=True, gc=False):
-    """The terms of one scheduling decision: the router's, with a request's override applied."""
+    """The terms of one decision's cost: the router's, with the request's override applied."""
 
     credit: float
     decay: float
@@ -134,7 +135,7 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     host_weight: float = HOST_WEIGHT
     disk_weight: float = DISK_WEIGHT
     request_weight: float = 0.0
-    # With untracked prefill: subtract cached blocks from the blocks that the rank would have.
+    # If prefill is not tracked, subtract cached blocks from the rank's future blocks.
     credits_untracked: bool = False
-    eviction: float = 0.0  # what a block that the prompt must compute costs for what it evicts
-    knows_speeds: bool = False  # a rank costs more the slower it is
+    eviction: float = 0.0  # cost of evictions per block that the prompt must compute
+    knows_speeds: bool = False  # whether slower ranks cost more

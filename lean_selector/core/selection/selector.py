@@ -1,10 +1,9 @@
 """The selector: catalog, partitions, reservations and queues of one process.
 
 Every call completes before it returns, so choosing a rank and booking it is one atomic step. A
-request that must wait is queued and answered through its callback by a later call that frees
-capacity (D11). Lifecycle events for replicas go to the injected `events`. Time is an argument:
-monotonic seconds.
-"""
+request that must wait is queued; a later call that frees capacity answers it through its callback
+(D11). Lifecycle events for replicas go to the injected `events`. Time is an argument: monotonic
+seconds."""
 
 import heapq
 import random
@@ -56,21 +55,21 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.core.sessions.table import SessionTables
 
 # --------------------------------------------------------------------------------------------------
-# Admission of queued requests, after something may have come free (D11).
+# Admit queued requests after capacity may have come free (D11).
 #
-# One event frees at most one rank. So an event costs next to nothing while no rank has fallen below
-# its threshold; when one has, one look at each line finds those that include it, and then only
+# One event frees at most one rank, and costs next to nothing while no rank has fallen below its
+# threshold. When one has, each line is checked once for whether it includes that rank; then only
 # requests that can leave are visited, in the order of the queue.
 
 PlaceNow = Callable[[Partition, SelectionRequest, int, MatchSets, float], Placement]
 CallSoon = Callable[[Callable[[], None]], object]
 
-# requests admitted by one event per turn of the loop: a millisecond, answers included
+# requests that one event admits per turn of the loop: a millisecond, answers included
 MOST_AT_ONCE = 32
 
 
 class Admission:
-    """Admits queued requests, some in each turn of the loop."""
+    """Admits queued requests, a bounded number in each turn of the loop."""
 
     def __init__(
         self, place: PlaceNow, refresh_after_s: float | None, call_soon: CallSoon | None
@@ -84,8 +83,8 @@ class Admission:
         self._most = 1 << 60 if call_soon is None else MOST_AT_ONCE
 
     def admit(self, partition: Partition, now: float, hopeless_after_s: float = 0.0) -> None:
-        """Admit requests that can be placed now, in order, and fail those that no worker can serve
-        any more. Of the latter, those that arrived less than `hopeless_after_s` ago stay."""
+        """Admit requests that can be placed now, in order, and fail those that no worker can serve.
+        Of the latter, requests that arrived less than `hopeless_after_s` ago stay."""
         parked = partition.parked
         if parked.hopeless and not parked.is_due:
             told = [
@@ -102,13 +101,13 @@ class Admission:
         self.admit_next(partition, now)
 
     def admit_next(self, partition: Partition, now: float) -> None:
-        """Admit requests that can be placed now, in order, and no others."""
+        """Admit requests that can be placed now, in order, without failing any."""
         room, parked = partition.room, partition.parked
         if room is None or not len(parked):
             return
         room.advance(now)
         if parked.is_moving or parked.is_due:
-            return  # the running admission looks again
+            return  # the admission that is running will look again
         parked.is_moving = True
         left = self._most
         try:
@@ -130,11 +129,11 @@ class Admission:
         self._call_soon(go_on)
 
     def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
-        """Admit requests that can use what came free, up to a number, until none can or something
-        else comes free. Returns how many more may be admitted."""
+        """Admit at most `most` requests that can use what came free, until none can or more comes
+        free. Returns how many more may be admitted."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
-        blocked: Place | None = None  # the first request that stays
+        blocked: Place | None = None  # the first request that cannot leave
         try:
             for line in partition.parked.lines():
                 head = line.items[0].key
@@ -163,8 +162,7 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place one request. One that overtakes others is placed only on ranks below the
-        threshold."""
+        """Place one request. If it overtakes others, only on ranks below the threshold."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -180,7 +178,7 @@ class Admission:
             answer = self._place(partition, request, ranks, matches, now)
             partition.parked.admitted += 1
             partition.parked.waited_s += waited_s
-        # a failure goes to this request alone, not to the caller that triggered it
+        # a failure must reach this request, not the caller whose event admitted it
         except Exception as error:
             answer = error
         parked.on_answer(parked, answer)
@@ -189,15 +187,14 @@ class Admission:
 # --------------------------------------------------------------------------------------------------
 # Health reports and polls, applied to partitions and their queues.
 #
-# A replica knows only of ejections by reports that it received or by its own polls: replicas do not
-# share them.
+# Replicas do not share ejections: each knows only the reports it received and its own polls.
 
 
 class WorkerHealth:
     """Health reports and polls of all workers of a catalog."""
 
     def __init__(self, catalog: Catalog, admit: Callable[[Partition, float], None]) -> None:
-        """`admit` admits requests that waited for what returned, or can go elsewhere now."""
+        """`admit` admits requests that waited for a returned rank, or can go elsewhere now."""
         self._catalog = catalog
         self._admit = admit
 
@@ -213,14 +210,13 @@ class WorkerHealth:
         """Report that a request to this rank, or to the whole worker, was `refused`, `failed` or
         `ok`.
 
-        `ttft_s` and `cached_tokens`, the engine's own count, are only added up. A worker that is
-        not schedulable has no ranks to eject. Raises NotFound.
-        """
+        `ttft_s` and `cached_tokens` (the engine's own count) only go into totals. A worker that is
+        not schedulable has no ranks to eject. Raises NotFound."""
         found = self.ranks_of(worker_id, dp_rank)
         if found is None:
             return
         partition, keys = found
-        counts = partition.slots.ranks[keys[0]].counts  # once for the whole worker
+        counts = partition.slots.ranks[keys[0]].counts  # once, if it concerns the whole worker
         if outcome == OK:
             counts.ok += 1
         elif outcome == REFUSED:
@@ -236,21 +232,22 @@ class WorkerHealth:
             self._admit(partition, now)
 
     def polled(self, worker_id: int, fault: str | None, now: float) -> None:
-        """Record a health check: None is healthy. A worker that is gone is ignored."""
+        """Record a health check; `fault` None is healthy. Ignored for an unknown worker."""
         if worker_id in self._catalog.workers:
             found = self.ranks_of(worker_id, None)
             if found is not None and found[0].poll(found[1], fault, now):
                 self._admit(found[0], now)
 
     def settle(self, now: float) -> None:
-        """End ejections whose time is over; the caller then checks the queue."""
+        """End ejections whose time is over; the caller then admits queued requests."""
         for partition in self._catalog.partitions.values():
             partition.settle_health(now)
 
     def ranks_of(
         self, worker_id: int, dp_rank: int | None
     ) -> tuple[Partition, list[RankKey]] | None:
-        """The partition and ranks that are meant; None: the worker has none. Raises NotFound."""
+        """The partition, and the rank or all ranks of the worker; None: the worker has none. Raises
+        NotFound."""
         worker = self._catalog.workers.get(worker_id)
         if worker is None:
             raise NotFound(f"worker {worker_id} not found")
@@ -265,8 +262,8 @@ class WorkerHealth:
         return partition, [load.key for load in known.loads]
 
 
-# A request that no worker can serve is queued while others are, since a worker for it may register
-# meanwhile. Without any event it is answered after this time. The reference does so every 60 s.
+# A request that no worker can serve stays queued while others wait, because a worker for it may
+# register. Without any event it is answered after this time (the reference: 60 s).
 RECHECK_AFTER_S = 2.0
 
 OnAnswer = Callable[[Parked, Placement | Exception], None]
@@ -290,11 +287,11 @@ class Selector:
         call_soon: CallSoon | None = None,
         decisions: Decisions | None = None,
     ) -> None:
-        """`thresholds` apply to every model without its own; `on_discarded` and `check_worker` are
-        the catalog's; `sessions` are made from the settings unless given; `call_soon` is the
-        loop's, for queued requests that are admitted in a later turn."""
+        """`thresholds` are the defaults for every model. `on_discarded` and `check_worker` are
+        passed to the catalog. `sessions` are made from the settings unless given. `call_soon` is
+        the loop's, to admit queued requests in a later turn."""
         self.settings = settings
-        self.terms: CostTerms = terms(settings)  # of all models but these
+        self.terms: CostTerms = terms(settings)  # default of all models but these
         self.model_terms = {
             model: under(base_terms(settings), policy)
             for model, policy in settings.model_policies.items()
@@ -318,14 +315,14 @@ class Selector:
         self.bookings = Bookings(self.catalog.partitions, settings.dialect)
         self.selections = SelectionCache(settings.selection_cache)
         self._admission = Admission(self._place, settings.overlap_refresh_after_s, call_soon)
-        # Whether requests may be queued; if not, `select_now` is equal to `select`.
+        # Whether requests may be queued. If not, `select_now` does the same as `select`.
         self.parks = settings.queue_threshold is not None
         self._refuses_to_park: SelectorError | None = None
         self.health = WorkerHealth(self.catalog, self.admit_parked)
-        self.watch: Watch | None = None  # while somebody looks at what is chosen
+        self.watch: Watch | None = None  # set while a page is open
 
     def terms_of(self, model_name: str) -> CostTerms:
-        """The terms of a request that says nothing of them."""
+        """The cost terms of a request without an override."""
         return self.model_terms.get(model_name, self.terms)
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
@@ -364,7 +361,7 @@ class Selector:
 
     def _changing_workers(self, change: Callable[[], Worker], now: float) -> Worker:
         waiting = [p for p in self.catalog.partitions.values() if len(p.parked)]
-        if self._sessions is not None:  # those of ranks that go rest from now on
+        if self._sessions is not None:  # the sessions of removed ranks start to expire
             for partition in self.catalog.partitions.values():
                 partition.slots.heard_at = now
         worker = change()
@@ -378,8 +375,7 @@ class Selector:
     # -- busy thresholds -----------------------------------------------------------------------
 
     def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
-        """The thresholds in force for every model and tenant that has a registered worker,
-        sorted."""
+        """The thresholds in force for each model and tenant with a registered worker, sorted."""
         return [(key, self.limits.of(key)) for key in sorted(self.catalog.scopes())]
 
     def change_threshold(
@@ -420,12 +416,12 @@ class Selector:
         self, partition: Partition, request: SelectionRequest, now: float, on_answer: OnAnswer
     ) -> Placement | Parked:
         """Choose a rank, and book it if the request `books`. Answers at once, or queues the request
-        and answers through `on_answer` later. Raises SelectorError; then nothing has changed."""
+        and answers later through `on_answer`. Raises SelectorError, with nothing changed."""
         room, parked = partition.room, partition.parked
         if room is None:
             return self.select_now(partition, request, now)
         if len(parked):
-            # what came free belongs to the requests that waited for it
+            # queued requests take free capacity first
             self._admission.admit_next(partition, now)
         room.advance(now)
         ranks = self._free_ranks(partition, request)
@@ -433,7 +429,7 @@ class Selector:
         if len(parked):
             ranks &= room.below
             is_next = ranks != 0 and not (parked.is_moving or parked.is_due)
-        else:  # if no rank can ever serve it, fail at once
+        else:  # without an eligible rank it fails at once
             is_next = not ranks or ranks & room.below != 0
         if is_next:
             matches = match_sets(partition, request.prompt.local_hashes)
@@ -450,21 +446,21 @@ class Selector:
     ) -> Parked:
         if self._refuses_to_park is not None:
             raise self._refuses_to_park
-        request.prompt.sequence_hashes()  # validate now: an error could not be answered later
+        request.prompt.sequence_hashes()  # check now: an error could not be reported later
         request.matches = match_by_rank(partition, request.prompt.local_hashes)
         if not len(partition.parked):
-            room.came_free = 0  # nothing was queued
+            room.came_free = 0  # no request was queued
         left = 0
         if partition.parked.asks_work:
             left = least_left_to_prefill(partition, request)
         parked = partition.parked.park(request, now, on_answer, left)
         if partition.parked.is_moving or partition.parked.is_due:
-            # It arrived while others are being admitted: it may be next.
+            # It arrived during an admission: it may be the next to leave.
             room.came_free |= parked.line.leads_to
         return parked
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
-        """Choose a rank, whatever the queue, and book it if the request `books`."""
+        """Choose a rank without regard to the queue, and book it if the request `books`."""
         ranks = self._free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
@@ -489,7 +485,7 @@ class Selector:
         matches: MatchSets,
         now: float,
     ) -> Placement:
-        """Choose among these ranks, and book the choice if the request asks for it."""
+        """Choose among these ranks, and book the choice if the request `books`."""
         is_steered = False
         if request.session_id is not None or request.target is not None:
             chosen = steered(partition, request, ranks, now)
@@ -534,8 +530,8 @@ class Selector:
         return placement
 
     def admit_waiting(self, now: float) -> None:
-        """Admit requests that no event admits: call it about every second. Ejections can end, and a
-        request that no worker could serve is answered after RECHECK_AFTER_S."""
+        """Admit requests that no event would admit; call it about every second. Ejections end, and
+        a request that no worker can serve is answered after RECHECK_AFTER_S."""
         self.health.settle(now)
         self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):
@@ -543,11 +539,11 @@ class Selector:
             self._admission.admit(partition, now, RECHECK_AFTER_S)
 
     def admit_parked(self, partition: Partition, now: float) -> None:
-        """Something may have come free: admit requests that waited for it."""
+        """Capacity may have come free: admit requests that waited for it."""
         self._admission.admit(partition, now)
 
     def hung_up(self, partition: Partition, parked: Parked, now: float) -> None:
-        """The client of a queued request disconnected: remove it from the queue and its count
+        """The client of a queued request disconnected: remove the request, and do not count it
         (D11)."""
         if partition.parked.leave(parked):
             self.admit_parked(partition, now)
@@ -565,7 +561,7 @@ class Selector:
     def prefill_complete(
         self, reservation_id: str, now: float, ttft_s: float | None = None
     ) -> None:
-        """Releases its prefill tokens. `ttft_s` is the time to the first token, as measured."""
+        """Release a reservation's prefill tokens. `ttft_s`: the measured time to first token."""
         holders = self.bookings.holders(reservation_id)
         if ttft_s is not None:
             counts = holders[0].slots.reservations[reservation_id].rank.counts
@@ -585,11 +581,11 @@ class Selector:
             check_decay_fraction(decay_fraction)
         for partition in self.bookings.holders(reservation_id):
             partition.ledger.output_block(reservation_id, now, decay_fraction)
-            if decay_fraction is not None:  # its blocks weigh less: a busy rank may be free
+            if decay_fraction is not None:  # its blocks weigh less: a busy rank may be free now
                 self.admit_parked(partition, now)
 
     def expect_output(self, reservation_id: str, tokens: int, now: float) -> None:
-        """Add the expected blocks of an answer of this many tokens to a new reservation."""
+        """Add the blocks expected for an answer of this many tokens to a new reservation."""
         for partition in self.bookings.holders(reservation_id):
             blocks = tokens // partition.block_size
             partition.ledger.output_block(reservation_id, now, blocks=blocks)
@@ -605,9 +601,8 @@ class Selector:
         """Free a reservation and record its outcome. A refused connection counts for the whole
         worker, any other outcome for the rank.
 
-        `cached_tokens` is the engine's own count; `known_tokens` of the prompt were routed by their
-        blocks, None: all of it.
-        """
+        `cached_tokens` is the engine's own count. `known_tokens`: tokens of the prompt that were
+        routed by their blocks; None: all."""
         partition = self.bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking
@@ -615,14 +610,15 @@ class Selector:
             if self._decisions is not None:
                 self._decisions.reported(reservation_id, None, cached_tokens)
             rank.counts.cached_tokens += cached_tokens
-            if booking.prefill_tokens is not None:  # else the index's prediction is unknown
+            if booking.prefill_tokens is not None:  # otherwise the index's prediction is unknown
                 size = partition.block_size
                 blocks = reservation.block_count - booking.prefill_tokens // size
                 rank.counts.compared_tokens += cached_tokens
                 found = max(0, blocks * size)
                 rank.counts.compared_overlap_tokens += found
                 cached = cached_tokens if known_tokens is None else min(cached_tokens, known_tokens)
-                # An engine recomputes the last token, and so its block, of a fully cached prompt.
+                # An engine recomputes the last token of a fully cached prompt, and so its last
+                # block.
                 is_whole = blocks == reservation.block_count and cached + size == found
                 if known_tokens != 0:
                     rank.counts.compare(cached if is_whole else found, cached)
@@ -660,13 +656,13 @@ class Selector:
 
 
 def _has_ended(partition: Partition, reservation: Reservation, now: float) -> None:
-    """One that perhaps never had a first token."""
+    """Report a reservation that ended, possibly without a first token."""
     if not reservation.prefill_done and reservation.router_id is None:
         partition.speeds.ended(reservation, now)
 
 
 # --------------------------------------------------------------------------------------------------
-# Restoring the state of an earlier process into a new selector.
+# Restore the state of an earlier process into a new selector.
 #
 # Partitions are restored before their workers, workers before their bookings. Nothing is published.
 
@@ -675,15 +671,15 @@ def restore_partition(
     catalog: Catalog, key: PartitionKey, block_size: int, is_eagle: bool, members: Iterable[int]
 ) -> None:
     """Restore an established partition, so that workers refused for its block size are refused
-    again. `members` are the workers that were once schedulable in it: they hold its block size
-    (D3)."""
+    again. `members` are the workers that were once schedulable in it, and so keep its block size
+    fixed (D3)."""
     partition = catalog.partitions[key] = catalog.new_partition(key, block_size, is_eagle)
     partition.established = True
     partition.members.update(members)
 
 
 def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None) -> bool:
-    """Like `core.replication.restoring.restore`; ids of our own stay unique in the process (D4)."""
+    """Like `core.replication.events.restore`; our own ids stay unique in the process (D4)."""
     partition = selector.scheduling_partition(live.model_name, live.tenant_id)
     if partition is None:
         return False

@@ -10,7 +10,7 @@ from lean_selector.core.selection.router_settings import CostTerms
 
 PartitionKey = tuple[str, str]
 
-# Routes that select a worker, as metrics name them.
+# Routes that select a worker, as named in metrics.
 SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
 ROUTE, GATEWAY = "/route/{path*}", "gateway"
 
@@ -19,7 +19,7 @@ BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_contro
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as registered; None if a field was not given."""
+    """A worker as registered; a field that was not given is None."""
 
     worker_id: int
     model_name: str = "default"
@@ -29,7 +29,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_endpoints: dict[int, str] = {}
     replay_endpoint: str | None = None
     replay_endpoints: dict[int, str] = {}
-    load_endpoint: str | None = None  # of the first rank; each further rank has the next port
+    load_endpoint: str | None = (
+        None  # endpoint of the first rank; each further rank has the next port
+    )
     block_size: int | None = None
     data_parallel_start_rank: int | None = None
     data_parallel_size: int | None = None
@@ -42,7 +44,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: str | None = None
     kv_transfer_preferred_weight: float | None = None  # single precision
-    # For hints of where a prompt's blocks can be fetched; 1.6 dialect.
+    # For hints of where to fetch a prompt's blocks; 1.6 dialect.
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[int, str] = {}
     kv_event_source_mode: str | None = None
@@ -58,7 +60,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return range(start, start + size)
 
     def kv_events_endpoint_of(self, dp_rank: int) -> str | None:
-        """Where this rank publishes; the single endpoint applies to a worker of one rank only."""
+        """Where this rank publishes; the single endpoint is used only for a worker of one rank."""
         if self.kv_events_endpoints:
             return self.kv_events_endpoints.get(dp_rank)
         return self.kv_events_endpoint if self.ranks == range(dp_rank, dp_rank + 1) else None
@@ -107,7 +109,7 @@ class PinnedWorker(msgspec.Struct, frozen=True):
 
 
 class AffinityTarget(msgspec.Struct, frozen=True):
-    """The rank that a request prefers; without a rank, any rank of the worker."""
+    """The rank that a request prefers; without `dp_rank`, any rank of the worker."""
 
     worker_id: int
     dp_rank: int | None
@@ -117,7 +119,7 @@ EXPLANATION, OUTLOOK, HINT = 1, 2, 4
 
 
 class SelectionRequest(msgspec.Struct, gc=False):
-    """One selection request, normalised. Without `books` nothing is reserved."""
+    """One selection request, normalised. Nothing is reserved unless it `books`."""
 
     prompt: Prompt
     terms: CostTerms
@@ -130,14 +132,14 @@ class SelectionRequest(msgspec.Struct, gc=False):
     preferred_taints: dict[str, float] = {}  # single precision
     priority_jump: float = 0.0
     strict_priority: int = 0
-    matches: dict[tuple[int, int], Matched] = {}  # kept while the request is parked
-    waited_s: float = 0.0  # parked, until it is placed
-    adds: int = 0  # EXPLANATION and OUTLOOK: what the placement is to say beside the choice
+    matches: dict[tuple[int, int], Matched] = {}  # kept while the request is queued
+    waited_s: float = 0.0  # time in the queue, set when it is placed
+    adds: int = 0  # parts to add to the placement: EXPLANATION, OUTLOOK
     target: AffinityTarget | None = None
-    session_id: str | None = None  # None also if it has no effect: sessions off, pinned, a target
-    favoured: int = 0  # the ranks, as a set, that cost `bonus_blocks` less
+    session_id: str | None = None  # None also if it has no effect: sessions off, a pin, a target
+    favoured: int = 0  # the set of ranks that cost `bonus_blocks` less
     bonus_blocks: float = 0.0
-    asked_at: str = SELECT  # or another of the above
+    asked_at: str = SELECT  # route of the request
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
@@ -151,11 +153,11 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankExplanation(msgspec.Struct, frozen=True, gc=False):
-    """One rank. Each tier counts only blocks that no faster tier has; the credit is in blocks."""
+    """The figures of one rank. A block counts only on its fastest tier; the credit is in blocks."""
 
     worker_id: int
     dp_rank: int
-    # busy, queue, ejected, taint, not_allowed, not_pinned, affinity; None: a candidate
+    # busy, queue, ejected, taint, not_allowed, not_pinned, affinity; None: it is a candidate
     filtered: str | None
     device_blocks: int
     host_pinned_blocks: int
@@ -169,13 +171,13 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     credit_decay: float
     taint_factor: float
     cost: float | None  # None when filtered
-    probability: float  # of being drawn, among the candidates
-    session_bonus_blocks: float | UnsetType = UNSET  # only where the session is a soft one, bound
-    engine_load: EngineLoad | UnsetType = UNSET  # as reported lately; it is no part of the cost
-    burden_blocks: float | UnsetType = UNSET  # likewise
+    probability: float  # of being chosen among the candidates
+    session_bonus_blocks: float | UnsetType = UNSET  # only for a soft session that is bound
+    engine_load: EngineLoad | UnsetType = UNSET  # recent report; does not affect the cost
+    burden_blocks: float | UnsetType = UNSET  # only under the policy latency
     evicted_blocks: float | UnsetType = UNSET  # only under the policy latency
-    slowness: float | UnsetType = UNSET  # a factor on the cost; only under the policy latency
-    ttft_estimate_s: float | UnsetType = UNSET  # only where the speed of the rank is known
+    slowness: float | UnsetType = UNSET  # factor on the cost; only under the policy latency
+    ttft_estimate_s: float | UnsetType = UNSET  # only if the rank's speed is known
 
 
 class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
@@ -190,7 +192,7 @@ class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Explanation(msgspec.Struct, frozen=True, gc=False):
-    """`drawn`: only_candidate, lowest_cost, uniform_tie or softmax."""
+    """Why a rank was chosen. `drawn`: only_candidate, lowest_cost, uniform_tie or softmax."""
 
     drawn: str
     tied_ranks: int  # candidates at the lowest cost
@@ -202,17 +204,17 @@ class Explanation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A rank that a request could have gone to. `terms` add up to its cost."""
+    """A candidate for a request. The `terms` add up to its cost."""
 
     terms: dict[str, float]
     rank: RankExplanation
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """A choice as people look at it: the chosen rank, and the candidates that cost least."""
+    """A choice as the page shows it: the chosen rank, and the cheapest candidates."""
 
     at: float  # monotonic seconds
-    number: int  # of all choices since a page is open; only a sample is sent
+    number: int  # counts all choices since a page is open; only a sample of them is sent
     model_name: str
     tenant_id: str
     worker_id: int
@@ -223,7 +225,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     drawn: str
     tied_ranks: int
     candidates: int
-    best: list[Candidate]  # the cheapest first; the chosen one is among them
+    best: list[Candidate]  # cheapest first; includes the chosen one
 
 
 class FetchHint(msgspec.Struct, frozen=True, gc=False):
@@ -234,9 +236,9 @@ class FetchHint(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankOutlook(msgspec.Struct, frozen=True, gc=False):
-    """The chosen rank before the prompt is booked there."""
+    """The chosen rank's load before the prompt is booked."""
 
-    potential_decode_blocks: int  # with the prompt
+    potential_decode_blocks: int  # with the prompt included
     active_prefill_tokens: int
     prefill_token_capacity: int
     total_kv_blocks: int | None
@@ -257,11 +259,11 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class CachedSelection(msgspec.Struct, frozen=True, gc=False):
-    """What booking a `/select` later needs."""
+    """What is needed to book the result of `/select` later."""
 
     worker_id: int
     dp_rank: int
-    prompt: Prompt  # its block hashes only if predictions need them
+    prompt: Prompt  # with block hashes only if predictions need them
     effective_prefill_tokens: int
     expected_output_tokens: int | None
     track_prefill: bool
@@ -278,7 +280,7 @@ class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
     active_requests: int
     # Only in /loads?detail=true; None: no recent report.
     engine_load: EngineLoad | UnsetType | None = UNSET
-    # Likewise, and only where they are known.
+    # Likewise; UNSET if unknown.
     prefill_tokens_per_s: float | UnsetType = UNSET
     ttft_error: float | UnsetType = UNSET
 
@@ -308,7 +310,7 @@ class OverlapRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class SharedCache(msgspec.Struct, frozen=True):
-    """Constant: there is no shared cache here."""
+    """A constant: there is no shared cache."""
 
     enabled: bool = False
     total_hit_blocks: int = 0

@@ -1,9 +1,8 @@
-"""What was chosen lately and why, kept while somebody looks: a selector without a `watch` pays one
-test of an attribute for it.
+"""Recent choices and their reasons, collected while a page is open. Without a `watch` a selector
+only tests an attribute.
 
-Of many choices a second only some are explained, for an explanation prices every candidate; prompts
-are counted at the runs that they meet, all of them.
-"""
+An explanation costs every candidate, so only a sample of the choices is explained. Every prompt is
+counted as a hit at the runs that it matches."""
 
 from collections import deque
 from typing import Final
@@ -24,12 +23,12 @@ from lean_selector.core.selection.shapes import (
 
 MOST_KEPT: Final = 100
 BEST: Final = 5
-EVERY_S: Final = 0.5  # between two that are explained
-_MOST_RUNS: Final = 4096  # whose hits are counted
+EVERY_S: Final = 0.5  # between two explained choices
+_MOST_RUNS: Final = 4096  # with counted hits
 
 
 class ChoiceWatch:
-    """The last choices. Times are the selector's."""
+    """The most recent choices. Times are the selector's."""
 
     def __init__(self) -> None:
         self.kept: deque[Decision] = deque(maxlen=MOST_KEPT)
@@ -47,7 +46,7 @@ class ChoiceWatch:
         placement: Placement,
         now: float,
     ) -> Decision | None:
-        """A choice before it is booked; `add` what is returned when it stands."""
+        """Explain a choice before it is booked; pass the result to `add` once it is booked."""
         self.seen += 1
         self._count(partition, request.prompt.local_hashes)
         if now < self._next_at:
@@ -88,10 +87,9 @@ def _cost(row: RankExplanation) -> tuple[float, int, int]:
 
 
 def cost_shares(terms: CostTerms, row: RankExplanation, block_size: int) -> dict[str, float]:
-    """What a candidate's cost is made of, in blocks: only what is not 0.
+    """The parts of a candidate's cost in blocks, without those that are 0.
 
-    `rest` is what the other parts leave: credit that is not what is cached, and its rounding.
-    """
+    `rest` is the remainder: credit not due to cached blocks, and rounding."""
     cost = row.cost or 0.0
     scale = terms.scale / block_size if terms.track_prefill else 0.0
     slowness = row.slowness

@@ -6,22 +6,21 @@ import msgspec
 
 
 class Binding(msgspec.Struct, eq=False, gc=False):
-    """The rank of one session. Read only; only SessionTable changes it.
+    """The rank of one session. Read only; SessionTable changes it.
 
-    Of two bindings of a session the one with the higher (sequence, writer_id) wins, at every
-    replica. Times are monotonic seconds.
-    """
+    Of two bindings of a session, the one with the higher (sequence, writer_id) wins at every
+    replica. Times are monotonic seconds."""
 
     worker_id: int
-    dp_rank: int | None  # None: any rank of the worker; only peers send that
+    dp_rank: int | None  # None: any rank of the worker; only peers send this
     sequence: int
-    writer_id: int  # id of the replica that made it
-    expires_at: float  # meaningful only while nothing holds it
+    writer_id: int  # the replica that made the binding
+    expires_at: float  # valid only without leases
     told_at: float  # when it was last published
     leases: int = 0  # live reservations of the session that were booked here
 
     def is_at(self, worker_id: int, dp_rank: int) -> bool:
-        """Whether the binding names that rank, or all of its worker's."""
+        """Whether the binding names that rank, or all ranks of its worker."""
         return self.worker_id == worker_id and self.dp_rank in (None, dp_rank)
 
 
@@ -30,7 +29,7 @@ class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     session_id: str
     binding: Binding
-    sequence: int  # of the binding when it was booked
+    sequence: int  # that of the binding at booking
     writer_id: int
 
 
@@ -50,21 +49,21 @@ class LiveSession(msgspec.Struct, frozen=True, gc=False):
     """A binding, as a replica that catches up can adopt it."""
 
     event: SessionEvent
-    idle_s: float  # seconds since the session's last reservation there; 0 while it has one
+    idle_s: float  # seconds since the session's last reservation ended; 0 while it has one
 
 
 class SessionVerdict(IntEnum):
     """The outcome of a peer's binding."""
 
     BOUND = 0  # the session had no binding here
-    RENEWED = 1  # the known binding, or a newer one of the same rank
-    REPLACED = 2  # a newer one of another rank
-    OWN = 3  # our own, returned through a loop of subscriptions
+    RENEWED = 1  # it is the known binding, or a newer one of the same rank
+    REPLACED = 2  # a newer binding of another rank
+    OWN = 3  # our own, returned through a subscription loop
     OFF = 4  # sessions are off here
     UNKNOWN_PARTITION = 5
     UNKNOWN_WORKER = 6  # not registered here, or for another model or tenant
     OUTDATED = 7  # older than the known one
-    EXPIRED = 8  # in a snapshot: expired by our settings
+    EXPIRED = 8  # in a snapshot: expired under our settings
     TOO_LONG = 9  # the session's id is too long
-    SEQUENCE = 10  # a sequence that no correct replica reaches
+    SEQUENCE = 10  # a sequence too far ahead to be valid
     FULL = 11

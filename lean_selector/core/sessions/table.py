@@ -1,11 +1,10 @@
 """The sessions of one partition: the rank of each, its expiry, and publication.
 
-A booking of a session binds it to its rank. Each live reservation of the session booked here holds
-the binding; after the last one ends, it lasts for the configured time to live. A peer's event
-replaces an older binding, and holds nothing: it lasts for that time from its arrival. Follows
+A booking binds its session to the rank. Live reservations of the session that were booked here hold
+the binding; after the last one ends, the binding lasts for the configured time to live. A peer's
+event replaces an older binding, and lasts for the time to live from its arrival. Follows
 selection_16.md section 6. Knows neither ranks nor sockets; time is an argument, in monotonic
-seconds.
-"""
+seconds."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,15 +21,16 @@ from lean_selector.core.sessions.shapes import (
 from lean_selector.core.settings import SessionSettings
 
 MAX_ID_BYTES: Final = 256
-# As in the reference. 320 bytes each with an id of 36: 21 MB when full.
+# As in the reference. With an id of 36 bytes each takes 320 bytes: 21 MB when full.
 MAX_SESSIONS = 65_536
-# Sequences start at nanoseconds since 1970, which reach this in 2262. A higher one, or its
-# successor, would overflow the fields that carry ours.
+# Sequences start at the nanoseconds since 1970, which reach this value in 2262. A higher sequence,
+# or its successor, would overflow the wire format.
 MAX_SEQUENCE: Final = 2**63 - 1
-# Above the clock and our own sequence: more than clocks differ, or bindings are made. One such
-# sequence would raise ours above what peers accept.
+# A peer's sequence may be ahead of our clock and of our own sequence by this much: more than clocks
+# differ, or bindings are made. Accepting a higher one would raise our own sequence above what peers
+# accept.
 MAX_AHEAD: Final = 24 * 60 * 60 * 10**9
-# In a full table, this many entries are checked for an expired one.
+# entries of a full table that are checked for an expired one
 _SWEEP_FOR_ROOM: Final = 16
 
 
@@ -48,12 +48,12 @@ class SessionCounts:
         self.bound = 0  # of sessions that were not bound
         self.moved = 0  # bookings that moved the binding
         self.refused = 0  # bookings that could not use the session's rank
-        self.unbound = 0  # bookings that left no binding, because the table is full
+        self.unbound = 0  # bookings that made no binding, because the table was full
         self.expired = 0  # bindings
 
 
 class SessionTables:
-    """What the tables of one process share: the settings, and where bindings are published."""
+    """State shared by the tables of one process: settings, and where bindings are published."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """`first_sequence` is called for each table: nanoseconds since 1970, so that a new table
-        continues above an old one. `tell`: None without peers."""
+        """`first_sequence` is called for each table and returns nanoseconds since 1970, so that a
+        new table continues above an old one. `tell`: None without peers."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
@@ -74,7 +74,7 @@ class SessionTables:
 
 
 class SessionTable:
-    """Sessions of one partition. A method that raises has changed nothing unless it says so."""
+    """Sessions of one partition. A method that raises has changed nothing, unless documented."""
 
     def __init__(self, model_name: str, tenant_id: str, shared: SessionTables) -> None:
         self._model_name = model_name
@@ -88,12 +88,16 @@ class SessionTable:
         self._bindings: dict[str, Binding] = {}
         # Each binding is in one of these. OrderedDicts, because finding the oldest of a plain dict
         # steps over the holes of removed ones.
-        self._idle: OrderedDict[str, Binding] = OrderedDict()  # not held; next to expire first
-        self._held: OrderedDict[str, Binding] = OrderedDict()  # least recently published first
+        self._idle: OrderedDict[str, Binding] = (
+            OrderedDict()
+        )  # without leases; the next to expire first
+        self._held: OrderedDict[str, Binding] = (
+            OrderedDict()
+        )  # with leases; the least recently published first
         self._leases: dict[str, Lease] = {}  # by reservation id
 
     def __len__(self) -> int:
-        """Number of bindings, including expired ones that were not swept yet."""
+        """Number of bindings, including expired ones that are not yet removed."""
         return len(self._bindings)
 
     @property
@@ -102,7 +106,7 @@ class SessionTable:
         return len(self._held)
 
     def bound(self, session_id: str, now: float) -> Binding | None:
-        """The binding of a session, if it has one."""
+        """The binding of a session, or None."""
         binding = self._bindings.get(session_id)
         if binding is None or (not binding.leases and binding.expires_at <= now):
             return None
@@ -111,10 +115,9 @@ class SessionTable:
     def book(
         self, session_id: str, reservation_id: str, worker_id: int, dp_rank: int, now: float
     ) -> None:
-        """A reservation of the session was booked on a rank: bind the session to it. The
-        reservation holds the binding until `release`. In a full table a new session stays
-        unbound."""
-        self.release(reservation_id, now, tells=False)  # of an earlier use of the id, if any
+        """Bind a session to the rank on which a reservation of it was booked. The reservation holds
+        the binding until `release`. In a full table a new session stays unbound."""
+        self.release(reservation_id, now, tells=False)  # from an earlier use of the id, if any
         counts = self.counts
         binding = self.bound(session_id, now)
         if binding is None:
@@ -140,15 +143,15 @@ class SessionTable:
         self._tell(session_id, binding, now)
 
     def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
-        """A reservation has ended; ignored if it holds no session. It renews and publishes only the
-        binding that it was booked under."""
+        """A reservation has ended; ignored if it holds no binding. It renews and publishes only the
+        binding under which it was booked."""
         lease = self._leases.pop(reservation_id, None)
         if lease is None:
             return
         session_id, binding = lease.session_id, lease.binding
         binding.leases -= 1
         if self._bindings.get(session_id) is not binding:
-            return  # dropped meanwhile
+            return  # it was dropped since
         is_current = binding.sequence == lease.sequence and binding.writer_id == lease.writer_id
         if is_current:
             binding.expires_at = now + self.ttl_s
@@ -159,12 +162,12 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def refuse(self, session_id: str) -> None:
-        """A booking could not use the rank of its session: drop the binding."""
+        """A booking could not use its session's rank: drop the binding."""
         self.counts.refused += 1
         self._drop(session_id)
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """Apply a peer's binding, last used there `idle_s` ago. Not published again."""
+        """Apply a peer's binding, last used there `idle_s` ago, without publishing it again."""
         sequence = event.sequence
         if sequence >= MAX_SEQUENCE or self._is_far_ahead(sequence):
             return SessionVerdict.SEQUENCE
@@ -206,8 +209,8 @@ class SessionTable:
         return sequence - MAX_AHEAD > self._shared.first_sequence()
 
     def sweep(self, now: float, max_steps: int) -> None:
-        """Drop expired bindings, at most `max_steps`. Those left do not count either: sweeping only
-        frees memory."""
+        """Remove at most `max_steps` expired bindings. Expired bindings are ignored anyway: this
+        only frees memory."""
         for _ in range(max_steps):
             if not self._idle:
                 return
@@ -218,8 +221,8 @@ class SessionTable:
             self.counts.expired += 1
 
     def keep_alive(self, now: float, max_steps: int) -> None:
-        """Publish at most `max_steps` bindings again that requests hold here. Peers do not know of
-        these requests, and would let the bindings expire."""
+        """Publish again at most `max_steps` bindings that reservations hold here. Peers do not know
+        of these reservations, and would let the bindings expire."""
         if self._shared.tell is None:
             return
         for _ in range(max_steps):
@@ -232,17 +235,17 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def live(self, now: float) -> Iterator[LiveSession]:
-        """All bindings, those that expire next first; for a replica that catches up."""
+        """All bindings for a replica that catches up, the next to expire first."""
         for session_id, binding in [*self._idle.items(), *self._held.items()]:
             if self._bindings.get(session_id) is not binding:
-                continue  # dropped meanwhile
+                continue  # it was dropped since
             idle_s = 0.0 if binding.leases else max(0.0, now - binding.expires_at + self.ttl_s)
             if idle_s < self.ttl_s:
                 yield LiveSession(self._event(session_id, binding), idle_s)
 
     def _make_room(self, session_id: str, now: float) -> bool:
-        """Whether a new binding of this session can be kept."""
-        if session_id in self._bindings:  # expired
+        """Whether there is room for a new binding of this session."""
+        if session_id in self._bindings:  # its binding has expired
             self._drop(session_id)
             self.counts.expired += 1
         elif len(self._bindings) >= MAX_SESSIONS:
@@ -255,7 +258,8 @@ class SessionTable:
         return sequence
 
     def _rest(self, session_id: str, binding: Binding) -> None:
-        """Nothing holds it. The next to expire stays first as long as all are touched in turn."""
+        """Note that a binding has no lease left. The next to expire stays first as long as bindings
+        are renewed in order."""
         self._idle[session_id] = binding
         self._idle.move_to_end(session_id)
 
