@@ -4,6 +4,7 @@
     .ci/mutation.py AREA...         cost, cells, cursor, ledger, load; of the index: holes, lower,
                                     names, table, routed, runs, device,
                                     index
+    .ci/mutation.py AREA '*3'       a tenth of the changes: those whose number ends with 3
     .ci/mutation.py AREA --show     the changes that no test noticed, from the last run
 
 mutmut does it, in an environment of its own (.venv-mutation) and on a copy of the sources
@@ -180,7 +181,8 @@ def show(tree: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    areas = [each for each in argv if each != "--show"]
+    sample = [each for each in argv if each.startswith("*")]
+    areas = [each for each in argv if each != "--show" and each not in sample]
     if not areas or set(areas) - AREAS.keys():
         sys.stderr.write(f"usage: .ci/mutation.py AREA... [--show], of {', '.join(AREAS)}\n")
         return 2
@@ -191,7 +193,7 @@ def main(argv: list[str]) -> int:
             continue
         tree = copied(area)
         children = os.environ.get("MUTATION_CHILDREN", str(os.cpu_count() or 1))
-        command = [PYTHON, "-m", "mutmut", "run", "--max-children", children]
+        command = [PYTHON, "-m", "mutmut", "run", "--max-children", children, *sample]
         path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
         cache = str(ROOT / ".mutation" / ".mypy_cache")  # of the sources that stay as they are
         env = {**os.environ, "PATH": path, "MYPY_CACHE_DIR": cache}
