@@ -18,7 +18,6 @@ from lean_selector.http.response import PendingReply
 from lean_selector.service.access import AccessTokens
 from lean_selector.service.application import openapi_route
 from lean_selector.service.gate import Gate
-from tests.documents.openapi_document import DESCRIBED
 from tests.support.gates import answered, asked, routes_of
 from tests.support.on_loop import on_loop
 from tests.support.running_service import DEADLINE_S, RunningService, wait_until
@@ -82,7 +81,7 @@ class Service:
         return found
 
 
-@pytest.fixture(params=list(DESCRIBED))
+@pytest.fixture(params=["selector", "selector_16", "slot_tracker"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Service:
     return Service(request.param, tmp_path)
 

@@ -1,31 +1,35 @@
-"""GET /openapi.json of both services: valid, and true of what they answer."""
+"""GET /openapi.json of both services: valid, complete, and true of what they answer."""
 
+import ast
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, get_args
 
 import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+import lean_selector
 from lean_selector import __version__
-from lean_selector.service.application import openapi_route
+from lean_selector.core.index import shapes as index_shapes
+from lean_selector.core.load import shapes as load_shapes
+from lean_selector.core.selection import shapes as selection_shapes
+from lean_selector.service.access import NAMES
 from lean_selector.service.gate import Gate
-from tests.documents import openapi_meanings as meanings
-from tests.documents.openapi_document import (
-    DESCRIBED,
-    FOLDER,
-    components,
-    service_document,
-    service_text,
+from lean_selector.wire import (
+    discovery_states,
+    fleet,
+    replica_shapes,
+    selection_16_bodies,
+    selection_bodies,
+    slot_tracker_bodies,
 )
-from tests.documents.openapi_routes import GATEWAY_ROUTES
-from tests.documents.pages import ROOT
 from tests.support.gates import (
     answered,
+    described,
     request,
     routes_of,
     selection_gate,
@@ -34,51 +38,14 @@ from tests.support.gates import (
 )
 
 DATA = Path(__file__).parents[1] / "data"
-TABLES = DESCRIBED
+PACKAGE = Path(lean_selector.__file__).parent
+FILES = sorted((PACKAGE / "service/openapi").glob("*.json"))
+DOCUMENTS = {name: described(name) for name in ("selector", "selector_16", "slot_tracker")}
 RECORDED = {
     "selector": "selection.jsonl",
     "selector_16": "selection_16.jsonl",
     "slot_tracker": "slot_tracker.jsonl",
 }
-
-
-def served(service: str, *, asks_tokens: bool = False, without: object = ()) -> dict[str, Any]:
-    """What a service answers, without these routes."""
-    routes = tuple(route for route in routes_of(service) if route[:2] not in without)  # type: ignore[operator]
-    gate = Gate([openapi_route(service, routes, asks_tokens=asks_tokens)])
-    status, text = answered(gate, request("GET", "/openapi.json"))
-    assert status == 200
-    document: dict[str, Any] = json.loads(text)
-    return document
-
-
-class Tree(msgspec.Struct):
-    """One that is made of itself."""
-
-    left: "Tree | None" = None
-    right: "Tree | None" = None
-
-
-def test_a_struct_is_looked_into_once_wherever_it_stands() -> None:
-    assert list(components([Tree, list[Tree]])[1]) == ["Tree"]
-
-
-class Parcel(msgspec.Struct):
-    """One of whom a part stays encoded."""
-
-    content: msgspec.Raw = msgspec.Raw(b"null")
-    labels: list[str] = msgspec.field(default_factory=list)
-    weight: int = 3
-
-
-def test_what_is_left_encoded_may_be_absent_and_the_other_defaults_stand() -> None:
-    shown = components([Parcel])[1]["Parcel"]
-    assert shown.get("required", []) == []
-    assert shown["properties"]["labels"]["default"] == []
-    assert shown["properties"]["weight"]["default"] == 3
-
-
-DOCUMENTS = {service: served(service, without=GATEWAY_ROUTES) for service in TABLES}
 
 
 def validator(document: dict[str, Any], schema: dict[str, Any]) -> Draft202012Validator:
@@ -117,12 +84,12 @@ def response_of(document: dict[str, Any], operation: dict[str, Any], status: int
 # -- the document ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_it_is_valid_openapi(name: str) -> None:
-    OpenAPIV31SpecValidator(DOCUMENTS[name]).validate()
+    OpenAPIV31SpecValidator(described(name, asks_tokens=True)).validate()
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_its_examples_are_what_its_schemas_say(name: str) -> None:
     document = DOCUMENTS[name]
     checked = 0
@@ -151,31 +118,150 @@ def test_a_key_is_a_rank_exactly_where_the_service_takes_it_for_one(
     assert (answered(selection_gate(), request("POST", "/workers", body))[0] == 201) == is_rank
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_what_is_served_is_made_of_the_routes_as_they_are(name: str) -> None:
-    assert (ROOT / FOLDER / f"{name}.json").read_bytes() == service_text(name), (
-        ".venv/bin/python -m tests.documents.fields_page writes it anew"
+# -- routes and structs ---------------------------------------------------------------------------
+
+# Rooms whose routes are of no service of ours: those of simulated engines.
+OTHER_ROOMS = {"tools"}
+METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
+STRUCTS: Final[dict[str, Any]] = {
+    name: value
+    for module in (
+        *(discovery_states, fleet, replica_shapes, selection_bodies, selection_16_bodies),
+        *(slot_tracker_bodies, index_shapes, load_shapes, selection_shapes),
     )
+    for name, value in vars(module).items()
+    if isinstance(value, type) and issubclass(value, msgspec.Struct)
+}
+
+
+def declared() -> Iterator[tuple[str, str]]:
+    """Path and method of every route in the sources, whether a service has it today or not."""
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] in OTHER_ROOMS:
+            continue
+        text = path.read_text(encoding="utf-8")
+        if not any(f'"{method}"' in text for method in METHODS):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Tuple) and len(node.elts) == 4:  # as in service/gate.py
+                method, template = map(written, node.elts[:2])
+                if method in METHODS:
+                    yield template.replace("*}", "}"), method
+
+
+def written(node: ast.expr) -> str:
+    """A literal as it is; what is not one as the source has it, which no description is of."""
+    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+
+
+def test_every_route_is_described_and_nothing_else() -> None:
+    files = [json.loads(path.read_bytes()) for path in FILES if path.stem != "schemas"]
+    found = {
+        (path, method.upper())
+        for each in files
+        for path, operations in each["paths"].items()
+        for method in operations
+    }
+    assert sorted(found ^ {*declared()}) == [], "CONTRIBUTING.md, How to add a route"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_route_is_described_as_it_is(name: str) -> None:
+    for method, template, role, endpoint in routes_of(name):
+        operation = DOCUMENTS[name]["paths"][template.replace("*}", "}")][method.lower()]
+        at = f"{method} {template}"
+        assert operation["x-role"] == NAMES.get(role, "open"), at
+        parameters = operation.get("parameters", ())
+        in_path = {each["name"] for each in parameters if each["in"] == "path"}
+        assert in_path == {*re.findall(r"{(\w+)", template)}, at
+        in_query = {
+            each["name"]
+            for each in parameters
+            if each["in"] == "query"
+            and (name == "selector_16" or not each["description"].endswith("`--api 1.6`"))
+        }
+        assert in_query == {*endpoint.query}, at
+        assert ("requestBody" in operation) == (endpoint.body is not None), at
+        if endpoint.body is not None:
+            taken = operation["requestBody"]
+            assert taken["required"] != endpoint.is_body_optional, at
+            kinds = {media: kind_of(each["schema"]) for media, each in taken["content"].items()}
+            assert {*kinds.values()} == {endpoint.body.__name__.removesuffix("16")}, at
+            assert "example" in taken["content"]["application/json"], at
+            is_prompt = issubclass(endpoint.body, selection_bodies.PromptFields)
+            assert ("application/msgpack" in kinds) == is_prompt, at
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_schema_has_the_fields_of_its_struct(name: str) -> None:
+    for schema, shown in DOCUMENTS[name]["components"]["schemas"].items():
+        struct = STRUCTS[schema]
+        if name == "selector_16":
+            struct = STRUCTS.get(f"{schema}16", struct)
+        fields = {each.encode_name: each for each in msgspec.structs.fields(struct)}
+        required = {name for name, field in fields.items() if is_required(field)}
+        assert {*shown.get("required", ())} == required, schema
+        wanted = {name: kind_of_type(field.type) for name, field in fields.items()}
+        kinds = {name: kind_of(field) for name, field in shown["properties"].items()}
+        as_it_came = {name: kinds.get(name) for name, kind in wanted.items() if kind == "any"}
+        assert kinds == wanted | as_it_came, schema
+
+
+def test_every_schema_is_of_a_body_or_an_answer() -> None:
+    known = json.loads((PACKAGE / "service/openapi/schemas.json").read_bytes())
+    used = {name for each in DOCUMENTS.values() for name in each["components"]["schemas"]}
+    used |= {f"{name}16" for name in DOCUMENTS["selector_16"]["components"]["schemas"]}
+    bases = {
+        base["$ref"].rpartition("/")[2] for each in known.values() for base in each.get("allOf", ())
+    }
+    assert sorted(known.keys() - used - bases) == []
+
+
+def is_required(field: msgspec.structs.FieldInfo) -> bool:
+    return field.required and msgspec.UnsetType not in get_args(field.type)
+
+
+def kind_of_type(kind: Any) -> str:
+    """The type of a field in short, without its bounds; "any" of what stays encoded."""
+    [schema], _ = msgspec.json.schema_components([kind], schema_hook=lambda _: {"title": "text"})
+    return kind_of(schema)
+
+
+def kind_of(schema: dict[str, Any]) -> str:
+    """The type of a schema in short, without its bounds."""
+    if "$ref" in schema:
+        return str(schema["$ref"].rpartition("/")[2].removesuffix("16"))
+    if "anyOf" in schema:
+        return "|".join(sorted({*map(kind_of, schema["anyOf"])}))
+    if "enum" in schema:
+        return "|".join(sorted(schema["enum"]))
+    if items := schema.get("items"):
+        return f"[{kind_of(items)}]"
+    if values := schema.get("additionalProperties"):
+        return f"{{{kind_of(values)}}}"
+    return str(schema.get("type", "any"))
+
+
+# -- what is served -------------------------------------------------------------------------------
 
 
 def test_only_the_routes_that_are_served_are_described() -> None:
-    whole = service_document("selector")
-    some = served("selector", without={("GET", "/ui"), ("GET", "/workers")})
+    whole = DOCUMENTS["selector"]
+    some = described("selector", without={("GET", "/ui"), ("GET", "/workers")})
     assert set(whole["paths"]) - set(some["paths"]) == {"/ui"}
     assert set(whole["paths"]["/workers"]) - set(some["paths"]["/workers"]) == {"get"}
     assert some["info"]["version"] == __version__
 
 
 def test_a_role_is_the_security_of_its_route_and_a_refusal_has_the_shape_of_its_errors() -> None:
-    document = served("selector", asks_tokens=True)
-    OpenAPIV31SpecValidator(document).validate()
+    document = described("selector", asks_tokens=True)
     for _, path, operation in operations(document):
         assert ("security" in operation) == (path not in ("/health", "/ready", "/ui"))
         refusal = response_of(document, operation, 401)["content"]["application/json"]["schema"]
         assert ("anyOf" in refusal) == (path == "/route/{path}")
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
     schemas = DOCUMENTS[name]["components"]["schemas"]
     mute = [name for name, schema in schemas.items() if not schema.get("description")]
@@ -185,25 +271,7 @@ def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
         for field, shown in schema["properties"].items()
         if "description" not in shown
     ]
-    assert mute == [], (
-        "a schema needs a docstring, a field a line in the glossary or in meanings.py"
-    )
-
-
-def test_no_meaning_is_left_of_a_field_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    everywhere = {name: f"{name} everywhere" for name in meanings.GLOSSARY}
-    own = {name: f"{name} alone" for name in meanings.OWN}
-    monkeypatch.setattr(meanings, "GLOSSARY", everywhere)
-    monkeypatch.setattr(meanings, "OWN", own)
-    said = {
-        field["description"]
-        for name in DESCRIBED
-        for document in [service_document(name)]
-        for schema in document["components"]["schemas"].values()
-        for field in schema["properties"].values()
-    }
-    known = {*everywhere.values(), *own.values()}
-    assert sorted(known - said) == []
+    assert mute == []
 
 
 # -- what the services answer ---------------------------------------------------------------------
@@ -223,7 +291,7 @@ def recorded(name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     yield from scenarios.items()
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_answer_to_the_recorded_requests_is_described(name: str) -> None:
     """Some 1 500 requests, right and wrong ones, as the services answer them in process."""
     document = DOCUMENTS[name]

@@ -169,6 +169,16 @@ def routes_of(service: str) -> list[Route]:
     return [*selection.routes(), *door.routes(), *looks_of(selection), *shared]
 
 
+def described(service: str, *, asks_tokens: bool = False, without: object = ()) -> dict[str, Any]:
+    """What GET /openapi.json of a service answers that has its routes but these."""
+    routes = tuple(route for route in routes_of(service) if route[:2] not in without)  # type: ignore[operator]
+    gate = Gate([openapi_route(service, routes, asks_tokens=asks_tokens)])
+    status, text = answered(gate, request("GET", "/openapi.json"))
+    assert status == 200
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
 def looks_of(service: SelectionService, turns: Turns | None = None) -> tuple[Route, ...]:
     """The routes of the page; with `turns` those of the loop's."""
     turns = turns or Turns()
