@@ -2,8 +2,8 @@
 
     python -m loadtest.whatif TRACE --log decisions.jsonl --flags "--policy dynamo"
 
-prints what clients saw, in seconds of the trace, and leaves the service's decision log, of which
-`lean-selector replay` predicts what another policy would have brought.
+prints what clients saw, in seconds of the trace. With --log it leaves the service's decision log,
+of which `lean-selector replay` predicts what another policy would have brought.
 """
 
 import argparse
@@ -110,7 +110,7 @@ def local_of(hash_id: int) -> bytes:
 
 async def play(options: argparse.Namespace) -> None:
     lines = sorted(trace_lines(options.trace, options.requests), key=lambda line: line.timestamp)
-    requests = requests_of(lines, options.load, spread=True)
+    requests = requests_of(lines, options.load, options.spread)
     slowness = [float(each) for each in options.slowness.split(",")]
     engines = [
         RealTimeEngine(at + 1, options.capacity, slowness[at % len(slowness)], options.speed)
@@ -118,7 +118,9 @@ async def play(options: argparse.Namespace) -> None:
     ]
     port, loop = free_port(), asyncio.get_running_loop()
     command = [sys.executable, "-m", "lean_selector", "--port", str(port)]
-    command += ["--decision-log", str(options.log), *shlex.split(options.flags)]
+    command += shlex.split(options.flags)
+    if options.log is not None:
+        command += ["--decision-log", str(options.log)]
     with ChildService(command, port) as child:
         child.wait()
         client = HttpClient(f"http://{HOST}:{port}")
@@ -180,13 +182,14 @@ async def serve(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("trace", type=Path, nargs="?")
-    parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--log", type=Path, help="where the service leaves its decision log")
     parser.add_argument("--flags", default="", help="of the service")
     parser.add_argument("--requests", type=int, default=2_500)
     parser.add_argument("--load", type=float, default=1.0)
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--capacity", type=int, default=3_000)
     parser.add_argument("--slowness", default="1")
+    parser.add_argument("--spread", action="store_true", help="as `lean-selector simulate` does")
     parser.add_argument("--speed", type=float, default=6.0, help="seconds of the trace in a second")
     asyncio.run(play(parser.parse_args()))
 
