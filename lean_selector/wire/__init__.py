@@ -1,1 +1,1 @@
-"""Codecs: msgspec structs and typed encoders and decoders; no behaviour beyond validation."""
+"""Codecs: msgspec structs, and typed encoders and decoders; they only validate."""

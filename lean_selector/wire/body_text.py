@@ -1,8 +1,7 @@
-"""Bodies as bytes: what makes one invalid (D8, D32), and fast decoding of long prompts.
+"""Request bodies as bytes: why a body is invalid (D8, D32), and fast decoding of long prompts.
 
-A body of the wrong shape may also be broken, which is then the error. 8 MiB of anything are checked
-in a fraction of a second and without an object for each value: all loops are in C.
-"""
+A body of the wrong shape may also be malformed, which is then reported instead. Checking 8 MiB of
+any content takes a fraction of a second and creates no object per value: all loops run in C."""
 
 import re
 import secrets
@@ -21,13 +20,13 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.wire.scalars import HashList, packed_signed, packed_u32
 from lean_selector.wire.selection_bodies import PromptFields
 
-# They check the grammar, and create no objects.
+# These check the grammar and create no objects.
 _skip_json = msgspec.json.Decoder(msgspec.Raw).decode
 _skip_messagepack = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
-# A number beyond f64 has 309 digits before the point, or fewer and an exponent. One with neither
-# 200 digits nor an exponent of three digits is smaller; each of the others is checked. Both
-# expressions begin with literal characters: searching for those is fast, for a condition it is not.
+# A number beyond f64 has 309 digits before the point, or fewer and an exponent. A number with
+# neither 200 digits nor a three-digit exponent is smaller; all others are checked. Both expressions
+# begin with literal characters, because a search for those is fast, and a look-behind is not.
 _LONG_RUN = b"0" * 200
 _ANY_DIGIT_AS_0 = bytes.maketrans(b"123456789", b"000000000")
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?+0*+[1-9][0-9]{2}")
@@ -36,15 +35,15 @@ _LARGE_NUMBER = re.compile(
     rb"(?:[0-9]*+(?:\.[0-9]++)?+[eE]\+?+0*+[1-9][0-9]{2,}+"
     rb"|[0-9]{199,}+(?:\.[0-9]++)?+(?:[eE][+-]?+[0-9]++)?+)"
 )
-_STRINGS_BYTES = 256 * 1024  # cut out in one pass: the pieces take memory
+_STRINGS_BYTES = 256 * 1024  # removed in one pass: the pieces take memory
 
 MOST_COSTLY_NUMBERS = 1000
-# The JSON parser needs 10 us for each of these, and 0.05 for other numbers.
+# The JSON parser needs 10 us for each of these, and 0.05 us for other numbers.
 _COSTLY_NUMBER = re.compile(rb"[eE](?<=[0-9].)[+-]?+0*+[1-9][0-9]{2}")
 
 
 def messagepack_fault(body: bytes | bytearray) -> str:
-    """Why `body` is not MessagePack; "" if it is, of any shape."""
+    """Why `body` is not MessagePack; "" if it is, whatever its shape."""
     try:
         _skip_messagepack(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -53,7 +52,7 @@ def messagepack_fault(body: bytes | bytearray) -> str:
 
 
 def json_fault(text: bytes | bytearray) -> str:
-    """Why `text` is not JSON by the rules of D8; "" if it is, of any shape."""
+    """Why `text` is not JSON by the rules of D8; "" if it is, whatever its shape."""
     try:
         _skip_json(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -76,11 +75,11 @@ def _may_be_beyond_f64(text: bytes) -> bool:
 
 
 def _without_strings(text: bytes) -> bytes:
-    """A JSON text without its strings: what is outside of quotes."""
+    """A JSON text without its strings."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside: list[bytes] = []
-    first = 0  # pieces between quotes; every other one is outside of a string
+    first = 0  # the pieces between quotes; every other one is outside of strings
     for at in range(0, len(text), _STRINGS_BYTES):
         pieces = text[at : at + _STRINGS_BYTES].split(b'"')
         outside.append(b"".join(pieces[first::2]))
@@ -89,7 +88,7 @@ def _without_strings(text: bytes) -> bytes:
 
 
 def has_costly_numbers(text: bytes | bytearray) -> bool:
-    """Whether a JSON text has more than MOST_COSTLY_NUMBERS numbers that take long to parse. For a
+    """Whether a JSON text has more than MOST_COSTLY_NUMBERS numbers that are slow to parse. For a
     body of token ids this takes two searches for a rare character."""
     if not _has_many(text, b"e") and not _has_many(text, b"E"):
         return False
@@ -97,7 +96,8 @@ def has_costly_numbers(text: bytes | bytearray) -> bool:
 
 
 def _has_many(text: bytes | bytearray, byte: bytes) -> bool:
-    """More than half of MOST_COSTLY_NUMBERS; searching for a rare byte takes no time."""
+    """Whether it occurs more than MOST_COSTLY_NUMBERS / 2 times; searching for a rare byte is
+    fast."""
     at = -1
     for _ in range(MOST_COSTLY_NUMBERS // 2):
         at = text.find(byte, at + 1)
@@ -111,16 +111,16 @@ def _has_many_costly(text: bytes | bytearray) -> bool:
     return sum(1 for _ in found) > MOST_COSTLY_NUMBERS
 
 
-# Bodies that would hold the loop ------------------------------------------------------------------
+# Bodies that would block the loop -----------------------------------------------------------------
 #
-# 8 MiB of `[1,2],` take a second to decode. The bounds of each kind take some 50 ms; a body that is
-# shorter than this cannot take longer, and is not checked.
+# 8 MiB of `[1,2],` take a second to decode. At the bound of its kind, a body takes some 50 ms. A
+# body shorter than this cannot take longer, and is not checked.
 
 COSTLY_BODY_BYTES: Final = 256 * 1024
-MOST_STRINGS_AND_LISTS: Final = 1 << 15  # up to 1.5 us each; the name of a field is a string
-MOST_VALUES: Final = 3 << 18  # numbers as elements of lists: 0.05 us each
+MOST_STRINGS_AND_LISTS: Final = 1 << 15  # up to 1.5 us each; field names are strings
+MOST_VALUES: Final = 3 << 18  # elements of lists of numbers: 0.05 us each
 MOST_ESCAPES: Final = 1 << 18  # 0.1 us each
-MOST_PACKED: Final = 1 << 21  # numbers of a packed list, 0.02 us each
+MOST_PACKED: Final = 1 << 21  # elements of a packed list: 0.02 us each
 _MOST_FIELDS = 256  # of a MessagePack body; no struct has 30
 _LISTS: Final = frozenset({"token_ids", "routing_token_ids", "block_hashes", "sequence_hashes"})
 _MM_NAMES: Final = frozenset({"block_mm_infos"})
@@ -128,7 +128,7 @@ _read_fields = msgspec.msgpack.Decoder(dict[str, Raw]).decode
 
 
 def json_excess(body: bytes | bytearray) -> str:
-    """Which bound a JSON body exceeds, so that it is not decoded; usually ""."""
+    """The bound that a JSON body exceeds, so that it must not be decoded; "" if none."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     values, lists, strings = body.count(b","), body.count(b"["), body.count(b'"') // 2
@@ -149,7 +149,7 @@ def json_excess(body: bytes | bytearray) -> str:
 
 
 def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
-    """Which bound a MessagePack body with fields of these names exceeds."""
+    """Likewise for a MessagePack body with fields of these names."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that encode the number of fields
@@ -158,7 +158,7 @@ def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
     try:
         fields = _read_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""  # decoding reports that
+        return ""  # the decoder reports that
     for name, value in fields.items():
         raw = memoryview(value)
         if name == "mm_routing_info":
@@ -174,22 +174,22 @@ def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
 
 # Long bodies with a prompt ------------------------------------------------------------------------
 #
-# Their lists of numbers are cut out and packed: the decoder sees a few hundred bytes instead of
-# walking over lists to find their ends, and no integer becomes an object. The placeholder of a list
-# is known to this process only. A body that is unusual in any way is left to the plain decoders,
-# which report errors.
+# Their lists of numbers are cut out and packed, each replaced by a placeholder that only this
+# process knows. So the decoder sees a few hundred bytes instead of long lists, and no integer
+# becomes an object. A body that is unusual in any way is left to the plain decoders, which report
+# errors.
 
 T = TypeVar("T")
 Body = bytes | bytearray
 
-# Below, cutting costs more than it saves: some 50 hashes in two lists.
+# Below this size cutting costs more than it saves: some 50 hashes in two lists.
 LONG_PROMPT_BYTES: Final = 2048
-# The rest of a body is checked for numbers that are slow to read (D32) if it may hold this many;
-# cutting gains nothing above this size.
+# If the rest of a body may contain this many slow numbers (D32), it is checked for them. Above this
+# size cutting gains nothing.
 _SHORT_REST_BYTES: Final = 4096
 _MOST_REST_BYTES: Final = 128 * 1024
 
-# How far into a body its tokens, or its next list of hashes, are searched for.
+# How far into a body its tokens, or its next list of hashes, are searched.
 _HEAD_BYTES: Final = 512
 
 _BLOCK_HASHES: Final = b'"block_hashes":'
@@ -204,12 +204,12 @@ _BINARY_SEQUENCE_HASHES: Final = b"\xafsequence_hashes"
 _CUT_BYTES: Final = secrets.token_bytes(16)
 _CUT_BINARY: Final = b"\xc4\x10" + _CUT_BYTES
 _SIZES: Final = {0xDC: 2, 0xDD: 4}  # bytes that encode the length of an array, by its tag
-_WIDE: Final = b"\xcf\xd3"  # tags of integers of 8 bytes, as nearly all hashes are
+_WIDE: Final = b"\xcf\xd3"  # tags of 8-byte integers, which nearly all hashes are
 
 
 def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """The decoder of a long JSON body of PromptFields, with its lists packed. It returns None for a
-    body that it does not support."""
+    """A decoder for long JSON bodies with PromptFields, which packs their lists. It returns None
+    for a body that it does not support."""
     decode = msgspec.json.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:
@@ -237,11 +237,11 @@ def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _list_after(body: Body, key: bytes, start: int, end: int) -> tuple[int, int]:
-    """The flat list after a key, between `start` and `end`; (0, 0) if there is none."""
+    """The span of the flat list after a key, between `start` and `end`; (0, 0) if there is none."""
     at = body.find(key, start, end) + len(key)
     if at < len(key):
         return 0, 0
-    if body.startswith(b" ", at):  # unlike an index, this also works at the end of a truncated body
+    if body.startswith(b" ", at):  # unlike an index, this works at the end of a truncated body
         at += 1
     stop = body.find(b"]", at, end) + 1
     return (at, stop) if stop and body.startswith(b"[", at) else (0, 0)
@@ -255,7 +255,7 @@ def _list_text(name: str, body: Body, at: int, end: int) -> bytes:
 
 
 def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
-    """The body with its hash lists replaced; an empty span is no list."""
+    """The body with its hash lists replaced; an empty span means no list."""
     pieces: list[Body] = []
     done = 0
     for at, end in spans:
@@ -267,7 +267,7 @@ def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
 
 
 def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """`_decoded` for JSON; also None for non-ASCII text, or many slow numbers."""
+    """`_decoded` for JSON; also None for non-ASCII text or too many slow numbers."""
     if not rest.isascii():
         return None
     if _SHORT_REST_BYTES < len(rest) <= _MOST_REST_BYTES and has_costly_numbers(rest):
@@ -276,7 +276,7 @@ def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """The rest of a body, decoded; None if it is long or invalid."""
+    """The decoded rest of a body; None if it is long or invalid."""
     if len(rest) > _MOST_REST_BYTES:
         return None
     try:
@@ -286,8 +286,8 @@ def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) -> T | None:
-    """The fields with the lists that were cut out; None if a placeholder is missing: then a list
-    was part of another field, or its key is repeated."""
+    """The fields, with the lists that were cut out; None if a placeholder is missing, because a
+    list was part of another field or its key is repeated."""
     if not isinstance(fields, PromptFields):
         return None
     if block is not None:
@@ -327,7 +327,7 @@ def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
     def read(body: Body) -> T | None:
         block_at, block_end = _array_after(body, _BINARY_BLOCK_HASHES, 0)
         at, end = _array_after(body, _BINARY_SEQUENCE_HASHES, block_end)
-        if not end:  # not both lists, or in another order
+        if not end:  # one list is missing, or they are in another order
             return None
         block = array_packed(body, block_at, block_end) if block_end else b""
         sequence = array_packed(body, at, end)
@@ -341,7 +341,7 @@ def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _array_after(body: Body, key: bytes, start: int) -> tuple[int, int]:
-    """The array after a key, assuming that all its integers have 8 bytes; (0, 0): none."""
+    """The span of the array after a key, if all its integers have 8 bytes; (0, 0): none."""
     at = body.find(key, start, start + _HEAD_BYTES) + len(key)
     if at < len(key) or at >= len(body):
         return 0, 0
@@ -352,12 +352,12 @@ def _array_after(body: Body, key: bytes, start: int) -> tuple[int, int]:
 
 
 def array_packed(body: Body, at: int, end: int) -> bytes | None:
-    """An array of integers of 8 bytes each, packed; None if it has others."""
+    """An array of 8-byte integers, packed; None if it has other elements."""
     elements = bytearray(body[at + 1 + _SIZES[body[at]] : end])
     if elements[::9].translate(None, _WIDE):
         return None
     del elements[::9]
     packed = array("Q", bytes(elements))
-    if sys.byteorder == "little":  # pragma: no branch: as the machines are that tests run on
+    if sys.byteorder == "little":  # pragma: no branch: tests run on little-endian machines
         packed.byteswap()
     return packed.tobytes()

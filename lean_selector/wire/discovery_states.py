@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-# For engines that report no event source, if all have them at one port.
+# For engines that report no event source, if all of them publish at one port.
 EVENTS_PORT: Final = """--discover-defaults '{"events_port":5557}'"""
 
 
@@ -16,24 +16,24 @@ class DiscoveryState(msgspec.Struct, frozen=True):
     finds: str  # "workers" or "peers"
     state: str  # "starting", "watching" or "failing"
     since_s: float  # seconds in this state
-    found: int | None  # number found last, which stays in force; None before
+    found: int | None  # number found last, which stays in effect; None before the first result
     failures: int
     last_error: str | None
 
 
 class DiscoveredWorker(msgspec.Struct, frozen=True):
-    """A worker that a discovery lists, or listed until a moment ago."""
+    """A worker that a discovery lists, or listed until recently."""
 
     endpoint: str
     worker_id: int
     discoveries: list[str]
     state: str  # see docs/guide/discovery.md
-    leaves_in_s: float | None  # while no discovery lists it any more
+    leaves_in_s: float | None  # set while no discovery lists the worker
     last_error: str | None  # why it could not be queried or registered
 
 
 class DiscoveredPeer(msgspec.Struct, frozen=True):
-    """A peer that a discovery lists, or listed until a moment ago."""
+    """A peer that a discovery lists, or listed until recently."""
 
     endpoint: str
     # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "refused" or "itself"

@@ -1,10 +1,9 @@
 """The text of GET /dump: a partition's index as the events that rebuild it.
 
-Writes it in parts of bounded work, and reads dumps of any selector or standalone indexer. Beyond
-the reference's format an entry of ours has its model_name and tenant_id (the key alone is ambiguous
-if a name contains a colon) and the watermarks of its sources; peers ignore unknown keys. Knows
-neither HTTP nor the index. Spec: indexer.md 4.1, 4.2 and 7.5.
-"""
+Written in parts of bounded work; dumps of any selector or standalone indexer can be read. Our
+entries also have the model_name and tenant_id (the key alone is ambiguous if a name contains a
+colon) and the watermarks of the sources; peers ignore unknown keys. Knows neither HTTP nor the
+index. Spec: indexer.md 4.1, 4.2 and 7.5."""
 
 import struct
 from array import array
@@ -46,13 +45,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_dump(partitions: Sequence[PartitionDump], *, as_1_6: bool = False) -> Iterator[bytes]:
-    """The whole text in parts, entries in the order given; with `as_1_6`, exactly the fields of
-    1.6.
+    """The whole text in parts, with entries in the given order; with `as_1_6`, only fields of 1.6.
 
     Partitions with equal keys (model `a:b` of tenant `c`, model `a` of tenant `b:c`) all appear:
-    the first has the key, the others have it with colons added, and the names inside distinguish
-    them. A peer that reads the key alone gets the first one right.
-    """
+    the first has the key, the others have it with colons added, and the names in the entry
+    distinguish them. A peer that reads only keys gets the first one right."""
     if not partitions:
         yield b"{}"
         return
@@ -142,8 +139,8 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str]]:
-    """The entries of a dump, and why others are left out. A key is split at its last colon unless
-    the entry has names. Raises NotADump."""
+    """The entries of a dump, and why other entries were skipped. Unless an entry has names, its key
+    is split at the last colon. Raises NotADump."""
     try:
         entries = _decode_keys(body)
     except _UNREADABLE as error:
@@ -221,5 +218,5 @@ def _event(read: ReadTierEvent) -> DumpEvent:
 
 
 def _hashes(hashes: list[int]) -> "array[int]":
-    """As unsigned 64-bit; OverflowError for any other number."""
+    """As unsigned 64-bit; OverflowError if one is out of range."""
     return array("Q", hashes)

@@ -16,8 +16,8 @@ from lean_selector.wire.scalars import U32, NonNegative
 
 
 class PartitionDump(msgspec.Struct, frozen=True):
-    """One partition to write. `watermarks` are the positions of its sources when `runs` began:
-    later events may be in `runs` or not, and applying them again is harmless."""
+    """A partition to write. `watermarks` are the positions of its sources when `runs` began; `runs`
+    may contain later events, and applying those again is harmless."""
 
     model_name: str
     tenant_id: str
@@ -43,7 +43,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoredData(msgspec.Struct, frozen=True, gc=False):
-    """The content of an event: here only stored blocks."""
+    """The content of an event: only stored blocks here."""
 
     stored: Stored
 
@@ -65,7 +65,7 @@ class TierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
-    """A `TierEvent` of the 1.6 dialect; the domain of the residency is always a worker's here."""
+    """A `TierEvent` of the 1.6 dialect; here the domain of the residency is always the worker."""
 
     worker_id: int
     storage_tier: str
@@ -74,7 +74,7 @@ class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Names(msgspec.Struct, frozen=True):
-    """Fields of an entry beyond the reference's; encoded without its braces."""
+    """Fields of an entry that the reference lacks; encoded without braces."""
 
     model_name: str
     tenant_id: str

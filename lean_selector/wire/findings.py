@@ -1,4 +1,4 @@
-"""Findings, as `lean-selector check` and the page tell them, and the answers that are judged."""
+"""Findings of `lean-selector check` and of the page, and the answers that they are derived from."""
 
 import msgspec
 
@@ -12,25 +12,25 @@ class Finding(msgspec.Struct, frozen=True):
     level: str  # ok, note, warning or error
     subject: str  # "selector", "worker 3", "worker 3 rank 1"
     what: str
-    mend: str | None = None  # what to do, where something is to be done
+    mend: str | None = None  # what to do about it
 
 
 # -- what a selector answers -----------------------------------------------------------------------
 
 
 class WorkerRecord(msgspec.Struct):
-    """A row of GET /workers?detail=true; the reference has some of these fields."""
+    """A row of GET /workers?detail=true; the reference has only some of these fields."""
 
     worker_id: int
     model_name: str
-    lifecycle: str  # a slot tracker's workers have none, and are no workers for this check
+    lifecycle: str  # workers of a slot tracker have none, and are not checked
     tenant_id: str = "default"
-    routing_group: str | None = None  # the same, as 1.6 calls it
+    routing_group: str | None = None  # the tenant, as 1.6 names it
     endpoint: str | None = None
     block_size: int | None = None
     total_kv_blocks: int | None = None
     data_parallel_size: int | None = None  # None: one rank
-    health: WorkerHealthDetail | None = None  # the reference has none
+    health: WorkerHealthDetail | None = None  # None: the reference
     not_schedulable_reasons: list[str] = []
 
     def __post_init__(self) -> None:
@@ -39,14 +39,15 @@ class WorkerRecord(msgspec.Struct):
 
 
 class Readiness(msgspec.Struct):
-    """The body of GET /ready, beside its status."""
+    """The body of GET /ready; `status` is the HTTP status."""
 
     recovering: bool = False
     state_fault: str | None = None  # why the state directory cannot be written
 
 
 class SelectorFacts(msgspec.Struct):
-    """What a selector says of itself. The reference tells neither sources nor discoveries."""
+    """What a selector reports about itself. The reference reports neither sources nor
+    discoveries."""
 
     is_ready: bool
     workers: list[WorkerRecord]

@@ -1,4 +1,4 @@
-"""The fleet at one moment, as `GET /fleet` and the events of `GET /events` have it."""
+"""The state of the fleet, as in `GET /fleet` and the events of `GET /events`."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -9,7 +9,7 @@ from lean_selector.wire.findings import Finding
 
 
 class FleetWorker(msgspec.Struct, frozen=True):
-    """A registered worker, as far as it seldom changes."""
+    """The fields of a registered worker that rarely change."""
 
     worker_id: int
     model_name: str
@@ -21,13 +21,13 @@ class FleetWorker(msgspec.Struct, frozen=True):
 
 
 class FleetRank(msgspec.Struct, frozen=True, gc=False):
-    """A rank of a worker: how it is, its load, and sums since it was registered."""
+    """A rank's state, its load, and totals since it was registered."""
 
     worker_id: int
     dp_rank: int
-    state: str  # in_service, probation, ejected; of a worker that is not schedulable its lifecycle
-    since: int | None  # it is ejected or on probation since then
-    source: str | None  # the state of its source of KV events; None: it has none
+    state: str  # in_service, probation, ejected; if the worker is not schedulable, its lifecycle
+    since: int | None  # start of the ejection or probation, or None
+    source: str | None  # state of its source of KV events; None: it has no source
     source_since: int | None
     prefill_tokens: int = 0
     decode_blocks: int = 0
@@ -53,7 +53,7 @@ class FleetModel(msgspec.Struct, frozen=True):
     block_size: int
     pending_count: int
     pending_isl_tokens: int
-    shed: int  # requests, ever
+    shed: int  # total requests shed
 
 
 class Fleet(msgspec.Struct):
@@ -68,23 +68,23 @@ class Fleet(msgspec.Struct):
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new since the event before; with `whole`, all there is."""
+    """The changes since the previous event; with `whole`, everything."""
 
     whole: bool
     version: str
     now: float
-    monotonic: float  # seconds, of the clock that `at` of a choice is told by
+    monotonic: float  # seconds, in the clock of a choice's `at`
     workers: list[FleetWorker] | UnsetType = UNSET
     ranks: list[FleetRank]
     gone: list[str]  # WORKER/RANK
     models: list[FleetModel]
     findings: list[Finding] | UnsetType = UNSET
-    seen: int  # choices since a page is open
+    seen: int  # total choices since a page was opened
     choices: list[Decision]
 
 
 class PrefixTree(msgspec.Struct, frozen=True):
-    """An item of GET /prefixes: the upper runs of the index of a model and tenant."""
+    """An item of GET /prefixes: the largest runs in the index of a model and tenant."""
 
     model_name: str
     tenant_id: str

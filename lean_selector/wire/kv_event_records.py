@@ -1,8 +1,7 @@
-"""One decoded event of any layout, as the record that the index applies.
+"""One decoded event of any layout, converted into the record that the index applies.
 
-Interprets its fields: tiers, unsigned hashes, flat tokens, the salt and the multimodal hashes among
-the extra keys. Knows no batch, and no bytes except keys. Spec: indexer.md 1.4 and 2.2; D26.
-"""
+Interprets the fields: tiers, unsigned hashes, flat tokens, and the salt and multimodal hashes among
+the extra keys. Knows no batch, and no bytes except keys. Spec: indexer.md 1.4 and 2.2; D26."""
 
 import re
 from typing import cast
@@ -35,9 +34,9 @@ from lean_selector.wire.kv_event_shapes import (
     Token,
 )
 
-DETAIL_CHARACTERS = 200  # characters of a peer's text in messages
+DETAIL_CHARACTERS = 200  # characters of a peer's text that go into messages
 
-# What msgspec raises for invalid or truncated values, wrong types, invalid UTF-8, and deep nesting.
+# Raised by msgspec for invalid or truncated values, wrong types, invalid UTF-8, and deep nesting.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _EVENT_TYPES = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
@@ -45,10 +44,10 @@ _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
 
 # Extra keys of an unknown kind, by the name in the counts.
 _KINDS = {type(None): "nil", float: "float", dict: "map", list: "list"}
-_UNKNOWN_KEY_SEED = 26  # any field except that of tokens
+_UNKNOWN_KEY_SEED = 26  # may be any field of the seed except that of tokens
 _ANYWHERE = 2**63
 
-# Names and texts that may be sent as bin.
+# Names and texts that may be sent as MessagePack bin.
 TEXT_FIELDS = (
     *("type", "medium", "lora_name", "kv_cache_spec_kind", "locality"),
     *("ownership", "cache_salt"),
@@ -66,14 +65,14 @@ _TIERS: dict[str | None, Tier] = {
 
 
 class Skips:
-    """The events of a slice that could not be decoded: counts, and a text for the last of each
-    kind. A message can contain a million of them, so no object is created per event."""
+    """The events of a slice that could not be decoded: counts, and an error text for the last of
+    each kind. A message can contain a million of them, so no object is created per event."""
 
     def __init__(self) -> None:
         self._by_kind: dict[tuple[str, str], SkippedEvent] = {}
 
     def add(self, tag: object, error: Exception) -> None:
-        """Add an event with this tag, and why it could not be decoded."""
+        """Count an event with this tag that could not be decoded."""
         event_type = _EVENT_TYPES.get(tag) if isinstance(tag, str) else None
         is_unknown = event_type is None and isinstance(tag, str)
         reason = "unknown_type" if is_unknown else "malformed"
@@ -92,7 +91,7 @@ class Skips:
 
 
 def record_of(event: ArrayEvent | MapEvent) -> Event | None:
-    """The record of a typed event; ValueError if its fields contradict each other."""
+    """The record for a typed event; ValueError if its fields contradict each other."""
     if isinstance(event, ArrayStored):
         return stored_record(event)
     if isinstance(event, MapStored):
@@ -116,12 +115,12 @@ def stored_record(
     salt: str | None = None,
     infos: MultimodalInfos | None = None,
 ) -> BlockStored:
-    """Salt and infos are those that only the map form has room for."""
+    """The record for a stored event. `salt` and `infos` occur in the map form only."""
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
     mm_hashes, unknown_keys, next_token = None, None, None
-    # the engine reports it separately, but was given it with the prefix all the same
+    # reported separately, but it was part of the prefix that the engine was given
     if salt is not None:
         salt = salt.removeprefix(ENGINE_SALT_PREFIX)
     if event.extra_keys:
@@ -163,12 +162,13 @@ def _token_behind(lookahead: object, blocks: int) -> int | None:
 
 
 def _u64(value: Hash) -> int:
-    """Negative: the same bits unsigned. Bytes: the last eight, big-endian, like vLLM's own ints."""
+    """A negative number means the same bits unsigned; of bytes, the last eight count, big-endian,
+    as in vLLM's own ints."""
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & U64_MAX
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:
-    """Number of blocks that have a hash and all their tokens; pairs count as tokens."""
+    """The number of blocks with a hash and all their tokens; a pair counts as a token."""
     size = event.block_size
     return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
 
@@ -203,8 +203,8 @@ def tier_of(medium: str | None) -> Tier | None:
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Text other than LOCAL means blocks elsewhere; a value of another type is ignored. Blocks of a
-    secondary tier are the worker's if it is LOCAL (D26)."""
+    """Whether the blocks are elsewhere: any text except LOCAL says so, and a value of another type
+    is ignored. Blocks on a secondary tier belong to the worker if it is LOCAL (D26)."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""
@@ -220,14 +220,14 @@ def _salt_of(keys: list[object] | None) -> str | None:
 def _mm_hashes_of_keys(
     event: ArrayStored | MapStored,
 ) -> tuple[list[list[int] | None] | None, dict[str, int] | None]:
-    """The hashes of each block, and the number of keys of an unknown kind, by kind. Such keys enter
-    a block's hash as a number, so that the block has a hash that no prompt has, and its descendants
-    are unreachable (D26)."""
+    """The hashes of each block, and counts of the unknown kinds of keys. Unknown keys enter a
+    block's hash as a number, so no prompt has this hash, and the blocks below are unreachable
+    (D26)."""
     extra_keys = event.extra_keys[: _blocks(event)] if event.extra_keys else []
     if not any(extra_keys):
         return None, None
     unknown: dict[str, int] = {}
-    # An object that begins behind the block is in the tokens that the engine's hash looks ahead to.
+    # An object may begin after the block, in tokens that the engine's hash looks ahead to.
     end = event.block_size if event.lookahead_token_ids is not None else _ANYWHERE
     mm_hashes = [
         _mm_hashes_of_block(keys, event.lora_name, end, unknown) if keys else None
@@ -239,9 +239,9 @@ def _mm_hashes_of_keys(
 def _mm_hashes_of_block(
     keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
 ) -> list[int] | None:
-    """An identifier is any text before an offset, or 64 hex digits alone that are no adapter's
-    name. The first 16 of 64 hex digits are the hash. Other texts, bytes and integers name what is
-    hashed elsewhere, such as an adapter."""
+    """The multimodal hashes among a block's keys. An identifier is any text before an offset, or 64
+    hex digits alone that are no adapter's name; the first 16 of 64 hex digits are the hash. Other
+    texts, bytes and integers name things that are hashed otherwise, such as an adapter."""
     hashes = []
     others = []
     for key in keys:
@@ -269,13 +269,13 @@ def _mm_hashes_of_block(
 
 
 def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
-    """The multimodal hashes of each block; used instead of the extra keys, even where empty."""
+    """The multimodal hashes of each block; used instead of the extra keys, even if empty."""
     return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]
 
 
 def rearranged(event: object) -> dict[str, object]:
-    """The fields of an untyped event, named as in the map form; raises ValueError if it is none.
-    Names and texts may be bin. In the tail of an array a field of the wrong type is left out."""
+    """The fields of an untyped event, named as in the map form. Names and texts may be bin. In the
+    tail of an array, a field of the wrong type is left out. Raises ValueError if it is no event."""
     if isinstance(event, list):
         fields = _by_position(event)
     elif isinstance(event, dict):

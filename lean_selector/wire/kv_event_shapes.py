@@ -1,6 +1,6 @@
-"""KV events on the wire, as typed structs: each layout of engines, and what the publisher sends.
+"""KV events on the wire, as typed structs: the layouts of all engines, and that of our publisher.
 
-Only what is read has a field: maps skip other keys, arrays what comes after the last position.
+Fields that are not read are left out: decoding skips other map keys, and later array positions.
 Positions of the array form, from vLLM's and SGLang's history (spec: indexer.md 1.4):
 
     BlockStored   0 tag  1 block_hashes  2 parent  3 token_ids  4 block_size  5 lora_id (unused)
@@ -8,8 +8,7 @@ Positions of the array form, from vLLM's and SGLang's history (spec: indexer.md 
                   9 group_idx, or block_mm_infos and the rest one further  10 kind
                   11 sliding window  12 locality  13 ownership  14 session id
                   15 lookahead_token_ids
-    BlockRemoved  0 tag  1 block_hashes  2 medium  3 group_idx  4 kind or locality  5 ownership
-"""
+    BlockRemoved  0 tag  1 block_hashes  2 medium  3 group_idx  4 kind or locality  5 ownership"""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -17,17 +16,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-Hash = int | bytes  # signed or unsigned; bytes when vLLM is told not to send ints
-Token = (
-    int | tuple[int, int]
-)  # pairs (t[i], t[i + 1]) from EAGLE workers; never checked for u32 here
+Hash = int | bytes  # signed or unsigned; bytes if vLLM is configured not to send ints
+Token = int | tuple[int, int]  # pairs (t[i], t[i + 1]) from EAGLE workers; not checked for u32 here
 GroupIdx = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 BlockSize = Annotated[int, Meta(ge=0)]
 
 
 class MultimodalObject(Struct, gc=False):
     mm_hash: Annotated[int, Meta(ge=0)]
-    offsets: object  # not hashed, but required
+    offsets: object  # required, but not hashed
 
 
 class MultimodalInfo(Struct, gc=False):
@@ -35,7 +32,7 @@ class MultimodalInfo(Struct, gc=False):
 
 
 ExtraKeys = list[list[object] | None]
-Lookahead = list[list[int]]  # per block: the following tokens that its engine's hash covers
+Lookahead = list[list[int]]  # per block: the following tokens that the engine's hash covers
 MultimodalInfos = list[MultimodalInfo | None]
 
 
@@ -112,7 +109,7 @@ MapEvent = MapStored | MapRemoved | MapCleared | MapIgnored
 
 
 class ArrayEvents(Struct, array_like=True, gc=False):
-    """The usual batch, `[ts, events, rank]`; no rank in the oldest vLLM and SGLang."""
+    """The usual batch, `[ts, events, rank]`; the oldest vLLM and SGLang send no rank."""
 
     ts: float
     events: list[ArrayEvent]
@@ -166,13 +163,13 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class LoadStat(Struct, array_like=True, tag=True, gc=False):
-    """SGLang's published load, from a socket of its own; before 0.5.23 only up to the rank."""
+    """SGLang's published load, on its own socket; before 0.5.23 it ended with the rank."""
 
     running_requests: Count
     waiting_requests: Count
     kv_tokens: Count
     kv_token_capacity: Count  # 0: unknown
-    dp_rank: object = None  # number of the socket; informational
+    dp_rank: object = None  # number of the socket; not used
     waiting_uncached_tokens: Count | None = None
     total_tokens: Count | None = None
     max_running_requests: Count | None = None

@@ -1,12 +1,11 @@
-"""Event batches of vLLM, SGLang and TRT-LLM: bytes to records, every layout they have had.
+"""Decode event batches of vLLM, SGLang and TRT-LLM, in all their layouts, into records.
 
 An event that cannot be decoded is skipped and counted by reason; the rest of its batch is kept.
 msgspec has no union of maps and arrays, so the first event selects one of two typed decoders. A
-batch that fits a window and that the decoder accepts is decoded at once; any other is decoded in
-slices of bounded work: an event that the typed decoders refuse is decoded untyped and normalized,
-and one larger than a window becomes several records. Knows nothing of the
-index. Spec: indexer.md 1.3 and 1.4; D25.
-"""
+batch that fits into a window and that this decoder accepts is decoded at once. Any other batch is
+decoded in slices of bounded work: an event that the typed decoders refuse is decoded untyped and
+normalized, and an event larger than a window becomes several records. Knows nothing of the index.
+Spec: indexer.md 1.3 and 1.4; D25."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -57,24 +56,26 @@ from lean_selector.wire.messagepack import (
     size_of,
 )
 
-# A message is scanned once to find its parts: some 10 ms if it is full of small values.
+# A message is scanned once to find its parts: some 10 ms at this size, if its values are small.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 MAX_BATCH_EVENTS = 1 << 16
 MAX_EVENT_BLOCKS = 1 << 16  # a prompt of 1 M tokens in blocks of 16
-MAX_BLOCK_TOKENS = 4096  # of a block in an event that comes in parts; real ones have 256
-# Per slice. Events that cannot be decoded take the longest: some 8 us each.
+MAX_BLOCK_TOKENS = (
+    4096  # per block, in an event that is decoded in parts; real blocks have up to 256
+)
+# Per slice. Events that cannot be decoded take longest: some 8 us each.
 SLICE_EVENTS = 256
-# Per part; its input fits into a window.
+# Per part, whose input must fit into a window.
 PART_BLOCKS = 512
 PART_BLOCKS_WITH_KEYS = 32
 PART_TOKENS = 4096  # pairs of tokens take 45 KB
-_MAX_FIELDS = 1024  # of a map or array that is a batch or a large event; layouts have up to 16
-_MAX_FIELD_BYTES = 4096  # of a field of a large event that is no list
+_MAX_FIELDS = 1024  # of the map or array of a batch or large event; known layouts have up to 16
+_MAX_FIELD_BYTES = 4096  # of each field of a large event, except lists
 
-# The names of a batch's rank, as a map.
+# The keys for the rank in a batch that is a map.
 _RANK_NAMES = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 _I32 = range(-(2**31), 2**31)
-_POSITIONS = 17  # fields of an event's array, up to the last that is read
+_POSITIONS = 17  # positions of an event's array that are read
 _LISTS = ("block_hashes", "token_ids", "extra_keys", "block_mm_infos", "lookahead_token_ids")
 _NAMES: set[object] = {*_LISTS, *TEXT_FIELDS, "parent_block_hash", "block_size", "group_idx"}
 _NAMES |= {str(name).encode() for name in _NAMES}
@@ -103,12 +104,12 @@ class NotABatch(ValueError):
 
 
 class TooManyEvents(NotABatch):
-    """More events than MAX_BATCH_EVENTS; none of them was decoded."""
+    """The message has more than MAX_BATCH_EVENTS events; none of them was decoded."""
 
 
 def decode_small(payload: Bytes) -> EventBatch | None:
     """Decode an ordinary batch at once; None if it needs `batch_slices`. Bytes after the first
-    msgpack value are ignored."""
+    MessagePack value are ignored."""
     if len(payload) > WINDOW_BYTES:
         return None
     try:
@@ -140,7 +141,8 @@ def batch_slices(payload: Bytes) -> Slices:
 
 
 def _rank_and_pieces(data: memoryview) -> tuple[int | None, list[tuple[memoryview, int]]]:
-    """Split a batch without decoding its events: an array, or a map, as one vLLM revision sent."""
+    """Split a batch without decoding its events. It is an array, or a map as one vLLM revision
+    sent."""
     count, at = count_of(data)
     if count > _MAX_FIELDS:
         raise NotABatch(f"a batch of more than {_MAX_FIELDS} fields")
@@ -178,8 +180,8 @@ def _pieces(events: ListReader[Raw]) -> list[tuple[memoryview, int]]:
 
 
 def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[bytes, Raw]:
-    """The undecoded fields of a large event; ValueError if it is neither array nor map, or too
-    long."""
+    """The undecoded fields of a large event; ValueError if it is neither array nor map, or has too
+    many fields."""
     count, _ = count_of(data)
     if count > _MAX_FIELDS:
         raise ValueError(f"more than {_MAX_FIELDS} fields")
@@ -192,7 +194,7 @@ def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[byt
 
 
 def _value(data: memoryview, most: int) -> object:
-    """A value; an empty tuple, which no value is, if it has more bytes than `most`."""
+    """A decoded value; an empty tuple (never a decoded value) if it has more than `most` bytes."""
     return _untyped(data) if len(data) <= most else ()
 
 
@@ -201,8 +203,8 @@ def _typed(payload: Bytes) -> ArrayEvents | MapEvents:
 
 
 def _first_event_is_array(payload: Bytes) -> bool:
-    """Look past `[float64 ts, [`: every known producer starts like that. A wrong guess costs time,
-    not correctness."""
+    """Look at the byte after `[float64 ts, [`, with which every known producer starts. A wrong
+    guess costs time only."""
     if len(payload) < 16:
         return False
     start = 11 + {0xDC: 2, 0xDD: 4}.get(payload[10], 0)
@@ -222,8 +224,8 @@ def _of_piece(dp_rank: int | None, piece: memoryview, count: int) -> EventBatch:
 def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> EventBatch:
     events: list[Event] = []
     skips: Skips | None = None
-    removal: BlockRemoved | None = None  # the last record, if it can be extended
-    medium: str | None = None  # and its event
+    removal: BlockRemoved | None = None  # the last record, if the next event can extend it
+    medium: str | None = None  # the medium of that record's event
     for event in typed:
         plain = _plain_removal(event)
         if plain is not None and removal is not None and plain.medium == medium:
@@ -245,7 +247,7 @@ def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> Event
 
 
 def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | None:
-    """The event, if it is a removal with nothing but blocks and their tier."""
+    """The event, if it is a removal that has only blocks and a tier."""
     if isinstance(event, ArrayRemoved):
         is_plain = event.group_idx is None and event.kind_or_locality is None
         return event if is_plain and event.ownership is None else None
@@ -257,7 +259,7 @@ def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | 
 
 
 def _apart(dp_rank: int | None, raw_events: list[Raw]) -> EventBatch:
-    """Event by event, for pieces with something unusual in them."""
+    """Decode a piece with unusual content event by event."""
     events: list[Event] = []
     skips = Skips()
     for raw in raw_events:
@@ -268,7 +270,8 @@ def _apart(dp_rank: int | None, raw_events: list[Raw]) -> EventBatch:
 
 
 def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
-    """One event, decoded as typed if its layout is known, else normalized; None for `Ignored`."""
+    """Decode one event as typed if its layout is known, otherwise normalized; None for
+    `Ignored`."""
     decode = _array_event if is_array(raw[0]) else _map_event
     try:
         return record_of(decode(raw))
@@ -287,10 +290,9 @@ def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
 def _slices_of_large(dp_rank: int | None, data: memoryview) -> Slices:
     """The records of an event that is larger than a window, part by part.
 
-    Everything that names a block is decoded before the first part, so that an event that refers to
-    itself is skipped whole. Invalid tokens end the event: the blocks before them count, as if the
-    engine had sent only those.
-    """
+    All hashes are decoded before the first part, so an event that refers to itself is skipped as a
+    whole. Invalid tokens end the event: the blocks before them count, as if the engine had sent
+    only those."""
     tag: object = None
     try:
         fields, lists = _large_fields(data)
@@ -343,7 +345,7 @@ def _unless_array(raw: Raw) -> object:
 
 
 def _bound_of(event: MapStored | MapRemoved, blocks: int) -> SkippedEvent | None:
-    """The error for an event above a bound."""
+    """The reason to skip an event that exceeds a bound, or None."""
     event_type = "stored" if isinstance(event, MapStored) else "removed"
     if blocks > MAX_EVENT_BLOCKS:
         return SkippedEvent(event_type, "too_many_blocks", f"it has {blocks} blocks")
@@ -368,7 +370,7 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
     above = [] if parent is None else u64s([parent])
     is_twice = len({*above, *hashes}) != len(above) + len(hashes)
     if is_twice:
-        hashes = hashes[:1] * 2  # refused for the same reason, if not for an earlier one
+        hashes = hashes[:1] * 2  # too many: refused for the duplicate, if not for an earlier reason
     tokens = ListReader(lists["token_ids"], _tokens)
     keys = ListReader(lists["extra_keys"], _keys) if "extra_keys" in lists else None
     infos = ListReader(lists["block_mm_infos"], _infos) if "block_mm_infos" in lists else None
@@ -399,7 +401,7 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
 
 
 def _checked_rank(rank: object) -> int | None:
-    """A negative rank means the same as nil; a number beyond i32 fits no worker, as in the
+    """A negative rank means the same as nil. A rank beyond i32 fits no worker, as in the
     reference."""
     if rank is None:
         return None

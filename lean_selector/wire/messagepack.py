@@ -1,4 +1,4 @@
-"""What msgspec lacks: reading lists a window at a time, and values followed by other bytes."""
+"""Additions to msgspec: read lists a window at a time, and values followed by other bytes."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Bytes = bytes | memoryview
 _T = TypeVar("_T")
 
 _skip = Decoder(msgspec.Raw).decode
-# msgspec's only sign of bytes after the first value; a test holds it to this text.
+# msgspec reports bytes after the first value only in this text; a test pins it.
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 
 
@@ -28,7 +28,7 @@ def array_header(count: int) -> bytes:
 
 
 def count_of(data: Bytes) -> tuple[int, int]:
-    """The number of values of an array, or pairs of a map, and where they start. Raises ValueError
+    """The number of values of an array (or pairs of a map), and where they start. Raises ValueError
     for anything else; does not check the values."""
     tag = data[0] if len(data) else 0xC1
     if 0x80 <= tag < 0xA0:
@@ -51,7 +51,7 @@ def first_value(decode: Callable[[Bytes], _T], data: Bytes) -> _T:
 
 
 def size_of(data: Bytes) -> int:
-    """The length of the first value, which other bytes may follow."""
+    """The length of the first value; other bytes may follow it."""
     try:
         return len(memoryview(_skip(data)))
     except msgspec.DecodeError as error:
@@ -62,13 +62,13 @@ def size_of(data: Bytes) -> int:
 
 
 def _first_end(error: msgspec.DecodeError) -> int | None:
-    """Where the first value ended, if the error says that bytes follow it."""
+    """The end of the first value, if the error says that bytes follow it."""
     found = _TRAILING.search(str(error))
     return int(found[1]) if found else None
 
 
 class ListReader(Generic[_T]):
-    """Reads an array from its start, some values at a time."""
+    """Reads an array from its start, in pieces."""
 
     def __init__(self, data: Bytes, decode: Callable[[bytes], list[_T]]) -> None:
         """`decode` reads an array of values. Raises ValueError if `data` is no array."""
@@ -80,7 +80,7 @@ class ListReader(Generic[_T]):
             raise ValueError("not an array")
 
     def take(self, count: int) -> list[_T]:
-        """The next values, fewer at the end; ValueError if a window does not hold them."""
+        """The next values, fewer at the end; ValueError if they do not fit into a window."""
         count = min(count, self.left)
         head = array_header(count)
         end = self._end_of(count)
@@ -92,13 +92,12 @@ class ListReader(Generic[_T]):
         return values
 
     def rest(self) -> memoryview:
-        """The bytes after the values that were read."""
+        """The bytes after the values read so far."""
         return self._data[self._at :]
 
     def piece(self, most: int) -> tuple[memoryview, int]:
-        """The bytes of the next values, and their number: at most `most` that fit into a
-        window, or one larger one. Call it while values are left, on an array that is known to
-        be MessagePack."""
+        """The bytes of the next values, and their number: at most `most` values that fit into a
+        window, or one larger value. Call it while values are left, on valid MessagePack."""
         count = min(2 * self._step, most, self.left)
         end = self._end_of(count)
         while end is None and count > 1:

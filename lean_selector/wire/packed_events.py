@@ -1,11 +1,10 @@
-"""Event batches in their usual layouts, decoded into packed lists: for the compiled form.
+"""Decode event batches in their usual layouts into packed lists: for the compiled form.
 
-Supports events as tagged maps, as vLLM and SGLang send them now, and as arrays; hashes that are
-numbers or digests, u32 tokens, an adapter and a salt, and nothing else that is hashed. Any other
-batch is left to `kv_events.py`; both decode the same batches alike. No Python object is created per
-token or hash: this saves most of the work when compiled, and is slower when interpreted. Knows
-nothing of the index. Spec: indexer.md 1.4.
-"""
+Supports events as tagged maps, as vLLM and SGLang send them now, and as arrays; hashes as numbers
+or digests, u32 tokens, an adapter and a salt, and nothing else that is hashed. Any other batch is
+left to `kv_events.py`; both produce equivalent records. No Python object is created per token or
+hash. Compiled, this saves most of the work; interpreted it is slower. Knows nothing of the index.
+Spec: indexer.md 1.4."""
 
 from typing import Final
 
@@ -38,8 +37,8 @@ MAX_PACKED_EVENTS: Final[i64] = 256
 PART_BLOCKS: Final[i64] = 512  # blocks of one record, some 0.15 ms to apply
 _MOST_BLOCKS: Final[i64] = 1 << 16  # blocks of an event: MAX_EVENT_BLOCKS
 _MOST_TOKENS: Final[i64] = 1 << 12  # tokens of a block: MAX_BLOCK_TOKENS
-_MOST_KEY: Final[i64] = 63  # characters of an extra key; 64 may be a hash in hex
-_FEW: Final[i64] = 8  # hashes that are compared with each other
+_MOST_KEY: Final[i64] = 63  # characters of an extra key; one of 64 may be a hash in hex
+_FEW: Final[i64] = 8  # up to this many hashes are compared with each other
 _WIDTHS: Final = b"\x04\x08\x01\x02\x04\x08\x01\x02\x04\x08"  # sizes of numbers, from 0xCA to 0xD3
 
 _NIL: Final[i64] = 0xC0
@@ -47,7 +46,7 @@ _STORED: Final = b"\xabBlockStored"
 _REMOVED: Final = b"\xacBlockRemoved"
 _CLEARED: Final = b"\xb0AllBlocksCleared"
 _TYPE: Final = b"\xa4type"
-# The keys of a map that are read; the values of others are skipped.
+# The map keys that are read; values of other keys are skipped.
 _BLOCKS: Final[i64] = 1
 _PARENT: Final[i64] = 2
 _TOKENS: Final[i64] = 4
@@ -59,8 +58,8 @@ _GROUP: Final[i64] = 128
 _KIND: Final[i64] = 256
 _LOCALITY: Final[i64] = 512
 _SALT: Final[i64] = 1024
-_OTHER: Final[i64] = 2048  # supported by the other decoder only, unless nil
-_OF_STORED: Final = _PARENT | _TOKENS | _SIZE | _ADAPTER | _KEYS | _SALT  # in no removal
+_OTHER: Final[i64] = 2048  # only the other decoder supports it, unless it is nil
+_OF_STORED: Final = _PARENT | _TOKENS | _SIZE | _ADAPTER | _KEYS | _SALT  # not allowed in a removal
 _FIELDS: Final = {
     b"block_hashes": 1,
     b"parent_block_hash": 2,
@@ -81,7 +80,7 @@ _FIELDS: Final = {
 
 
 class _Unusual(Exception):
-    """The batch is for the other decoder."""
+    """The batch must be decoded by the other decoder."""
 
 
 def packed_batch(payload: bytes) -> EventBatch | None:
@@ -100,7 +99,7 @@ class _Reader:
         self._data = data
         self._at: i64 = 0
         self._events: list[Event] = []
-        # Consecutive removals that differ only in their blocks become one record.
+        # Consecutive removals that differ only in their blocks form one record.
         self._gone = BytesWriter()
         self._gone_tier: Tier | None = None
         self._gone_group: int | None = None
@@ -181,7 +180,7 @@ class _Reader:
             raise _Unusual
 
     def _fields(self, count: i64, is_stored: bool) -> i64:
-        """The fields of a map, in any order; returns which of them were present."""
+        """Read the fields of a map, in any order; returns which ones were present."""
         seen: i64 = 0
         while count > 0:
             count -= 1
@@ -266,7 +265,7 @@ class _Reader:
             raise _Unusual
         tier, group, kind = tier_of(self._medium), self._group, self._kind
         adapter, salt = self._adapter or None, self._salt
-        # the engine reports it separately, but was given it with the prefix all the same
+        # reported separately, but it was part of the prefix that the engine was given
         if salt is not None:
             salt = salt.removeprefix(ENGINE_SALT_PREFIX)
         salt = salt or self._key_salt or None
@@ -295,13 +294,13 @@ class _Reader:
 
     def _removed(self, fields: i64) -> None:
         self._first = self._at
-        self._step_over()  # only to find the fields after them
+        self._step_over()  # skip to the fields after it
         if fields > 2:
             self._medium = self._text()
         if fields > 3 and not self._passes_nil():
             self._group = self._below(1 << 31)
         if fields > 4:
-            self._here()  # which may also be a kind
+            self._here()  # this may also be a kind
         if fields > 5:
             self._unused()  # ownership
         self._step_over(fields - 6)
@@ -357,7 +356,7 @@ class _Reader:
         return out.getvalue()
 
     def _hashes_into(self, out: BytesWriter) -> None:
-        """A list of hashes, eight bytes each."""
+        """Read a list of hashes, 8 bytes each."""
         count: i64 = self._array()
         if count > _MOST_BLOCKS:
             raise _Unusual
@@ -366,7 +365,7 @@ class _Reader:
             write_i64_le(out, self._hash())
 
     def _hash(self) -> i64:
-        """A number of 64 bits, as signed; the last eight bytes of a digest."""
+        """Read a hash: a 64-bit number, as signed, or the last eight bytes of a digest."""
         data, at = self._data, self._at
         tag: i64 = data[at]
         if tag == 0xCF or tag == 0xD3:
@@ -399,7 +398,7 @@ class _Reader:
         return int.from_bytes(packed.getvalue(), "little")
 
     def _below(self, limit: i64) -> i64:
-        """An unsigned number of at most 32 bits."""
+        """Read an unsigned number below `limit`."""
         tag: i64 = self._byte()
         value: i64 = tag
         if tag == 0xCC:
@@ -417,7 +416,7 @@ class _Reader:
         return value
 
     def _tokens(self) -> bytes:
-        """A list of u32, four bytes each."""
+        """Read a list of u32, 4 bytes each."""
         count: i64 = self._array()
         out = BytesWriter()
         data, at = self._data, self._at
@@ -459,14 +458,14 @@ class _Reader:
         return self._data[start : self._at].decode()
 
     def _here(self) -> None:
-        """A locality that means this worker, or nil."""
+        """Read a locality, which must be LOCAL or nil."""
         word = self._text()
         if word is not None and word.upper() != "LOCAL":
             raise _Unusual
 
     def _plain_keys(self) -> None:
-        """Extra keys that are short texts: an adapter, a salt. Those of the first block may include
-        a salt of ours; other texts name what is hashed elsewhere."""
+        """Read extra keys that are short texts: an adapter, a salt. Those of the first block may
+        include our salt; other texts name things that are hashed elsewhere."""
         count: i64 = self._array()
         is_first = True
         while count > 0:
@@ -486,7 +485,7 @@ class _Reader:
             is_first = False
 
     def _step_over(self, left: i64 = 1) -> None:
-        """Skip this many values of any kind, with all that they contain."""
+        """Skip this many values of any kind, including nested ones."""
         data, size = self._data, i64(len(self._data))
         while left > 0:
             left -= 1
@@ -512,13 +511,13 @@ class _Reader:
             elif tag == 0xDD:
                 self._at += 4
                 left += i64(read_i32_be(data, self._at - 4)) & 0xFFFFFFFF
-            else:  # kinds that no engine sends here: extensions, large maps and very long texts
+            else:  # kinds that engines do not send here: extensions, large maps, very long texts
                 raise _Unusual
             if self._at > size:
                 raise _Unusual
 
     def _unused(self) -> None:
-        """A value without meaning, which texts and lists are not."""
+        """Skip an unused value, which must not be a text or a list."""
         tag: i64 = self._data[self._at]
         is_fixed: bool = tag >= 0x90 and tag < 0xC0
         if is_fixed or (tag >= 0xC4 and tag <= 0xC6) or (tag >= 0xD9 and tag <= 0xDD):

@@ -1,9 +1,8 @@
 """The forms of a prompt in a request, and their normalisation.
 
 Order and texts of the checks follow spec selection.md 1.4: multimodal routing info, then token ids,
-then hashes with `isl_tokens`; the first form present counts, the others are only validated. Knows
-nothing of workers.
-"""
+then hashes with `isl_tokens`; the first form present is used, the others are only validated. Knows
+nothing of workers."""
 
 from typing import Any
 
@@ -28,7 +27,7 @@ def binary_form(body_type: type[Any]) -> type[Any]:
 
 
 def short_form(body_type: type[Any]) -> type[Any]:
-    """Variant of a body for short JSON, which decodes its hash lists directly."""
+    """Variant of a body for short JSON: hash lists are decoded directly."""
     return _with_hash_lists(body_type, "Short", list[int] | None)
 
 
@@ -44,7 +43,7 @@ def _with_hash_lists(body_type: type[Any], prefix: str, hashes: object) -> type[
 def prompt_to_select(
     fields: PromptFields, block_size: int, is_eagle: bool, *, may_be_empty: bool = False
 ) -> Prompt:
-    """The prompt of a route that matches it against the index. It may be without tokens only if
+    """The prompt of a route that matches it against the index. It may be empty only if
     `may_be_empty`. Raises BadRequest with the documented text; msgspec.ValidationError for a wrong
     shape."""
     if fields.token_ids is not None or fields.mm_routing_info is not None:
@@ -59,8 +58,8 @@ def prompt_to_select(
 def prompt_to_book(
     fields: PromptFields, block_size: int, is_eagle: bool, *, is_learned: bool = False
 ) -> Prompt:
-    """The prompt of `/reservations`, which may be empty. Block hashes are read only if bookings are
-    predicted as cached."""
+    """The prompt of `/reservations`, which may be empty. Block hashes are read only if booked
+    prompts are assumed cached."""
     prompt = _from_tokens(fields, block_size, is_eagle)
     if prompt is not None:
         return prompt
@@ -71,7 +70,7 @@ def prompt_to_book(
 
 
 def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
-    """The prompt of the hash form; `with_local`: block hashes are required, and must match."""
+    """The prompt in hash form; `with_local`: block hashes are required and must match."""
     local = b""
     if with_local:
         if is_absent(fields.block_hashes):
@@ -97,7 +96,7 @@ def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
 
 
 def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt | None:
-    """The prompt if it is given as tokens, else None."""
+    """The prompt in token form, or None."""
     info = fields.mm_routing_info
     if info is not None and info.routing_token_ids:
         tokens: list[int] | bytes = info.routing_token_ids

@@ -1,17 +1,15 @@
 """Replica-sync messages: the frames that selectors and slot trackers publish to each other.
 
-Owns the MessagePack layout of slot_tracker.md section 3.2 and the leniency and strictness of its
-section 3.4. Knows nothing of sockets, nor of what an event does. Frames go out with both names of
-the group key, as 1.3 receivers need `tenant_id` and later ones `routing_group`; either is read.
-Ours also say the how-manieth event of their sender they are (decision D24), in a key that the
-reference ignores as it does any unknown one, and so does the heartbeat, whose topic a reference
-drops for not being its own.
+Implements the MessagePack layout of slot_tracker.md section 3.2, and which inputs are accepted by
+its section 3.4. Knows nothing of sockets, nor of the effect of an event. Frames contain both names
+of the group, because 1.3 receivers need `tenant_id` and later ones `routing_group`; either one is
+read. Our events are also numbered (decision D24), in a key that the reference ignores. It ignores
+the heartbeat too, which has another topic.
 
-The order of keys, unknown keys and missing ones that have a default are all one to the typed
-decoder. Maps alone are read, as every sender writes them: the reference also takes positional
-arrays, integers for keys and bytes for text. The frames of sessions are those of selection_16.md
-section 6.1.
-"""
+The typed decoder accepts keys in any order, unknown keys, and missing keys that have a default.
+Only maps are read, since every sender writes maps; the reference also accepts positional arrays,
+integer keys, and bytes for text. The frames of sessions are those of selection_16.md section
+6.1."""
 
 import struct
 from collections.abc import Sequence
@@ -37,17 +35,17 @@ from lean_selector.wire.replica_shapes import (
 )
 
 TOPIC = b"dynamo.slot-tracker.v1"
-HEARTBEAT_TOPIC = TOPIC + b".lean-heartbeat"  # subscribed to by its prefix
+HEARTBEAT_TOPIC = TOPIC + b".lean-heartbeat"  # matches our subscription to the prefix TOPIC
 
 
-# A prompt of a million tokens is 0.6 MB in blocks of 16, and 9 MB in blocks of one: hashes take 9
-# bytes each, everything else a few hundred.
+# A prompt of a million tokens takes 0.6 MB in blocks of 16, and 9 MB in blocks of one: 9 bytes per
+# hash, and a few hundred bytes for the rest.
 MAX_EVENT_BYTES = 10 << 20
 MAX_HASHES = 1 << 20
 MAX_OTHER_BYTES = 1 << 20  # besides the hashes
 
 SESSION_TOPIC = b"dynamo.session-affinity.v1"
-# An id has 256 bytes at most, the names of a model and a group a few more.
+# An id has at most 256 bytes, the names of a model and a group a few more.
 MAX_SESSION_BYTES = 64 << 10
 
 NANOS = 1_000_000_000
@@ -118,11 +116,10 @@ def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
 
 
 def _token_sequence(hashes: bytes) -> msgspec.Raw:
-    """8 bytes LE each as a MessagePack array of integers, each in its shortest form.
+    """8 bytes LE each, as a MessagePack array of integers in their shortest form.
 
-    As Python integers a million take 160 ms. In a long prompt usually none is below 2^32, which the
-    upper halves of all show at once; then all are `cf` and 8 bytes, which takes 15.
-    """
+    Via Python integers a million take 160 ms. In a long prompt usually no hash is below 2^32, which
+    one comparison of all upper halves shows; then each is `cf` and 8 bytes, which takes 15 ms."""
     count = len(hashes) // 8
     if count >= _MANY_HASHES:
         upper = 0
@@ -195,7 +192,7 @@ def payload_of(frames: Sequence[bytes]) -> bytes:
     """The payload of a received message; raises UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
-    if frames[0] != TOPIC:  # a prefix subscription lets longer topics through
+    if frames[0] != TOPIC:  # a prefix subscription also receives longer topics
         raise UndecodableFrames("another topic")
     if len(frames[1]) > MAX_EVENT_BYTES:
         raise TooBig(f"more than {MAX_EVENT_BYTES} bytes")
@@ -215,7 +212,7 @@ def decode_event(payload: bytes) -> ReplicaEvent:
         return _event_of(envelope, _hashes(raw))
     except UndecodableFrames:
         raise
-    except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise UndecodableFrames(f"{type(error).__name__}: {error}") from None
 
 
@@ -266,10 +263,9 @@ def _event_of(envelope: Envelope, hashes: bytes) -> ReplicaEvent:
 def _hashes(raw: msgspec.Raw) -> bytes:
     """8 bytes LE each, from an array of u64, or nil.
 
-    Hashes are nearly always above 2^32, so every element is `cf` and 8 bytes. A header that agrees
-    with the length and a `cf` in each ninth place prove it, and eight strided copies reverse the
-    bytes: 6 us for 815 blocks, where decoding and packing integers takes 23.
-    """
+    Nearly all hashes are above 2^32, so every element is `cf` and 8 bytes. If the header agrees
+    with the length, and each ninth byte is `cf`, eight strided copies reverse the bytes: 6 us for
+    815 blocks, against 23 us via integers."""
     data = bytes(raw)
     if data == _NIL:
         return b""

@@ -92,7 +92,7 @@ class SnapshotLine(msgspec.Struct, gc=False):
     request_id: str
     worker_id: NonNegative
     dp_rank: U32
-    router_id: NonNegative  # id of the replica that admitted it
+    router_id: NonNegative  # the replica that admitted it
     age_s: _Age  # seconds since its last event
     prefill_tokens: NonNegative  # outstanding tokens
     prefill_done: bool
@@ -107,7 +107,7 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """A SnapshotLine, encoded except for its age and the fields that may change."""
+    """A SnapshotLine, encoded except for its age and the fields that can change."""
 
     before: bytes  # the text after the age
     after: bytes
@@ -129,7 +129,7 @@ class SessionLine(msgspec.Struct, gc=False):
     worker_id: NonNegative
     dp_rank: U32 | None
     sequence: NonNegative
-    writer_id: NonNegative  # id of the replica that made the binding
+    writer_id: NonNegative  # the replica that made the binding
     idle_s: _Age  # seconds since the session's last reservation there
 
     def __post_init__(self) -> None:
@@ -147,19 +147,19 @@ class PeerRequest(msgspec.Struct):
 
 
 class PeerUrlRequest(PeerRequest):
-    """POST /register_peer and /deregister_peer, as the slot tracker's source document has them."""
+    """POST /register_peer and /deregister_peer, as in the slot tracker's source document."""
 
     endpoint: str = msgspec.field(name="url")
 
 
 class PeerState(msgspec.Struct, frozen=True):
-    """One peer of GET /replica_sync/peers?detail=true."""
+    """One peer in GET /replica_sync/peers?detail=true."""
 
     endpoint: str
     state: str
     since_s: float  # seconds in this state
-    retries: int  # connection attempts since
-    last_error: str | None  # why there is no connection now
+    retries: int  # connection attempts since then
+    last_error: str | None  # why it is not connected
 
 
 class PublisherState(msgspec.Struct, frozen=True):
@@ -169,7 +169,7 @@ class PublisherState(msgspec.Struct, frozen=True):
     sequence: int  # number of its last known event
     heard_s: float  # seconds since its last message
     missed: int
-    is_behind: bool  # events were missed and not repaired yet
+    is_behind: bool  # missed events are not yet repaired
 
 
 class CurveState(msgspec.Struct, frozen=True):
@@ -177,8 +177,8 @@ class CurveState(msgspec.Struct, frozen=True):
 
     public_key: str  # this replica's
     peer_keys: int  # number of admitted keys
-    refused: int  # handshakes of clients with another key
-    last_refused: str | None  # a public key
+    refused: int  # handshakes refused for an unknown key
+    last_refused: str | None  # the public key
 
 
 class SyncState(msgspec.Struct, frozen=True):
@@ -187,11 +187,11 @@ class SyncState(msgspec.Struct, frozen=True):
     router_id: int
     peers: list[PeerState]
     published: int
-    refused: int  # not published: too many were waiting, or too big
-    queue_overflows: int  # times that a peer's queue started to drop events
+    refused: int  # events not published: too large, or too many waiting
+    queue_overflows: int  # times a peer's queue began to drop events
     sequence: int  # number of the last event published or refused
     received: int
-    missed: int  # published by replicas that number their events, and never received
+    missed: int  # events published by numbering replicas and never received
     publishers: list[PublisherState]  # the replicas that number their events
     applied: dict[str, int]  # by kind of event
     dropped: dict[str, int]  # by reason

@@ -1,9 +1,8 @@
 """A replica's live reservations (GET /replica_sync/snapshot) and bound sessions (GET
 /replica_sync/sessions), one per line.
 
-A text is JSON as a whole, and each item is on a line of its own, so that a reader can split it
-without parsing all of it at once. Ages instead of times: replicas share no clock.
-"""
+Each text is one JSON value with one item per line, so a reader can split it without parsing all of
+it at once. Times are given as ages, because replicas share no clock."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
@@ -41,8 +40,8 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
-    """The text in parts; ages are measured by `clock`, monotonic seconds. `sequence`: the number of
-    events that this replica has published; their effects must be in `listed`."""
+    """The text in parts; ages are measured by `clock`, in monotonic seconds. `sequence`: the number
+    of events that this replica has published; `listed` must include their effects."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:
@@ -52,8 +51,8 @@ def encode_snapshot(
 
 
 def snapshot_head(router_id: int, sequence: int) -> bytes:
-    """The text before the first line; each line starts with a line feed, and is separated by a
-    comma."""
+    """The text before the first line. Each line starts with a line feed; a comma separates
+    lines."""
     return b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
 
 
@@ -82,16 +81,15 @@ def _line(live: LiveBooking, age_s: float) -> bytes:
     )
 
 
-_NO_AGE = b'"age_s":0.0'  # in no string: there quotation marks are escaped
+_NO_AGE = b'"age_s":0.0'  # cannot be part of a string, where quotes are escaped
 
 
 class SnapshotLines:
-    """Lines for successive snapshots, where most of a line is unchanged.
+    """Cached lines for successive snapshots, since most of a line is unchanged.
 
     Call `begin` for each snapshot, then `line` for each reservation. Reservations without a call
-    since are dropped. The cached texts take some 400 bytes for each reservation, and 20 for each
-    block.
-    """
+    since the last `begin` are dropped. The cache takes some 400 bytes per reservation, and 20 per
+    block."""
 
     def __init__(self, router_id: int) -> None:
         self._router_id = router_id
@@ -117,10 +115,10 @@ class SnapshotLines:
 
 
 class SnapshotParts(NamedTuple):
-    """A snapshot whose reservations are still to be read."""
+    """A snapshot whose reservations are not decoded yet."""
 
     router_id: int
-    sequence: int  # number of events its replica had published; 0: not given
+    sequence: int  # number of events that the replica had published; 0: not given
     lines: list[bytes]
 
 
@@ -131,7 +129,7 @@ def split_snapshot(text: bytes) -> SnapshotParts:
 
 
 def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_Head, list[bytes]]:
-    """The head of a text, and its other lines."""
+    """The head of a text, and its item lines."""
     head, *lines = text.rstrip().split(b"\n")
     try:
         about = decode(head + b"]}")
@@ -143,7 +141,8 @@ def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_H
 
 
 def decode_line(line: bytes, clock: float) -> LiveBooking:
-    """One reservation, times in the clock whose current time is `clock`; raises BadSnapshot."""
+    """One reservation, with times in the clock whose current time is `clock`; raises
+    BadSnapshot."""
     try:
         read = _decode_line(line.removesuffix(b","))
         hashes = hashes_from_json("sequence_hashes", read.sequence_hashes)

@@ -1,8 +1,7 @@
-"""Scalars of the wire: integers and their lists, hashes, and the names of a partition.
+"""Scalars on the wire: integers and their lists, hashes, and the names of a partition.
 
-JSON has hashes as signed 64-bit integers; inside, a list of hashes is `bytes`, 8 per block,
-little-endian (the same bit pattern signed or unsigned). They are converted only here.
-"""
+In JSON, hashes are signed 64-bit integers. Internally a list of hashes is `bytes`, 8 per block,
+little-endian (signed and unsigned have the same bits). Only this module converts them."""
 
 import functools
 import math
@@ -35,10 +34,10 @@ def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
 
 # JSON lists of integers, packed by simdjson, or by msgspec without it.
 #
-# Other texts only give None: the caller lets msgspec report the error, so that answers do not
-# depend on what is installed.
+# For other texts the result is None, and the caller lets msgspec report the error, so that errors
+# do not depend on the installed parser.
 
-# A parser keeps some twelve times its longest text in memory: longer texts are cut at commas.
+# A parser keeps some twelve times its longest text in memory, so longer texts are cut at commas.
 KEPT_BYTES: Final = 128 * 1024
 _BLANKS: Final = b" \t\r\n"
 
@@ -51,7 +50,7 @@ def _simdjson_parse() -> Callable[[bytes], Any] | None:
         parse: Callable[[bytes], Any] = import_module("simdjson").Parser().parse
     except ImportError:
         return None
-    return parse if sys.byteorder == "little" else None  # it packs in the machine's order
+    return parse if sys.byteorder == "little" else None  # it packs in the machine's byte order
 
 
 _parse = _simdjson_parse()
@@ -74,14 +73,14 @@ def packed_u32(text: bytes) -> bytes | None:
     return packed_with(_parse, text, "u")
 
 
-@functools.lru_cache(maxsize=8192)  # by length; 8 192 blocks of 16 are 131 072 tokens
+@functools.lru_cache(maxsize=8192)  # by length; 8 192 blocks of 16 tokens are 131 072 tokens
 def packer(count: int, kind: str = "q") -> Callable[..., bytes]:
-    """Packs this many integers of a `struct` format, little-endian."""
+    """A function that packs this many integers of a `struct` format, little-endian."""
     return struct.Struct(f"<{count}{kind}").pack
 
 
 def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
-    """A JSON list of integers, each packed in this `struct` format; None for any other text."""
+    """A JSON list of integers, packed in this `struct` format; None for any other text."""
     try:
         integers = _decode_integers(text)
         return packer(len(integers), kind)(*integers)
@@ -92,16 +91,16 @@ def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
 def packed_with(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """The list as a simdjson parser reads it: signed in 8 bytes each, or unsigned in 4."""
+    """The list, parsed by simdjson: signed in 8 bytes each, or unsigned in 4."""
     if text[:1] != b"[":  # simdjson accepts a leading byte order mark
         text = text.lstrip(_BLANKS)
-    if text[:1] != b"[" or text.rfind(b"[") > 0:  # and flattens nested lists
+    if text[:1] != b"[" or text.rfind(b"[") > 0:  # simdjson flattens nested lists
         return None
     try:
         if len(text) <= KEPT_BYTES:
             return _packed_piece(parse, text, of_type)
         return _packed_pieces(parse, text, of_type)
-    except Exception:  # of many kinds, none of them documented
+    except Exception:  # many undocumented kinds
         return None
 
 
@@ -115,7 +114,7 @@ def _packed_piece(
 def _packed_pieces(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """Parse a long text in pieces: if it is no list of integers, neither is a piece of it."""
+    """Parse a long text in pieces. A text that is no list of integers has a piece that is none."""
     end = text.rfind(b"]")
     if end < 0 or text[end + 1 :].strip(_BLANKS):
         return None
@@ -124,10 +123,10 @@ def _packed_pieces(
     while at <= end:
         comma = text.find(b",", at + KEPT_BYTES, end)
         stop = end if comma < 0 else comma
-        if stop - at > 2 * KEPT_BYTES:  # blanks between two commas, or no integer
+        if stop - at > 2 * KEPT_BYTES:  # only blanks between two commas, or no integer
             return packed_by_msgspec(text, "q" if of_type == "i" else "I")
         piece = _packed_piece(parse, b"[%b]" % text[at:stop], of_type)
-        if not piece:  # nothing before or after a comma, or too large a number
+        if not piece:  # no value before or after a comma, or too large a number
             return None
         packed.append(piece)
         at = stop + 1
@@ -135,7 +134,7 @@ def _packed_pieces(
 
 
 def _halved(wide: bytes) -> bytes | None:
-    """Integers of 8 bytes as 4 bytes each; None if one needs more."""
+    """8-byte integers as 4 bytes each; None if one is out of range."""
     count = len(wide) >> 3
     narrow = bytearray(count << 2)
     for byte in range(4):
@@ -147,8 +146,8 @@ def _halved(wide: bytes) -> bytes | None:
 
 # Integers and hashes ------------------------------------------------------------------------------
 
-_LOOKED_AT_TOGETHER = 4096  # hashes per step, to find the invalid one of a long list
-# msgspec bounds an integer by at most 2**63 - 1: larger ones are checked by `check_u64`.
+_LOOKED_AT_TOGETHER = 4096  # hashes per step, when an invalid one is searched in a long list
+# msgspec bounds integers by at most 2**63 - 1; `check_u64` checks larger ones.
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 
@@ -160,14 +159,14 @@ def check_u64(name: str, value: int) -> None:
 
 
 def check_finite(name: str, value: float) -> None:
-    """Raises BadRequest for an infinity or NaN: JSON has neither, but MessagePack and Python
-    have."""
+    """Raises BadRequest for an infinity or NaN, which MessagePack and Python allow and JSON does
+    not."""
     if not math.isfinite(value):
         raise BadRequest(f"{name}: expected a number, got {value}")
 
 
 def unpack_signed(hashes: bytes) -> tuple[int, ...]:
-    """Hashes of 8 bytes each as the signed integers that JSON carries."""
+    """Hashes of 8 bytes each as the signed integers of JSON."""
     return struct.unpack(f"<{len(hashes) // 8}q", hashes)
 
 
@@ -176,7 +175,7 @@ _decode_hashes = msgspec.json.Decoder(list[int]).decode
 
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
     """A JSON list of signed 64-bit integers, packed. Raises msgspec.ValidationError naming `field`
-    for anything else: then the caller, which has the whole body, distinguishes invalid JSON from a
+    for anything else; the caller, which has the whole body, then distinguishes invalid JSON from a
     wrong shape."""
     read = packed_signed(bytes(raw))
     if read is not None:
@@ -204,7 +203,7 @@ def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
     except struct.error:
         if _first_beyond(hashes, 2**64) >= 0:
             raise _out_of_range(field, hashes, 2**64) from None
-    # A loop in C: a comprehension over 8 MiB of small ones would take a second.
+    # A loop in C, because a comprehension over 8 MiB of small hashes would take a second.
     return struct.pack(f"<{len(hashes)}Q", *map(U64_MAX.__and__, hashes))
 
 
@@ -217,7 +216,7 @@ def _out_of_range(field: str, hashes: Sequence[int], top: int) -> msgspec.Valida
 
 
 def _first_beyond(hashes: Sequence[int], top: int) -> int:
-    """The index of the first that is not in -(2**63) <= hash < top; -1 if there is none."""
+    """The index of the first hash outside of -(2**63) <= hash < top; -1 if there is none."""
     for start in range(0, len(hashes), _LOOKED_AT_TOGETHER):
         some = hashes[start : start + _LOOKED_AT_TOGETHER]
         if min(some) < -(2**63) or max(some) >= top:
@@ -226,7 +225,7 @@ def _first_beyond(hashes: Sequence[int], top: int) -> int:
 
 
 def f32(value: float) -> float:
-    """`value` rounded to single precision; beyond it, an infinity of the same sign."""
+    """`value` rounded to single precision; infinite if out of its range."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
@@ -240,16 +239,16 @@ def f32_shortest(value: float) -> float:
         short = float(f"{value:.{digits}g}")
         if f32(short) == value:
             return short
-    return float(f"{value:.9g}")  # enough digits to distinguish any two of single precision
+    return float(f"{value:.9g}")  # enough digits to distinguish all values of single precision
 
 
 # Lists of hashes in a body ------------------------------------------------------------------------
 
 ABSENT = Raw(b"")
 
-# A hash list in a body: JSON text, a JSON list, a MessagePack array, or its bin: a Raw, list[int],
-# tuple[int, ...], bytes or None. Not a union, since msgspec's types take a Raw for a kind of bytes,
-# which it is not.
+# A hash list in a body: JSON text, a JSON list, a MessagePack array or bin. So it is a Raw,
+# list[int], tuple[int, ...], bytes or None, but typed as `object`: in a union, msgspec's types
+# treat Raw as bytes, which it is not.
 HashList = object
 
 
@@ -276,16 +275,16 @@ def is_absent(hashes: HashList) -> bool:
 
 
 def check_ignored(fields: msgspec.Struct, name: str) -> None:
-    """Check a hash list, even if the prompt came in another form and it is not used."""
+    """Check a hash list that is not used because the prompt came in another form."""
     hashes: HashList = getattr(fields, name)
     if not is_absent(hashes):
         packed(name, hashes)
 
 
-# Sets of workers that requests name ---------------------------------------------------------------
+# Sets of workers in requests ----------------------------------------------------------------------
 
-# Looking up this few costs as much as checking them. Larger sets than workers can have ranks are
-# not cached: those cached take 6 MB at most.
+# Checking fewer costs as much as a look-up. Sets larger than a worker can have ranks are not
+# cached; those cached take 6 MB at most.
 _FEW_WORKERS: Final = 8
 _KEPT_SETS: Final = 16
 _MOST_WORKERS: Final = 65_536
@@ -293,7 +292,7 @@ _MOST_ID_CHARACTERS: Final = 4096  # up to 12 bytes each in a path, which may ha
 
 
 def check_id(name: str, value: str) -> None:
-    """Raises BadRequest for an id that would not fit into a path."""
+    """Raises BadRequest for an id that would not fit into a URL path."""
     if len(value) > _MOST_ID_CHARACTERS:
         raise BadRequest(
             f"{name} must not have more than {_MOST_ID_CHARACTERS} characters, and has {len(value)}"
@@ -317,7 +316,7 @@ def allowed_workers(ids: list[int]) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=_KEPT_SETS)
 def _kept(ids: tuple[int, ...]) -> frozenset[int]:
-    """The cached set, which has computed its hash."""
+    """The cached set, whose hash is computed already."""
     return _checked(ids)
 
 
@@ -331,8 +330,8 @@ def _checked(ids: list[int] | tuple[int, ...]) -> frozenset[int]:
 
 
 class JsonText:
-    """JSON text that is part of an answer, or all of it, sent as it is: it is sent often and
-    changes rarely."""
+    """JSON text that is sent as it is, as an answer or a part of one. For text that is sent often
+    and changes rarely."""
 
     __slots__ = ("text",)
 
@@ -341,7 +340,7 @@ class JsonText:
 
 
 def _as_it_is(part: JsonText) -> Raw:
-    """For the one type in answers that msgspec does not know."""
+    """Encode JsonText, the one type in answers that msgspec does not know."""
     return Raw(part.text)
 
 

@@ -1,8 +1,7 @@
-"""Bodies of the selection service in the 1.6 dialect, where they differ from `selection_bodies`.
+"""Bodies of the selection service in the 1.6 dialect that differ from `selection_bodies`.
 
 The tenant is `routing_group`, and a reservation's id is `selection_id`; `tenant_id` is accepted too
-(D2). Spec: selection_16.md 1 to 5, 8.
-"""
+(D2). Spec: selection_16.md 1 to 5, 8."""
 
 import math
 from typing import Self
@@ -38,7 +37,7 @@ from lean_selector.wire.selection_bodies import (
 
 
 class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
-    """The same fields with wider ranges; the first error is reported."""
+    """The 1.3 fields with wider ranges; the first invalid one is reported."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -94,7 +93,7 @@ class SelectAndReserveRequest16(SelectFields, kw_only=True):
 
 
 class ReservationRequest16(PromptFields, kw_only=True):
-    """POST /reservations. Without `worker_id` the selection of this id is booked."""
+    """POST /reservations. Without `worker_id`, books the selection with this id."""
 
     selection_id: str
     worker_id: NonNegative | None = None
@@ -151,7 +150,7 @@ class KvHint(msgspec.Struct, frozen=True):
 
 class Selection16(msgspec.Struct, frozen=True, gc=False):
     """The answer to /select and /select_and_reserve; the latter always has the first four fields.
-    JSON has the fields in this order."""
+    The JSON keys are in this order."""
 
     selection_id: str | UnsetType
     sequence_hashes: tuple[int, ...] | UnsetType  # as signed integers
@@ -275,7 +274,7 @@ class WorkerRecord16(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDetail16(WorkerRecord16, frozen=True, kw_only=True):
-    """A worker in GET /workers?detail=true: its record, and how it is."""
+    """A worker in GET /workers?detail=true: its record, health and event sources."""
 
     health: WorkerHealthDetail
     kv_sources: list[SourceCondition]  # by rank; empty without a subscription

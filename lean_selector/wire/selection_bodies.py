@@ -1,8 +1,7 @@
-"""Bodies of the selection service in the 1.3 dialect, and answers that are no records of the core.
+"""Bodies of the selection service in the 1.3 dialect, and answers that are not records of the core.
 
-Unknown fields are ignored, `null` counts as absent for optional ones. The forms of a prompt, and
-which one counts, are in spec selection.md 1.4; the bodies are in 1.3.
-"""
+Unknown fields are ignored; `null` counts as absent for optional fields. Spec selection.md: 1.3 has
+the bodies, 1.4 the forms of a prompt and which one is used."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -39,9 +38,9 @@ from lean_selector.wire.scalars import (
 
 if TYPE_CHECKING:
     _HashListField = HashList
-    _Tokens = list[int] | bytes  # bytes: tokens of a long JSON body, 4 each
+    _Tokens = list[int] | bytes  # bytes: tokens of a long JSON body, 4 bytes each
 else:
-    _HashListField = Raw  # from a long JSON body; other forms have types of their own
+    _HashListField = Raw  # as in a long JSON body; other forms have their own types
     _Tokens = list[U32]
 
 
@@ -82,7 +81,7 @@ class MmRoutingInfo(msgspec.Struct, frozen=True):
 
 
 class PromptFields(Scoped, kw_only=True):
-    """The prompt part that the bodies of five routes share. `null` is the same as absent."""
+    """The fields for a prompt, which the bodies of five routes share. `null` counts as absent."""
 
     token_ids: _Tokens | None = None
     mm_routing_info: MmRoutingInfo | None = None
@@ -95,8 +94,8 @@ class PromptFields(Scoped, kw_only=True):
     is_eagle: bool | None = None
 
     def check_shape(self) -> None:
-        """Raises msgspec.ValidationError for what decoding does not check, because successful
-        requests check it later anyway: the hash lists, and integers beyond 2**64 - 1."""
+        """Raises msgspec.ValidationError for what decoding does not check: hash lists, and integers
+        beyond 2**64 - 1. A successful request checks them later anyway."""
         check_ignored(self, "block_hashes")
         check_ignored(self, "sequence_hashes")
         if self.isl_tokens is not None:
@@ -107,7 +106,7 @@ class PromptFields(Scoped, kw_only=True):
 
 
 class SourceCondition(msgspec.Struct, frozen=True):
-    """One rank's source of KV events; the fields are those of `GET /kv_sources`."""
+    """One rank's source of KV events, with fields of `GET /kv_sources`."""
 
     dp_rank: int
     state: str
@@ -129,13 +128,15 @@ class SourceStatus(msgspec.Struct, frozen=True):
     problem: str | None  # description of the fault, on one line
     connection: str  # resolving, connecting, connected, retrying
     last_seq: int | None  # number of the last live batch
-    lag_batches: int  # batches known of and not fully applied
+    lag_batches: int  # batches known to exist and not fully applied
     lost_batches: int  # batches that no replay had, since the index last matched the engine
     gaps: int
     replayed_batches: int
     restarts: int
-    backlog_bytes: int  # received and not applied, replays included
-    dropped_batches: int  # received and dropped, because too much waited; a replay may bring them
+    backlog_bytes: int  # received and not yet applied, replays included
+    dropped_batches: (
+        int  # received and dropped because too many waited; a replay may bring them back
+    )
     messages: int
     skipped: dict[str, int]  # "event_type:reason", and "message:reason" without a batch
     last_message_age_s: float | None
@@ -147,7 +148,7 @@ class KvSource(SourceStatus, frozen=True, kw_only=True):
 
     model_name: str
     tenant_id: str
-    index_accuracy: float | None = None  # over recent prompts of its rank; None: no comparison
+    index_accuracy: float | None = None  # over recent prompts of the rank; None: no comparison yet
 
 
 # Outcomes and health of workers -------------------------------------------------------------------
@@ -162,7 +163,7 @@ class WorkerReport(msgspec.Struct, kw_only=True):
     outcome: Outcome
     dp_rank: U32 | None = None
     ttft_ms: Annotated[float, Meta(ge=0.0, le=86_400_000.0)] | None = None
-    cached_tokens: TokenCount | None = None  # prompt tokens cached, as the engine counted them
+    cached_tokens: TokenCount | None = None  # prompt tokens that the engine counted as cached
 
 
 class Ending(msgspec.Struct, kw_only=True):
@@ -177,16 +178,16 @@ class RankHealthRow(msgspec.Struct, frozen=True):
 
     dp_rank: int
     state: str  # in_service, probation or ejected
-    reason: str | None  # why it was ejected, if it was
-    since_s: float | None  # seconds ejected or on probation
-    returns_in_s: float | None  # None: after a successful poll, or not ejected
+    reason: str | None  # reason of its last ejection
+    since_s: float | None  # seconds it has been ejected or on probation
+    returns_in_s: float | None  # None: not ejected, or until a poll succeeds
     failures: int  # consecutive
     failed_polls: int  # consecutive
-    ejections: int  # recent ejections, which lengthen the next one
+    ejections: int  # recent ejections, which prolong the next one
 
 
 class WorkerHealthDetail(msgspec.Struct, frozen=True):
-    """`state` is that of the worst rank; `ranks` are those with failures or ejections."""
+    """`state` is that of the worst rank; `ranks` has those with failures or ejections."""
 
     state: str
     ranks: list[RankHealthRow]
@@ -209,13 +210,13 @@ class EjectedWorker(msgspec.Struct, frozen=True):
 
 # Requests -----------------------------------------------------------------------------------------
 
-# The key of a map by rank: digits as in a JSON number, without sign and leading zero.
+# A key of a map by rank: decimal digits without sign and leading zeros.
 RankText = Annotated[str, Meta(pattern=r"^(0|[1-9][0-9]{0,9})\Z")]
 Enforcement = Literal["required", "preferred"]
 
 
 class WorkerFields(msgspec.Struct, kw_only=True):
-    """What registration and PATCH have in common."""
+    """The fields that registration and PATCH share."""
 
     endpoint: str | None = None
     kv_events_endpoint: str | None = None
@@ -245,7 +246,7 @@ class WorkerFields(msgspec.Struct, kw_only=True):
             self.kv_transfer_preferred_weight = f32_shortest(weight)
 
     def by_rank(self, name: str) -> dict[int, str]:
-        """A field that maps ranks to something; raises msgspec.ValidationError beyond u32."""
+        """The value of a field that is a map by rank; raises msgspec.ValidationError beyond u32."""
         ranked = {int(dp_rank): value for dp_rank, value in getattr(self, name).items()}
         if ranked and max(ranked) > 2**32 - 1:
             raise msgspec.ValidationError(f"Expected `int` <= {2**32 - 1} - at key in `$.{name}`")
@@ -295,8 +296,8 @@ class WorkerRequest(Registration, kw_only=True):
 
 
 class Change(WorkerFields, kw_only=True):
-    """The fields of PATCH /workers/{worker_id} in every dialect: present and not null
-    overwrites."""
+    """The fields of PATCH /workers/{worker_id} in every dialect; a present one that is not null
+    overwrites the old value."""
 
     lifecycle: str | None = None
     kv_events_endpoints: dict[RankText, str] | None = None
@@ -329,13 +330,13 @@ class RoutingConstraints(msgspec.Struct):
     preferred_taints: dict[str, float] = {}  # single precision
 
     def required(self) -> frozenset[str]:
-        """The required taints. Raises BadRequest for more than a worker can have."""
+        """The required taints. Raises BadRequest for more taints than a worker can have."""
         check_count("routing_constraints.required_taints", len(self.required_taints), MAX_RANKS)
         return frozenset(self.required_taints)
 
     def weights(self) -> dict[str, float]:
-        """The weights of the preferred taints, rounded to single precision. Raises BadRequest
-        naming one that is not finite, or for too many."""
+        """The weights of the preferred taints, rounded to single precision. Raises BadRequest for
+        too many, or naming one that is not finite."""
         check_count("routing_constraints.preferred_taints", len(self.preferred_taints), MAX_RANKS)
         for name, weight in self.preferred_taints.items():
             check_finite(f"routing_constraints.preferred_taints.{name}", weight)
@@ -356,7 +357,7 @@ class Pinned(msgspec.Struct):
 
 
 class SelectionSessionContext(msgspec.Struct):
-    """The session in the form that agents send; only its id has an effect."""
+    """The session in the form sent by agents; only its id has an effect."""
 
     session_id: str
     parent_session_id: str | None = None
@@ -379,7 +380,7 @@ class WorkerAffinityTarget(msgspec.Struct):
 
 
 class SelectFields(PromptFields, kw_only=True):
-    """What POST /select and /select_and_reserve have in common."""
+    """The fields that POST /select and /select_and_reserve share."""
 
     selection_id: str | None = None
     explain: bool | None = None  # the figures behind the choice, in the answer
@@ -399,7 +400,7 @@ class SelectFields(PromptFields, kw_only=True):
         self.allowed()
 
     def session(self) -> str | None:
-        """The id of its session, from the field that takes precedence."""
+        """The session's id, from the field that takes precedence."""
         context = self.session_context
         return self.session_id if context is None else context.session_id
 
@@ -409,7 +410,7 @@ class SelectFields(PromptFields, kw_only=True):
 
 
 class SelectRequest(SelectFields, kw_only=True):
-    """POST /select. An advisory one is never queued, and its answer has the rank's load."""
+    """POST /select. An advisory one is never queued, and its answer includes the rank's load."""
 
     advisory: bool = False
 
@@ -421,8 +422,8 @@ class SelectAndReserveRequest(SelectFields, kw_only=True):
 
 
 class ReservationRequest(PromptFields, kw_only=True):
-    """POST /reservations: a worker that the caller chose, or the selection of `selection_id`, which
-    is then also the default of the reservation's id."""
+    """POST /reservations: books a worker chosen by the client, or the selection `selection_id`,
+    which is then also the default for the reservation's id."""
 
     reservation_id: str | UnsetType = UNSET
     selection_id: str | None = None
@@ -473,9 +474,9 @@ class Readiness(msgspec.Struct, frozen=True):
 
     ready: bool
     schedulable_workers: int
-    # A list of WorkerRecord; absent for clients without a token if tokens are enabled.
+    # A list of WorkerRecord; absent if tokens are enabled and the client has none.
     workers: JsonText | UnsetType = UNSET
-    recovering: bool | UnsetType = UNSET  # only while start-up recovery is under way
+    recovering: bool | UnsetType = UNSET  # only during start-up recovery
     ejected: list[EjectedWorker] | UnsetType = UNSET  # only if there are any
     state_fault: str | UnsetType = UNSET  # only while the state directory cannot be written
 
@@ -484,7 +485,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class BodyIds(msgspec.Struct):
-    """Ids that a request or answer may contain, for the access log."""
+    """Ids in a request or answer, for the access log."""
 
     request_id: str | UnsetType | None = UNSET
     selection_id: str | UnsetType | None = UNSET
@@ -492,7 +493,7 @@ class BodyIds(msgspec.Struct):
 
 
 class OpenAiError(msgspec.Struct, frozen=True):
-    """`param` is always null: the message names the field."""
+    """An error in OpenAI's format. `param` is always null: the message names the field."""
 
     message: str
     type: str
@@ -501,7 +502,7 @@ class OpenAiError(msgspec.Struct, frozen=True):
 
 
 class OpenAiErrorBody(msgspec.Struct, frozen=True):
-    """An error in OpenAI's format, which gateways may pass to their clients."""
+    """An error that gateways may pass on to clients of OpenAI's API."""
 
     error: OpenAiError
 
@@ -516,7 +517,8 @@ class OpenAiErrorBody(msgspec.Struct, frozen=True):
         return msgspec.json.encode(cls(OpenAiError(message, kind, None, code)))
 
 
-# -- busy thresholds, and the answer to a request that is shed -------------------------------------
+# -- busy thresholds, and the answer to a shed request
+# ----------------------------------------------
 
 
 class ThresholdRequest(msgspec.Struct, kw_only=True):
@@ -545,7 +547,7 @@ class ThresholdRequest(msgspec.Struct, kw_only=True):
 
 
 class ThresholdRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The thresholds in force for a model; null is off."""
+    """The thresholds in force for a model; null: disabled."""
 
     model: str
     tenant_id: str | UnsetType
@@ -573,7 +575,7 @@ class Thresholds(msgspec.Struct, frozen=True):
 
 
 class OverloadBody(msgspec.Struct, frozen=True):
-    """The answer to a request that is shed; `error` is what every other error has."""
+    """The answer to a shed request; `error` is as in every other error."""
 
     error: str
     message: str

@@ -1,8 +1,7 @@
 """Request bodies of the slot tracker, as typed structs (spec slot_tracker.md 1.2 and 1.3).
 
-Unlike the selector's, no field may be null; a field with a default may be left out. Unknown fields
-are ignored. Fields are in the order in which missing ones are reported.
-"""
+Unlike in the selector's bodies, no field may be null; a field with a default may be left out.
+Unknown fields are ignored. Missing fields are reported in the order of the declarations."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,7 +11,7 @@ from lean_selector.wire.scalars import U32, NonNegative, check_u64, group_of, ha
 
 
 class ScopedBody(msgspec.Struct, kw_only=True):
-    """The fields of every body: its tracker, with the tenant under either of its names (D2)."""
+    """The fields of every body: the scope, with the tenant under either of its names (D2)."""
 
     model_name: str
     tenant_id: str | UnsetType = UNSET
