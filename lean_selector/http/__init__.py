@@ -1,1 +1,1 @@
-"""HTTP/1.1: the server's side of a connection on httptools, and the client. Knows no selector."""
+"""HTTP/1.1: server connections on httptools, and the client. Knows nothing of selection."""

@@ -4,8 +4,8 @@ A pattern is `SCHEME://HOST:PORT`, or a path for `ipc` and `inproc` (docs/guide/
 describes it for users). The host of an endpoint is an address or a name. An address, in any
 spelling, is checked against the networks among the patterns. A name is checked against the name
 patterns; if none matches, the addresses that it resolves to are checked at connect time, and the
-connection goes to a checked address. What cannot be parsed for certain matches nothing.
-"""
+connection is made to a checked address. An endpoint that cannot be parsed unambiguously matches
+nothing."""
 
 import ipaddress
 import re
@@ -20,7 +20,7 @@ _PLAIN: Final = re.compile(r"[!-~]+")
 
 
 class Url:
-    """A parsed URL. Raises ValueError, saying what is wrong with it."""
+    """A parsed URL. Raises ValueError with the reason."""
 
     __slots__ = ("authority", "host", "is_secure", "port", "target")
 
@@ -48,7 +48,7 @@ class Url:
 
     @property
     def origin(self) -> str:
-        """`http://host:port`: equal for every spelling of one endpoint."""
+        """`http://host:port`, the same for every spelling of an endpoint."""
         return f"{'https' if self.is_secure else 'http'}://{self.authority}"
 
 
@@ -58,8 +58,8 @@ def endpoint_url(endpoint: str) -> Url:
 
 
 def base_without_version(endpoint: str) -> str:
-    """The base URL for `/v1/...`, from an endpoint that may lack a scheme, and may end in /v1 like
-    the base URLs of OpenAI's clients."""
+    """The base URL for `/v1/...`, from an endpoint that may lack a scheme, and may end in /v1 as
+    base URLs of OpenAI's clients do."""
     if not endpoint:
         return ""
     scheme, separator, rest = _with_scheme(endpoint).rstrip("/").rpartition("://")
@@ -69,15 +69,15 @@ def base_without_version(endpoint: str) -> str:
 def url_at(endpoint: str | None, path: str) -> str | None:
     """The URL of a path on the worker with this endpoint; None if it is not HTTP.
 
-    An endpoint may have a scheme or not, and /v1 or not; the path starts at the root of its host.
-    """
+    The scheme and a trailing /v1 of the endpoint are optional; the path starts at the root of its
+    host."""
     if not endpoint:
         return None
     try:
         url = urlsplit(_with_scheme(endpoint))
         if url.scheme not in ("http", "https") or not url.hostname:
             return None
-        _ = url.port  # raises for an invalid one
+        _ = url.port  # raises for an invalid port
     except ValueError:
         return None
     return f"{url.scheme}://{url.netloc}{path}"
@@ -90,7 +90,7 @@ def _with_scheme(endpoint: str) -> str:
 # -- patterns -------------------------------------------------------------------------------------
 
 FLAG: Final = "--allow-endpoint"
-_LOCAL: Final = ("ipc", "inproc")  # a path or a name, without a host
+_LOCAL: Final = ("ipc", "inproc")  # these have a path or a name, and no host
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _GLOB: Final = re.compile(r"[a-z0-9_*-]+(\.[a-z0-9_*-]+)*")
@@ -100,12 +100,12 @@ _PORT_MAX: Final = 0xFFFF
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
-# Family and socket address, as resolvers give them: (ip, port, ...).
+# Family and socket address, as resolvers return them: (ip, port, ...).
 A = TypeVar("A", bound=tuple[int, tuple[Any, ...] | bytes])
 
 
 class _Pattern:
-    """One pattern. Raises ValueError, saying what is wrong with it."""
+    """One pattern. Raises ValueError with the reason."""
 
     def __init__(self, text: str) -> None:
         self.text: Final = text
@@ -117,7 +117,7 @@ class _Pattern:
             raise ValueError(f"`{text}` has no valid scheme")
         self.is_local: Final = self.scheme in _LOCAL
         self.network: Network | None = None
-        self.name: re.Pattern[str] | None = None  # None without a network: any host, or any path
+        self.name: re.Pattern[str] | None = None  # None without a network: any host or path
         self.ports = range(_PORT_MAX + 1)
         if self.is_local:
             self.name = None if rest == "*" else _glob(rest, "[^/]*")
@@ -165,13 +165,13 @@ class _Pattern:
 
 
 class _Target:
-    """A parsed endpoint. Raises ValueError for a certainly invalid one."""
+    """A parsed endpoint. Raises ValueError if it is certainly invalid."""
 
     __slots__ = ("address", "name", "port", "scheme")
 
     def __init__(self, endpoint: str) -> None:
         scheme, separator, rest = endpoint.partition("://")
-        if not separator:  # a worker's endpoint, for HTTP
+        if not separator:  # an HTTP endpoint of a worker
             scheme, rest = "http", endpoint
         self.scheme: Final = scheme.lower()
         self.port = 0
@@ -201,11 +201,11 @@ class AllowedEndpoints:
     """The patterns in force. An empty list allows nothing."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        """Raises ValueError, naming the pattern and what is wrong with it."""
+        """Raises ValueError that names the pattern and the reason."""
         self._patterns: Final = [_Pattern(text) for text in patterns]
 
     def refusal(self, endpoint: str) -> str | None:
-        """Why an endpoint is refused, in one line; None if it is allowed, or if that depends on the
+        """Why an endpoint is refused, on one line. None if it is allowed, or if that depends on the
         addresses of its name."""
         try:
             target, patterns = self._judged(endpoint)
@@ -226,8 +226,8 @@ class AllowedEndpoints:
             raise PermissionError(reason)
 
     def among(self, endpoint: str, addresses: Sequence[A]) -> list[A]:
-        """The addresses that may be connected to, of those that `endpoint` resolves to; never
-        empty. Raises PermissionError."""
+        """The allowed ones of the addresses that `endpoint` resolves to, at least one. Raises
+        PermissionError."""
         self.check(endpoint)
         target, patterns = self._judged(endpoint)
         if target.address is None and any(each.has_name(target.name) for each in patterns):
@@ -266,7 +266,7 @@ def _ports(text: str, port: str) -> range:
 
 
 def _address(host: str) -> IpAddress | None:
-    """The address that `host` is, in any spelling that the system accepts; None for a name."""
+    """The address that `host` spells, in any form that the system accepts; None for a name."""
     text = host[1:-1] if host.startswith("[") else host
     try:
         found: IpAddress = ipaddress.ip_address(text)

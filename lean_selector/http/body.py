@@ -1,38 +1,37 @@
 """The two framings of a request body: by content length, and chunked.
 
-Finds where a body ends and how much of it is kept: one over the limit is read to its end but
-dropped. Follows RFC 9112 sections 6.2 and 7.1, strictly: anything outside the grammar is an error,
-since a proxy in front may read it differently. Both classes have the same five public names. No
-I/O.
-"""
+Finds the end of a body, and stores it unless it exceeds the limit: then it is read to its end and
+dropped. Follows RFC 9112 sections 6.2 and 7.1 strictly: anything outside of the grammar is an
+error, because a proxy in front may interpret it differently. Both classes have the same five public
+names. No I/O."""
 
 import re
 from typing import Final
 
 from lean_selector.http.head import HttpError, Limits
 
-# 15 digits cannot overflow anything; no real chunk needs 8.
+# 15 digits cannot overflow; no real chunk needs more than 8.
 _CHUNK_SIZE: Final = re.compile(rb"([0-9A-Fa-f]{1,15})([ \t]*+(?:;[\t\x20-\x7e\x80-\xff]*+)?+)")
 # The start of nearly every chunk.
 _PLAIN_CHUNK: Final = re.compile(rb"([0-9A-Fa-f]{1,7})\r\n")
 _TRAILER: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+")
 
 _MAX_LINE_BYTES = 4096
-# All chunk extensions of one body together; they are not used in practice. The bound is node's,
-# after CVE-2024-22019.
+# For all chunk extensions of a body together; they are not used in practice. Node has the same
+# bound since CVE-2024-22019.
 _MAX_EXTENSION_BYTES = 16 * 1024
 
-# Chunks or lines parsed at once: those of one byte cost a microsecond or more each, and a read of
-# 256 KiB can contain 43 690 of them.
+# Chunks or lines parsed in one call: one of one byte costs a microsecond or more, and 256 KiB can
+# contain 43 690 of them.
 _MOST_CHUNKS = 512
 
 _SIZE, _DATA, _DATA_END, _TRAILERS = range(4)
 
 
 class _Kept:
-    """The stored part of a body: the first piece by reference, a bytearray from the second on.
-    Growing bytes is quadratic: 1 MiB in 64 KiB pieces costs 9.7 ms that way and 0.75 ms this
-    way."""
+    """The stored part of a body: the first piece by reference, all pieces in a bytearray from the
+    second on. Appending to bytes is quadratic: 1 MiB in 64 KiB pieces takes 9.7 ms that way, and
+    0.75 ms this way."""
 
     __slots__ = ("_max_bytes", "content", "error", "is_done", "is_too_large", "wire_bytes")
 
@@ -74,7 +73,7 @@ class SizedBody(_Kept):
     def feed(self, data: bytes, at: int) -> int:
         """Consume the body's bytes from data[at:]; returns where the rest begins."""
         stop = min(len(data), at + self._left)
-        # A whole piece is used as it is, not copied; a compiled slice would be a copy.
+        # A whole piece is used without a copy; a compiled slice would copy.
         self._keep(data if stop - at == len(data) else data[at:stop])
         self._left -= stop - at
         self.wire_bytes += stop - at
@@ -83,7 +82,7 @@ class SizedBody(_Kept):
 
 
 class ChunkedBody(_Kept):
-    """A chunked body. Trailers are read and dropped; they have the size limit of a header
+    """A chunked body. Trailers are read and dropped; their size limit is that of a header
     section."""
 
     __slots__ = (
@@ -106,7 +105,7 @@ class ChunkedBody(_Kept):
 
     def feed(self, data: bytes, at: int) -> int:
         """Consume the body's bytes from data[at:]; returns where the rest begins. Stops where
-        `error` is set, and after _MOST_CHUNKS: the rest is for another call."""
+        `error` is set, and after _MOST_CHUNKS: then call it again with the rest."""
         begin, steps = at, 0
         while at < len(data) and not self.is_done and self.error is None and steps < _MOST_CHUNKS:
             steps += 1
@@ -138,7 +137,7 @@ class ChunkedBody(_Kept):
 
     def _take_whole(self, data: bytes, at: int) -> tuple[int, int]:
         """Consume complete chunks without extensions; returns where the next one begins, and their
-        number. For chunks of a byte this takes a fifth of `feed`'s time."""
+        number. For one-byte chunks this takes a fifth of the time of `feed`."""
         pieces: list[bytes] = []
         begins = _PLAIN_CHUNK.match
         while len(pieces) < _MOST_CHUNKS:

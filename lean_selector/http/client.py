@@ -1,9 +1,8 @@
-"""The client half of HTTP/1.1: requests on a connection, their answers, and keep-alive connections.
+"""The client side of HTTP/1.1: requests, answers, and keep-alive connections.
 
-A connection has one request at a time. It finds where the answer's body ends (RFC 9112 section
+A connection has one request at a time. It finds the end of the answer's body (RFC 9112 section
 6.3), and passes each piece on as it arrives; only an incomplete head is buffered. There is no
-coroutine, task or timer: the loop calls the connection, and `Upstream.sweep` is the clock.
-"""
+coroutine, task or timer: the loop calls the connection, and `Upstream.sweep` is the clock."""
 
 import asyncio
 import re
@@ -16,11 +15,11 @@ from lean_selector.http.body import _SIZE, ChunkedBody
 from lean_selector.http.head import HttpError, Limits
 
 MOST_HEAD_BYTES: Final = 64 * 1024
-# Less than the five seconds after which uvicorn, under vLLM and SGLang, closes an idle connection:
-# a request sent at that moment has to be sent again.
+# Less than the five seconds after which uvicorn (in vLLM and SGLang) closes an idle connection,
+# because a request sent at that moment must be repeated.
 IDLE_S: Final = 3.5
 _MOST_IDLE: Final = 256  # connections to one upstream
-# Below this size a request is sent as one piece: joining costs less than a second segment.
+# A request below this size is sent as one piece: joining costs less than a second segment.
 _JOINED_BYTES: Final = 64 * 1024
 _WITHOUT_BODY: Final = (204, 304)
 _MOST_INTERIM: Final = 16  # interim answers before the final one
@@ -31,7 +30,7 @@ _UNBOUNDED: Final = Limits(max_body_bytes=1 << 62, max_discard_bytes=1 << 62)
 
 
 class MalformedAnswer(Exception):
-    """The bytes are no usable answer; the message says why."""
+    """The bytes are not a usable answer; the message has the reason."""
 
 
 # -- the end of a body ----------------------------------------------------------------------------
@@ -48,8 +47,8 @@ class SizedRelay:
         self.error: HttpError | None = None
 
     def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """Where in `data` the body ends, or its length. Body bytes without framing are appended to
-        `payload`, if given."""
+        """The end of the body in `data`, or the length of `data`. Body bytes without framing are
+        appended to `payload`, if given."""
         stop = min(len(data), self.left)
         self.left -= stop
         self.is_done = self.left == 0
@@ -74,7 +73,7 @@ class UnboundedRelay:
 
 
 class ChunkedRelay(ChunkedBody):
-    """A chunked body. A complete chunk, such as a token of a stream, takes one look."""
+    """A chunked body. A complete chunk, such as one token of a stream, is parsed by one match."""
 
     __slots__ = ("_payload",)
 
@@ -113,7 +112,7 @@ BodyRelay = SizedRelay | ChunkedRelay | UnboundedRelay
 
 
 class AnswerHead:
-    """`lines` are the header lines as received, each preceded by its CRLF."""
+    """The head of an answer. `lines` are the header lines as received, each after its CRLF."""
 
     __slots__ = ("is_chunked", "keeps", "lines", "relay", "start", "status")
 
@@ -153,7 +152,8 @@ class _Collector:
 
 
 class _Judged:
-    """The parsed head of an answer, independent of its request. Servers repeat theirs."""
+    """The parsed head of an answer, independent of its request. Cached, since servers repeat
+    theirs."""
 
     __slots__ = ("fault", "is_chunked", "keeps", "length", "lines", "start", "status")
 
@@ -164,18 +164,18 @@ class _Judged:
         self.lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
         self.keeps = keeps
         self.is_chunked = False
-        self.length = -1  # if none is given
-        self.fault = ""  # why the end of its body cannot be determined
+        self.length = -1  # -1: not given
+        self.fault = ""  # why the end of the body cannot be determined
 
 
-_judged: Final[dict[bytes, _Judged]] = {}  # by their bytes
+_judged: Final[dict[bytes, _Judged]] = {}  # by the bytes of the head
 _MOST_JUDGED: Final = 256
 _MOST_JUDGED_BYTES: Final = 2048
 
 
 def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
     """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`; None for an interim answer, which another one
-    follows. `answers_head`: for a HEAD request, so that no body follows. Raises MalformedAnswer."""
+    follows. `answers_head`: the request was HEAD, so no body follows. Raises MalformedAnswer."""
     known = _judged.get(text)
     if known is None:
         known = _judge(text)
@@ -237,15 +237,14 @@ def _judge(text: bytes) -> _Judged:
 
 
 class Receiver(Protocol):
-    """The consumer of an answer. After `on_end` or `on_lost` it is not called any more."""
+    """The consumer of an answer. No call follows `on_end` or `on_lost`."""
 
     def on_head(self, head: AnswerHead) -> bool:
-        """The answer begins. Returns whether pieces of its body are wanted without their
-        framing."""
+        """The answer begins. Returns whether to pass its body without framing."""
         ...
 
     def on_body(self, data: bytes, is_last: bool) -> None:
-        """A piece of the body, never empty. `is_last`: the answer is complete with it; `on_end`
+        """A piece of the body, never empty. `is_last`: the answer ends with it, and `on_end`
         follows at once."""
         ...
 
@@ -255,12 +254,12 @@ class Receiver(Protocol):
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
         """The answer will not be completed. `is_stale`: a reused connection ended before the first
-        byte of this answer, as one that the other side has just closed."""
+        byte of this answer, as if the other side had just closed it."""
         ...
 
 
 class ClientConnection(asyncio.Protocol):
-    """Idle, or with one request."""
+    """A connection that is idle or has one request."""
 
     __slots__ = (
         "_answers_head",
@@ -282,14 +281,14 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, upstream: "Upstream") -> None:
         self.upstream = upstream
         self.requests = 0
-        # time of the last use, request or release; monotonic seconds of the last sweep
+        # Time of the last activity, send or release: monotonic seconds of the last sweep.
         self.heard_at = upstream.now
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
         self._answers_head = False
         self._head = bytearray()
-        self._interim = 0  # interim answers before this one
-        self._is_long = False  # the request's body is
+        self._interim = 0  # interim answers received for this request
+        self._is_long = False  # whether the request's body is long
         self._relay: BodyRelay | None = None
         self._unframes = False
         self._keeps = False
@@ -302,24 +301,23 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _is_sent(self) -> bool:
-        """All of the request is written."""
+        """Whether the whole request is written."""
         return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
     @property
     def is_free(self) -> bool:
-        """Whether the connection is idle."""
         return self._receiver is None
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for the upstream: not idle, and not paused because the client does not
+        """Whether it waits for the upstream: it is not idle, nor paused because the client does not
         read."""
         return self._receiver is not None and not self._is_paused
 
     def send(
         self, head: bytes, body: bytes | bytearray, receiver: Receiver, answers_head: bool = False
     ) -> None:
-        """Send a request; `receiver` is called after this returns, not before."""
+        """Send a request; `receiver` is not called before this returns."""
         transport = self._transport
         assert transport is not None
         assert self._receiver is None, "one request at a time"
@@ -351,14 +349,14 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def drop(self) -> None:
-        """Abort the connection: the answer is not wanted, and the upstream should notice."""
+        """Abort the connection because the answer is not wanted; this also stops the upstream."""
         self._receiver = None
         self.upstream.closed(self)
         if self._transport is not None:
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
-        """Abort the connection, and tell the receiver why."""
+        """Abort the connection and give the receiver the reason."""
         receiver = self._receiver
         self.drop()
         if receiver is not None:
@@ -367,7 +365,9 @@ class ClientConnection(asyncio.Protocol):
     # -- called by the loop --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport does not inherit from it
         self.upstream.open.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -383,7 +383,7 @@ class ClientConnection(asyncio.Protocol):
                 return
             data, relay = rest, self._relay
             if self._receiver is not receiver or relay is None:
-                return  # the receiver gave it up
+                return  # the receiver dropped the connection
         if self._unframes:
             payload: list[bytes] = []
             stop = relay.relay(data, payload)
@@ -402,7 +402,7 @@ class ClientConnection(asyncio.Protocol):
             self._end(receiver, stop == len(data))
 
     def eof_received(self) -> None:
-        self._ended(None)  # then the transport closes
+        self._ended(None)  # the loop then closes the transport
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -423,7 +423,7 @@ class ClientConnection(asyncio.Protocol):
         receiver.on_lost(f"{what} {when}", self.requests > 1 and not self._has_answer)
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """Handle a complete head, and the bytes after it."""
+        """Handle a complete head and the bytes after it."""
         receiver = self._receiver
         assert receiver is not None
         while True:
@@ -459,8 +459,8 @@ class ClientConnection(asyncio.Protocol):
             if self._interim > _MOST_INTERIM:
                 self.fail(f"more than {_MOST_INTERIM} interim answers came")
                 return None
-        # An upstream that refuses a long body may not read it, and unread data fills the kernel's
-        # buffers.
+        # An upstream that refuses a long body may not read it; the unread data then fills the
+        # kernel's buffers.
         self._relay = head.relay
         self._keeps = head.keeps and not (self._is_long and head.status >= 400)
         self._unframes = receiver.on_head(head)
@@ -469,8 +469,8 @@ class ClientConnection(asyncio.Protocol):
         return data
 
     def _end(self, receiver: Receiver, is_clean: bool) -> None:
-        """The answer is complete. The connection is kept for reuse if possible: not if the other
-        side answered before it read the whole request."""
+        """Complete the answer. Keep the connection for reuse if possible: not if the upstream
+        answered before it had read the whole request."""
         self._receiver = self._relay = None
         self.resume()
         if self._keeps and is_clean and self._is_sent and self.is_open:
@@ -481,7 +481,8 @@ class ClientConnection(asyncio.Protocol):
 
 
 class Upstream:
-    """A server, by its base URL, and its connections. To be used from the loop's thread only."""
+    """A server, given by its base URL, and the connections to it. Used only on the loop's
+    thread."""
 
     __slots__ = ("_idle", "host_line", "now", "number", "open", "text", "url", "users")
 
@@ -492,7 +493,7 @@ class Upstream:
         self.url: Final = Url(self.text)
         self.host_line: Final = b"host: %b" % self.url.authority.encode()
         self.now = now  # monotonic seconds at the last sweep
-        self.users = 0  # current requests, perhaps still connecting
+        self.users = 0  # current requests, including those still connecting
         self.open: set[ClientConnection] = set()
         self._idle: list[ClientConnection] = []
 
@@ -501,7 +502,7 @@ class Upstream:
         return bool(self.open or self.users)
 
     def kept(self) -> ClientConnection | None:
-        """An idle connection, the most recently used one."""
+        """The most recently used idle connection, or None."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:

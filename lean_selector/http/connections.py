@@ -1,8 +1,7 @@
 """The open connections of one server: their number, memory, timeouts and counts.
 
-Holds what connections share and may use together; `protocol` handles each. Nothing here waits:
-`sweep`, called about once a second, is the only clock (decisions D14 and D27).
-"""
+Has the state and limits that connections share; `protocol` handles each connection. Nothing here
+waits: `sweep`, called about once a second, is the only clock (decisions D14 and D27)."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,78 +12,78 @@ from lean_selector.http.head import HeaderBlocks, HttpError, Limits, Request
 
 # Reasons of failed handshakes: labels of a metric.
 REASONS: Final = (
-    "client_certificate",  # none, or an untrusted one
+    "client_certificate",  # missing or untrusted
     "closed",  # the client disconnected
     "not_tls",
     "other",
-    # the client sent an alert, mostly because it does not trust our certificate
+    # the client sent an alert, usually because it does not trust our certificate
     "refused_by_client",
     "timeout",
-    "version_or_cipher",  # nothing in common
+    "version_or_cipher",  # no common version or cipher
 )
 
 
 class TlsCounts:
-    """Totals; all 0 while TLS is off."""
+    """TLS totals; all 0 while TLS is off."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.completed = 0
         self.failures: dict[str, int] = dict.fromkeys(REASONS, 0)
-        self.last_failure = ""  # address and message of the last failure
-        self.reloads = 0  # of the files
+        self.last_failure = ""  # address and error text
+        self.reloads = 0  # reloads of the files
         self.reload_failures = 0
-        self.not_after: int | None = None  # expiry time of the certificate, in seconds since 1970
+        self.not_after: int | None = None  # expiry of the certificate, in seconds since 1970
 
 
-# A gateway opens some hundreds: enough for a fleet of gateways, and below a descriptor limit of
-# 2**16, of which KV events take two or three for each worker rank.
+# A gateway opens some hundreds: this is enough for a fleet of gateways, and below a descriptor
+# limit of 2**16, of which KV events take two or three per worker rank.
 MAX_CONNECTIONS: Final = 16_384
 
-# The time per turn of the loop for the input of all connections together, except small requests; a
-# slice that has begun, which `reader` bounds, may exceed it by a millisecond.
+# Time per turn of the loop for the input of all connections, except small requests. A slice that
+# has begun (bounded by `reader`) may exceed it by a millisecond.
 TURN_S: Final = 0.002
 
-# Bytes of requests that are incomplete, queued, or behind another of their connection: 32 bodies of
-# 8 MiB, or 2 500 of 100 KiB, a long prompt. One connection alone can hold 9 MiB.
+# Bytes of requests that are incomplete, queued, or behind another one of their connection: 32
+# bodies of 8 MiB, or 2 500 long prompts of 100 KiB. A single connection can hold 9 MiB.
 MAX_HELD_BYTES: Final = 256 * 1024 * 1024
-# freed at once, so that one look at all connections makes room for many requests
+# memory is freed down to this share, so that one pass makes room for many requests
 _ROOM_KEPT: Final = 7 / 8
 
-# Refused clients that get time to read the reason; above this number they are dropped.
+# Refused clients that get time to read the reason; more than this many are dropped at once.
 _MAX_TOLD: Final = 256
 
 
 def plain_refusal(error: HttpError) -> bytes:
-    """The body of the answer to an HTTP-level error."""
+    """The body of the answer to an HTTP error."""
     return b'{"error":"%b"}' % error.text.encode()
 
 
 class Timeouts(NamedTuple):
-    """Seconds, to the precision of the sweep."""
+    """Seconds, with the precision of the sweep."""
 
-    idle_s: float = 75.0  # a keep-alive connection without a request
-    read_s: float = 30.0  # an incomplete request; the protocol gives bodies more
-    write_s: float = 30.0  # a client that does not read its answer
-    linger_s: float = 5.0  # a client that goes on sending after its last answer
-    quiet_s: float = 1.0  # like idle_s and linger_s, while the server drains
+    idle_s: float = 75.0  # keep-alive connection without a request
+    read_s: float = 30.0  # incomplete request; bodies get more
+    write_s: float = 30.0  # client that does not read its answer
+    linger_s: float = 5.0  # client that still sends after its last answer
+    quiet_s: float = 1.0  # replaces idle_s and linger_s while the server drains
     handshake_s: float = 10.0  # a TLS handshake, from connect to end
 
 
 class Connection(Protocol):
-    """The interface of a connection to `Connections`."""
+    """What `Connections` needs of a connection."""
 
     @property
     def held_bytes(self) -> int: ...  # memory of unanswered requests
     @property
-    def since(self) -> float: ...  # start of its current state, by Connections.now
+    def since(self) -> float: ...  # start of its current state, in the time of Connections.now
     def expire(self, now: float) -> None: ...
-    def turn_away(self, reason: str) -> None: ...  # answer 503, whatever its state, and close
+    def turn_away(self, reason: str) -> None: ...  # answer 503 in any state, and close
     def abort(self) -> None: ...
 
 
 class Connections:
-    """All open connections, and counts of refusals. To be used from the loop's thread only."""
+    """All open connections, and counts of refusals. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -96,14 +95,14 @@ class Connections:
         refusal: Callable[[HttpError], bytes] = plain_refusal,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`call_soon` is the loop's; `refusal` makes the answer to an HTTP-level error."""
+        """`call_soon` is the loop's; `refusal` makes the body of an HTTP error."""
         self.call_soon = call_soon
         self.clock = clock
-        # Whether a request is refused whatever its body, as without a token.
+        # Whether a request is refused regardless of its body, as without a token.
         self.refuses: Callable[[Request], bool] | None = None
-        self.spent_s = 0.0  # time spent on input since the last turn of the put-off work
+        self.spent_s = 0.0  # time spent on input since the last turn of deferred work
         self._later: deque[Callable[[], None]] = deque()
-        self._is_due = False  # a turn of those
+        self._is_due = False  # a turn of deferred work is scheduled
         self.limits = limits or Limits()
         self.timeouts = timeouts or Timeouts()
         self.max_connections = max_connections
@@ -111,22 +110,22 @@ class Connections:
         self.refusal = refusal
         self.header_blocks: HeaderBlocks = {}
         self.open: set[Connection] = set()
-        self.greeting: set[Connection] = set()  # in their TLS handshake, each counted in `open`
-        self.told: set[Connection] = set()  # refused, and reading the reason
+        self.greeting: set[Connection] = set()  # in their TLS handshake; each counts in `open`
+        self.told: set[Connection] = set()  # refused, while the client reads the reason
         self.held_bytes = 0  # the sum over `open` and `greeting`
         self.now = 0.0  # monotonic seconds at the last sweep
         self.is_draining = False
         self.quiet_from = 0.0  # when draining began
         self.is_over = False
-        # Totals.
+        # Totals
         self.accepted = 0
-        self.accept_failures = 0  # of accept: no descriptor or no memory was left
+        self.accept_failures = 0  # failures of accept: no descriptor or memory left
         self.refused = 0
         self.bodies_refused = 0
         self.tls = TlsCounts()
 
     def admit(self, connection: Connection) -> None:
-        """Admit a new connection to `open`, or refuse it because they are too many."""
+        """Add a new connection to `open`, or refuse it if there are too many."""
         if self.is_over:
             connection.abort()
             return
@@ -142,8 +141,8 @@ class Connections:
             connection.abort()
 
     def greet(self, connection: Connection) -> None:
-        """Admit a new connection whose TLS handshake begins. A few above the limit may finish it,
-        because only then can they receive the refusal."""
+        """Add a new connection whose TLS handshake begins. A few above the limit may finish it,
+        because a refusal can be sent only then."""
         if self.is_over:
             connection.abort()
         elif len(self.open) + len(self.greeting) < self.max_connections + _MAX_TOLD:
@@ -159,18 +158,18 @@ class Connections:
         self.told.discard(connection)
 
     def put_off(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` in a later turn of the loop, after other put-off work."""
+        """Call `go_on` in a later turn of the loop, after work that was deferred earlier."""
         self._later.append(go_on)
         if not self._is_due:
             self._is_due = True
             self.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Continue put-off work until the time of a turn is spent."""
+        """Continue deferred work until the time of a turn is spent."""
         self.spent_s = 0.0
         began, later = self.clock(), self._later
         try:
-            for _ in range(len(later)):  # what is put off again waits for the next turn
+            for _ in range(len(later)):  # work deferred now waits for the next turn
                 later.popleft()()
                 self.spent_s = self.clock() - began
                 if self.spent_s >= TURN_S:
@@ -181,9 +180,9 @@ class Connections:
                 self.call_soon(self._turn)
 
     def make_room(self) -> None:
-        """Turn connections away until less than the limit is held, those first that held most for
-        longest. Bytes times seconds: a new client has held nothing for any time, and one that sends
-        a large body and stalls before its last byte, or drips it, goes first."""
+        """Refuse connections until the held memory is below the limit, in descending order of held
+        bytes times seconds. So a new client is safe, and a client that sends a large body slowly or
+        stalls goes first."""
         if self.held_bytes <= self.max_held_bytes:
             return
         now = self.now
@@ -200,20 +199,20 @@ class Connections:
 
     def sweep(self, now: float) -> None:
         """Apply the timeouts. `now` is monotonic seconds. Call it about once a second, and once
-        before the first connection: ages count from the sweep before them."""
+        before the first connection, because ages count from the last sweep."""
         self.now = now
         for connection in (*self.open, *self.told, *self.greeting):
             connection.expire(now)
 
     def start_draining(self) -> None:
-        """From now on every answer is the last of its connection, unless more requests are waiting
-        on it. A connection without a request is closed after a quiet time, not at once: its client
-        may have sent one that has not arrived."""
+        """From now on every answer is the last of its connection, unless more requests are queued
+        on it. A connection without a request is closed only after a quiet time, because its client
+        may have sent a request that has not arrived yet."""
         self.is_draining = True
         self.quiet_from = self.now
 
     def abort(self) -> None:
-        """Drop all connections at once, unsent answers included, and all later ones."""
+        """Drop all connections at once, including unsent answers, and all later ones."""
         self.is_over = True
         for connection in (*self.open, *self.told, *self.greeting):
             connection.abort()

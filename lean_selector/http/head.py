@@ -14,9 +14,9 @@ import httptools
 
 
 class Limits(NamedTuple):
-    """Sizes in bytes, inclusive. The request line and the header section may each have
-    max_head_bytes. A body over max_body_bytes is read and dropped, up to max_discard_bytes of it,
-    so that the client can read the refusal."""
+    """Sizes in bytes, inclusive. max_head_bytes applies to the request line and to the header
+    section. A body over max_body_bytes is read and dropped, up to max_discard_bytes, so that the
+    client can read the refusal."""
 
     max_body_bytes: int = 8 * 1024 * 1024  # the selector's; the slot tracker has 2 MiB
     max_head_bytes: int = 64 * 1024
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 
 
 class HttpError:
-    """Why no more requests can come from a connection, with its status."""
+    """Why the connection must end, with the status to answer."""
 
     __slots__ = ("status", "text")
 
@@ -34,34 +34,36 @@ class HttpError:
 
 
 # --------------------------------------------------------------------------------------------------
-# The header section: validated by httptools (llhttp), and its fields that the service needs.
+# The header section: httptools (llhttp) validates it; the needed fields are stored.
 #
-# Knows nothing of connections, nor of where a body ends; `reader` does.
+# Knows nothing of connections, nor of the end of a body; `reader` does.
 
 _VERSION: Final = re.compile(rb"[0-9]\.[0-9]\r\n")
 
-# RFC 9110 section 7.2, as far as characters go: a name, an IPv4 address or a bracketed one, and
-# perhaps a port. Empty is allowed: a client without a name for us sends that.
+# The characters of RFC 9110 section 7.2: a name, an IPv4 or a bracketed address, and an optional
+# port. Empty is allowed: a client that has no name for us sends that.
 _HOST: Final = re.compile(
     rb"(?:\[[0-9A-Za-z:.~_%!$&'()*+,;=-]++\]|[0-9A-Za-z._~%!$&'()*+,;=-]*+)(?::[0-9]*+)?+"
 )
 
 _MAX_HEADERS = 100  # as in hyper, which the reference uses
 
-_RESERVATION_ID_LENGTH: Final = len(b"x-reservation-id")  # the only one among the varying names
+_RESERVATION_ID_LENGTH: Final = len(
+    b"x-reservation-id"
+)  # the only varying header name of this length
 
-CHUNKED = -1  # instead of a content length
+CHUNKED = -1  # in place of a content length
 
 
 def length_of(digits: bytes) -> int:
-    """A content length; -1 if the parser must judge it."""
+    """A content length; -1: leave it to the parser."""
     return int(digits) if digits.isdigit() and len(digits) <= 15 else -1
 
 
 class HeaderBlock:
-    """The fields of a version and a header section. Read only: requests that repeat it share it.
-    `content_length` is that of the judged section; with a `frame`, where only the length is cut out
-    of a section, others are read."""
+    """The fields of a version and a header section. Read only, because requests with the same
+    section share it. `content_length` is that of the parsed section; if a `frame` is used, the
+    length is read from each section instead."""
 
     __slots__ = (
         "accept",
@@ -97,7 +99,7 @@ class HeaderBlock:
         self.frame: LengthFrame | None = None
 
     def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
-        """This section with other values in its varying lines; None if they need judging."""
+        """This section with other values in its varying lines; None if it must be parsed."""
         content_length, traceparent = self.content_length, self.traceparent
         reservation_id = self.reservation_id
         for name, value in values:
@@ -122,7 +124,7 @@ class HeaderBlock:
 
 
 class LengthFrame:
-    """The text around the length in header sections that differ in nothing else."""
+    """The text around the content length, for header sections that differ only in that."""
 
     __slots__ = ("_prefix", "_prefix_bytes", "_suffix", "_suffix_bytes", "block", "lengths")
 
@@ -131,26 +133,27 @@ class LengthFrame:
         self._prefix, self._prefix_bytes = prefix, len(prefix)
         self._suffix, self._suffix_bytes = suffix, len(suffix)
         self.block = block
-        self.lengths = 0  # number of such sections that are cached whole
+        self.lengths = 0  # number of such sections in the cache
 
     def length_in(self, section: bytes) -> int:
-        """The length in a section; -1 if it does not have this frame."""
+        """The length in a section; -1 if the section does not match this frame."""
         if section.startswith(self._prefix) and section.endswith(self._suffix):
             return length_of(section[self._prefix_bytes : -self._suffix_bytes])
         return -1
 
 
 def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> HeaderBlock:
-    """The block of `fields`, by lower-case name, as llhttp accepted them: lengths are digits."""
+    """The block for these fields (by lower-case name), which llhttp has validated: lengths are
+    digits."""
     options = fields.get(b"connection", b"").lower().translate(None, b" \t").split(b",")
     keep_alive = (
         b"close" not in options
         and (not is_http10 or b"keep-alive" in options)
-        and not is_upgrade  # not granted: answered normally, then closed
+        and not is_upgrade  # ignored: the request is answered normally, then the connection closes
     )
     is_chunked = b"transfer-encoding" in fields
     expect = fields.get(b"expect")
-    # RFC 9110 section 10.1.1: never for an HTTP/1.0 client.
+    # RFC 9110 section 10.1.1: not for HTTP/1.0.
     expects_continue = expect is not None and not is_http10 and expect.lower() == b"100-continue"
     return HeaderBlock(
         is_http10,
@@ -164,8 +167,8 @@ def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> H
     )
 
 
-# Judged sections: whole ones by their bytes, and the rest of one without its varying lines by the
-# pieces around those and their names, so that no two sections share a key.
+# Parsed sections. The key is the whole section; or, for a section without its varying lines, the
+# pieces around these lines and their names, so that different sections have different keys.
 HeaderBlocks = dict[bytes | tuple[bytes, ...], HeaderBlock]
 
 
@@ -179,7 +182,8 @@ class _Collector:
 
 
 def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
-    """Judge `1.1 CRLF name: value CRLF ... CRLF CRLF`, the rest of a head after `HTTP/`."""
+    """Parse and validate `1.1 CRLF name: value CRLF ... CRLF CRLF`, the rest of a head after
+    `HTTP/`."""
     if not text.startswith((b"1.1\r\n", b"1.0\r\n")):
         if _VERSION.match(text) is None:
             return HttpError(400, "malformed request line")
@@ -197,12 +201,12 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
         is_upgrade = True
     except httptools.HttpParserError as error:
         return HttpError(400, f"malformed request header: {error}".replace('"', "'"))
-    # llhttp keeps the blanks after a value, which are not part of it (RFC 9110 section 5.5).
+    # llhttp keeps trailing blanks, which are not part of a value (RFC 9110 section 5.5).
     fields = {name.lower(): value.strip(b" \t") for name, value in first_values.items()}
     hosts = 1 if b"host" in fields else 0
     if len(fields) != header_count:
         fields, hosts = _merged_fields(head)
-    # RFC 9112 section 3.2. With two hosts, another reader may see a request to another server.
+    # RFC 9112 section 3.2. With two hosts, a proxy may take it for a request to another server.
     if hosts > 1 or (hosts == 0 and not is_http10):
         return HttpError(400, "exactly one host header is required")
     if hosts and _HOST.fullmatch(fields[b"host"]) is None:
@@ -217,8 +221,8 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
 
 
 def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
-    """Fields of a head that repeats a name, whose values form one list (RFC 9110 section 5.3), and
-    the number of `host` lines, whose values do not."""
+    """The fields of a head with repeated names, whose values are joined to a list (RFC 9110 section
+    5.3), and the number of `host` lines, which are not joined."""
     fields: dict[bytes, bytes] = {}
     hosts = 0
 
@@ -234,14 +238,13 @@ def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The `authorization` line of a connection's requests: cut out of their header sections before those
-# are cached, and recognized by a keyed digest.
+# The `authorization` line: cut out of header sections before they are cached, and recognized by a
+# keyed digest.
 #
-# Neither this nor the reader's caches hold a credential: only where its line was, and digests with
-# random keys of this process. Whose token it is, others decide. RFC 9110 section 11.6.2, RFC 6750
-# section 2.1.
+# Neither this class nor the reader's caches store a credential: only the position of its line, and
+# digests with random keys of this process. RFC 9110 section 11.6.2, RFC 6750 section 2.1.
 
-# One line whose value every parser accepts, in any spelling of its name.
+# A line whose value every parser accepts, with the name in any case.
 _LINE: Final = re.compile(rb"\r\n(?i:authorization):([\t -~\x80-\xff]*+)(?=\r\n)")
 _NAME: Final = b"\r\nauthorization:"
 
@@ -249,18 +252,18 @@ _DIGEST_BYTES: Final = 32
 _KEYED: Final = blake2b(digest_size=_DIGEST_BYTES, key=os.urandom(64))
 _LINE_KEY: Final = os.urandom(16)
 
-UNUSABLE: Final = b""  # there is a credential, and it is no single bearer token
+UNUSABLE: Final = b""  # a credential that is not a single bearer token
 
 
 def digest_of(text: bytes) -> bytes:
-    """A digest to store instead of a secret, keyed per process."""
-    made = _KEYED.copy()  # a third cheaper than hashing the key again
+    """A digest to store in place of a secret, keyed per process."""
+    made = _KEYED.copy()  # a third cheaper than hashing the key each time
     made.update(text)
     return made.digest()
 
 
 def has_credentials(section: bytes) -> bool:
-    """Whether a header section has such a line: version, lines, each after its CRLF."""
+    """Whether a header section (version, then lines after their CRLF) has such a line."""
     return _NAME in section.lower()
 
 
@@ -271,15 +274,14 @@ def _credential_of(value: bytes) -> bytes:
 
 
 class CredentialLine:
-    """Where the last line with a credential was, and its digest. One for a connection.
+    """The last credential line of a connection: its position and digest.
 
-    `credential` is that of the section seen last by `rest_of`: the digest of a bearer token,
+    `credential` belongs to the section last passed to `rest_of`: the digest of a bearer token,
     UNUSABLE, or None.
 
-    The line is recognized by Python's own hash of a key and its text: SipHash, a third of the time
-    of the token's digest. It only shows whether this connection sent the same line before; another
-    text matches with one chance in 2**64.
-    """
+    The line is recognized by Python's own hash (SipHash) of a key and its text, in a third of the
+    time of the token's digest. It only tells whether this connection sent the same line before;
+    another text matches with a chance of one in 2**64."""
 
     __slots__ = ("_begin", "_known", "_size", "_start", "_value", "credential")
 
@@ -287,9 +289,9 @@ class CredentialLine:
         """`section` has credentials."""
         self.credential: bytes | None = UNUSABLE
         self._begin = 0
-        self._size = 0  # position of the line, with both its line breaks
-        self._start = b""  # CRLF and the name, as spelled
-        self._known = 0  # the line, as its hash
+        self._size = 0  # size of the line with both its line breaks
+        self._start = b""  # CRLF and the name as spelled
+        self._known = 0  # hash of the line
         self._value = UNUSABLE
         found = _LINE.search(section)
         if found is None or section.lower().count(_NAME) != 1:
@@ -302,10 +304,10 @@ class CredentialLine:
         self._value = _credential_of(found[1])
 
     def rest_of(self, section: bytes) -> bytes:
-        """The section without its line, if that is the known one; or all of it."""
+        """The section without its line, if that is the known one; otherwise all of it."""
         begin, size = self._begin, self._size
         if not size or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
-            # Lines before it may have changed in length, such as a content length.
+            # Earlier lines may have changed in length, such as the content length.
             begin = section.find(self._start) if size else -1
             if begin < 0 or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
                 self.credential = None
@@ -318,10 +320,9 @@ class CredentialLine:
 class Request:
     """One request as the client sent it.
 
-    `path` and `query` are raw; the body is dropped if too large. `section` is the head after
-    `HTTP/`: the version, and the header lines with their ends. `credential` is the digest of its
-    bearer token, `credentials.UNUSABLE`, or None.
-    """
+    `path` and `query` are raw; a body that is too large is dropped. `section` is the head after
+    `HTTP/`: the version and the header lines with their ends. `credential` is the digest of the
+    bearer token, UNUSABLE, or None."""
 
     __slots__ = (
         "body",

@@ -1,9 +1,8 @@
-"""Listeners: sockets bound, connections accepted in bulk, and shutdown without a loss.
+"""Listeners: bind sockets, accept connections in bulk, and shut down without losing any.
 
-Owns listening sockets, the path of a UNIX socket and the errors of accept(2). uvloop's own server
-accepts one connection per turn of the loop, so new clients starve while turns are long; here a turn
-accepts many. Knows nothing of a connection's protocol (decisions D14, D19 and D27).
-"""
+Handles listening sockets, the path of a UNIX socket, and errors of accept(2). uvloop's own server
+accepts one connection per turn of the loop, so new clients starve while turns are long; this one
+accepts many. Knows nothing of a connection's protocol (decisions D14, D19 and D27)."""
 
 import asyncio
 import contextlib
@@ -25,14 +24,14 @@ log = logging.getLogger("lean_selector.server")
 
 BACKLOG: Final = 1024
 
-# 20 to 50 us each, so a full turn takes 3 ms.
+# 20 to 50 us each: a full turn takes 3 ms.
 ACCEPTS_PER_TURN: Final = 64
 
 # Pause after an accept that failed for lack of descriptors or memory. Waiting clients stay in the
-# backlog, and a readable listener that is not read would spin the loop.
+# backlog; without the pause the readable listener would spin the loop.
 ACCEPT_PAUSE_S: Final = 0.5
 
-# accept(2): errors of a single connection, which is gone.
+# Errors of accept(2) that concern a single connection, which is then gone.
 _OF_ONE: Final = frozenset(
     {
         errno.ECONNABORTED,
@@ -48,9 +47,9 @@ _OF_ONE: Final = frozenset(
     }
 )
 
-# A client whose host vanished is noticed after 30 s, even if it waits for a worker and nothing is
-# sent to it: probes start at the 15th second, and no sent data stays unconfirmed longer. Accepted
-# sockets inherit these options from the listening one.
+# A vanished client host is noticed after 30 s, even while the client waits for a worker and nothing
+# is sent to it: probes start after 15 s, and sent data stays unconfirmed no longer than 30 s.
+# Accepted sockets inherit these options.
 _OF_TCP: Final = (
     (socket.SOL_SOCKET, "SO_REUSEADDR", 1),
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
@@ -60,9 +59,9 @@ _OF_TCP: Final = (
     (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 30_000),
 )
 
-_MAX_PATH_BYTES: Final = 107  # sun_path, without its last byte
+_MAX_PATH_BYTES: Final = 107  # sun_path without the final zero byte
 
-# struct sock_filter: load the flags of the TCP header, drop a segment with SYN, accept any other.
+# struct sock_filter: load the flags of the TCP header, drop a segment with SYN, accept the rest.
 _DROP_SYN: Final = struct.pack(
     "HBBIHBBIHBBIHBBI", 0x30, 0, 0, 13, 0x45, 0, 1, 0x02, 0x06, 0, 0, 0, 0x06, 0, 0, 0x40000
 )
@@ -74,18 +73,18 @@ _SO_ATTACH_FILTER: Final = 26
 def inet_socket(
     host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> socket.socket:
-    """A bound socket; TCP ones also listen, with options for accepted connections. Raises OSError.
-    Resolved here: the loop's own resolver would leave four threads behind."""
+    """A bound socket; TCP sockets also listen, with options for accepted connections. Raises
+    OSError. The name is resolved here, because the loop's own resolver would leave four threads."""
     try:
         found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
-    except UnicodeError:  # a label is too long for DNS
+    except UnicodeError:  # a label too long for DNS
         raise OSError("not a host name") from None
     family, _, proto, _, address = found[0]
     bound = socket.socket(family, kind, proto)
     is_tcp = kind == socket.SOCK_STREAM
     try:
         for level, name, value in _OF_TCP if is_tcp else ():
-            option = getattr(socket, name, None)  # some are Linux's alone
+            option = getattr(socket, name, None)  # some exist only on Linux
             if option is not None:
                 bound.setsockopt(level, option, value)
         bound.bind(address)
@@ -98,21 +97,20 @@ def inet_socket(
 
 
 class UnixPath:
-    """The path of a UNIX socket: taken in one step, and unlinked only while it is ours. A
-    successor takes it as soon as it is released, long before we end; a file there then is not
-    ours to delete."""
+    """The path of a UNIX socket. Bound atomically, and unlinked only while it is ours: a successor
+    binds the path as soon as we release it, long before we exit."""
 
     def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
-        """`kind` may be SOCK_DGRAM, for a socket that is only read."""
+        """`kind` may be SOCK_DGRAM for a socket that only receives."""
         self._path = path
         self._kind = kind
-        self._ours: tuple[int, int] | None = None  # device and inode
+        self._ours: tuple[int, int] | None = None  # (device, inode)
 
     def take(self) -> socket.socket:
-        """A bound and listening (or just bound) socket, mode 0660 from the start. Raises OSError.
-        Replaces a stale socket. The path always leads to a socket that answers."""
+        """A bound socket (listening, if a stream) with mode 0660 from the start. Replaces a stale
+        socket; at every moment the path leads to a socket that answers. Raises OSError."""
         if len(os.fsencode(self._path)) > _MAX_PATH_BYTES:
-            raise OSError("AF_UNIX path too long")  # with the error text of Python's own bind
+            raise OSError("AF_UNIX path too long")  # the error text of Python's bind
         if self._is_taken():
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         listening = socket.socket(socket.AF_UNIX, self._kind)
@@ -153,8 +151,8 @@ class UnixPath:
         return True
 
     def let_go(self) -> None:
-        """Unlink the path. Do it before the socket is closed: after that, another file may get the
-        same inode."""
+        """Unlink the path. Call it before the socket is closed, because after that another file may
+        get the same inode."""
         ours, self._ours = self._ours, None
         if ours is None:
             return
@@ -168,7 +166,7 @@ def _bind_beside(listening: socket.socket, path: str) -> str:
     """Bind to a temporary name in the same directory, to be renamed."""
     folder = os.path.dirname(path)
     while True:
-        # Short, because it may not be longer than the path of a socket may be.
+        # Short, because a socket's path has a length limit.
         name = os.path.join(folder, "." + secrets.token_hex(2))
         try:
             listening.bind(name)
@@ -189,7 +187,8 @@ class Listener:
         connections: Connections,
         path: UnixPath | None = None,
     ) -> None:
-        """`listening` is bound and listens; `path` is its path; `connections` has the counts."""
+        """`listening` is bound and listens; `path` is that of a UNIX socket; `connections` has the
+        counts."""
         self._connections = connections
         self._socket = listening
         self._new_protocol = new_protocol
@@ -202,7 +201,7 @@ class Listener:
 
     @property
     def is_done(self) -> bool:
-        """Closed, and all accepted connections are open."""
+        """Whether it is closed and all accepted connections are open."""
         return self._is_closed and not self._opening
 
     def start(self) -> None:
@@ -210,16 +209,15 @@ class Listener:
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def stop_inviting(self) -> None:
-        """Keep new clients away; those that have connected are still accepted.
+        """Keep new clients away; clients that have connected are still accepted.
 
-        Closing a listening socket resets connections that were not accepted yet, and their
-        requests. So new clients are kept away first: from a UNIX socket by unlinking its path, from
-        TCP by dropping SYNs, which clients send again after a second, when they are refused.
-        """
+        Closing a listening socket resets connections that are not accepted yet, with their
+        requests. So new clients are kept away first: for a UNIX socket by unlinking its path, for
+        TCP by dropping SYNs. Clients repeat a SYN after a second, and are refused then."""
         if self._path is not None:
             self._path.let_go()
         elif self._socket.family in (socket.AF_INET, socket.AF_INET6):
-            # If the filter is unavailable, a connection can be reset within some microseconds.
+            # Without the filter, a connection can be reset within a few microseconds.
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(
                     socket.SOL_SOCKET,
@@ -240,8 +238,8 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> bool:
-        """Accept up to a turn's number of connections; called when the listener is readable, and
-        again while there may be more. True when there may be more."""
+        """Accept as many connections as a turn may; True if there may be more. Called when the
+        listener is readable, and again while it returns True."""
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, _ = self._socket.accept()
@@ -267,16 +265,16 @@ class Listener:
     def _opened(self, accepted: socket.socket, task: "asyncio.Task[object]") -> None:
         self._opening.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, OSError):  # of the client, which is gone
+        if isinstance(error, OSError):  # it concerns the client, which is gone
             log.debug("a connection could not be opened", extra={"error": str(error)})
         elif error is not None:
-            with contextlib.suppress(RuntimeError):  # a transport owns it
+            with contextlib.suppress(RuntimeError):  # raised if a transport owns the socket
                 accepted.close()
             message = "a connection could not be opened"
             self._loop.call_exception_handler({"message": message, "exception": error})
 
     def _starve(self, error: OSError) -> None:
-        """No descriptor or no memory is left: log it once, and try again later."""
+        """No descriptor or memory is left: log it once, and try again later."""
         self._connections.accept_failures += 1
         if not self._is_starved:
             self._is_starved = True

@@ -1,9 +1,8 @@
-"""Our own HTTP/1.1 requests, on the service's loop, also over TLS.
+"""Our own HTTP/1.1 requests on the service's loop, with or without TLS.
 
-Each request has its own connection, so that it never uses one that the other side has just closed.
-Names are resolved by a given resolver, off the loop (D29); a TLS handshake costs the loop a
-millisecond or two. Redirects are not followed. The environment's proxies are not used.
-"""
+Each request has its own connection, so it never uses one that the server has just closed. A given
+resolver resolves names off the loop (D29); a TLS handshake occupies the loop for a millisecond or
+two. Redirects and proxy settings of the environment are ignored."""
 
 import asyncio
 import os
@@ -23,17 +22,18 @@ from lean_selector.http.trust import Credentials
 TIMEOUT_S: Final = 5.0
 MOST_BODY_BYTES: Final = 4 << 20
 MOST_LINE_BYTES: Final = 4 << 20
-# Unread bytes of a body at which reading pauses. One read of the kernel may exceed it.
+# Reading pauses above this many unread bytes; one read of the kernel may exceed it.
 MOST_WAITING_BYTES: Final = 256 * 1024
-_CITED_CHARACTERS: Final = 200  # characters of an error's body, in the line that reports it
+_CITED_CHARACTERS: Final = 200  # characters of an error's body that the error text quotes
 
-# (ip, port), or more for IPv6; with the family. As resolvers return them.
+# (ip, port), or more for IPv6; with the family, as resolvers return them.
 SocketAddress = tuple[int, tuple[Any, ...] | bytes]
 Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
 
 
 class OutboundFailed(Exception):
-    """One line, which names the request; `status` is that of the answer, if one arrived."""
+    """The request failed. The text is one line and names the request; `status` is that of the
+    answer, if one arrived."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -63,8 +63,8 @@ async def connect(
     allowed: AllowedEndpoints | None = None,
     tls_name: str | None = None,
 ) -> None:
-    """Connect to the upstream, if that is `allowed`. A silent address leaves some time for the
-    others. `tls_name` is the name that the certificate must have, instead of the host. Raises
+    """Connect to the upstream if that is `allowed`. An address that does not answer leaves time for
+    the others. `tls_name` is the name that the certificate must have, instead of the host. Raises
     OSError."""
     to, ends = connection.upstream.url, time.monotonic() + timeout_s
     if allowed is not None:
@@ -109,10 +109,10 @@ async def _connect(
 
 
 def reason(error: Exception) -> str:
-    """Why there is no connection, briefly."""
+    """Why there is no connection, in a few words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
-    if isinstance(error, ssl.SSLError | socket.gaierror):  # numbers of their own
+    if isinstance(error, ssl.SSLError | socket.gaierror):  # their errno are not system errors
         return error.strerror or str(error)
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno)
@@ -125,11 +125,10 @@ def reason(error: Exception) -> str:
 class Exchange:
     """The answer to a request on `connection`, read in pieces.
 
-    Reading pauses while too much waits. The errors that it raises do not name the request.
-    """
+    Reading pauses while too much waits. Its errors do not name the request."""
 
     def __init__(self, connection: ClientConnection) -> None:
-        self.status = 0  # until `head` returns
+        self.status = 0  # 0 until `head` returns
         self._connection = connection
         self._pieces: deque[bytes] = deque()
         self._waiting_bytes = 0
@@ -202,10 +201,10 @@ class Exchange:
 
 
 class Lines:
-    """The lines of one answer, in order; read on demand."""
+    """The lines of one answer, in order, read on demand."""
 
     def __init__(self, exchange: Exchange, silence_s: float, most_bytes: int) -> None:
-        """`silence_s` bounds the wait for more, `most_bytes` a line."""
+        """`silence_s` bounds the wait for more data, `most_bytes` the length of a line."""
         self._exchange: Final = exchange
         self._silence_s = silence_s
         self._most_bytes = most_bytes
@@ -214,7 +213,7 @@ class Lines:
         self._is_over = False
 
     async def next(self) -> bytes | None:
-        """A line without its end, None after the last one. Raises OutboundFailed."""
+        """The next line without its end; None after the last one. Raises OutboundFailed."""
         while not self._ready:
             if self._is_over:
                 return None
@@ -247,7 +246,7 @@ class Lines:
 
 
 class OutboundClient:
-    """To be used from the loop's thread only. Keeps nothing between requests except its
+    """Sends requests; used only on the loop's thread. Keeps nothing between requests but
     credentials."""
 
     def __init__(
@@ -276,8 +275,8 @@ class OutboundClient:
         timeout_s: float = TIMEOUT_S,
         most_bytes: int = MOST_BODY_BYTES,
     ) -> OutboundAnswer:
-        """The answer, with any status. `timeout_s` bounds it in total. A body is JSON. Raises
-        OutboundFailed without an answer, and for a body of more than `most_bytes`."""
+        """The answer with any status, within `timeout_s` in total. `body` is JSON. Raises
+        OutboundFailed without an answer, and for an answer of more than `most_bytes`."""
         with _failures_of(f"{method} {url}", timeout_s):
             async with (
                 asyncio.timeout(timeout_s),
@@ -288,7 +287,8 @@ class OutboundClient:
     async def text(
         self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
     ) -> bytes:
-        """The body of a 2xx answer to a GET; any other is an OutboundFailed that quotes it."""
+        """The body of a 2xx answer to a GET; for another status, raises OutboundFailed with a quote
+        of it."""
         answer = await self.get(url, timeout_s=timeout_s, most_bytes=most_bytes)
         if not 200 <= answer.status < 300:
             raise OutboundFailed(f"GET {url}: {_cited(answer.status, answer.body)}", answer.status)
@@ -304,8 +304,8 @@ class OutboundClient:
         most_bytes: int = MOST_LINE_BYTES,
     ) -> AsyncIterator[Lines]:
         """A GET whose 2xx answer is read line by line; leaving the context ends it. `timeout_s`
-        bounds the wait for its head, `silence_s` that for more of it, `most_bytes` a line. Raises
-        OutboundFailed, as do the lines."""
+        bounds the wait for the head, `silence_s` each wait for more data, `most_bytes` a line.
+        Raises OutboundFailed, as does reading the lines."""
         with _failures_of(f"GET {url}", timeout_s):
             async with AsyncExitStack() as open_:
                 async with asyncio.timeout(timeout_s):
@@ -319,8 +319,8 @@ class OutboundClient:
     async def exchange(
         self, method: str, url: str, body: bytes, timeout_s: float
     ) -> AsyncIterator[Exchange]:
-        """A request whose answer has begun; leaving the context ends it. `timeout_s` bounds
-        connecting alone. Raises OutboundFailed, OSError and ValueError."""
+        """A request whose answer has begun; leaving the context ends it. `timeout_s` bounds only
+        the connecting. Raises OutboundFailed, OSError and ValueError."""
         to, credentials = Url(url), self._credentials
         context = credentials.trust.context() if to.is_secure else None
         connection = ClientConnection(Upstream(to.origin))
@@ -354,7 +354,7 @@ class OutboundClient:
 
 
 async def succeeded(exchange: Exchange) -> None:
-    """Raise OutboundFailed, quoting the start of the answer, if its status is not 2xx."""
+    """Raise OutboundFailed, quoting the start of the answer, unless its status is 2xx."""
     if not 200 <= exchange.status < 300:
         said = b""
         while len(said) < _CITED_CHARACTERS and (piece := await exchange.piece()) is not None:
@@ -364,7 +364,7 @@ async def succeeded(exchange: Exchange) -> None:
 
 @contextmanager
 def _failures_of(asked: str, timeout_s: float) -> Iterator[None]:
-    """Turn exceptions inside into an OutboundFailed that starts with the request."""
+    """Convert exceptions inside into an OutboundFailed that begins with the request."""
     try:
         yield
     except TimeoutError:

@@ -1,10 +1,9 @@
 """The asyncio protocol of one connection: reader -> app -> one write.
 
-Owns order (answers leave in the order of the requests, even if one waits), back-pressure, timeouts
-and closing. Knows no route and no body. The app is a plain function; nothing here awaits, and no
-task or timer is made per request: `Connections.sweep`, called about once a second, is the only
-clock (spec: slot_tracker.md 1.2; decisions D11, D14 and D27).
-"""
+Responsible for order (answers are sent in the order of the requests, even if one is delayed),
+back-pressure, timeouts and closing. Knows no routes and no bodies. The app is a plain function;
+nothing here awaits, and no task or timer is created per request: `Connections.sweep`, called about
+once a second, is the only clock (spec: slot_tracker.md 1.2; decisions D11, D14 and D27)."""
 
 import array
 import asyncio
@@ -32,29 +31,29 @@ log = logging.getLogger(__name__)
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-# One pass answers what one `feed` returned, or this much, before other connections get their turn:
-# 2 000 answers to /dump would not fit in memory.
+# One pass answers the requests of one `feed`, or up to this many bytes, before other connections
+# get their turn: 2 000 answers to /dump would not fit in memory.
 _MAX_PASS_BYTES = 256 * 1024
 
-# The start of a request, and often all of it, is read at once in any turn; other input is put off
-# once the time of a turn is spent (`Connections.put_off`).
+# Input up to this size, usually a whole request, is read in any turn. Larger input is deferred once
+# the time of a turn is spent (`Connections.put_off`).
 _SMALL_READ_BYTES = 16 * 1024
 
-# Bytes that wait for a later turn or behind a queued request; above this, reading stops, and a
-# disconnect goes unnoticed until the queued one is answered. Few clients pipeline, and those send
+# Bytes that wait for a later turn or behind a queued request. Above this, reading stops, and a
+# disconnect goes unnoticed until the queued request is answered. Few clients pipeline, and only a
 # few requests.
 _MAX_WAITING_BYTES = 64 * 1024
 _MAX_PARKED_BYTES = 1024 * 1024
-_REQUEST_BYTES = 512  # bytes of a request besides its text
+_REQUEST_BYTES = 512  # memory of a request besides its text
 
-# What a client may still send after its last answer, so that it can read that: closing with unread
-# input makes the kernel send RST, which destroys what the client has not read yet.
+# Bytes that a client may still send after its last answer, so that it can read that answer: closing
+# with unread input makes the kernel send RST, which discards what the client has not read yet.
 _MAX_LINGER_BYTES = 64 * 1024 * 1024
 
-# A slow but honest sender: 16 KiB/s of body extends the timeout. 30 s alone would require 280 KB/s.
+# A slow sender gets more time if its body comes at 16 KiB/s; 30 s alone would require 280 KB/s.
 _MIN_BODY_BYTES_PER_S = 16 * 1024
 
-# Reasons why a connection does not handle what is queued; bits of HttpProtocol._holds.
+# Reasons for not handling queued requests: bits of HttpProtocol._holds.
 _PARKED: Final = 1
 _WRITE_PAUSED: Final = 2
 _SCHEDULED: Final = 4
@@ -62,7 +61,7 @@ _ANSWERED_LAST: Final = 8
 _ENDED: Final = 16
 
 
-# Replaces the headers of a queued request, whose values may be long.
+# Replaces the headers of a queued request, to free long values.
 _HTTP10: Final = HeaderBlock(True, False, 0, None, None, None, False)
 _HTTP11: Final = HeaderBlock(False, True, 0, None, None, None, False)
 
@@ -70,8 +69,6 @@ App = Callable[[Request], bytes | PendingReply]
 
 
 class HttpProtocol(asyncio.Protocol):
-    """One connection."""
-
     __slots__ = (
         "_app",
         "_connections",
@@ -93,32 +90,34 @@ class HttpProtocol(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, app: App, connections: Connections) -> None:
-        # For the server's lifetime.
+        # Constant for the server's lifetime.
         self._app = app
         self._connections = connections
-        # For the connection's lifetime.
+        # Constant for the connection's lifetime.
         self._reader = RequestReader(
             connections.limits, connections.header_blocks, connections.refuses
         )
-        self._holds = 0  # 0: queued requests may be handled
+        self._holds = 0  # 0: queued requests are handled
         self._reading_paused = False
         self._got_eof = False
-        self.since = connections.now  # start of the current state, for the timeouts
-        # unwritten bytes at the last sweep, of a client that does not read
+        self.since = connections.now  # start of the current state; timeouts count from it
+        # bytes unwritten at the last sweep, because the client does not read
         self._unwritten_bytes = 0
-        self._linger_bytes = 0  # bytes thrown away since the last answer
-        self.held_bytes = 0  # bytes of unanswered requests; 0 if none waits
-        # Unhandled requests, of one `feed` at most, and the one whose answer is awaited. While
-        # something is queued, or waits in the reader, some hold is set.
+        self._linger_bytes = 0  # bytes dropped since the last answer
+        self.held_bytes = 0  # memory of unanswered requests; 0 if none waits
+        # Unhandled requests (from one `feed` at most), and the request whose answer is pending.
+        # While any input is queued here or in the reader, a hold is set.
         self._queue: deque[Request] = deque()
         self._parked: PendingReply | None = None
         self._parked_request: Request | None = None
-        self._parked_bytes = 0  # memory that it takes
+        self._parked_bytes = 0  # memory of the parked request
 
     # called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self.transport = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport does not inherit from it
         self._connections.admit(self)
 
     def data_received(self, data: bytes) -> None:
@@ -131,7 +130,7 @@ class HttpProtocol(asyncio.Protocol):
         connections = self._connections
         if holds:
             reader.hold(data)
-        elif not reader.is_unfinished and len(data) <= _SMALL_READ_BYTES:  # nearly always
+        elif not reader.is_unfinished and len(data) <= _SMALL_READ_BYTES:  # the usual case
             self.since = connections.now
             requests = reader.feed(data)
             if len(requests) == 1 and not reader.waiting:
@@ -155,11 +154,12 @@ class HttpProtocol(asyncio.Protocol):
             connections.make_room()
 
     def eof_received(self) -> bool:
-        """True keeps the transport open for writing. A client that half-closes gets its answers."""
+        """Returning True keeps the transport open for writing. A client that half-closes gets its
+        answers."""
         self._got_eof = True
         parked = self._parked
         if parked is not None and not parked.is_being_made:
-            self._hang_up()  # D11: as far as can be known, the client does not wait for this answer
+            self._hang_up()  # D11: a client that half-closes probably does not wait for this answer
             self._holds |= _ENDED
             return False
         return self._has_more or parked is not None
@@ -184,33 +184,33 @@ class HttpProtocol(asyncio.Protocol):
     # called by Connections
 
     def expire(self, now: float) -> None:
-        """Close if a timeout has passed. See Timeouts."""
+        """Close if a timeout (see Timeouts) has passed."""
         connections = self._connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since
         if self._holds & (_ENDED | _WRITE_PAUSED):
             unwritten = self.transport.get_write_buffer_size()
-            # A client with its answer, while we drain, only has to notice the close.
+            # While we drain, a client that has its answer only has to notice the close.
             is_read = is_draining and not self._reader.has_unread_input
             linger_s = timeouts.quiet_s if is_read else timeouts.linger_s
             if unwritten < self._unwritten_bytes:
-                self.since = now  # slow, but it reads something
+                self.since = now  # it reads, if slowly
             elif age_s > (timeouts.write_s if unwritten else linger_s):
                 self.transport.abort()
             self._unwritten_bytes = unwritten
         elif self._holds:
-            return  # waiting for us, not for the client
+            return  # it waits for us, not for the client
         elif self._reader.is_unfinished:
             if age_s > timeouts.read_s + self._reader.received_bytes / _MIN_BODY_BYTES_PER_S:
                 self._refuse(HttpError(408, "request not received in time"))
         else:
             is_quiet = is_draining and min(age_s, now - connections.quiet_from) > timeouts.quiet_s
-            # A request that has not been handled yet counts as one.
+            # A request that has not been handled counts as unread input.
             if (age_s > timeouts.idle_s or is_quiet) and not _has_unread(self.transport):
                 self._end(lingers=is_draining)
 
     def turn_away(self, reason: str) -> None:
-        """Answer 503 instead of what is queued or being received, and close."""
+        """Answer 503 in place of queued or incomplete requests, and close."""
         if not self._holds & (_ENDED | _ANSWERED_LAST) and not self.transport.is_closing():
             self._hang_up()
             self._refuse(HttpError(503, reason))
@@ -219,7 +219,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport.abort()
 
     def settle(self) -> None:
-        """Check what to do next once all complete requests are answered."""
+        """Decide what to do next once all complete requests are answered."""
         reader = self._reader
         if self._holds & _ENDED:
             return
@@ -242,11 +242,11 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def _has_more(self) -> bool:
-        """Whether requests, or unread bytes, wait behind the last handled one."""
+        """Whether requests or unread bytes follow the last handled request."""
         return bool(self._queue) or bool(self._reader.waiting)
 
     def _take(self, data: bytes) -> None:
-        """Read a slice of the waiting bytes and `data`, and answer completed requests."""
+        """Read a slice of the waiting bytes and `data`, and answer the completed requests."""
         begins = not self._reader.is_unfinished
         requests = self._reader.feed(data)
         if begins or requests:
@@ -275,8 +275,7 @@ class HttpProtocol(asyncio.Protocol):
             self.settle()
 
     def _answer(self, request: Request) -> Response | None:
-        """The bytes to write for a request; None if the answer comes later: the request is
-        parked."""
+        """The bytes to write for a request; None if it is parked because the answer is pending."""
         try:
             answer = self._app(request)
         except Exception:
@@ -300,7 +299,7 @@ class HttpProtocol(asyncio.Protocol):
         return reply
 
     def _framed(self, request: Request, reply: Response) -> Response:
-        """The reply, without its body for HEAD, and with a `connection` header if needed."""
+        """The reply, without body for HEAD, and with a `connection` header if needed."""
         if request.method == b"HEAD":
             reply = without_body(reply)
         if self._is_last(request):
@@ -318,7 +317,7 @@ class HttpProtocol(asyncio.Protocol):
         return is_last or not request.keep_alive
 
     def _park(self, reply: PendingReply, request: Request) -> None:
-        # What is still needed of the request; the app has read the body.
+        # The fields still needed; the app has read the body.
         headers = _HTTP10 if request.headers.is_http10 else _HTTP11
         parked = Request(request.method, b"", None, b"", headers)
         parked.keep_alive = request.keep_alive
@@ -329,7 +328,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _finish_parked(self, response: Response) -> None:
-        """Write the awaited answer, and continue with queued requests in a new pass."""
+        """Write the pending answer, and continue with queued requests in a new pass."""
         request = self._parked_request
         assert request is not None
         self._unpark()
@@ -350,7 +349,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _hang_up(self) -> None:
-        """Drop parked and queued requests: the client will not read their answers."""
+        """Drop the parked and queued requests: the client will not read their answers."""
         self._queue.clear()
         self._reader.drop()
         parked = self._parked
@@ -363,8 +362,8 @@ class HttpProtocol(asyncio.Protocol):
                 log.exception("on_disconnect failed")
 
     def _schedule(self) -> None:
-        """Continue in a later turn of the loop: others first, and never inside the app's own
-        call."""
+        """Continue in a later turn of the loop, so that others get theirs first; never inside the
+        app's call."""
         self._holds |= _SCHEDULED
         self._connections.put_off(self._go_on)
         self._update_reading()
@@ -374,7 +373,7 @@ class HttpProtocol(asyncio.Protocol):
         self._proceed()
 
     def _proceed(self) -> None:
-        """A hold of the connection was cleared."""
+        """Continue after a hold was cleared."""
         if not self._holds:
             if self._reader.waiting and not self._queue:
                 self._take(b"")
@@ -383,7 +382,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Read unless the client does not read its answers, or too much of its input waits."""
+        """Read, unless the client does not read its answers or too much of its input waits."""
         holds, reader = self._holds, self._reader
         queued_bytes = sum(map(_size_of, self._queue)) if self._queue else 0
         most = _MAX_PARKED_BYTES if holds & _PARKED else _MAX_WAITING_BYTES
@@ -401,7 +400,7 @@ class HttpProtocol(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer an HTTP-level error, and close."""
+        """Answer an HTTP error, and close."""
         self.transport.write(
             encode_response(
                 error.status, self._connections.refusal(error), extra=b"connection: close\r\n"
@@ -410,7 +409,7 @@ class HttpProtocol(asyncio.Protocol):
         self._end(lingers=True)
 
     def _end(self, lingers: bool) -> None:
-        """Close when everything is sent; lingering, not before the client has stopped sending."""
+        """Close when everything is sent; if `lingers`, wait until the client stops sending."""
         self._holds |= _ENDED
         self._let_go()
         self.since = self._connections.now
@@ -422,7 +421,7 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.close()
 
     def _let_go(self) -> None:
-        """Release requests that will not be handled."""
+        """Free requests that will not be handled."""
         self._queue.clear()
         self._reader.drop()
         self._connections.held_bytes -= self.held_bytes
@@ -430,14 +429,13 @@ class HttpProtocol(asyncio.Protocol):
 
 
 def _size_of(request: Request) -> int:
-    """The memory that a request takes."""
     query = 0 if request.query is None else len(request.query)
     head = len(request.path) + query + len(request.section)
     return _REQUEST_BYTES + head + len(request.body)
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:
-    """Whether unread input is left: a close would then reset the connection."""
+    """Whether unread input is left, so that a close would reset the connection."""
     sock = transport.get_extra_info("socket")
     if sock is None:
         return False

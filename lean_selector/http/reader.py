@@ -1,20 +1,19 @@
 """Bytes of one connection -> requests. No I/O, no clock, and it never raises.
 
-Owns the framing: where a request begins and ends, and every limit on its size. httptools (llhttp)
-judges the header section; it is shown each distinct one once, for clients repeat theirs but for
-the lines that name one request: its length, its trace, its id. Those are cut out, and a section
-whose remainder is known needs no second judgement; where only lengths differ, and too many come to
-remember each, a connection compares what stands around them. `authorization` is cut out before
-anything is remembered, and known again by its connection alone (`credentials`). Follows RFC 9112;
-limits and statuses as spec selection.md 1.1 and slot_tracker.md 1.2 record them.
+Responsible for framing: the start and end of a request, and all limits on its size. httptools
+(llhttp) parses each distinct header section once, because clients repeat theirs, except for lines
+that vary per request: length, trace, id. These lines are cut out, and a section with a known
+remainder is not parsed again. If too many sections differ only in the length, the connection
+compares the text around it. `authorization` is cut out before caching; only its connection
+recognizes it again (`CredentialLine`). Follows RFC 9112; limits and statuses are in spec
+selection.md 1.1 and slot_tracker.md 1.2.
 
-Request smuggling needs two parties that disagree on where a request ends. Refused with 400 or
-501, and the connection then closes: content-length beside transfer-encoding, any second
-content-length, a content-length that is not plain digits, any coding but a single "chunked",
+Request smuggling exploits two servers that disagree on where a request ends. So the following are
+refused with 400 or 501, and the connection is closed: content-length beside transfer-encoding, any
+second content-length, a content-length that is not plain digits, any coding but a single "chunked",
 chunked in HTTP/1.0, folded header lines, space before a colon, bare CR or LF or NUL anywhere in a
 head, control characters in chunk extensions, chunk data not ended by CRLF, trailers that are no
-header lines, a request line without exactly two spaces, no host or two of them.
-"""
+header lines, a request line without exactly two spaces, no host or two of them."""
 
 import re
 from collections.abc import Callable
@@ -35,8 +34,7 @@ from lean_selector.http.head import (
 from lean_selector.http.head import HttpError as HttpError
 from lean_selector.http.head import Limits as Limits
 
-# Method, path, query; the fragment, which no client should send, is dropped. What follows is the
-# version.
+# Method, path, query; a fragment, which clients should not send, is dropped. The version follows.
 _REQUEST_LINE: Final = re.compile(
     rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]++) ([^\x00-\x20\x7f?#]++)"
     rb"(?:\?([^\x00-\x20\x7f#]*+))?+(?:#[^\x00-\x20\x7f]*+)?+ HTTP/"
@@ -45,35 +43,34 @@ _ABSOLUTE_FORM: Final = re.compile(rb"(?i:https?)://[^/]*+")
 _BLANK_LINES: Final = re.compile(rb"(?:\r\n)++")
 _METHOD_BYTE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z\r]")
 
-# Header lines that differ from request to request, in the spellings of clients, with a value that
-# llhttp always accepts. Whole lines only: the line break is matched and left.
+# Header lines that vary from request to request, as clients spell them, with a value that llhttp
+# always accepts. The match excludes the line break.
 _VARYING: Final = re.compile(
     rb"\r\n([cC]ontent-[lL]ength|traceparent|Traceparent|[xX]-[rR]equest-[iI][dD]"
     rb"|[xX]-[rR]eservation-[iI][dD]): "
     rb"([0-9A-Za-z._-]{1,128})(?=\r\n)"
 )
 
-_MAX_REMEMBERED_BLOCKS = 1024  # times the next figure: 2 MiB at the very most
+_MAX_REMEMBERED_BLOCKS = 1024  # each of at most the next size: 2 MiB in all
 _MAX_REMEMBERED_BLOCK_BYTES = 2048
-_MOST_LENGTHS = 64  # cached sections that differ in nothing else
+_MOST_LENGTHS = 64  # cached sections that differ only in the length
 
-# Requests cut out at once; a new header section takes some 20 us.
+# per call; a new header section takes some 20 us
 MOST_REQUESTS: Final = 64
 
 
 class RequestReader:
-    """Cuts the bytes of one connection into requests.
+    """Splits the bytes of one connection into requests.
 
-    After each `feed` the caller must answer the requests it returned, in order, and then check:
-    `error`, an answer to send before closing; `wants_continue`, a client that holds its body back
-    until it reads `100 Continue` (the caller resets it). `notice` is true when either is set.
+    After each `feed` the caller must answer the requests it returned, in order, and then check
+    `error`, an answer to send before closing, and `wants_continue`: the client sends its body only
+    after `100 Continue` (the caller resets it). `notice` is true if either is set.
 
-    A `feed` does bounded work. What it leaves `waiting` comes before any further bytes, and is read
-    by a `feed` of nothing.
+    A `feed` does bounded work. Bytes that it leaves in `waiting` are read before any further bytes;
+    `feed(b"")` continues with them.
 
-    Once a request has keep_alive false, or `error` is set, further bytes are ignored;
-    `has_unread_input` then tells whether the client may still be sending.
-    """
+    After a request with keep_alive false, or when `error` is set, further bytes are ignored;
+    `has_unread_input` then tells whether the client may still be sending."""
 
     __slots__ = (
         "_blocks",
@@ -101,26 +98,26 @@ class RequestReader:
         blocks: HeaderBlocks | None = None,
         refuses: Callable[[Request], bool] | None = None,
     ) -> None:
-        """`blocks` caches judged header sections; connections should share one. `refuses`: whether
-        a request is refused whatever its body, so that the body is not read."""
-        # For the connection's lifetime.
+        """`blocks` caches parsed header sections; connections should share one. `refuses`: whether
+        a request is refused regardless of its body, which is then not read."""
+        # Constant for the connection's lifetime.
         self._limits = limits
         self._refuses = refuses
         self._max_head_bytes = limits.max_head_bytes
         self._max_body_bytes = limits.max_body_bytes
         self._blocks: HeaderBlocks = {} if blocks is None else blocks
-        self._credentials: CredentialLine | None = None  # once a request had such a line
-        self._frame: LengthFrame | None = None  # if lengths vary too much to cache each
+        self._credentials: CredentialLine | None = None  # set once a request had credentials
+        self._frame: LengthFrame | None = None  # set if lengths vary too much to cache each section
         self.error: HttpError | None = None
         self.is_finished = False  # nothing more is read
         self.has_unread_input = False
-        self.waiting = bytearray()  # received, and not read yet
-        # The incomplete request: its head so far, or itself and its body so far.
+        self.waiting = bytearray()  # received, but not read yet
+        # The incomplete request: its head so far, or the request and its body so far.
         self.is_unfinished = False
         self._head = bytearray()
         self._request: Request | None = None
         self._body: SizedBody | ChunkedBody | None = None
-        # For the caller.
+        # For the caller
         self.notice = False
         self.wants_continue = False
 
@@ -131,13 +128,13 @@ class RequestReader:
 
     @property
     def held_bytes(self) -> int:
-        """The memory of the incomplete request and of waiting bytes; a body too large is
-        dropped."""
+        """The memory of the incomplete request and of waiting bytes; a body that is too large takes
+        none."""
         kept = len(self._head) if self._body is None else len(self._body.content)
         return kept + len(self.waiting)
 
     def drop(self) -> None:
-        """Drop an incomplete request, and read nothing more."""
+        """Drop an incomplete request and ignore further bytes."""
         self._finish()
 
     def hold(self, data: bytes) -> None:
@@ -165,8 +162,7 @@ class RequestReader:
         return requests
 
     def _read_heads(self, data: bytes, at: int, requests: list[Request]) -> None:
-        """Read from a boundary between requests. The hot path: every line here is paid per
-        request."""
+        """Read from a boundary between requests. This is the hot path."""
         size = len(data)
         method: bytes
         path: bytes
@@ -180,7 +176,9 @@ class RequestReader:
                 return
             line = _REQUEST_LINE.match(data, at)
             if line is None:
-                blank = _BLANK_LINES.match(data, at)  # RFC 9112 section 2.2: skip them
+                blank = _BLANK_LINES.match(
+                    data, at
+                )  # RFC 9112 section 2.2: blank lines are skipped
                 if blank is None:
                     self._hold_head(data, at)
                     return
@@ -221,7 +219,7 @@ class RequestReader:
                 at = self._begin_body(request, length, data, end, requests)
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
-        """The block of a new header section, or None with the error set."""
+        """The block for a new header section, or None with `error` set."""
         self._frame = None
         if len(text) > self._limits.max_head_bytes:
             self._fail(HttpError(431, "request header section too large"))
@@ -235,9 +233,9 @@ class RequestReader:
             if varied is not None:
                 frame = known.frame
                 if frame is not None and frame.lengths < _MOST_LENGTHS:
-                    frame.lengths += 1  # a length may repeat, an id does not
+                    frame.lengths += 1  # a length may repeat, but an id does not
                     self._remember(text, varied)
-                else:  # looking up one that never repeats costs more than parsing it
+                else:  # parsing costs less than looking up a section that never repeats
                     self._frame = frame
                 return varied
         if has_credentials(text):
@@ -253,9 +251,9 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """Judge a section with credentials: only the rest without them is cached."""
+        """The block for a section with credentials; only the rest without them is cached."""
         credentials = self._credentials
-        # The known line is cut out already: a remaining one makes two.
+        # The known line is cut out already, so a remaining one is a second one.
         is_second = credentials is not None and credentials.credential is not None
         self._credentials = credentials = CredentialLine(text)
         rest = text if is_second else credentials.rest_of(text)
@@ -294,7 +292,7 @@ class RequestReader:
     def _continue_head(self, data: bytes, requests: list[Request]) -> None:
         head = self._head
         head += data
-        # No line ended, so the head did not either: only check its size.
+        # No line ended, so neither did the head: only check its size.
         if b"\n" not in data and len(head) <= self._limits.max_head_bytes:
             return
         whole = bytes(head)
@@ -305,12 +303,11 @@ class RequestReader:
     def _begin_body(
         self, request: Request, length: int, data: bytes, at: int, requests: list[Request]
     ) -> int:
-        """Handle a body that is chunked, too large, or incomplete. Returns where reading
-        continues."""
+        """Handle a body that is chunked, too large, or incomplete. Returns where to continue."""
         limits = self._limits
         is_held_back = request.headers.expects_continue and at == len(data)
         if length > limits.max_body_bytes and (is_held_back or length > limits.max_discard_bytes):
-            # Requesting the body, or waiting for its end, would only delay the known answer.
+            # The answer is known: it need not wait for the body.
             return self._cut_short(request, data, requests)
         if self._refuses is not None and self._refuses(request):
             return self._cut_short(request, data, requests)
@@ -335,13 +332,13 @@ class RequestReader:
             self.is_finished = not request.keep_alive
         elif body.wire_bytes > self._limits.max_discard_bytes:
             return self._cut_short(request, data, requests)
-        elif at < len(data):  # as many chunks as one call may parse
+        elif at < len(data):  # the call has parsed as many chunks as it may
             self.waiting += memoryview(data)[at:]
             return len(data)
         return at
 
     def _cut_short(self, request: Request, data: bytes, requests: list[Request]) -> int:
-        """Deliver a request whose answer is known without reading the rest of its body."""
+        """Deliver a request whose answer does not depend on the rest of its body."""
         request.body_too_large = True
         request.keep_alive = False
         requests.append(request)
@@ -366,13 +363,12 @@ class RequestReader:
 
 
 def _each_stands_once(names: list[bytes], text: bytes) -> bool:
-    """Whether no cut-out line has a second one of its name, with which it would form a list."""
+    """Whether each cut-out line is the only one of its name; several would form a list."""
     lines = text.lower()
     return all(lines.count(b"\r\n%b:" % name.lower()) == 1 for name in names)
 
 
 def _origin_form(target: bytes) -> bytes:
-    """The path of an absolute-form target, which RFC 9112 section 3.2.2 requires servers to
-    accept."""
+    """The path of a target in absolute form, which servers must accept (RFC 9112 section 3.2.2)."""
     authority = _ABSOLUTE_FORM.match(target)
     return target if authority is None else target[authority.end() :] or b"/"

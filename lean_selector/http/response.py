@@ -1,10 +1,9 @@
-"""Responses as bytes: prebuilt heads, one join per answer; and answers that come later.
+"""Responses as bytes: prebuilt heads, one join per answer; and pending answers.
 
-Owns status lines, the framing headers and the cached `date`. Knows neither what a body means nor
+Makes status lines, framing headers and the cached `date`. Knows neither the meaning of a body nor
 when a connection closes: the protocol adds `connection` to a finished response. Header names are
-lower case, as in the reference (spec: selection.md section 1.1). No I/O, no clock: the owner of the
-loop calls `date_header.set` about once a second.
-"""
+lower case, as in the reference (spec: selection.md section 1.1). No I/O and no clock: the owner of
+the loop calls `date_header.set` about once a second."""
 
 from collections.abc import Callable
 from email.utils import formatdate
@@ -13,22 +12,22 @@ from typing import Final
 
 JSON: Final = b"application/json"
 
-Response = bytes | bytearray  # a whole one; a grown one is not copied again
+Response = bytes | bytearray  # complete; a grown one is not copied again
 
 _STATUS_LINES: Final = {
     status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode())
     for status in HTTPStatus
 }
-_STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded\r\n"  # not registered, but possible
+_STATUS_LINES[529] = b"HTTP/1.1 529 Overloaded\r\n"  # not registered, but in use
 
-# The end of a head for common lengths; formatting one costs as much as the rest of encode_response.
-# 1 024 entries are 60 KB.
+# The end of a head for common lengths: formatting it costs as much as the rest of encode_response.
+# 1 024 entries take 60 KB.
 _LENGTH_ENDS: Final = tuple(b"content-length: %d\r\n\r\n" % length for length in range(1024))
 
 
 class DateHeader:
-    """The `date` line of every response, one for the process because there is one wall clock. There
-    is none until the first `set`. A change drops the heads built with the old one."""
+    """The `date` line of every response; one per process. Empty until the first `set`. A change
+    drops the heads built with the old one."""
 
     def __init__(self) -> None:
         self.line = b""
@@ -59,8 +58,7 @@ def encode_response(
     """One complete HTTP/1.1 response.
 
     An empty content_type leaves that header out. `extra` is whole header lines, each ended by CRLF
-    (`b"allow: GET,HEAD\\r\\n"`). KeyError for a status that HTTP does not know.
-    """
+    (`b"allow: GET,HEAD\r\n"`). Raises KeyError for an unknown status."""
     if content_type == JSON:
         head = _json_heads.get(status)
         if head is None:
@@ -75,15 +73,14 @@ def encode_response(
 
 
 class GrowingResponse:
-    """A 200 answer of unknown length, to which its body is added in parts.
+    """A 200 answer of unknown length; its body is added in parts.
 
-    The length is put in at the end, into a field of fixed width: an answer of 100 MB is not copied
-    once more in one go, which takes a quarter of a second.
-    """
+    The length is written last, into a field of fixed width, so an answer of 100 MB is not copied
+    again, which would take a quarter of a second."""
 
     __slots__ = ("_data", "_head_bytes")
 
-    _WIDTH = 20  # digits of 2**64; blanks before a field's value are allowed (RFC 9110, 5.5)
+    _WIDTH = 20  # digits of 2**64; blanks before a value are allowed (RFC 9110, 5.5)
 
     def __init__(self, content_type: bytes = JSON) -> None:
         start, blank = _start_of_head(200, content_type), b" " * self._WIDTH
@@ -94,7 +91,7 @@ class GrowingResponse:
         self._data += part
 
     def finish(self) -> Response:
-        """The whole response; nothing can be added any more."""
+        """The whole response; no part may be added afterwards."""
         length = b"%*d" % (self._WIDTH, len(self._data) - self._head_bytes)
         end = self._head_bytes - len(b"\r\n\r\n")
         self._data[end - self._WIDTH : end] = length
@@ -119,44 +116,44 @@ def with_connection(response: Response, option: bytes) -> bytes:
 
 
 # --------------------------------------------------------------------------------------------------
-# An answer that comes later, between the app that makes it and the connection that waits for it.
+# An answer that is sent later, between the app that makes it and the connection that waits for it.
 #
-# Defines who is called at its end, and in which order. Knows neither bytes of HTTP nor transports.
+# Defines which callbacks its end calls, in which order. Knows neither HTTP bytes nor transports.
 
 
 class PendingReply:
-    """An answer that comes later. The app keeps it, returns it, and calls `resolve` once.
+    """An answer that is sent later. The app stores it, returns it, and calls `resolve` once.
 
-    `on_disconnect` is called, at most once, if the client disconnects first; `resolve` then does
-    nothing. A client that half-closes, as `nc -N` does after its request, counts as disconnected,
-    unless the answer `is_being_made`: it gets that one, like an immediate answer.
-    """
+    If the client disconnects first, `on_disconnect` is called once, and `resolve` does nothing. A
+    client that half-closes, as `nc -N` does after its request, counts as disconnected, unless the
+    answer `is_being_made`: then it still gets the answer."""
 
     __slots__ = ("_observers", "_send", "held_bytes", "is_being_made", "on_disconnect", "response")
 
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
     ) -> None:
-        """`is_being_made`: the answer waits only for turns of the loop."""
+        """`is_being_made`: the answer only waits for turns of the loop."""
         self.on_disconnect = on_disconnect
         self.is_being_made = is_being_made
         self.response: Response | None = None
-        self.held_bytes = 0  # memory that the app keeps for the request meanwhile, if much
+        self.held_bytes = 0  # memory that the app holds for the request meanwhile, if much
         self._observers: list[tuple[Callable[[Response], None], Callable[[], None]]] = []
         self._send: Callable[[Response], None] | None = None
 
     def observe(
         self, on_answer: Callable[[Response], None], on_hang_up: Callable[[], None]
     ) -> None:
-        """Call `observer` once at the end: with the response (at once if it exists), or for a
-        disconnect. Observers are called in order, and before `on_disconnect`."""
+        """Call one of the two once at the end: `on_answer` with the response (at once if it
+        exists), or `on_hang_up` on a disconnect. Observers are called in order, and before
+        `on_disconnect`."""
         if self.response is not None:
             on_answer(self.response)
         else:
             self._observers.append((on_answer, on_hang_up))
 
     def resolve(self, response: Response) -> None:
-        """Send the complete response. Requests queued behind it are handled later, not inside this
+        """Send the complete response. Requests queued behind it are handled later, outside of this
         call."""
         assert self.response is None, "a reply is resolved once"
         self.response = response
@@ -169,7 +166,7 @@ class PendingReply:
             send(response)
 
     def park(self, send: Callable[[Response], None]) -> None:
-        """For the protocol: where to send the response."""
+        """For the protocol: set where to send the response."""
         self._send = send
 
     def hang_up(self) -> None:

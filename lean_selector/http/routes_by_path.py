@@ -1,9 +1,8 @@
-"""The table of routes of one service: which resource a path names, and whether it has the method.
+"""The routes of one service: find the resource of a path, and whether it has the method.
 
-Also decodes the two parts of a target that are data: one path parameter, and the query. Does not
-interpret a route's value. Paths are compared literally: no decoding, no case folding, no trailing
-slash (spec: selection.md 1.1, slot_tracker.md 1.2).
-"""
+Also decodes the data in a target: one path parameter, and the query. The values of routes are
+opaque. Paths are compared literally: no decoding, no case folding, no trailing slash (spec:
+selection.md 1.1, slot_tracker.md 1.2)."""
 
 from collections.abc import Iterable
 from typing import Final, Generic, TypeVar
@@ -15,7 +14,7 @@ _PERCENT: Final = 0x25
 
 
 class Match(Generic[T]):
-    """A route was found. `param` is the raw parameter segment, None on literal paths."""
+    """The route found. `param` is the raw parameter segment; None for literal paths."""
 
     __slots__ = ("param", "value")
 
@@ -25,14 +24,14 @@ class Match(Generic[T]):
 
 
 class MethodNotAllowed:
-    """The path exists, the method does not. `allow` is that header's text: b"POST,GET,HEAD"."""
+    """The path exists without this method. `allow` is the text of that header: b"POST,GET,HEAD"."""
 
     def __init__(self, allow: bytes) -> None:
         self.allow = allow
 
 
 class _Resource(Generic[T]):
-    """The routes of one path: the value of each method, in the order declared."""
+    """The routes of one path: method -> value, in the order of declaration."""
 
     def __init__(self) -> None:
         self.by_method: dict[bytes, Match[T]] = {}
@@ -48,16 +47,16 @@ class _Resource(Generic[T]):
 
 
 class RouteTable(Generic[T]):
-    """Routes declared once as (method, template, value): `("DELETE", "/workers/{worker_id}", ...)`.
+    """Routes, each declared once as (method, template, value): `("DELETE", "/workers/{worker_id}",
+    ...)`.
 
-    A template may have one parameter, its second segment, in braces; `{path*}` at its end is that
-    segment and everything after it. HEAD is answered by GET. ValueError for a route declared twice,
-    and for a parameter anywhere else.
-    """
+    A template may have one parameter in braces, as its second segment; `{path*}` at its end matches
+    that segment and everything after it. GET routes also answer HEAD. Raises ValueError for a route
+    declared twice, and for a parameter elsewhere."""
 
     def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
         self._literal: dict[bytes, _Resource[T]] = {}
-        # By the first segment, then by the text after the parameter and its slash, if any.
+        # By the first segment, then by the text after the parameter and its slash (None: no text).
         self._parametric: dict[bytes, dict[bytes | None, _Resource[T]]] = {}
         self._tails: dict[bytes, _Resource[T]] = {}  # by the first segment
         for method, template, value in routes:
@@ -99,7 +98,7 @@ class RouteTable(Generic[T]):
     def _with_tail(
         self, method: bytes, path: bytes, segments: list[bytes]
     ) -> Match[T] | MethodNotAllowed | None:
-        """Match a path against `{path*}` templates; the parameter is the text after their slash."""
+        """Match a path against `{path*}` templates; the parameter is the rest of the path."""
         resource = self._tails.get(segments[1]) if len(segments) > 2 else None
         if resource is None:
             return None
@@ -110,9 +109,8 @@ class RouteTable(Generic[T]):
 
 
 def percent_decode(segment: bytes) -> str:
-    """A path parameter as text. Malformed escapes stay as they are; ValueError for invalid
-    UTF-8."""
-    # Searching for a byte by its number: as bytes it costs 200 ns more.
+    """A path parameter as text. Malformed escapes are kept; raises ValueError for invalid UTF-8."""
+    # Searching for a byte by its number is 200 ns faster.
     return (unquote_to_bytes(segment) if _PERCENT in segment else segment).decode()
 
 
@@ -127,9 +125,8 @@ class RepeatedQueryField(ValueError):
 def parse_query(query: bytes, known: frozenset[str]) -> dict[str, str]:
     """The known fields of a query string; others are ignored, even if repeated.
 
-    Form rules: `+` is a space, a bare key is an empty value, malformed escapes stay as they are,
-    invalid UTF-8 becomes U+FFFD. Raises RepeatedQueryField.
-    """
+    Form rules: `+` is a space, a key without value is empty, malformed escapes are kept, invalid
+    UTF-8 becomes U+FFFD. Raises RepeatedQueryField."""
     fields: dict[str, str] = {}
     for pair in query.split(b"&"):
         raw_name, _, raw_value = pair.partition(b"=")

@@ -1,8 +1,7 @@
-"""Streamed answers: pieces at the pace of the client, and a connection that supports them.
+"""Streamed answers: pieces are sent at the pace of the client.
 
-Connects the app that produces pieces and the connection that writes them. Knows neither heads nor
-framing: the app's bytes are written unchanged.
-"""
+Connects the app that produces pieces with the connection that writes them. Knows neither heads nor
+framing: the app's bytes are written unchanged."""
 
 from collections.abc import Callable
 from typing import Final
@@ -15,13 +14,12 @@ CLOSE_LINE: Final = b"connection: close\r\n"
 
 
 class StreamedReply(PendingReply):
-    """A streamed answer. The app returns it, and later either calls `resolve` with a whole
-    response, or `begin`, `write` any number of times, and finally `finish` or `break_off`.
+    """A streamed answer. The app returns it, and later calls either `resolve` with a whole
+    response, or `begin`, any number of `write`, and finally `finish` or `break_off`.
 
-    If the client disconnects before that, `on_disconnect` is called, once, and nothing may be
-    called any more. While `is_paused` the client does not read; `on_pause` and `on_resume` report
-    changes.
-    """
+    If the client disconnects earlier, `on_disconnect` is called once, and the app must not call
+    anything more. `is_paused`: the client does not read; `on_pause` and `on_resume` report
+    changes."""
 
     __slots__ = (
         "_closes",
@@ -45,15 +43,15 @@ class StreamedReply(PendingReply):
         self.is_paused = False
         self.begun = False
         self._closes = False
-        # The connection; required before an answer begins.
+        # Set by the connection, before an answer begins.
         self.write: Callable[[bytes], None] = _too_early
         self._protocol: StreamingProtocol | None = None
 
     # -- for the app ---------------------------------------------------------------------------
 
     def begin(self, *, closes: bool = False) -> bytes:
-        """Begin writing pieces. Returns the `connection` line for the head, or nothing. `closes`:
-        only the end of the connection marks the end of the answer."""
+        """Begin the answer. Returns the `connection` line for the head, or nothing. `closes`: only
+        the end of the connection marks the end of the answer."""
         assert self._protocol is not None, "the request is not parked yet"
         self.begun = True
         line = self._protocol.connection_line()
@@ -61,14 +59,14 @@ class StreamedReply(PendingReply):
         return CLOSE_LINE if closes else line
 
     def finish(self) -> None:
-        """All of it is written."""
+        """The answer is complete."""
         protocol = self._ended()
         if protocol is not None:
             protocol.finish(self._closes)
 
     def break_off(self) -> None:
-        """End the answer early, visibly: if its framing does not show that it is cut short, the
-        connection is reset."""
+        """End the answer early. If its framing does not show that it is incomplete, the connection
+        is reset."""
         protocol = self._ended()
         if protocol is not None:
             protocol.break_off(self._closes)
@@ -76,7 +74,6 @@ class StreamedReply(PendingReply):
     # -- for the protocol ----------------------------------------------------------------------
 
     def attach(self, protocol: "StreamingProtocol") -> None:
-        """The connection that it is sent on."""
         self.write, self._protocol = protocol.transport.write, protocol
 
     def pause(self) -> None:
@@ -105,17 +102,15 @@ def _too_early(data: bytes) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A connection whose answers may also be streamed.
+# A connection whose answers may be streamed.
 #
-# Adds to `protocol`'s answers that come later what streaming needs: how each ends, and reports
-# while the client does not read.
+# Extends the pending answers of `protocol`: how a stream ends, and notifications while the client
+# does not read.
 
 _KEPT_LINE: Final = b"connection: keep-alive\r\n"
 
 
 class StreamingProtocol(HttpProtocol):
-    """One connection of an app that may answer with a StreamedReply."""
-
     __slots__ = ()
 
     def pause_writing(self) -> None:
@@ -142,7 +137,7 @@ class StreamingProtocol(HttpProtocol):
             reply.attach(self)
 
     def connection_line(self) -> bytes:
-        """The `connection` line of an answer that begins now."""
+        """The `connection` line for an answer that begins now."""
         request = self._parked_request
         assert request is not None
         if self._is_last(request):
@@ -150,7 +145,7 @@ class StreamingProtocol(HttpProtocol):
         return _KEPT_LINE if request.headers.is_http10 else b""
 
     def finish(self, closes: bool) -> None:
-        """A streamed answer is written to its end."""
+        """A streamed answer is complete."""
         self._unpark()
         if not self.transport.is_closing():
             if closes:
@@ -158,7 +153,7 @@ class StreamingProtocol(HttpProtocol):
             self._after_parked()
 
     def break_off(self, resets: bool) -> None:
-        """A streamed answer was cut short."""
+        """A streamed answer ended early."""
         self._unpark()
         if resets:
             self.transport.abort()

@@ -1,10 +1,9 @@
-"""TLS between a connection of the loop and the protocol spoken on it. Imported if enabled.
+"""TLS between a connection of the loop and the HTTP protocol. Imported only if enabled.
 
-The protocol sees a transport that half-closes, reads on and counts unwritten bytes like a plain
-one, unlike the loop's own TLS (D27, D46). Handshakes are put off like other long input. In its
-handshake a connection counts among the connections, and `Connections.sweep` is its clock. Knows no
-file, and of HTTP only the one answer to clients without TLS.
-"""
+Unlike with the loop's own TLS, the protocol sees a transport that half-closes, continues to read
+and counts unwritten bytes as a plain one does (D27, D46). Handshakes are deferred like other long
+input. A connection in its handshake counts among the connections, and `Connections.sweep` is its
+clock. Knows no files, and of HTTP only the answer to clients without TLS."""
 
 import asyncio
 import contextlib
@@ -35,7 +34,7 @@ _NOTHING_COMMON: Final = frozenset(
 
 
 def kind_of(error: ssl.SSLError) -> str:
-    """The label of a failure, one of `connections.REASONS`, from OpenSSL's name of it."""
+    """The metric label for a failure, one of `connections.REASONS`, from OpenSSL's name for it."""
     reason = error.reason or ""
     if reason in _CLIENT_CERTIFICATE:
         return "client_certificate"
@@ -52,25 +51,25 @@ def text_of(error: ssl.SSLError) -> str:
     return f"it says: {words.partition(' alert ')[2]}" if " alert " in words else words
 
 
-# Bytes that a handshake may read from a client. OpenSSL accepts 100 KB of certificates. Bytes
-# behind it wait for their turn too: above this, unread.
+# Bytes of a handshake that are read from a client; more stay unread until their turn. OpenSSL
+# accepts 100 KB of certificates.
 _MAX_GREETING_BYTES: Final = 128 * 1024
-# What a client with a failed handshake may still send, so that it can read why.
+# Bytes that a client may still send after a failed handshake, so that it can read the reason.
 _MAX_LINGER_BYTES: Final = 1024 * 1024
 
 _RECORD_BYTES: Final = 16 * 1024  # plain text of one record, at most
-# OpenSSL's buffers do not shrink: the size of a piece is what a connection keeps for good.
+# Size of a piece for OpenSSL, whose buffers do not shrink: a connection keeps this much memory.
 _FED_BYTES: Final = 32 * 1024
-_SMALL_READ_BYTES: Final = 4 * 1024  # 180 records of a byte
+_SMALL_READ_BYTES: Final = 4 * 1024  # 180 one-byte records
 
-_HANDSHAKE: Final = 0x16  # the first byte of a TLS client
+_HANDSHAKE: Final = 0x16  # the first byte from a TLS client
 _PLAIN: Final = encode_response(
     400, b'{"error":"this port speaks TLS: use https://"}', extra=b"connection: close\r\n"
 )
 
 
 class TlsAcceptor:
-    """What the TLS connections of one server share. To be used from the loop's thread only."""
+    """State shared by the TLS connections of one server. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class TlsAcceptor:
         connections: Connections,
         new_protocol: Callable[[], asyncio.Protocol],
     ) -> None:
-        """`context` is for new handshakes, and may be replaced at any time."""
+        """`context` is used for new handshakes, and may be replaced at any time."""
         self.context = context
         self.connections: Final = connections
         self.new_protocol: Final = new_protocol
@@ -91,7 +90,7 @@ class TlsAcceptor:
 
 
 class TlsConnection(asyncio.Protocol):
-    """One connection: a protocol to the loop's transport, a transport to the inner protocol."""
+    """One connection: a protocol for the loop's transport, a transport for the inner protocol."""
 
     __slots__ = (
         "_door",
@@ -121,15 +120,15 @@ class TlsConnection(asyncio.Protocol):
         self._incoming: Final = ssl.MemoryBIO()
         self._outgoing: Final = ssl.MemoryBIO()
         self._tls: Final = door.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
-        self._inside: asyncio.Protocol | None = None  # once the handshake is over
-        self._has_said = False  # a byte, or more
+        self._inside: asyncio.Protocol | None = None  # None during the handshake
+        self._has_said = False  # whether the client has sent anything
         self._early = bytearray()  # input that waits for its turn
-        self._is_told = False  # failed, or dropped: counted, if it counts
-        self._is_deaf = False  # later input is not decrypted
+        self._is_told = False  # it failed or was dropped, and was counted
+        self._is_deaf = False  # further input is not decrypted
         self._got_eof = False
-        self._keeps_open = False  # after that
-        self._is_put_off = False  # a turn is scheduled that decrypts the waiting input
-        self._is_paused = False  # the inner protocol has closed
+        self._keeps_open = False  # keep open after that
+        self._is_put_off = False  # a turn is scheduled to decrypt the waiting input
+        self._is_paused = False  # reading is paused by the inner protocol
         self._writing_paused = False
         self._linger_bytes = 0
         self.held_bytes = 0  # bytes received during the handshake
@@ -138,7 +137,9 @@ class TlsConnection(asyncio.Protocol):
     # called by the loop's transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._raw = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._raw = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transport does not inherit from it
         self._door.connections.greet(self)
 
     def data_received(self, data: bytes) -> None:
@@ -148,7 +149,7 @@ class TlsConnection(asyncio.Protocol):
         elif inside is None:
             self._greet(data)
         elif self._got_eof:
-            pass  # RFC 8446, 6.1: nothing follows a close_notify
+            pass  # RFC 8446, 6.1: no data follows a close_notify
         elif self._is_put_off:
             self._early += data
         elif len(data) <= _SMALL_READ_BYTES:  # in any turn, as in `protocol`
@@ -158,7 +159,7 @@ class TlsConnection(asyncio.Protocol):
             self._decrypt(inside, data)
 
     def eof_received(self) -> bool:
-        """Also for a client that disconnects without close_notify: requests state their length."""
+        """Also for a client that disconnects without close_notify: requests have a length."""
         return self._inside is not None and self._end_of_input(self._inside)
 
     def pause_writing(self) -> None:
@@ -179,13 +180,13 @@ class TlsConnection(asyncio.Protocol):
             inside.connection_lost(exc)
             return
         self._door.connections.forget(self)
-        if self._has_said:  # a port probe, which does not count
+        if self._has_said:  # otherwise a port probe, which does not count
             self._count("closed", "the client closed the connection in its TLS handshake")
 
     # called by Connections, during the handshake
 
     def expire(self, now: float) -> None:
-        """Drop the connection if its time has passed. See Timeouts."""
+        """Drop the connection if its timeout (see Timeouts) has passed."""
         connections = self._door.connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since
@@ -201,7 +202,7 @@ class TlsConnection(asyncio.Protocol):
             self.abort()
 
     def turn_away(self, reason: str) -> None:
-        """No answer can be sent yet."""
+        """Drop it: no answer can be sent during a handshake."""
         self.abort()
 
     # the handshake
@@ -223,14 +224,14 @@ class TlsConnection(asyncio.Protocol):
         self._door.connections.make_room()
 
     def _let_go(self) -> None:
-        """Release the handshake's input."""
+        """Free the handshake's input."""
         self._door.connections.held_bytes -= self.held_bytes
         self.held_bytes = 0
         self._early = bytearray()
 
     def _go_on(self) -> None:
-        """Continue the handshake: OpenSSL takes 0.25 ms with an ECDSA key, 0.5 ms with RSA of 2 048
-        bits, so a turn of the put-off work does a few."""
+        """Continue the handshake. OpenSSL takes 0.25 ms with an ECDSA key and 0.5 ms with RSA of 2
+        048 bits, so a turn of deferred work continues a few."""
         if self._is_deaf or self._raw.is_closing():
             return
         early, self._early = memoryview(self._early), bytearray()
@@ -254,7 +255,7 @@ class TlsConnection(asyncio.Protocol):
         except ssl.SSLWantReadError:
             self._flush()
         except ssl.SSLError as error:
-            self._flush()  # the alert
+            self._flush()  # sends the alert
             self._fail(kind_of(error), text_of(error))
         else:
             self._flush()
@@ -273,7 +274,7 @@ class TlsConnection(asyncio.Protocol):
             self._read(inside)
 
     def _fail(self, reason: str, text: str) -> None:
-        """Half-close, so that no reset overtakes the alert."""
+        """Half-close, so that a reset cannot overtake the alert."""
         self._count(reason, text)
         self._is_deaf = True
         self._let_go()
@@ -293,8 +294,8 @@ class TlsConnection(asyncio.Protocol):
     # input
 
     def _decrypt(self, inside: asyncio.Protocol, data: bytes) -> None:
-        """Decrypt as much as a turn allows; records of a byte cost a hundred times as much as those
-        of 16 KiB."""
+        """Decrypt as much as a turn allows; one-byte records cost a hundred times as much per byte
+        as those of 16 KiB."""
         connections = self._door.connections
         before, began = connections.spent_s, connections.clock()
         view = memoryview(data)
@@ -347,7 +348,7 @@ class TlsConnection(asyncio.Protocol):
         except ssl.SSLError:
             is_broken = True
         if self._outgoing.pending:
-            self._flush()  # an alert, or a part of a key update
+            self._flush()  # sends an alert, or a reply to a key update
         if pieces:
             inside.data_received(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         if is_broken:
@@ -364,7 +365,7 @@ class TlsConnection(asyncio.Protocol):
         return self._keeps_open
 
     def _hear_on(self, data: bytes) -> None:
-        """Count further input and drop it: by the inner protocol, if there is one."""
+        """Count and drop further input: the inner protocol counts it, if there is one."""
         inside = self._inside
         if inside is not None:
             inside.data_received(data)
@@ -382,7 +383,7 @@ class TlsConnection(asyncio.Protocol):
         tls, size = self._tls, len(data)
         try:
             written = tls.write(data)
-            if written < size:  # OpenSSL writes one record at a time
+            if written < size:  # OpenSSL writes one record per call
                 view = memoryview(data)
                 while written < size:
                     if self._outgoing.pending >= _FED_BYTES:
@@ -404,8 +405,8 @@ class TlsConnection(asyncio.Protocol):
             self._raw.write_eof()
 
     def close(self) -> None:
-        """Close once everything is written, without waiting for the peer's close_notify (RFC 8446,
-        6.1)."""
+        """Close once everything is written, without waiting for the client's close_notify (RFC
+        8446, 6.1)."""
         if not self._raw.is_closing():
             if not self._is_deaf:
                 self._is_deaf = True
@@ -437,7 +438,9 @@ class TlsConnection(asyncio.Protocol):
         return self._raw.get_extra_info(name, default)
 
     def _say_farewell(self) -> None:
-        with contextlib.suppress(ssl.SSLError):  # nearly always: it expects an answer
+        with contextlib.suppress(
+            ssl.SSLError
+        ):  # it nearly always raises, because it expects an answer
             self._tls.unwrap()
         self._flush()
 
