@@ -1,4 +1,4 @@
-"""Authentication: the roles of routes, the refusals, and the file of tokens."""
+"""Authentication: the roles of routes, refusals, and the token file."""
 
 import logging
 import re
@@ -12,9 +12,9 @@ class Role(IntEnum):
     """The role that a route requires; each role includes the previous ones. OPEN needs no token."""
 
     OPEN = 0  # whether the service is up
-    READ = 1  # inspection
-    WRITE = 2  # also selecting, reserving and lifecycles
-    ADMIN = 3  # also registration, thresholds and peers
+    READ = 1  # inspect
+    WRITE = 2  # also select, reserve, and report lifecycles
+    ADMIN = 3  # also register workers and peers, and set thresholds
 
 
 OPEN: Final = Role.OPEN
@@ -27,7 +27,7 @@ NAMES: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 
 
 # -- refusals -------------------------------------------------------------------------------------
-# RFC 6750 section 3: a request without a bearer token gets no error code in the header.
+# RFC 6750 section 3: the header has no error code if the request had no bearer token.
 
 _CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
 
@@ -61,8 +61,8 @@ def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
 
 
 # -- the token file -------------------------------------------------------------------------------
-# A line `ROLE TOKEN` each, read at the start and again when it changes. Only digests are kept
-# (`http.head`), and no message repeats a token.
+# Each line is `ROLE TOKEN`. The file is read at the start and again when it changes. Only digests
+# are stored (`http.head`), and no message repeats a token.
 
 log = logging.getLogger("lean_selector.access")
 
@@ -71,15 +71,14 @@ _TOKEN: Final = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1
 
 
 class AccessTokens:
-    """The current tokens and their roles. While the file is invalid, the previous ones stay in
-    force.
+    """The current tokens and their roles. While the file is invalid, the previous tokens stay
+    valid.
 
-    `roles` is by the digest of the token, for the gate, which looks it up at every request. It
-    changes in place.
-    """
+    `roles` is keyed by a token's digest; the gate looks it up for every request. It is changed in
+    place."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError or ValueError, with a one-line message, if there are no tokens at
+        """Raises OSError or ValueError, with a one-line message, if there are no valid tokens at
         first."""
         from lean_selector.http.trust import WatchedFile
 
@@ -88,12 +87,12 @@ class AccessTokens:
         self.roles = _roles_of(path, self._file.read()[0])
 
     def role_of(self, credential: bytes | None) -> Role:
-        """The role of a token by its digest; OPEN for an unknown one. Digests are keyed, so how
-        long a look-up takes says nothing about a token."""
+        """The role for a token's digest; OPEN for an unknown one. Digests are keyed, so the time of
+        a look-up reveals nothing about a token."""
         return self.roles.get(credential, OPEN)
 
     def look(self, again: bool = False) -> None:
-        """Reload the file if it has changed; or in any case, with `again`."""
+        """Reload the file if it has changed; with `again`, always."""
         if again:
             self._file.forget()
         try:
@@ -111,7 +110,7 @@ class AccessTokens:
 
 
 def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
-    """Roles by the digest of the token. Raises ValueError, naming the line."""
+    """digest -> role. Raises ValueError that names the line."""
     roles: dict[bytes | None, Role] = {}
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -119,7 +118,7 @@ def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
         if not words or words[0].startswith(b"#"):
             continue
         where = f"{path}, line {number}"
-        if words[0] not in ROLES:  # the text may be a token: it is not repeated
+        if words[0] not in ROLES:  # not quoted, because it may be a token
             raise ValueError(f"{where}: the first word is none of {', '.join(NAMES.values())}")
         if len(words) != 2:
             raise ValueError(f"{where}: expected a role and one token, and nothing else")

@@ -1,8 +1,7 @@
-"""The access log: one line per request, wrapped around the gate if enabled.
+"""The access log: one line per request; wraps the gate if enabled.
 
-Ids come from the path, the body and the answer; bodies that are not JSON objects have none. Text
-from clients is truncated, and escaped by `logs`.
-"""
+Ids come from the path, the body and the answer; a body that is not a JSON object has none. Text
+from clients is truncated, and escaped by `logs`."""
 
 import logging
 import re
@@ -23,7 +22,7 @@ from lean_selector.wire.selection_bodies import BodyIds
 MAX_ID_CHARACTERS = 256  # of text from a client; uuids have 36
 MAX_TARGET_CHARACTERS = 1024
 
-# Headers in answers of POST /route, and the fields of the line that they fill.
+# Headers in answers of POST /route, and the log fields that they fill.
 _IN_HEADERS: Final = {b"x-reservation-id": "reservation_id", b"x-lean-prompt": "prompt"}
 _HEADERS: Final = re.compile(rb"\r\n(%b): ([!-~]+)" % b"|".join(_IN_HEADERS))
 
@@ -36,7 +35,7 @@ ID_FIELDS = BodyIds.__struct_fields__
 def with_access_log(
     app: App, routes: tuple[Route, ...], clock: Callable[[], float] = perf_counter
 ) -> App:
-    """`app` with a line for every answer, logged at the time of the answer."""
+    """`app` with a log line for every answer, written when the answer is."""
     table: RouteTable[str] = RouteTable([(method, path, path) for method, path, *_ in routes])
 
     def logged(request: Request) -> bytes | PendingReply:
@@ -48,7 +47,7 @@ def with_access_log(
             _write(fields, status_of(answer), answer, seconds)
             return answer
 
-        # Only the fields are kept until then: the body may be large.
+        # Only the fields are kept until then, because the body may be large.
         def write(status: bytes, response: Response) -> None:
             _write(fields, status, response, clock() - started)
 
@@ -61,7 +60,7 @@ def with_access_log(
 
 
 def _said_in(table: RouteTable[str], request: Request) -> dict[str, object]:
-    """The fields of a line that are known before the answer, in order."""
+    """The fields that are known before the answer, in order."""
     found = table.match(request.method, request.path)
     fields: dict[str, object] = {
         "method": request.method.decode("latin-1")[:MAX_ID_CHARACTERS],
@@ -87,7 +86,8 @@ def _write(fields: dict[str, object], status: bytes, response: Response, seconds
     fields["status"] = int(status)
     fields["duration_us"] = round(seconds * 1e6)
     if fields["method"] == "POST":
-        # A generated reservation id is only in the answer; a refused request's only in the body.
+        # A generated reservation id is only in the answer; that of a refused request only in the
+        # body.
         head, _, answer = response.partition(b"\r\n\r\n")
         fields.update(_ids(answer))
         fields.update(_told_in(head))
@@ -95,7 +95,7 @@ def _write(fields: dict[str, object], status: bytes, response: Response, seconds
 
 
 def _told_in(head: bytes | bytearray) -> dict[str, object]:
-    """The fields of an answer from its headers."""
+    """The fields taken from an answer's headers."""
     return {
         _IN_HEADERS[bytes(name)]: value.decode("latin-1")[:MAX_ID_CHARACTERS]
         for name, value in _HEADERS.findall(head)

@@ -1,8 +1,7 @@
-"""Reading a request: its body, its query, the id in its path.
+"""Read a request: its body, its query, and the id in its path.
 
 Checks content type and size, decodes, and reports what is wrong with a body. The order of the
-checks is that of spec selection.md 1.1; strictness of JSON as in decision D8.
-"""
+checks is that of spec selection.md 1.1; JSON is parsed as strictly as decision D8 says."""
 
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -35,7 +34,7 @@ T = TypeVar("T")
 MSGPACK = b"application/msgpack"
 NOT_JSON = "Expected request with `Content-Type: application/json`"
 TOO_LARGE = "Failed to buffer the request body: length limit exceeded"
-# A body this short cannot hold the loop for long, whatever its content.
+# A body below this size cannot block the loop for long, whatever its content.
 LONG_BODY_BYTES: Final = 32 * 1024
 COSTLY_NUMBERS = f"more than {MOST_COSTLY_NUMBERS} numbers with an exponent of three digits"
 SCOPE_FIELDS = frozenset({"model_name", "tenant_id", "routing_group"})
@@ -60,8 +59,8 @@ class BadQuery(BadRequest):
 
 
 def body_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """The decoder of a route's body: JSON; with a prompt, also MessagePack. It raises BadBody, or
-    msgspec.ValidationError for a wrong shape, which `shape_fault` classifies."""
+    """A decoder for a route's body: JSON; if it has a prompt, also MessagePack. It raises BadBody,
+    or msgspec.ValidationError for a wrong shape, which `shape_fault` classifies."""
     decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
     if issubclass(body_type, PromptFields):
         return _prompt_reader(body_type, decode)
@@ -77,7 +76,7 @@ def body_reader(body_type: type[T]) -> Callable[[Request], T]:
 def _prompt_reader(
     body_type: type[T], decode: Callable[[bytes | bytearray], T]
 ) -> Callable[[Request], T]:
-    """Decodes a body that holds a prompt, by its form and length."""
+    """A decoder for bodies with a prompt; it selects the method by form and length."""
     read_binary = _binary_reader(body_type)
     read_long = long_json_reader(body_type)
     decode_short: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(
@@ -93,7 +92,7 @@ def _prompt_reader(
         if len(request.body) < LONG_PROMPT_BYTES:
             try:
                 return _read_json(decode_short, request.body)
-            except msgspec.ValidationError:  # perhaps in a list that a later key replaces
+            except msgspec.ValidationError:  # perhaps because of a list that a later key replaces
                 return _read_json(decode, request.body)
         fields = read_long(request.body)
         return _read_json(decode, request.body) if fields is None else fields
@@ -102,7 +101,7 @@ def _prompt_reader(
 
 
 def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """Decodes a MessagePack body."""
+    """A decoder for MessagePack bodies."""
     binary_type: type[T] = binary_form(body_type)
     decode = msgspec.msgpack.Decoder(binary_type).decode
     read_long = long_binary_reader(binary_type)
@@ -155,7 +154,7 @@ def _read_json(decode: Callable[[bytes | bytearray], T], body: bytes | bytearray
 
 
 def shape_fault(request: Request, error: msgspec.ValidationError) -> BadBody:
-    """The error for a body of the wrong shape: 400 if it is broken as a whole (D8), else 422."""
+    """The error for a body of the wrong shape: 400 if it is malformed (D8), otherwise 422."""
     is_binary = names_msgpack(request.headers.content_type)
     form = "MessagePack" if is_binary else "JSON"
     fault = messagepack_fault(request.body) if is_binary else json_fault(request.body)
@@ -172,7 +171,7 @@ def _not_parsed(form: str, fault: object) -> BadBody:
 
 
 def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
-    """The known fields of a query; a routing group is renamed to tenant_id."""
+    """The known fields of a query; `routing_group` is renamed to `tenant_id`."""
     if not request.query:
         return {}
     try:
@@ -186,7 +185,7 @@ def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
 
 
 def wants_detail(query: Query) -> bool:
-    """Whether a query has `detail` set to true."""
+    """Whether `detail` is true."""
     try:
         return _WORDS[query.get("detail", "false").lower()]
     except KeyError:
@@ -197,7 +196,8 @@ def wants_detail(query: Query) -> bool:
 
 
 def worker_id_param(param: bytes) -> int:
-    """A u64 in a path: decimal digits, leading zeros and a plus sign allowed, after decoding."""
+    """A u64 in a path: decimal digits, after decoding; leading zeros and a plus sign are
+    allowed."""
     text = _text_param("worker_id", param)
     digits = text[1:] if text.startswith("+") else text
     if digits.isascii() and digits.isdigit():

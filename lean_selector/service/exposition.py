@@ -1,10 +1,9 @@
 """Building blocks of metrics: counters of the hot path, and their text in the exposition format.
 
-The hot path only adds to ints. A scrape is a generator of text that its caller runs in slices,
-because one sample costs about a microsecond and a large fleet has thousands; so counters of
-different slices may be a few milliseconds apart. Labels are bounded: route templates, registered
-models and workers, never an id that a client chose.
-"""
+The hot path only increments ints. A scrape is a generator of text that its caller runs in slices,
+because a sample costs about a microsecond and a large fleet has thousands. So values from different
+slices may be a few milliseconds apart. The values of labels are bounded: route templates,
+registered models and workers, but no ids chosen by clients."""
 
 import os
 import re
@@ -18,23 +17,23 @@ from lean_selector.core.errors import AllWorkersBusy, NoWorkers, UnknownModel, W
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
-# Seconds. An 8-block selection takes about 12 us, so the first bucket is the normal case; queued
+# Seconds. An 8-block selection takes about 12 us, so the first bucket is the usual one; queued
 # requests are in the last.
 LATENCY_BOUNDS_S: Final[tuple[float, ...]] = (
     50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 10e-3, 25e-3, 0.1, 0.5, 1.0, 5.0, 30.0,
 )  # fmt: skip
 FASTEST_S: Final = LATENCY_BOUNDS_S[0]
 LAG_BOUNDS_S = (0.5e-3, 1e-3, 2e-3, 5e-3, 10e-3, 25e-3, 50e-3, 0.1, 0.25, 1.0)
-LAG_EVERY_S = 0.05  # 20 wake-ups a second cost 0.01 % of a core
+LAG_EVERY_S = 0.05  # 20 wake-ups a second take 0.01 % of a core
 
-# Control characters except the line feed, which the format escapes itself; and bidirectional marks.
+# Control characters except the line feed, which the format itself escapes, and bidirectional marks.
 _CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 Number = int | float
-# labels as `labels` writes them, value; None: a pause without a sample
+# (label text as made by `labels`, value); None: a pause without a sample
 Sample = tuple[str, Number] | None
-# The value of a metric for one of several things. None: no value; a list: several values, each with
-# one more label, `name="value"`.
+# The value of a metric for one object. None: no value. A list: several values, each with one more
+# label, as text `name="value"`.
 Value = Number | None | list[tuple[str, Number]]
 T = TypeVar("T")
 
@@ -55,11 +54,10 @@ class Histogram:
 
 
 class RouteMeter:
-    """The answers of one route: durations and statuses.
+    """Durations and statuses of one route's answers.
 
-    What is not in `others` was a 200: the hot path does not count those. It is inlined where it is
-    used, because a call costs as much as the rest: see `Gate`.
-    """
+    Answers missing in `others` had status 200, which the hot path does not count. The gate inlines
+    `add`, because a call would cost as much as the rest."""
 
     __slots__ = (
         "fastest",
@@ -81,10 +79,10 @@ class RouteMeter:
         self.fastest = 0  # answers in the first bucket
         self.slower = [0] * (len(LATENCY_BOUNDS_S) + 1)  # by bucket; the first is unused
         self.seconds = 0.0
-        self.others: dict[bytes, int] = {}  # by status, all but 200; at most one per status
-        self.shed = 0  # the shed requests among them
-        self.unknown_models = 0  # those for models that never had a worker
-        self.unknown_tenants = 0  # those for tenants that never had a worker of a model with some
+        self.others: dict[bytes, int] = {}  # by status, except 200
+        self.shed = 0  # shed requests among `others`
+        self.unknown_models = 0  # among them, for models that never had a worker
+        self.unknown_tenants = 0  # among them, for tenants without a worker, of models with one
 
     def add(self, seconds: float, status: bytes) -> None:
         if seconds <= FASTEST_S:
@@ -96,7 +94,7 @@ class RouteMeter:
             self.others[status] = self.others.get(status, 0) + 1
 
     def refused(self, error: Exception) -> None:
-        """Count why a request got no worker, by kind."""
+        """Count a request that got no worker, by reason."""
         if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
             self.shed += 1
         elif isinstance(error, UnknownModel):
@@ -120,7 +118,7 @@ class RouteMeter:
 
 
 class LoopLag:
-    """The delay of a timer of the loop, beyond the time it was set for."""
+    """The delay of a loop timer beyond its due time."""
 
     def __init__(
         self,
@@ -143,8 +141,8 @@ class LoopLag:
 
 
 class Family:
-    """One metric. `samples` is called at each scrape, and returns one number without labels or
-    samples; its iterator may run across slices, so it must walk copies."""
+    """One metric. `samples` is called for each scrape, and returns a number without labels, or an
+    iterator of samples. The iterator may run across slices, so it must iterate over copies."""
 
     __slots__ = ("help", "kind", "name", "samples")
 
@@ -152,7 +150,7 @@ class Family:
         self, name: str, kind: str, help: str, samples: Callable[[], Number | Iterable[Sample]]
     ) -> None:
         self.name = name
-        self.kind = kind  # counter, gauge; a histogram is a HistogramFamily
+        self.kind = kind  # counter or gauge; histograms are HistogramFamily
         self.help = help
         self.samples = samples
 
@@ -171,7 +169,7 @@ class Family:
 
 
 class FamilyGroup(Generic[T]):
-    """Metrics of the same things, which are collected once for all of them at each scrape."""
+    """Several metrics of the same objects, which are collected once per scrape."""
 
     __slots__ = ("families", "things")
 
@@ -180,8 +178,8 @@ class FamilyGroup(Generic[T]):
         things: Callable[[], Iterable[tuple[str, T]]],
         families: Iterable[tuple[str, str, str, Callable[[T], Value]]],
     ) -> None:
-        """`things` returns pairs of labels and thing. A family is its name, kind, help, and the
-        function that returns the value of a thing."""
+        """`things` returns (labels, object) pairs. A family is (name, kind, help, function from an
+        object to its value)."""
         self.things = things
         self.families = tuple(families)
 
@@ -203,11 +201,11 @@ class FamilyGroup(Generic[T]):
                         yield f"{name}{text[:-1]},{more}}} {number}\n"
                 else:
                     yield "" if found is None else f"{name}{text} {found}\n"
-            things = gathered  # the first metric has collected all of them
+            things = gathered  # the first metric has collected them
 
 
 class HistogramFamily:
-    """One metric of histograms: (labels, bounds, buckets, sum) each."""
+    """One metric of histograms: (labels, bounds, buckets, sum)."""
 
     __slots__ = ("help", "histograms", "name")
 
@@ -243,7 +241,7 @@ def _head(name: str, kind: str, help: str) -> str:
 
 
 def labels(**values: Any) -> str:
-    """Label text of a sample, `{a="1",b="x"}`, escaped as the format asks."""
+    """The label text of a sample, `{a="1",b="x"}`, escaped as the format requires."""
     return "{" + ",".join(f'{name}="{escaped(str(value))}"' for name, value in values.items()) + "}"
 
 
@@ -258,7 +256,7 @@ def escaped(value: str) -> str:
 
 
 # -- tables of metrics ----------------------------------------------------------------------------
-# A row: the name without its prefix, the source of its value, and its meaning. A name that ends in
+# A row has the name without prefix, the source of the value, and the meaning. A name that ends in
 # _total is a counter, any other a gauge.
 
 
@@ -270,7 +268,7 @@ def table_of(
     things: Callable[[], Iterable[tuple[str, T]]],
     rows: Mapping[str, tuple[Callable[[T], Value], str]],
 ) -> FamilyGroup[T]:
-    """A table of the same metrics of several things."""
+    """A table of metrics that several objects have."""
     return FamilyGroup(
         things, [(*_named(name), help, value) for name, (value, help) in rows.items()]
     )
@@ -286,13 +284,13 @@ def _kind_of(name: str) -> str:
 
 
 def by(label: str, counts: Mapping[str, Number]) -> list[Sample]:
-    """A sample for each entry, with its key as the value of this label."""
+    """One sample per entry; its key is the value of this label."""
     return [(labels(**{label: key}), count) for key, count in counts.items()]
 
 
 def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample]:
-    """A sample for each entry, with its key as the value of one more label after those of `text`.
-    Keys are words of this program: they need no escaping."""
+    """One sample per entry; its key is the value of a label that is added to `text`. Keys are words
+    of this program, and need no escaping."""
     for key, count in counts.items():
         yield f'{text[:-1]},{label}="{key}"}}', count
 
@@ -301,14 +299,14 @@ def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample
 
 
 def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:
-    """The whole answer in small pieces, some empty; the figures of the process last."""
+    """The whole answer in small pieces, some of them empty; the process metrics come last."""
     for family in families:
         yield from family.text()
     yield _process_text()
 
 
 def _process_text() -> str:
-    """The usual figures of a process in Prometheus clients; empty without /proc."""
+    """The usual process metrics of Prometheus clients; empty without /proc."""
     process = Path("/proc/self")
     try:
         stat = (process / "stat").read_bytes().rpartition(b")")[2].split()

@@ -1,8 +1,7 @@
-"""The fleet as people look at it: its ranks, what is wrong, and the prefixes that prompts share.
+"""The fleet for display: its ranks, findings, and the prefixes that prompts share.
 
-All of it is put together in steps, for a fleet of 512 ranks takes some milliseconds; whoever asks
-runs them in slices of the loop's turns.
-"""
+The result is built in steps, because it takes some milliseconds for 512 ranks; the caller runs them
+in slices of the loop's turns."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -23,20 +22,20 @@ from lean_selector.wire.findings import Finding, Readiness, SelectorFacts, Worke
 from lean_selector.wire.fleet import Fleet, FleetModel, FleetRank, FleetWorker, PrefixTree
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition
 
-MOST_RUNS: Final = 200  # of all models
-_LEAST_RUNS: Final = 20  # of each of the first ones
+MOST_RUNS: Final = 200  # for all models together
+_LEAST_RUNS: Final = 20  # for each of the first models
 Hits = dict[Run, int]
-_JUDGED_ANEW_S: Final = 10.0  # where no state changed meanwhile
+_JUDGED_ANEW_S: Final = 10.0  # interval of new findings while no state changes
 
 
 class FleetSources(KvSources, Protocol):
-    """Where the KV events come from."""
+    """The sources of KV events."""
 
     def each_source(self) -> Iterator[KvSource]: ...
 
 
 class FleetView:
-    """Only from the thread of the loop."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -54,15 +53,19 @@ class FleetView:
         self.clock = clock
         self._wall = wall
         self._findings: list[Finding] = []
-        self._judged: tuple[int, list[tuple[str, str | None]]] = (-1, [])  # what was judged
+        self._judged: tuple[int, list[tuple[str, str | None]]] = (
+            -1,
+            [],
+        )  # the catalog's revision, and the findings at that time
         self._judged_at = 0.0
 
     def empty(self) -> Fleet:
-        """What `look` fills."""
+        """A Fleet for `look` to fill."""
         return Fleet(__version__, self._wall(), [], [], [], [])
 
     def look(self, fleet: Fleet) -> Iterator[None]:
-        """Puts into `fleet` how it is; what changes between two steps is in it, or is not."""
+        """Fill `fleet` with the current state, in steps. A change between two steps may or may not
+        be included."""
         catalog, now = self._selector.catalog, self.clock()
         revision = catalog.revision
         workers = catalog.matching(None, None)
@@ -151,7 +154,7 @@ class FleetView:
         )
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
-        """The findings of `lean-selector check` that need no question, but for what is well."""
+        """The findings of `lean-selector check` that need no request, except those of level ok."""
         catalog, state = self._selector.catalog, self._state
         records: list[WorkerRecord] = []
         for worker in workers:
@@ -190,7 +193,8 @@ class FleetView:
         self._findings = findings
 
     def prefixes(self, hits: Hits | None) -> Iterator[PrefixTree | None]:
-        """Of each model and tenant; None is a step. `hits`: of runs, while they are counted."""
+        """The prefix trees of all models and tenants; None is a step. `hits`: hits of runs, while
+        they are counted."""
         partitions = list(established(self._selector.catalog, None, None))
         most = max(_LEAST_RUNS, MOST_RUNS // max(1, len(partitions)))
         for partition in partitions[: MOST_RUNS // _LEAST_RUNS]:

@@ -1,8 +1,7 @@
-"""The gate, which every request passes: its route, the role of its token, and the route's meter.
+"""The gate, which every request passes: finds its route, checks its token's role, and counts it.
 
-`bodies` reads requests, `replies` makes answers; handlers translate between wire and core and do
-none of this. Errors become their status and `{"error": ...}`.
-"""
+`bodies` reads requests and `replies` makes answers; handlers only translate between wire and core.
+Errors become their status and `{"error": ...}`."""
 
 import logging
 from bisect import bisect_left
@@ -34,12 +33,12 @@ from lean_selector.wire.selection_bodies import ErrorBody, OverloadBody, PromptF
 T = TypeVar("T")
 _NOTHING: Final = frozenset[str]()
 Served = Answer | StreamedReply
-Run = Callable[[Request, bytes | None], Served]  # the second is the path's parameter
+Run = Callable[[Request, bytes | None], Served]  # the second argument is the path parameter
 
 
 class Endpoint:
-    """The handler of a route, and the types in its description. With tokens enabled, `brief`
-    answers requests without one instead of `run`; `refused` is the refusal of routes whose errors
+    """The handler of a route, and the types for its description. With tokens enabled, `brief`
+    replaces `run` for requests without a token. `refused` makes the refusal for routes whose errors
     have another format."""
 
     __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
@@ -55,9 +54,9 @@ class Endpoint:
         refused: Callable[[Refusal], bytes] | None = None,
     ) -> None:
         self.run = run
-        self.body = body  # the struct of the body
+        self.body = body  # struct of the body
         self.is_body_optional = is_body_optional
-        self.query = query  # the known fields of the query
+        self.query = query  # known fields of the query
         self.brief = brief
         self.refused = refused
 
@@ -66,24 +65,24 @@ class Endpoint:
         return _NOTHING if self.body is None else frozenset(self.body.__struct_fields__)
 
 
-# Method, path template, required role, endpoint. The role has no default: each route must name it.
+# Method, path template, required role, endpoint. There is no default role, so each route must name
+# it.
 Route = tuple[str, str, Role, Endpoint]
 
 _log = logging.getLogger("lean_selector.http")
 
-# The first interval of the request-rejection document's clients: 2 ** 0 seconds, plus up to one
-# more at random.
+# The first interval in the request-rejection document: 2 ** 0 seconds, plus up to one at random.
 RETRY_AFTER = b"retry-after: 1\r\n"
 _WHERE: Final = b"x-warning: GET /openapi.json lists the routes, GET /metrics says how it is\r\n"
 _TWO: Final = ord("2")
 _ZERO: Final = ord("0")
 _clock: Final = perf_counter
-HUNG_UP = b"499"  # only in the counts: the client disconnected before its answer
+HUNG_UP = b"499"  # in counts only: the client disconnected before its answer
 
 
 class Gate:
-    """The application that the HTTP protocol calls: request in, answer out, never raises. `meters`
-    count the requests of each route by result; the last is for requests without a route."""
+    """The application for the HTTP protocol: request in, answer out; never raises. `meters` count
+    the requests of each route by result; the last one is for requests without a route."""
 
     def __init__(
         self,
@@ -92,9 +91,9 @@ class Gate:
         lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
         tokens: AccessTokens | None = None,
     ) -> None:
-        """`overload_status` is the status of requests shed because all workers are busy; `lines`
-        returns header lines for a failed request, by the fields of the route's body. With `tokens`
-        each route requires its role."""
+        """`overload_status` is for requests shed because all workers are busy. `lines` returns
+        header lines for a failed request, given the fields of its route's body. With `tokens` each
+        route requires its role."""
         self._tokens = tokens
         metered: list[tuple[str, str, tuple[Run, RouteMeter, int, Endpoint]]] = []
         for method, path, role, endpoint in routes:
@@ -127,27 +126,27 @@ class Gate:
             if not isinstance(answer, bytes):
                 if isinstance(answer, LaterReply):
                     _meter_later(answer, meter, started)
-                else:  # it lasts as long as its client likes
+                else:  # it lasts as long as the client wants
                     meter.add(_clock() - started, b"200")
                 return answer
         else:
             meter = self._unrouted
             answer = self._unrouted_answer(request, found)
-        # RouteMeter.add, inlined: a quarter of a microsecond, which a call would double
+        # RouteMeter.add, inlined: it takes a quarter of a microsecond, and a call would double that
         seconds = _clock() - started
         if seconds <= FASTEST_S:
             meter.fastest += 1
         else:
             meter.slower[bisect_left(LATENCY_BOUNDS_S, seconds)] += 1
         meter.seconds += seconds
-        # status_of, inlined for the same reason: not 200, and no other 2?0 is used
+        # status_of, inlined likewise; no other 2?0 than 200 is used
         if answer[9] != _TWO or answer[11] != _ZERO:
             status = status_of(answer)
             meter.others[status] = meter.others.get(status, 0) + 1
         return answer
 
     def refuses(self, request: Request) -> bool:
-        """Whether its token lacks the role of its route: its body need not be read."""
+        """Whether the token lacks the route's role, so that the body need not be read."""
         if self._tokens is None:
             return False
         found = self._table.match(request.method, request.path)
@@ -162,7 +161,7 @@ class Gate:
         return answer
 
     def _refused(self, request: Request, needed: int, endpoint: Endpoint | None = None) -> bytes:
-        """The refusal of a request whose token lacks the role."""
+        """The refusal for a request whose token lacks the role."""
         role = self._roles.get(request.credential, OPEN)
         refusal = refusal_of(request.credential, role, Role(needed))
         if endpoint is not None and endpoint.refused is not None:
@@ -170,7 +169,7 @@ class Gate:
         return reply(refusal.status, ErrorBody(refusal.text), refusal.line)
 
     def _unrouted_answer(self, request: Request, found: MethodNotAllowed | None) -> bytes:
-        # Without a token, unknown routes are refused as well.
+        # Requests without a token are refused on unknown routes too.
         if self._tokens is not None and self._tokens.role_of(request.credential) < READ:
             return self._refused(request, READ)
         if isinstance(found, MethodNotAllowed):
@@ -198,7 +197,7 @@ class Gate:
 
 
 def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
-    """Count an answer when it is made later, or when its client disconnects."""
+    """Count a pending answer when it is sent, or its client disconnects."""
 
     def told(response: Response) -> None:
         if answer.fault is not None:
@@ -209,14 +208,15 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 
 
 # -- kinds of routes ------------------------------------------------------------------------------
-# A handler returns a body, which is sent with the status of its route, or one of the objects that
-# `replies.sent` accepts.
+# A handler returns a body, which is sent with the route's status, or an object that `replies.sent`
+# accepts.
 
 
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """No input. `brief`, for requests without a token, returns less."""
+    """A route without input. `brief` replaces the handler for requests without a token, and returns
+    less."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(status, handler())
@@ -227,7 +227,7 @@ def plain(
 def with_query(
     handler: Callable[[Query], object], known: frozenset[str] = SCOPE_FIELDS
 ) -> Endpoint:
-    """The known fields of the query string; a routing group is called tenant_id."""
+    """A route with a query string; `routing_group` is renamed to `tenant_id`."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(200, handler(query_of(request, known)))
@@ -238,7 +238,7 @@ def with_query(
 def with_param(
     parse: Callable[[bytes], T], handler: Callable[[T], object], status: int = 200
 ) -> Endpoint:
-    """A path parameter; a body is not read."""
+    """A route with a path parameter; a body is not read."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
@@ -252,8 +252,9 @@ def with_param_and_optional_body(
     body_type: type[T],
     handler: Callable[[Any, T | None], object],
 ) -> Endpoint:
-    """A path parameter, and an optional JSON body. The reference reads none, so the request is
-    served whatever the body is; an invalid one is ignored, and the answer has a warning."""
+    """A route with a path parameter and an optional JSON body. The reference reads no body, so the
+    request is served whatever the body is; an invalid one is ignored, with a warning in the
+    answer."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -275,7 +276,7 @@ def with_param_and_optional_body(
 
 
 def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 200) -> Endpoint:
-    """A JSON body; with a prompt, also MessagePack."""
+    """A route with a JSON body; if it has a prompt, also MessagePack."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -284,7 +285,7 @@ def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 
             return sent(status, handler(body))
         except SelectorError:
             if isinstance(body, PromptFields):
-                body.check_shape()  # a wrong shape is reported before any other error
+                body.check_shape()  # a wrong shape is reported before other errors
             raise
 
     return Endpoint(answer, body=body_type)
@@ -296,7 +297,7 @@ def with_param_and_body(
     handler: Callable[[Any, T], object],
     status: int = 200,
 ) -> Endpoint:
-    """A path parameter and a JSON body; the parameter is checked first."""
+    """A route with a path parameter, which is checked first, and a JSON body."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -308,9 +309,6 @@ def with_param_and_body(
 
 
 # -- changes that are on disk before they are answered --------------------------------------------
-# The handler's change is visible to other requests at once (decision D10): only the answer waits.
-# Changes that arrive together are written together. These are the admin routes: workers, thresholds
-# and peers.
 
 
 class Saving(Protocol):
@@ -322,8 +320,8 @@ class Saving(Protocol):
 
 
 def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
-    """The routes; those that change the catalog answer once that is on disk, or cannot be. A
-    refused request has changed nothing, and is answered at once."""
+    """The routes, where those that change the catalog answer once the change is on disk, or writing
+    has failed. A refused request has changed nothing, and is answered at once."""
     return tuple(
         (method, path, role, _durable(endpoint, saving) if role == ADMIN else endpoint)
         for method, path, role, endpoint in routes

@@ -1,9 +1,8 @@
-"""The headers `x-known-models` and `x-warning` of answers whose bodies are recorded: known models,
-unknown fields, and endpoints of a registration that are probably wrong.
+"""The headers `x-known-models` and `x-warning`, for answers whose bodies must not change: known
+models, unknown fields, and endpoints of a registration that are probably wrong.
 
-Computed only for failed requests, and for registrations and reports: a request that gets a worker
-pays nothing.
-"""
+They are computed only for failed requests, registrations and reports, so a request that gets a
+worker pays nothing."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -23,10 +22,10 @@ from lean_selector.wire.discovery_states import EVENTS_PORT
 
 _MOST_MODELS: Final = 32
 _MOST_MODELS_BYTES: Final = 2000
-_MOST_FIELDS: Final = 64  # of a body, that are checked
+_MOST_FIELDS: Final = 64  # fields of a body that are checked
 _LONGEST_BODY: Final = 1 << 20
 _LONGEST_FIELD: Final = 64
-# Names of the same fields in other APIs.
+# Names of our fields in other APIs.
 _OTHER_NAMES: Final = {
     "model": "model_name",
     "model_id": "model_name",
@@ -60,8 +59,8 @@ _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def known_models_line(models: Iterable[str]) -> bytes:
-    """The header line `x-known-models`: JSON strings joined by ", ", as many as fit, then "..." for
-    the others; empty if there are none."""
+    """The header line `x-known-models`: JSON strings joined by ", ", as many as fit, then "..." if
+    some are missing; empty without models."""
     shown: list[str] = []
     size = 0
     for model in models:
@@ -75,7 +74,7 @@ def known_models_line(models: Iterable[str]) -> bytes:
 
 
 def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
-    """Header lines of an error answer to a request whose body has these fields."""
+    """Header lines for an error answer to a request whose body has these fields."""
     lines, warnings = b"", unread_fields(request, fields)
     if isinstance(error, NoWorkers):
         lines = known_models_line(error.known_models)
@@ -85,7 +84,7 @@ def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) ->
 
 
 def with_warnings(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that warns of unknown fields of its body even on success."""
+    """An endpoint that warns of unknown body fields also on success."""
     run, fields = endpoint.run, endpoint.fields()
 
     def answer(request: Request, param: bytes | None) -> Served:
@@ -101,7 +100,7 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
-    """Unknown fields of a JSON body that resemble a known field that is absent."""
+    """Unknown fields of a JSON body that resemble an absent known field."""
     body = request.body
     if (
         not body
@@ -113,14 +112,14 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
     try:
         given = _read_keys(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []  # which is reported already
+        return []  # reported already
     warnings = []
     for field in list(given)[:_MOST_FIELDS]:
         if field in fields or len(field) > _LONGEST_FIELD:
             continue
         meant = _OTHER_NAMES.get(field.lower())
         if meant not in fields:
-            from difflib import get_close_matches  # imported here: rarely needed
+            from difflib import get_close_matches  # imported here because it is rarely needed
 
             close = get_close_matches(field.lower(), fields, 1, 0.8)
             meant = close[0] if close else None
@@ -130,16 +129,15 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
 
 
 # -- registrations --------------------------------------------------------------------------------
-# What only the network can tell (connection refused, an HTTP port) is in GET /kv_sources later.
 
 NO_EVENTS: Final = (
     "no source of KV events is told, so load alone decides: name kv_events_endpoint, or the port "
     f"of engines that are discovered with {EVENTS_PORT}"
 )
 
-# wildcards: where a socket binds, not where it can be reached
+# a socket may bind to these wildcards, but no client can connect to them
 _LISTENING: Final = ("*", "0.0.0.0", "[::]")
-_NAMED: Final = 4  # endpoints, and workers that share one; a worker may have 4 096
+_NAMED: Final = 4  # endpoints or workers listed in a warning; a worker may have 4 096
 
 
 class Sources(Protocol):
@@ -153,9 +151,9 @@ class Sources(Protocol):
 def registration_warnings(
     worker: Worker, places: HttpPlaces, sources: Sources, *, listens: bool = True
 ) -> list[str]:
-    """One line for each warning, in the order of the ranks; a few at most. `places` and `sources`
-    include the worker's own. Without `listens` no events are subscribed to, and only the worker's
-    own endpoint is checked."""
+    """A few warnings at most, one line each, in the order of the ranks. `places` and `sources`
+    include the worker. Without `listens`, no events are subscribed to, and only the worker's HTTP
+    endpoint is checked."""
     judgement = _Judgement(worker, places, sources)
     warnings = list(judgement.of_http())
     room = len(warnings) + _NAMED
@@ -170,7 +168,7 @@ def registration_warnings(
 
 
 class _Judgement:
-    """Checks one worker's endpoints, alone and against those of all others."""
+    """Checks one worker's endpoints, alone and against those of other workers."""
 
     def __init__(self, worker: Worker, places: HttpPlaces, sources: Sources) -> None:
         self._worker = worker
@@ -218,7 +216,8 @@ class _Judgement:
         return self._asked_there(key) or self._served_there(key)
 
     def _of_replay(self, key: str) -> str | None:
-        """Ranks of one worker may share one endpoint: its engine may answer for all of them."""
+        """Ranks of one worker may share an endpoint, since its engine may answer for all of
+        them."""
         if key in self._events and key != self._served:
             return "is where the worker's events are expected"
         others = self._of_others(self._sources.askers(key))
@@ -251,7 +250,7 @@ class _Judgement:
 
 
 def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
-    """(field, endpoint, rank): those that are connected to, valid or not."""
+    """(field, endpoint, rank) of the endpoints to connect to, valid or not."""
     if not spec.kv_events_endpoints and spec.kv_events_endpoint is not None:
         return [("kv_events_endpoint", spec.kv_events_endpoint, spec.ranks.start)]
     return [
@@ -261,7 +260,7 @@ def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
 
 
 def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
-    """(field, endpoint), including the derived ones of further ranks."""
+    """(field, endpoint), including derived endpoints of further ranks."""
     spec = worker.spec
     if spec.replay_endpoint is not None:
         yield "replay_endpoint", spec.replay_endpoint

@@ -1,4 +1,4 @@
-"""Findings from a selector's own answers, each with its fix. Sends no requests."""
+"""Findings derived from a selector's own answers, each with what to do. Sends no requests."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,23 +15,23 @@ from lean_selector.wire.selection_bodies import KvSource, RankHealthRow
 
 
 class Level:
-    """How bad; only an error is a reason for a script to stop."""
+    """Severity of a finding; only an error makes `lean-selector check` fail."""
 
     OK: Final = "ok"
-    NOTE: Final = "note"  # how it is, and good to know
-    WARNING: Final = "warning"  # serves, and worse than it could
+    NOTE: Final = "note"  # for information
+    WARNING: Final = "warning"  # it works, but not as well as it could
     ERROR: Final = "error"
 
 
 # -- KV event sources ------------------------------------------------------------------------------
 
-# Flags with keys for engines that encrypt (CURVE): those of the selector.
+# Flag for the public keys of engines that use CURVE.
 SERVERS: Final = "--kv-events-curve-server-keys-file"
 SECRET: Final = "--kv-events-curve-secret-key-file"
 
 
 def is_about_keys(why: str) -> bool:
-    """Whether there is no connection for want of the right keys, by the words of its failure."""
+    """Whether a connection failed for lack of the right keys, judging by the words of the error."""
     return re.search(r"\bkeys?\b", why) is not None
 
 
@@ -42,7 +42,7 @@ _NOT_HEARD: Final = (
     "kv_events_endpoint"
 )
 
-# By state of a source: how bad it is, what it means where no problem is told, what mends it.
+# By state of a source: its severity, a description if no problem is reported, and what to do.
 _STATES: Final[dict[str, tuple[str, str, str | None]]] = {
     "live": (Level.OK, "its events are followed", None),
     "replaying": (Level.OK, "what was missed is being replayed", None),
@@ -81,7 +81,7 @@ _STATES: Final[dict[str, tuple[str, str, str | None]]] = {
     ),
 }
 
-# By state, and whether a replay endpoint is registered.
+# What to do, by state and by whether a replay endpoint is registered.
 _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
     (NO_REPLAY, False): "start the engine with a replay_endpoint in its --kv-events-config, and "
     "register that: until then what is missed is lost",
@@ -94,7 +94,7 @@ _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
 
 
 def judge_source(source: KvSource) -> Finding:
-    """Judge one rank's event source by the state that the selector reports."""
+    """The finding for one rank's event source, by its reported state."""
     level, meaning, mend = _STATES.get(
         source.state, (Level.WARNING, "a state that this check does not know", None)
     )
@@ -120,13 +120,12 @@ def subject_of(source: KvSource) -> str:
 
 
 # -- endpoints that ranks share --------------------------------------------------------------------
-# One engine may be registered as several workers, as for two tenants: their ranks share rightly.
 
-_NAMED: Final = 4  # of those that share one
+_NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """An endpoint in a field of a rank. `publisher`: the engine and rank that may publish there."""
+    """A rank's use of an endpoint. `publisher`: the engine and rank that may publish there."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]
@@ -140,7 +139,7 @@ class _Use:
 def judge_shared_endpoints(
     workers: Sequence[WorkerRecord], sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """One finding for each endpoint that is shared, at the first that has it."""
+    """One finding per shared endpoint, for the first rank that uses it."""
     engines = {worker.worker_id: worker.endpoint for worker in workers}
     uses: dict[str, list[_Use]] = {}
     for source in sources:
@@ -167,7 +166,7 @@ def judge_shared_endpoints(
 # -- discoveries -----------------------------------------------------------------------------------
 
 _SUBJECT: Final = "discovery"
-# By what a discovery begins with.
+# What to do, by the first word of a discovery.
 _MENDS: Final = {
     "file": "put a list of workers there, for the selector to read",
     "dns": "check the name in DNS, as the selector asks it",
@@ -176,7 +175,7 @@ _MENDS: Final = {
 
 
 def judge_discoveries(found: DiscoveryReport) -> Iterator[Finding]:
-    """What keeps a discovery from finding, then what was found and is not registered."""
+    """Discoveries that fail, then workers that were found but are not registered."""
     for discovery in found.discoveries:
         yield from _judge_discovery(discovery)
     for worker in found.workers:
@@ -230,7 +229,8 @@ _Alike = dict[tuple[str, str], list[WorkerRecord]]  # by model and tenant
 
 
 def can_be_chosen(workers: list[WorkerRecord]) -> int:
-    """How many. Where all of a model are ejected they are tried all the same, and count."""
+    """The number of workers that can be chosen. If all workers of a model are ejected, they are
+    tried nevertheless, and count."""
     return sum(
         sum(not _is_out(worker) for worker in alike) or len(alike)
         for alike in _alike(filter(_is_schedulable, workers)).values()
@@ -238,7 +238,7 @@ def can_be_chosen(workers: list[WorkerRecord]) -> int:
 
 
 def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
-    """Those that cannot be chosen, and what is held against the others."""
+    """Workers that cannot be chosen, and problems of the others."""
     for (model_name, tenant_id), alike in _alike(filter(_is_schedulable, workers)).items():
         if all(map(_is_out, alike)):
             yield Finding(
@@ -271,7 +271,7 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
 
 
 def _alike(workers: Iterable[WorkerRecord]) -> _Alike:
-    """Those among which one is chosen."""
+    """Groups of workers among which a request may choose."""
     found: _Alike = {}
     for worker in workers:
         found.setdefault((worker.model_name, worker.tenant_id), []).append(worker)
@@ -288,12 +288,12 @@ def _ranks_that_are(worker: WorkerRecord, state: str) -> list[RankHealthRow]:
 
 
 def _is_out(worker: WorkerRecord) -> bool:
-    """With all its ranks."""
+    """Whether all ranks of the worker are ejected."""
     return len(_ranks_that_are(worker, "ejected")) >= (worker.data_parallel_size or 1)
 
 
 def _judge_health(worker: WorkerRecord) -> Iterator[Finding]:
-    """Ranks of a worker that are alike in one finding, with the reason of the first."""
+    """One finding for all ranks of a worker in the same state, with the reason of the first."""
     subject = f"worker {worker.worker_id}"
     if ejected := _ranks_that_are(worker, "ejected"):
         which = "" if _is_out(worker) else f"{_named(ejected)} "
@@ -323,7 +323,7 @@ def _why(rank: RankHealthRow) -> str:
 
 
 def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
-    """The service as a whole, then its discoveries, its workers and their sources."""
+    """The service as a whole, then its discoveries, workers and sources."""
     yield _judge_readiness(facts)
     if facts.readiness.recovering:
         yield Finding(Level.NOTE, "selector", "it still recovers its index from --indexer-peers")
@@ -356,7 +356,7 @@ def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
 
 
 def _judge_deaf(workers: list[WorkerRecord], sources: list[KvSource]) -> Iterator[Finding]:
-    """Workers that can be chosen, and of which no events are followed though of others some are."""
+    """Schedulable workers without subscribed events, while other workers have some."""
     heard = {source.worker_id for source in sources}
     for worker in workers:
         if _is_schedulable(worker) and worker.worker_id not in heard:

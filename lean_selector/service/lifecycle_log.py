@@ -1,8 +1,7 @@
 """Log lines about workers added and removed, expired reservations, shedding and ejections.
 
-Compared in the tick, not where it happens: it costs a request nothing, and a flapping worker logs
-at most one line per tick.
-"""
+A periodic comparison finds the changes. So requests pay nothing, and a flapping worker causes at
+most one line per period."""
 
 import logging
 from collections import Counter
@@ -22,19 +21,19 @@ class SelectorLog:
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
         self._workers: dict[int, Worker] = {}
-        # By model and tenant, the number of shed requests at the last look, and before shedding
-        # began; None while nothing is shed.
+        # By model and tenant: the number of shed requests at the last look, and the number before
+        # shedding began (None: not shedding).
         self._shedding: dict[tuple[str, str], tuple[int, int | None]] = {}
         self._expired: Counter[tuple[str, str]] = Counter()
         self._ejected: set[tuple[tuple[str, str], int]] = set()  # workers, by partition
 
     def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
-        """A slice of expired reservations; logged at the next look."""
+        """A slice of expired reservations, to be logged at the next look."""
         for partition, _ in expired:
             self._expired[partition.model_name, partition.tenant_id] += 1
 
     def look(self) -> None:
-        """One line for a change, and one per model and tenant for reservations expired since."""
+        """One line per change, and one per model and tenant for expired reservations."""
         self._look_at_workers(self._selector.catalog.workers)
         self._look_at_shedding(self._selector.catalog.partitions)
         self._look_at_health(self._selector.catalog.partitions)
@@ -61,7 +60,7 @@ class SelectorLog:
         self._workers = dict(workers)
 
     def _look_at_health(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
-        """One line when the first rank of a worker is ejected, and one when the last has
+        """One line when a worker's first rank is ejected, and one when its last rank has
         returned."""
         if not self._ejected and not any(each.health.out for each in partitions.values()):
             return
@@ -85,7 +84,7 @@ class SelectorLog:
         for key, partition in partitions.items():
             shed = sum(partition.shed.values())
             seen, since = self._shedding.get(key, (0, None))
-            if seen > shed:  # a new partition with that name
+            if seen > shed:  # a new partition of that name
                 seen, since = 0, None
             fields: dict[str, object] = {"model": key[0], "tenant_id": key[1]}
             if shed > seen and since is None:
@@ -115,6 +114,6 @@ def _worker_fields(worker: Worker) -> dict[str, object]:
         "ranks": len(spec.ranks),
     }
     if worker.reasons:
-        # The same for every rank; the API shows all of them.
+        # Every rank has the same reasons; the API shows all of them.
         fields["reasons"] = worker.reasons[:3]
     return fields

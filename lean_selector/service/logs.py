@@ -1,11 +1,10 @@
-"""Log lines on stderr: one per event, as text or JSON, in UTC, with fields; written by a thread.
+"""Log lines on stderr, one per event, as text or JSON, in UTC, with fields; written by a thread.
 
-Fields are passed by a log call as `extra`. What peers and clients can cause is limited for every
-kind of line (`RateLimit`), except in the access log, which has one line per request by definition.
+A log call passes fields as `extra`. Lines that peers or clients can cause are limited per kind
+(`RateLimit`), except in the access log, which has one line per request.
 
-A pipe that is not read fills and blocks its writer: here only the thread. The waiting lines are
-bounded in bytes; beyond that, lines are dropped and counted, and the next line has the number.
-"""
+A pipe that is not read blocks its writer, which is only the thread. The waiting lines are bounded
+in bytes; beyond that, lines are dropped and counted, and the next line reports the number."""
 
 import logging
 import os
@@ -20,12 +19,15 @@ from types import TracebackType
 
 import msgspec
 
-MOST_WAITING_BYTES = 4 * 1024 * 1024  # some 20 000 lines: seconds of an access log at full load
-FLUSH_S = 1.0  # seconds to write the waiting lines at exit
+MOST_WAITING_BYTES = (
+    4 * 1024 * 1024
+)  # some 20 000 lines: a few seconds of an access log at full load
+FLUSH_S = 1.0  # seconds allowed for the waiting lines at exit
 
 
 class LineWriter:
-    """A queue of lines and its thread. `write` and `dropped` are for one thread at a time."""
+    """A queue of lines, and the thread that writes them. Only one thread at a time may call `write`
+    and read `dropped`."""
 
     def __init__(self, descriptor: int, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         self.dropped = 0  # total lines
@@ -34,15 +36,15 @@ class LineWriter:
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
         self._taken_bytes = 0  # total bytes passed to `write`
         self._done_bytes = 0  # total bytes that the thread has written or dropped
-        # A daemon: a blocked reader must not keep the process from ending.
+        # A daemon thread, because a blocked reader must not keep the process from exiting.
         threading.Thread(target=self._run, name="log writer", daemon=True).start()
 
     def write(self, line: str) -> bool:
-        """Takes a line, or drops it: False. Adds its end."""
+        """Queue a line and add its line end; False if it was dropped."""
         return self.write_lines(line.encode("utf-8", "backslashreplace") + b"\n", 1)
 
     def write_lines(self, data: bytes, lines: int) -> bool:
-        """Takes so many lines with their ends, or drops all of them."""
+        """Queue this many complete lines; False if all of them were dropped."""
         if self._taken_bytes - self._done_bytes + len(data) > self._most_waiting_bytes:
             self.dropped += lines
             return False
@@ -73,7 +75,7 @@ class LineWriter:
                 event.set()
 
     def _waiting(self) -> list[bytes | threading.Event]:
-        """The lines that arrived meanwhile, to be written at once."""
+        """The lines queued since the last call."""
         items = []
         try:
             while True:
@@ -95,7 +97,7 @@ class LineWriter:
 
 
 class QueuedLines(logging.Handler):
-    """Formats in the thread that logs, and passes the line to a LineWriter."""
+    """Formats a record on the thread that logs, and passes the line to a LineWriter."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
@@ -113,7 +115,7 @@ class QueuedLines(logging.Handler):
         self._untold = 0 if self.writer.write(line) else self._untold + 1
 
     def flush(self) -> None:
-        """Called at exit, by logging.shutdown."""
+        """Called at exit by logging.shutdown."""
         self.writer.flush(FLUSH_S)
 
 
@@ -123,15 +125,15 @@ ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None]
 
 STDERR = 2
 ACCESS_LOG = "lean_selector.access"
-# Lines of one kind, which is a logger and an unformatted message, may come in a burst, as when a
-# fleet of 512 workers registers at once; after that one line a second.
+# A burst of one kind (a logger and an unformatted message) may have this many lines, as when a
+# fleet of 512 workers registers at once; after that, one line per second.
 BURST = 1000
 LINES_PER_S = 1.0
-MAX_KINDS = 1000  # a few dozen exist; messages built from data would exceed it, and share one
+MAX_KINDS = 1000  # a few dozen exist; if data makes more, the further ones share one
 
 _STANDARD = frozenset((*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"))
 _PLAIN_VALUE = re.compile(r"[\w.:/*+@%,\[\]-]+")
-# Characters that JSON need not escape: DEL and the C1 controls, line and paragraph ends,
+# Characters that JSON need not escape: DEL and C1 controls, line and paragraph separators,
 # bidirectional marks.
 _CONTROLS = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -141,7 +143,7 @@ class LogState:
     """The log writer, and counts of the lines that were not written."""
 
     def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
-        # configuration fields, for the log once the server listens
+        # Configuration warnings, to be logged once the server listens.
         self.doubts: tuple[str, ...] = ()
         self._limit = limit
         self._writer = writer
@@ -163,14 +165,14 @@ def set_up(level: str, form: str) -> LogState:
     limit = RateLimit()
     handler.addFilter(limit)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.raiseExceptions = False  # a closed stderr is no reason to write to stderr
+    logging.raiseExceptions = False  # a closed stderr must not cause a write to stderr
     sys.excepthook = _after_the_lines(handler, sys.excepthook)
     return LogState(limit, writer)
 
 
 def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
-    """Write the traceback that ends the process after the queued lines: Python writes it piece by
-    piece, and lines would mix with it."""
+    """Write the traceback that ends the process after the queued lines; Python writes it in pieces,
+    and lines would mix with it."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         handler.flush()
@@ -180,7 +182,7 @@ def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
 
 
 def flat(config: object) -> dict[str, object]:
-    """A configuration struct as fields, `listen.port` for what is nested."""
+    """A configuration struct as flat fields; nested ones become `listen.port`."""
     fields: dict[str, object] = {}
 
     def walk(prefix: str, values: Mapping[str, object]) -> None:
@@ -232,8 +234,8 @@ def _quoted(text: str) -> str:
 
 
 def _one_line(json: bytes) -> str:
-    """JSON in which characters that a terminal or a line reader may interpret are escaped; they
-    occur in strings only."""
+    """JSON with escapes for characters that a terminal or a line reader may interpret; they occur
+    only in strings."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
 
 
@@ -256,19 +258,19 @@ class JsonLines(logging.Formatter):
 
 
 class LineAllowance:
-    """The rate limit's state of one kind of lines."""
+    """State of the rate limit for one kind of lines."""
 
     __slots__ = ("at", "lines", "suppressed")
 
     def __init__(self, lines: float, at: float) -> None:
-        self.lines = lines  # lines left in the allowance
+        self.lines = lines  # lines that may still be written at once
         self.at = at
         self.suppressed = 0
 
 
 class RateLimit(logging.Filter):
-    """Suppresses what exceeds BURST and LINES_PER_S of a kind; the next line of the kind has the
-    number."""
+    """Suppresses lines of a kind beyond BURST and LINES_PER_S; the next line of the kind reports
+    the number."""
 
     def __init__(self, burst: float = BURST, lines_per_s: float = LINES_PER_S) -> None:
         super().__init__()

@@ -1,9 +1,8 @@
-"""The metrics of both services: a table for each subject, with name, source and meaning of each.
+"""The metrics of both services: tables with the name, source and meaning of each metric.
 
-Those of optional parts are where these are wired, in `server/`. Read by a scrape, from counters
-that other modules keep. Iterators run across slices, so they walk copies. Labels are registered
-models and workers, never an id that a client chose.
-"""
+Metrics of optional parts are in the modules of `server/` that wire these parts. A scrape reads
+counters of other modules. Iterators run across slices, so they iterate over copies. Labels are
+registered models and workers, never ids chosen by clients."""
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,7 +95,7 @@ def process_families(
 
 
 def connection_families(connections: Connections) -> Families:
-    """The number of HTTP connections, the bytes they hold, and refusals (D27)."""
+    """The number of HTTP connections, the bytes that they hold, and refusals (D27)."""
     tls = connections.tls
 
     def reloads() -> list[Sample]:
@@ -132,7 +131,7 @@ def connection_families(connections: Connections) -> Families:
 
 
 def load_families(scopes: Callable[[], Sequence[LoadScope]]) -> Families:
-    """The active load, per model and per rank."""
+    """The active load per model and per rank."""
 
     def ranks() -> Iterator[tuple[str, RankLoad]]:
         for scope in scopes():
@@ -181,7 +180,7 @@ def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
 
 
 def prompt_families(unknown: Mapping[str, int]) -> Families:
-    """`unknown` counts prompts of raw requests by reason."""
+    """`unknown`: prompts of raw requests without hashes, counted by reason."""
     return table({
         "unknown_prompts_total": (lambda: by("reason", dict(sorted(unknown.items()))),
             "Prompts of raw requests of which not all blocks are known, by reason."),

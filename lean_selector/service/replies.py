@@ -29,7 +29,7 @@ def is_json(content_type: bytes | None) -> bool:
 # -- answers --------------------------------------------------------------------------------------
 
 INTERNAL_ERROR = ErrorBody("internal error")
-_LONGEST_WARNING: Final = 2000  # characters; proxies refuse headers of more than some 8 KiB
+_LONGEST_WARNING: Final = 2000  # characters; proxies refuse headers above some 8 KiB
 
 Found = TypeVar("Found")
 
@@ -37,8 +37,8 @@ _log = logging.getLogger("lean_selector.http")
 
 
 class Reply:
-    """The result of a handler whose status varies, or that has warnings. `warnings` go into the
-    header `x-warning`."""
+    """The result of a handler with a variable status or with warnings, which go into the header
+    `x-warning`."""
 
     __slots__ = ("body", "status", "warnings")
 
@@ -49,8 +49,8 @@ class Reply:
 
 
 class LaterReply(PendingReply):
-    """The result of a handler that answers later, once. A caller in this process sets `take`, which
-    gets the status and the body, or the error, instead."""
+    """The result of a handler that answers later, once. In-process callers set `take`, which
+    receives the status and the body, or the error, instead."""
 
     __slots__ = ("fault", "take")
 
@@ -62,7 +62,7 @@ class LaterReply(PendingReply):
         self.take: Callable[[int, object], None] | None = None
 
     def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:
-        """Answer 200 with `shape(found)`. An exception is answered here, like the gate does,
+        """Answer 200 with `shape(found)`. An exception is answered here as the gate does it,
         because the caller, which admitted a queued request, continues with others."""
         try:
             body = shape(found)
@@ -72,8 +72,8 @@ class LaterReply(PendingReply):
             self.answer(200, body)
 
     def refuse(self, error: Exception) -> None:
-        """Answer with an error; a caller in this process gets a SelectorError itself. Any other
-        exception is an internal error, and is logged."""
+        """Answer with an error; an in-process caller receives a SelectorError unchanged. Any other
+        exception is logged, and becomes an internal error."""
         if not isinstance(error, SelectorError):
             _log.error("a request that waited could not be answered", exc_info=error)
             self.answer(500, INTERNAL_ERROR)
@@ -84,7 +84,7 @@ class LaterReply(PendingReply):
         if self.take is not None:
             try:
                 self.take(status, body)
-            except Exception:  # its consumer handles it, as above
+            except Exception:  # the in-process caller handles it, as above
                 _log.exception("an answer could not be taken")
             self.resolve(b"")
         else:
@@ -95,9 +95,9 @@ Answer = bytes | LaterReply
 
 
 def sent(status: int, result: object) -> Answer:
-    """The response to a handler's result: a body, or one of the above. Bytes are a finished
-    response."""
-    # One by one: compiled, that is a comparison of types each.
+    """The response for a handler's result: a body, or one of the objects above. Bytes are a
+    finished response."""
+    # Separate checks: mypyc compiles each one to a comparison of types.
     if isinstance(result, bytes) or isinstance(result, LaterReply):  # noqa: SIM101
         return result
     if isinstance(result, Reply):
@@ -132,17 +132,14 @@ def printable(text: str) -> str:
 
 
 # -- answers that may be large --------------------------------------------------------------------
-# Made in slices of the loop's turns, so that other requests do not wait. One is made at a time,
-# because each may be as large as the state; requests that arrive meanwhile share the next. One that
-# no request waits for any more is dropped.
 
-SLICE_S = 0.001  # like KV events: a request waits at most this pause, plus one part
+SLICE_S = 0.001  # as for KV events: other requests wait at most this long, plus one part
 
 CallSoon = Callable[[Callable[[], None]], object]
 
 
 class SlicedAnswers:
-    """To be used from the loop's thread only."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -152,14 +149,15 @@ class SlicedAnswers:
         content_type: bytes = JSON,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`parts` starts a body; `name` is for the log; `call_soon` is the loop's."""
+        """`parts` creates the iterator for a body; `name` is for the log; `call_soon` is the
+        loop's."""
         self._name = name
         self._new_parts = parts
         self._call_soon = call_soon
         self._content_type = content_type
         self._clock = clock
-        self._waiting: set[LaterReply] = set()  # requests for the next one
-        self._served: set[LaterReply] = set()  # requests for the current one
+        self._waiting: set[LaterReply] = set()  # requests for the next answer
+        self._served: set[LaterReply] = set()  # requests for the current answer
         self._parts: Iterator[bytes] | None = None
         self._made: GrowingResponse | None = None  # set together with _parts
 
@@ -186,7 +184,7 @@ class SlicedAnswers:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Encode for one slice, then let the loop look at its other sockets."""
+        """Encode one slice, then return to the loop."""
         assert self._parts is not None
         assert self._made is not None
         slice_ends = self._clock() + SLICE_S
@@ -197,7 +195,7 @@ class SlicedAnswers:
                     self._call_soon(self._go_on)
                     return
             response: Response | None = self._made.finish()
-        except Exception:  # the gate has finished with the request, so its rule is applied here
+        except Exception:  # the gate is done with the request, so its rule is applied here
             _log.exception("%s failed", self._name)
             response = None
         self._made = self._parts = None

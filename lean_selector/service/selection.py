@@ -1,9 +1,8 @@
-"""The selection service: its routes and handlers, as in the source document (`--api 1.3`).
+"""The selection service: routes and handlers, as in the source document (`--api 1.3`).
 
-Handlers translate: struct in, one call into the core, struct out. Rules are in `core`, the checks
-of all routes in `bodies`. Differences of 1.6 are in `selection_16`, workers in `worker_handlers`.
-Spec: selection.md.
-"""
+Handlers translate: struct in, one call into the core, struct out. Rules are in `core`, checks
+common to all routes in `bodies`. Differences of 1.6 are in `selection_16`, workers in
+`worker_handlers`. Spec: selection.md."""
 
 import time
 import uuid
@@ -82,13 +81,13 @@ from lean_selector.wire.selection_bodies import (
     WorkerRequest,
 )
 
-_SMALL_BLOCKS = 1000  # up to a millisecond
+_SMALL_BLOCKS = 1000  # encoding takes up to a millisecond
 
 Watermarks = Callable[[Partition], dict[RankKey, int]]
 
 
 class DumpAnswers:
-    """To be used from the loop's thread only."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class DumpAnswers:
         return self._sliced.answer(at_once=self._is_small())
 
     def answer_16(self) -> Answer:
-        """The dump as in 1.6, without what only our replicas read."""
+        """The dump as in 1.6, without the fields that only our replicas read."""
         return self._sliced_16.answer(at_once=self._is_small())
 
     def _is_small(self) -> bool:
@@ -117,7 +116,7 @@ class DumpAnswers:
         return sum(partition.index.total_blocks for partition in partitions) <= _SMALL_BLOCKS
 
     def parts(self, *, as_1_6: bool = False) -> Iterator[bytes]:
-        """The body in small parts, to be joined. `as_1_6`: as in 1.6."""
+        """The body in small parts. `as_1_6`: as in 1.6."""
         from lean_selector.wire.dump import encode_dump
         from lean_selector.wire.dump_shapes import PartitionDump
 
@@ -145,16 +144,16 @@ BODIES: Final[dict[str, Any]] = {
 }
 SHUTDOWN = "endpoint subscriber shutdown"  # the reference's text for queued requests
 
-# The answer of a placement.
+# Makes the answer for a placement.
 Shape = Callable[[Placement], object]
 
 
-_PARKED_BYTES: Final = 1024  # bytes of a queued request besides its lists
-_MATCH_BYTES: Final = 200  # bytes of a rank's match with its prompt
+_PARKED_BYTES: Final = 1024  # memory of a queued request besides its lists
+_MATCH_BYTES: Final = 200  # memory of one rank's match
 
 
 def _held_by(request: SelectionRequest) -> int:
-    """Approximate memory of a queued request."""
+    """The approximate memory of a queued request."""
     prompt, allowed = request.prompt, request.allowed_worker_ids
     hashes = len(prompt.local_hashes) + len(prompt.sequence_hashes())
     ids = 0 if allowed is None else 64 * len(allowed)
@@ -168,7 +167,7 @@ class Timer(Protocol):
 
 
 class SelectionService(WorkerHandlers):
-    """The handlers of the 1.3 dialect, and their state."""
+    """The handlers of the 1.3 dialect and their state."""
 
     def __init__(
         self,
@@ -183,8 +182,8 @@ class SelectionService(WorkerHandlers):
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`call_later` is needed only with a limit of the waiting time. `bare_dump` is the dump as
-        in 1.6. `books_at` is the route of `select_and_reserve` in metrics."""
+        """`call_later` is needed only if waiting is limited. `bare_dump` makes the dump as in 1.6.
+        `books_at` is the route of `select_and_reserve` in metrics."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
@@ -229,7 +228,7 @@ class SelectionService(WorkerHandlers):
 
     # -- differences of the 1.6 dialect, besides `record` and `detail` -------------------------
 
-    # The structs of the bodies that a dialect replaces, by path.
+    # Body structs that a dialect replaces, by path.
     bodies: ClassVar[dict[str, Any]] = BODIES
 
     def dump_endpoint(self) -> Endpoint:
@@ -318,7 +317,7 @@ class SelectionService(WorkerHandlers):
         self, partition: Partition, request: SelectionRequest, shape: Shape
     ) -> object:
         """The answer to a request that may be queued: `shape` of the placement, now or later.
-        `shape` may also act on the placement; it is called at most once."""
+        `shape` may have effects; it is called at most once."""
         pending: LaterReply | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
@@ -368,7 +367,7 @@ class SelectionService(WorkerHandlers):
                 on_answer(parked, WaitedTooLong(limit))
 
         timer = self._call_later(limit, give_up)
-        # Otherwise the request and its prompt would be kept until the limit has passed.
+        # Otherwise the timer would keep the request and its prompt until the limit.
         pending.observe(lambda _: timer.cancel(), timer.cancel)
 
     def _request(self, partition: Partition, body: SelectFields) -> SelectionRequest:
@@ -377,7 +376,7 @@ class SelectionService(WorkerHandlers):
             session_id = body.session()
             if session_id is not None:
                 if body.pinned_worker is not None or body.affinity_target is not None:
-                    session_id = None  # these ignore the session
+                    session_id = None  # the session has no effect on these
                 else:
                     check_session_id(session_id)
         if body.selection_id is not None:
@@ -434,7 +433,7 @@ class SelectionService(WorkerHandlers):
         request: SelectionRequest,
         placement: Placement,
     ) -> None:
-        """Cache the choice of `/select`, to be booked by its id."""
+        """Cache the choice of `/select`, so that it can be booked by its id."""
         cached = CachedSelection(
             placement.worker_id,
             placement.dp_rank,
@@ -448,7 +447,8 @@ class SelectionService(WorkerHandlers):
         self.selector.selections.put(key, selection_id, cached, self._clock())
 
     def _replayed(self, key: PartitionKey, selection_id: str, reservation_id: str) -> Booked:
-        """Book the choice of an earlier `/select`; if that fails, it may succeed later."""
+        """Book the choice of an earlier `/select`. It stays cached if this fails, so that a retry
+        may succeed."""
         selections, now = self.selector.selections, self._clock()
         cached = selections.get(key, selection_id, now)
         if cached is None:
@@ -537,7 +537,7 @@ class SelectionService(WorkerHandlers):
 
     def dump(self, *, detail: bool = True) -> Answer:
         if self._state.is_recovering:
-            # A peer would recover only a part of it; peers that start together ask each other.
+            # A peer would recover only part of it; peers that start together query each other.
             raise Unavailable("start-up recovery is under way")
         return self._dump() if detail else self._bare_dump()
 
@@ -545,7 +545,7 @@ class SelectionService(WorkerHandlers):
         return self._sources.statuses(query.get("model_name"), query.get("tenant_id"))
 
     # -- busy thresholds -----------------------------------------------------------------------
-    # Shapes of the request-rejection document and slot_tracker.md 4.2; DELETE is ours.
+    # Shapes as in the request-rejection document and slot_tracker.md 4.2; DELETE is ours.
 
     def list_thresholds(self) -> Thresholds:
         return Thresholds([ThresholdRow.of(*each) for each in self.selector.thresholds()])

@@ -1,9 +1,8 @@
-"""The selection service for clients of 1.6 (`--api 1.6`): its routes, and the handlers that differ.
+"""The selection service for clients of 1.6 (`--api 1.6`): routes and the handlers that differ.
 
-In 1.6 a reservation's id is `selection_id`, claimed once its request arrives; a prompt may be
-empty, and its partial last block counts; answers have more fields. Spec selection_16.md. The rest
-is in `selection`.
-"""
+In 1.6 a reservation's id is `selection_id`, which is claimed when its request arrives; a prompt may
+be empty, and its partial last block counts; answers have more fields. Spec selection_16.md. The
+other handlers are in `selection`."""
 
 import secrets
 import uuid
@@ -85,7 +84,7 @@ class SelectionService16(SelectionService):
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
-        """With KV reuse off, replace derived sequence hashes by random ones."""
+        """If KV reuse is off, replace derived sequence hashes by random ones."""
         reuses = None if override is None else override.assume_kv_reuse
         if reuses is None:
             reuses = self.selector.settings.assume_kv_reuse
@@ -142,7 +141,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """The answer for a placement, and for a reservation also its prompt."""
+        """The answer for a placement; for a reservation it includes the prompt."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET
@@ -174,7 +173,7 @@ class SelectionService16(SelectionService):
         )
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
-        """Whether the rank has too many blocks with the prompt; unset if unknown."""
+        """Whether the rank has too many blocks with this prompt; UNSET if unknown."""
         threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
         if threshold is None or blocks is None:
             return UNSET
@@ -220,6 +219,6 @@ class SelectionService16(SelectionService):
 
 
 def _outlook_of(placement: Placement) -> RankOutlook:
-    """The outlook of a placement that was made with one."""
+    """The outlook of a placement that was requested with one."""
     assert not isinstance(placement.outlook, UnsetType)
     return placement.outlook

@@ -1,4 +1,4 @@
-"""The metrics of the selector: tables in the form of `metrics`."""
+"""The metrics of the selector: tables in the format of `metrics`."""
 
 import time
 from collections import Counter
@@ -32,9 +32,9 @@ from lean_selector.wire.selection_bodies import SourceStatus
 _ASKED_AT: Final = (SELECT, SELECT_AND_RESERVE, ROUTE, GATEWAY)
 SHED: Final = "429"
 
-OTHER: Final = "other"  # models and tenants that never had a worker, together
+OTHER: Final = "other"  # all models and tenants that never had a worker
 
-# The outcome of a selection by its status; any other is "refused".
+# The outcome of a selection by its status; "refused" for other statuses.
 OUTCOMES = {
     "200": "placed",
     "409": "conflict",
@@ -62,7 +62,7 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """`meters` are those of all routes, and of the gateway; `overload_status` is the status of shed
+    """`meters` are those of all routes and the gateway; `overload_status` is the status of shed
     requests."""
     issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
@@ -120,7 +120,7 @@ def _outcomes(meters: Iterable[RouteMeter], overload_status: int) -> Iterator[Sa
         counts = Counter[str](placed=0, shed=meter.shed)
         for status, count in meter.by_status().items():
             counts[OUTCOMES.get(status, "refused")] += count
-        # POST /route has a status of its own for shed requests.
+        # POST /route has its own status for shed requests.
         status = SHED if meter.route == ROUTE else str(overload_status)
         counts[OUTCOMES.get(status, "refused")] -= meter.shed
         counts["no_worker"] -= meter.unknown_models + meter.unknown_tenants
@@ -180,7 +180,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
         return by("type", {"stored": counts.blocks_stored, "removed": counts.blocks_removed})
 
     def labelled() -> Iterator[tuple[str, SourceStatus]]:
-        # Not a generator expression: compiled, that would visit all of them in one step.
+        # Not a generator expression, because compiled it would visit all of them in one step.
         for partition, status in sources.each_status():
             yield (
                 scope_labels(partition, worker_id=status.worker_id, dp_rank=status.dp_rank),
@@ -218,7 +218,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
 
 
 class WorkerFigures:
-    """The figures of one worker, summed up over its ranks."""
+    """The figures of one worker, summed over its ranks."""
 
     __slots__ = (
         "counts",
@@ -234,8 +234,8 @@ class WorkerFigures:
     def __init__(self, partition: Partition, worker_id: int, now: float) -> None:
         self.counts = RankCounts()
         self.ejected_ranks = 0
-        self.ejected_s = 0.0  # of its longest ejected rank
-        # The last reports of the engines, and the number of ranks with one.
+        self.ejected_s = 0.0  # of its longest-ejected rank
+        # Sums over the engines' last reports, and the number of ranks with a report.
         self.reports = self.running = self.waiting = self.kv_tokens = self.waiting_uncached = 0
         for load in partition.workers[worker_id].loads:
             self.counts.add(load.counts)
@@ -264,7 +264,7 @@ def worker_families(
         for partition in partitions():
             start = scope_labels(partition)[:-1]
             for worker_id in sorted(partition.workers):
-                if worker_id in partition.workers:  # not removed since the last slice
+                if worker_id in partition.workers:  # not removed in an earlier slice
                     figures = WorkerFigures(partition, worker_id, now())
                     yield f'{start},worker_id="{worker_id}"}}', figures
 
@@ -337,8 +337,8 @@ def worker_families(
 
 
 def model_outcomes(selector: Selector, partitions: list[Partition]) -> Iterator[Sample]:
-    """placed, shed and no_worker of each model and tenant; unknown_tenant of a model's other
-    tenants, and unknown_model of all other models, together."""
+    """placed, shed and no_worker by model and tenant; unknown_tenant for other tenants of a model;
+    unknown_model for all other models together."""
     refusals = selector.catalog.refusals
     counts = {key: (0, 0, refused) for key, refused in refusals.known.items()}
     for partition in partitions:
@@ -365,7 +365,7 @@ def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]
 def session_families(
     partitions: Callable[[], list[Partition]], peers: PeerSessions | None
 ) -> Families:
-    """Empty if sessions are off, that is if `peers` is None."""
+    """Empty if sessions are off (`peers` is None)."""
     if peers is None:
         return []
 
@@ -401,7 +401,7 @@ def session_families(
 
 
 def selection_cache_families(cache: SelectionCache) -> Families:
-    """Selections that are cached by their ids."""
+    """Metrics of selections cached by id."""
 
     def ended() -> list[Sample]:
         counts = {"booked": cache.used, "expired": cache.expired, "evicted": cache.evicted}

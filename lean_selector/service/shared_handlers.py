@@ -1,7 +1,6 @@
-"""Routes beside the services' own: replicas' peers and the snapshot, discovery.
+"""Routes of both services: replicas' peers and snapshot, discovery.
 
-Spec slot_tracker.md 3.6; the details of peers and the snapshot are ours (decision D22).
-"""
+Spec slot_tracker.md 3.6; details of peers and the snapshot are our extension (decision D22)."""
 
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -19,7 +18,7 @@ OK: Final = Ok()
 
 
 class Replication(Protocol):
-    """The interface of replica sync to its routes."""
+    """What these routes need of replica sync."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 
@@ -35,7 +34,7 @@ class Replication(Protocol):
 
 
 class ReplicaHandlers:
-    """The routes of replicas; `replication` is None while replica sync is off."""
+    """The routes for replicas; `replication` is None if replica sync is off."""
 
     def __init__(self, replication: Replication | None) -> None:
         self._replication = replication
@@ -60,7 +59,7 @@ class ReplicaHandlers:
         return OK
 
     def list_peers(self, query: Query) -> object:
-        """The peers' endpoints; with `?detail=true` the state of each, and dropped events by
+        """The peers' endpoints; with `?detail=true` also their states, and dropped events by
         reason."""
         if wants_detail(query):
             return {} if self._replication is None else self._replication.state()

@@ -1,9 +1,8 @@
-"""The slot tracker: its routes and handlers, its metrics and log lines.
+"""The slot tracker: routes and handlers, metrics and log lines.
 
-Handlers translate: struct in, one call into the core, struct out. Rules are in `core.trackers`, the
-checks of all routes in `bodies`. API: the source document, slot_tracker.md 1.3, and both families
-of peer routes (decision D18).
-"""
+Handlers translate: struct in, one call into the core, struct out. Rules are in `core.trackers`,
+checks common to all routes in `bodies`. API: the source document, slot_tracker.md 1.3, and both
+families of peer routes (decision D18)."""
 
 import logging
 import time
@@ -35,7 +34,7 @@ _log = logging.getLogger("lean_selector.lifecycle")
 
 
 class SlotTrackerService(ReplicaHandlers):
-    """The handlers, and their state."""
+    """The handlers and their state."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class SlotTrackerService(ReplicaHandlers):
         return self.trackers.workers(query.get("model_name"), query.get("tenant_id"))
 
     def add(self, body: AddRequest) -> Ok:
-        hashes = body.hashes()  # a wrong shape is reported before any other error
+        hashes = body.hashes()  # a wrong shape is reported before other errors
         check_id("request_id", body.request_id)
         self.trackers.add(
             body.model_name,
@@ -139,7 +138,7 @@ class TrackerLog:
         self._expired = 0
 
     def expired(self, count: int) -> None:
-        """A slice of expired requests; logged at the next look."""
+        """A slice of expired requests, to be logged at the next look."""
         self._expired += count
 
     def look(self) -> None:

@@ -1,10 +1,7 @@
-"""The page `GET /ui`, and what it shows: `GET /fleet`, `GET /prefixes`, and the events of
-`GET /events` that keep it up to date.
+"""The page `GET /ui` and its data: `GET /fleet`, `GET /prefixes`, and `GET /events` with changes.
 
-Without a listener nothing runs. With some, one look at the fleet is taken for all of them, in
-slices of the loop's turns; a client that does not take its events misses some, and then gets the
-whole anew.
-"""
+Nothing runs while no client listens. One round collects the changes for all clients, in slices of
+the loop's turns. A client that reads too slowly misses events, and then gets everything again."""
 
 import re
 import time
@@ -31,7 +28,7 @@ from lean_selector.wire.scalars import json_form
 
 MOST_LISTENERS: Final = 16
 EVERY_S: Final = 1.0
-_MANY_RANKS: Final = 128  # with so many, half as often
+_MANY_RANKS: Final = 128  # above this, rounds are half as frequent
 EVENT_STREAM: Final = b"text/event-stream"
 
 
@@ -41,7 +38,7 @@ _BLOCKS: Final = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def page() -> tuple[bytes, bytes]:
-    """The page, and the header lines that let nothing run or load but what is in it."""
+    """The page, and header lines that forbid all scripts, styles and requests but its own."""
     text = files("lean_selector.service").joinpath("ui.html").read_bytes()
     hashes = {
         kind: b"'sha256-%b'" % b64encode(sha256(block).digest())
@@ -68,11 +65,11 @@ class Listener:
 
     def __init__(self, reply: StreamedReply) -> None:
         self.reply = reply
-        self.is_behind = True  # it has not all that was told
+        self.is_behind = True  # it missed events, or is new
 
 
 class Events:
-    """Only from the thread of the loop."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -89,10 +86,10 @@ class Events:
         self._call_later = call_later
         self._clock = clock
         self._listeners: dict[Listener, None] = {}
-        self.choices: ChoiceWatch | None = None  # while somebody listens
+        self.choices: ChoiceWatch | None = None  # set while a client listens
         self._round: Iterator[None] | None = None
-        self._serial = 0  # of the timer that counts
-        self._ranks: dict[tuple[int, int], FleetRank] = {}  # as they were told
+        self._serial = 0  # id of the valid timer; earlier timers are ignored
+        self._ranks: dict[tuple[int, int], FleetRank] = {}  # as last sent
         self._told: Fleet = view.empty()
         self._told_choices = 0
         self._is_over = False
@@ -112,7 +109,7 @@ class Events:
         return reply
 
     def close(self) -> None:
-        """Ends all streams: a stop begins."""
+        """End all streams at the start of a shutdown."""
         self._is_over = True
         for listener in list(self._listeners):
             self._leave(listener)
@@ -129,7 +126,7 @@ class Events:
             b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncache-control: no-store\r\n%b%b\r\n"
             % (EVENT_STREAM, date_header.line, line)
         )
-        if self._round is None:  # else its next one is soon
+        if self._round is None:  # otherwise the next round is soon
             self._start()
 
     def _leave(self, listener: Listener) -> None:
@@ -148,7 +145,7 @@ class Events:
             self._go_on()
 
     def _go_on(self) -> None:
-        """One slice of a round."""
+        """Run one slice of a round."""
         ends, going = self._clock() + SLICE_S, self._round
         if going is None:
             return
@@ -175,7 +172,7 @@ class Events:
             self._start()
 
     def _tell(self) -> Iterator[None]:
-        """One round: looks at the fleet, and tells each listener."""
+        """One round: collect the changes, and send them to each client."""
         fleet, whole, news = self._view.empty(), b"", b""
         yield from self._view.look(fleet)
         watch, told, before = self.choices, self._told, self._ranks
@@ -236,7 +233,7 @@ class Events:
 
 
 class Page:
-    """What `page_routes` of shared_handlers.py asks."""
+    """The handlers of `page_routes`."""
 
     def __init__(self, view: FleetView, events: Events, call_soon: CallSoon) -> None:
         """`call_soon` is the loop's."""
@@ -250,7 +247,7 @@ class Page:
         return encode_response(200, self._text, b"text/html; charset=utf-8", self._lines)
 
     def close(self) -> None:
-        """Ends all streams: a stop begins."""
+        """End all streams at the start of a shutdown."""
         self.events.close()
 
     def _fleet_parts(self) -> Iterator[bytes]:

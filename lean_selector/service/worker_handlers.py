@@ -1,9 +1,8 @@
-"""Workers, in both dialects of the selection service: registration, changes, lists and reports; and
+"""Workers in both dialects of the selection service: registration, changes, lists, reports; and
 readiness.
 
 Handlers translate: struct in, one call into the core, struct out. Rules are in `core.selection`.
-Spec: selection.md, selection_16.md.
-"""
+Spec: selection.md, selection_16.md."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -48,9 +47,9 @@ from lean_selector.wire.selection_bodies import (
 
 
 class ServiceState:
-    """`is_recovering` while the index is recovered from a peer; `is_draining` after a stop began:
-    not ready, but requests are still answered; `state_fault`: why the state directory cannot be
-    written."""
+    """Readiness. `is_recovering`: the index is being recovered from a peer. `is_draining`: a
+    shutdown has begun; requests are still answered. `state_fault`: why the state directory cannot
+    be written."""
 
     __slots__ = ("is_draining", "is_recovering", "state_fault")
 
@@ -61,29 +60,33 @@ class ServiceState:
 
 
 # -- encoded records ------------------------------------------------------------------------------
-# Probes poll /ready, which has all workers. Encoding 5 000 of them took 46 ms; joining cached texts
-# takes one, and only after a change.
+# Probes poll /ready, whose answer has all workers. Encoding 5 000 of them takes 46 ms; joining
+# cached texts takes 1 ms, and only after a change.
 
 
 class WorkerRecords:
-    """To be used from the loop's thread only."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self, catalog: Catalog, record: Callable[[Worker], object] = Worker.record
     ) -> None:
-        """`record` is the API's view of a worker."""
+        """`record` makes the API's view of a worker."""
         self._catalog = catalog
         self._record = record
-        self._encoded: dict[int, tuple[Worker, bytes]] = {}  # by worker id; some may be removed
+        self._encoded: dict[
+            int, tuple[Worker, bytes]
+        ] = {}  # by worker id; some may have been removed
         self._all = b"[]"
-        self._revision = catalog.revision  # the catalog's version in `_all`; a catalog begins empty
+        self._revision = (
+            catalog.revision
+        )  # the catalog's revision when `_all` was made; a new catalog is empty
 
     def one(self, worker: Worker) -> JsonText:
-        """A worker in the catalog: a changed worker is a new object."""
+        """The record of a worker in the catalog. A changed worker is a new object."""
         return JsonText(self._text(worker))
 
     def all(self) -> JsonText:
-        """A list of all, in the catalog's order."""
+        """The list of all records, in the catalog's order."""
         if self._revision != self._catalog.revision:
             workers = self._catalog.matching(None, None)
             self._forget_gone(len(workers))
@@ -107,7 +110,7 @@ class WorkerRecords:
         return text
 
     def _forget_gone(self, registered: int) -> None:
-        """Once as many have been removed as are registered, which is rare and pays for the walk."""
+        """Drop records of removed workers, once these outnumber the registered ones."""
         if len(self._encoded) > 2 * registered:
             current = self._catalog.workers
             self._encoded = {
@@ -123,7 +126,7 @@ DETAILED_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
 
 def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetail:
-    """The health of a worker's ranks at this moment."""
+    """The current health of a worker's ranks."""
     partition = catalog.partitions.get(worker.spec.key)
     rows: list[RankHealthRow] = []
     if partition is None:
@@ -152,7 +155,7 @@ def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetai
 
 
 def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType:
-    """The workers with an ejected rank, sorted; UNSET if there is none."""
+    """The workers with an ejected rank, sorted; UNSET if there are none."""
     found: dict[int, EjectedWorker] = {}
     for partition in catalog.partitions.values():
         for worker_id, dp_rank in sorted(partition.health.out):
@@ -194,7 +197,7 @@ class WorkerHandlers(ReplicaHandlers):
         self._clock = clock
 
     def worker_routes(self) -> tuple[Route, ...]:
-        """The routes whose bodies and answers are the same in every dialect."""
+        """The routes with the same bodies and answers in every dialect."""
         report = with_warnings(with_param_and_body(worker_id_param, WorkerReport, self.report))
         return (
             ("GET", "/health", OPEN, plain(lambda: OK)),
@@ -207,11 +210,10 @@ class WorkerHandlers(ReplicaHandlers):
     # -- differences of the 1.6 dialect ----------------------------------------------------------
 
     def record(self, worker: Worker) -> object:
-        """A worker as the API shows it."""
         return worker.record()
 
     def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
-        """A worker with its state at this moment."""
+        """A worker with its current state."""
         fields = worker.shown(WorkerRecord.__struct_fields__)
         health = health_of(worker, self.selector.catalog, now)
         return WorkerDetail(**fields, health=health, kv_sources=[*sources])
@@ -222,7 +224,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._ready(self._records.all(), ejected_workers(self.selector.catalog))
 
     def ready_in_brief(self) -> Reply:
-        """Without any information about workers."""
+        """Readiness without information about workers."""
         return self._ready(UNSET, UNSET)
 
     def _ready(

@@ -517,8 +517,7 @@ class OpenAiErrorBody(msgspec.Struct, frozen=True):
         return msgspec.json.encode(cls(OpenAiError(message, kind, None, code)))
 
 
-# -- busy thresholds, and the answer to a shed request
-# ----------------------------------------------
+# -- busy thresholds, and the answer to a shed request -------------------------------------------
 
 
 class ThresholdRequest(msgspec.Struct, kw_only=True):
