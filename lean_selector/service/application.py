@@ -1,5 +1,5 @@
 """The application of a server: the routes of a service behind the gate, with GET /metrics, GET
-/openapi.json, those of the page, and the access log if enabled."""
+/openapi.json, the page, and the access log if enabled."""
 
 import asyncio
 import time
@@ -26,14 +26,14 @@ from lean_selector.service.logs import LogState
 from lean_selector.service.metrics import http_families, process_families
 from lean_selector.service.replies import CallSoon, SlicedAnswers
 
-if TYPE_CHECKING:  # it is imported when it is asked for
+if TYPE_CHECKING:  # imported only when requested
     from lean_selector.service.ui import Page
 
 # -- GET /metrics ---------------------------------------------------------------------------------
-# Made in slices of the loop's turns: a fleet of 512 ranks has thousands of samples, at a
-# microsecond or so each.
+# The text is made in slices of the loop's turns: a fleet of 512 ranks has thousands of samples, at
+# about a microsecond each.
 
-PIECES_PER_PART = 32  # pieces between two looks at the clock: about 40 us
+PIECES_PER_PART = 32  # pieces between two checks of the clock: about 40 us
 
 
 def metrics_route(
@@ -41,7 +41,7 @@ def metrics_route(
     call_soon: CallSoon,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Route:
-    """`families` is called at each scrape."""
+    """`families` is called for each scrape."""
 
     def parts() -> Iterator[bytes]:
         pieces = exposition_text(families())
@@ -77,7 +77,7 @@ def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool
 
 
 def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
-    """`page` is called for each request; it imports and makes the page for the first one."""
+    """`page` is called for each request; the first call imports and creates the page."""
     return (
         ("GET", "/ui", OPEN, plain(lambda: page().ui())),
         ("GET", "/events", READ, Endpoint(lambda request, param: page().events.answer(request))),
@@ -105,10 +105,9 @@ def observed(
 ) -> App:
     """The application for `routes` on the running loop.
 
-    `families_of` gets the meters of all routes, and `meters`. `service` is its name in the metrics,
-    `document` that of its description; `lines` are the gate's; `tokens` are
-    those required, if any; `connections` are the server's.
-    """
+    `families_of` receives the meters of all routes, including `meters`. `service` is the service's
+    name in metrics, `document` the file with its description; `lines` are the gate's; `tokens` are
+    required if given; `connections` are the server's."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))
