@@ -64,9 +64,9 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
     weighted_output_blocks: int = 0  # output blocks that the last `decay_fraction` applies to
     output_weight: float = 1.0  # weight of these blocks
     booked_at: float = 0.0
-    ahead_tokens: int = (
-        0  # prefill tokens waiting on the rank at booking, this request's included; 0: unknown
-    )
+    # Prefill tokens waiting on the rank at booking, this request's included; 0: unknown, as of a
+    # copy.
+    ahead_tokens: int = 0
 
     @property
     def is_replica(self) -> bool:

@@ -156,21 +156,20 @@ class Slots:
             now,
             router_id,
             booked_at=now,
-            ahead_tokens=rank.active_prefill_tokens + prefill_tokens,
         )
+        ahead_tokens = rank.active_prefill_tokens + prefill_tokens
         self.reservations[request_id] = reservation
         rank.reservations[request_id] = None
         if router_id is None:
             self.booked += 1
+            reservation.ahead_tokens = ahead_tokens
             self._local_by_touch[request_id] = reservation
         else:
             self.copied += 1
             self._copies_by_touch[request_id] = reservation
         self.heard_at = now
         self.revision += 1
-        self._set_load(
-            rank, rank.active_prefill_tokens + prefill_tokens, rank.distinct_blocks + new_blocks
-        )
+        self._set_load(rank, ahead_tokens, rank.distinct_blocks + new_blocks)
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:

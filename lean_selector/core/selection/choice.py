@@ -243,19 +243,18 @@ def cells(
         if full and cached < isl and (evicting := alike & full):
             rest, alike = alike ^ evicting, evicting
             added += evicted_blocks(terms, isl, cached, owed, block_size)
+        if not shares and not rest and groups is _NO_PREFERENCE:  # nearly always
+            found.append(Cell(pricing, alike, match, tokens, credit, new_blocks + added, 1.0))
+            continue
         for part in (alike, rest) if rest else (alike,):
-            for shared, sharing in shares if sharers is None else met(shares, sharers, part):
+            sharing_sets = shares if sharers is None else met(shares, sharers, part)
+            for shared, sharing in [*sharing_sets, (0, _EVERYONE)]:
                 if both := part & sharing:
                     part ^= both
+                    blocks = new_blocks - shared + added
                     for factor, having in groups if members is None else met(groups, members, both):
                         if here := both & having:
-                            blocks = new_blocks - shared + added
                             found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
-            if part:
-                blocks = new_blocks + added
-                for factor, having in groups if members is None else met(groups, members, part):
-                    if here := part & having:
-                        found.append(Cell(pricing, here, match, tokens, credit, blocks, factor))
             added = burden
     if pricing.credits_blocks:
         found = _crediting(found, pricing, partition, terms)

@@ -540,7 +540,8 @@ class Selector:
 
     def admit_parked(self, partition: Partition, now: float) -> None:
         """Capacity may have come free: admit requests that waited for it."""
-        self._admission.admit(partition, now)
+        if partition.room is not None:
+            self._admission.admit(partition, now)
 
     def hung_up(self, partition: Partition, parked: Parked, now: float) -> None:
         """The client of a queued request disconnected: remove the request, and do not count it
@@ -571,7 +572,7 @@ class Selector:
                 self._decisions.reported(reservation_id, ttft_s, None)
         for partition in holders:
             reservation = partition.slots.reservations[reservation_id]
-            if not reservation.prefill_done and reservation.router_id is None:
+            if not reservation.prefill_done:
                 partition.speeds.completed(reservation, ttft_s, now)
             partition.ledger.prefill_complete(reservation_id, now)
             self.admit_parked(partition, now)
@@ -630,8 +631,8 @@ class Selector:
     def free(self, reservation_id: str, now: float) -> None:
         for partition in self.bookings.holders(reservation_id):
             reservation = partition.ledger.free(reservation_id, now)
-            if reservation is not None:
-                _has_ended(partition, reservation, now)
+            if reservation is not None and not reservation.prefill_done:
+                partition.speeds.ended(reservation, now)
             self.bookings.forget(reservation_id)
             self.admit_parked(partition, now)
 
@@ -645,7 +646,8 @@ class Selector:
             partition = partitions[ledger.model_name, ledger.tenant_id]
             gone += [(partition, reservation) for reservation in expired]
             for reservation in expired:
-                _has_ended(partition, reservation, now)
+                if not reservation.prefill_done:
+                    partition.speeds.ended(reservation, now)
             self.bookings.forget_ended(partition, expired)
             self.admit_parked(partition, now)
         return gone
@@ -653,12 +655,6 @@ class Selector:
     def arrived(self) -> int:
         """Requests booked, here and by peers, in all current partitions."""
         return sum(partition.slots.arrived for partition in self.catalog.partitions.values())
-
-
-def _has_ended(partition: Partition, reservation: Reservation, now: float) -> None:
-    """Report a reservation that ended, possibly without a first token."""
-    if not reservation.prefill_done and reservation.router_id is None:
-        partition.speeds.ended(reservation, now)
 
 
 # --------------------------------------------------------------------------------------------------
