@@ -132,7 +132,8 @@ class HttpProtocol(asyncio.Protocol):
             reader.hold(data)
         elif not reader.is_unfinished and len(data) <= _SMALL_READ_BYTES:  # the usual case
             self.since = connections.now
-            requests = reader.feed(data)
+            requests: list[Request] = []
+            reader.read_heads(data, 0, requests)
             if len(requests) == 1 and not reader.waiting:
                 reply = self._answer(requests[0])
                 if reply is not None:

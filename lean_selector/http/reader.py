@@ -154,15 +154,15 @@ class RequestReader:
             if self._body is not None:
                 at = self._continue_body(data, 0, requests)
                 if at < len(data):
-                    self._read_heads(data, at, requests)
+                    self.read_heads(data, at, requests)
             else:
                 self._continue_head(data, requests)
         else:
-            self._read_heads(data, 0, requests)
+            self.read_heads(data, 0, requests)
         return requests
 
-    def _read_heads(self, data: bytes, at: int, requests: list[Request]) -> None:
-        """Read from a boundary between requests. This is the hot path."""
+    def read_heads(self, data: bytes, at: int, requests: list[Request]) -> None:
+        """Read from a boundary between requests, with nothing `waiting`. This is the hot path."""
         size = len(data)
         method: bytes
         path: bytes
@@ -170,9 +170,6 @@ class RequestReader:
         while at < size:
             if self.is_finished:
                 self.has_unread_input = True
-                return
-            if len(requests) >= MOST_REQUESTS:
-                self.waiting += memoryview(data)[at:]
                 return
             line = _REQUEST_LINE.match(data, at)
             if line is None:
@@ -200,10 +197,13 @@ class RequestReader:
             if frame is not None and (length := frame.length_in(rest)) >= 0:
                 block = frame.block
             else:
-                known = self._blocks.get(rest) or self._judge(rest)
+                known = self._blocks.get(rest)
                 if known is None:
-                    return
-                block, length, credentials = known, known.content_length, self._credentials
+                    known = self._judge(rest)
+                    if known is None:
+                        return
+                    credentials = self._credentials
+                block, length = known, known.content_length
             credential = None if credentials is None else credentials.credential
             method, path, query = line.group(1, 2, 3)
             if path[0] != 0x2F:
@@ -212,8 +212,13 @@ class RequestReader:
             if end <= at <= size and length <= self._max_body_bytes:
                 request = Request(method, path, query, data[end:at], block, section, credential)
                 requests.append(request)
-                if not request.keep_alive:
+                if not block.keep_alive:
                     self.is_finished = True
+                elif at == size:
+                    return
+                elif len(requests) == MOST_REQUESTS:
+                    self.waiting += memoryview(data)[at:]
+                    return
             else:
                 request = Request(method, path, query, b"", block, section, credential)
                 at = self._begin_body(request, length, data, end, requests)
@@ -298,7 +303,7 @@ class RequestReader:
         whole = bytes(head)
         head.clear()
         self.is_unfinished = False
-        self._read_heads(whole, 0, requests)
+        self.read_heads(whole, 0, requests)
 
     def _begin_body(
         self, request: Request, length: int, data: bytes, at: int, requests: list[Request]

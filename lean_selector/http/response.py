@@ -67,9 +67,7 @@ def encode_response(
         head = _start_of_head(status, content_type)
     length = len(body)
     end = _LENGTH_ENDS[length] if length < 1024 else b"content-length: %d\r\n\r\n" % length
-    if extra:
-        return b"".join((head, extra, end, body))
-    return b"".join((head, end, body))
+    return b"".join((head, extra, end, body))
 
 
 class GrowingResponse:

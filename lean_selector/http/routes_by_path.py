@@ -13,14 +13,8 @@ T = TypeVar("T")
 _PERCENT: Final = 0x25
 
 
-class Match(Generic[T]):
-    """The route found. `param` is the raw parameter segment; None for literal paths."""
-
-    __slots__ = ("param", "value")
-
-    def __init__(self, value: T, param: bytes | None = None) -> None:
-        self.value = value
-        self.param = param
+# The value of the route found, and the raw parameter segment; None for literal paths.
+Match = tuple[T, bytes | None]
 
 
 class MethodNotAllowed:
@@ -40,7 +34,7 @@ class _Resource(Generic[T]):
     def add(self, method: bytes, value: T) -> None:
         if method in self.by_method:
             raise ValueError(f"{method.decode()} is declared twice for one path")
-        self.by_method[method] = Match(value)
+        self.by_method[method] = value, None
         if method == b"GET":
             self.by_method[b"HEAD"] = self.by_method[b"GET"]
         self.method_not_allowed = MethodNotAllowed(b",".join(self.by_method))
@@ -93,7 +87,7 @@ class RouteTable(Generic[T]):
         if resource is None:
             return None
         found = resource.by_method.get(method)
-        return resource.method_not_allowed if found is None else Match(found.value, param)
+        return resource.method_not_allowed if found is None else (found[0], param)
 
     def _with_tail(
         self, method: bytes, path: bytes, segments: list[bytes]
@@ -105,7 +99,7 @@ class RouteTable(Generic[T]):
         found = resource.by_method.get(method)
         if found is None:
             return resource.method_not_allowed
-        return Match(found.value, path[len(segments[1]) + 2 :])
+        return found[0], path[len(segments[1]) + 2 :]
 
 
 def percent_decode(segment: bytes) -> str:

@@ -14,7 +14,7 @@ import msgspec
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import PendingReply, Response, status_of
-from lean_selector.http.routes_by_path import Match, RouteTable, percent_decode
+from lean_selector.http.routes_by_path import RouteTable, percent_decode
 from lean_selector.service.gate import HUNG_UP, Route
 from lean_selector.service.logs import ACCESS_LOG
 from lean_selector.wire.selection_bodies import BodyIds
@@ -68,11 +68,12 @@ def _said_in(table: RouteTable[str], request: Request) -> dict[str, object]:
         "status": 0,
         "duration_us": 0,
     }
-    if isinstance(found, Match):
-        fields["route"] = found.value
-        if found.param is not None and "*}" not in found.value:
-            name = "worker_id" if "{worker_id}" in found.value else "reservation_id"
-            fields[name] = percent_decode_or_raw(found.param)
+    if isinstance(found, tuple):
+        route, param = found
+        fields["route"] = route
+        if param is not None and "*}" not in route:
+            name = "worker_id" if "{worker_id}" in route else "reservation_id"
+            fields[name] = percent_decode_or_raw(param)
     else:
         fields["path"] = request.path.decode("latin-1")[:MAX_TARGET_CHARACTERS]
     if request.method == b"POST":

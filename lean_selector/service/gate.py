@@ -14,7 +14,7 @@ import msgspec
 from lean_selector.core.errors import AllWorkersBusy, SelectorError
 from lean_selector.http.head import Request
 from lean_selector.http.response import Response, status_of
-from lean_selector.http.routes_by_path import Match, MethodNotAllowed, RouteTable
+from lean_selector.http.routes_by_path import MethodNotAllowed, RouteTable
 from lean_selector.http.streaming import StreamedReply
 from lean_selector.service.access import ADMIN, OPEN, READ, AccessTokens, Refusal, Role, refusal_of
 from lean_selector.service.bodies import SCOPE_FIELDS, Query, body_reader, query_of, shape_fault
@@ -113,14 +113,14 @@ class Gate:
     def __call__(self, request: Request) -> Served:
         started = _clock()
         found = self._table.match(request.method, request.path)
-        if isinstance(found, Match):
-            run, meter, needed, endpoint = found.value
+        if isinstance(found, tuple):
+            (run, meter, needed, endpoint), param = found
             answer: Served
             try:
                 if needed and self._roles.get(request.credential, OPEN) < needed:
                     answer = self._refused(request, needed, endpoint)
                 else:
-                    answer = run(request, found.param)
+                    answer = run(request, param)
             except Exception as error:
                 answer = self._failed(request, meter, error, endpoint)
             if not isinstance(answer, bytes):
@@ -150,7 +150,7 @@ class Gate:
         if self._tokens is None:
             return False
         found = self._table.match(request.method, request.path)
-        needed = found.value[2] if isinstance(found, Match) else int(READ)
+        needed = found[0][2] if isinstance(found, tuple) else int(READ)
         return self._tokens.role_of(request.credential) < needed
 
     def _abridged(self, whole: Run, brief: Run, tokens: AccessTokens) -> Run:
