@@ -39,19 +39,19 @@ ALLOWED = {
     ("inprocess/service.py", "Running.in_time.begin", "create_task"): (
         "how it ended is carried to who waits in another loop, by `tell`"
     ),
-    ("client/drivers.py", "Driver._book", "create_task"): (
+    ("client/drivers.py", "Driver.book", "create_task"): (
         "awaited; where that is cancelled, the release waits for it and looks at how it ended"
     ),
     ("client/drivers.py", "Driver._spawn", "create_task"): (
         "in the user's process: their errors are handled, and the loop's own handler tells others"
     ),
-    ("client/drivers.py", "SyncDriver.run", "run_coroutine_threadsafe"): (
+    ("client/drivers.py", "LoopThread.run", "run_coroutine_threadsafe"): (
         "its caller waits for it, and is raised what it raised"
     ),
-    ("client/drivers.py", "SyncDriver.__init__", "to_thread"): "awaited in a flow",
+    ("client/router.py", "SyncKvRouter.__init__", "to_thread"): "awaited by the router",
     (
         "client/drivers.py",
-        "SyncDriver._running",
+        "LoopThread._running",
         "Thread",
     ): "it runs a loop, which tells its errors",
     ("client/drivers.py", "_end", "run_coroutine_threadsafe"): (

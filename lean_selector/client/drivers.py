@@ -1,49 +1,39 @@
-"""Runs flows, and frees every reservation when its owner ends.
+"""Does a router's exchanges, and frees every reservation when its owner ends.
 
 A driver owns the connections and the live reservations, and reports and frees in its own tasks. For
-clients without an event loop, `SyncDriver` runs a `Driver` on a loop in a thread. `routing` decides
-what is sent, and when.
+routers without an event loop, `LoopThread` has a loop in a thread. `routing` decides what is sent,
+and when.
 """
 
 import asyncio
 import concurrent.futures
 import contextlib
+import random
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import cached_property, wraps
-from inspect import signature
-from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
+from functools import cached_property
+from typing import Any, TypeVar
 
 import httpx
 
+from lean_selector.client.calls import Call
 from lean_selector.client.client_settings import Access, Timeouts
 from lean_selector.client.errors import ClientClosed, ClientError, OtherEventLoop, ServiceRefused
-from lean_selector.client.reservation import Reservation
-from lean_selector.client.routing import (
-    Ask,
-    Flow,
-    HandOver,
-    OpenStream,
-    Pause,
-    Release,
-    Routing,
-    Step,
-)
+from lean_selector.client.reservation import Reservation, release, report
 from lean_selector.client.transport import (
     MAX_ERROR_BYTES,
     OPEN_ERRORS,
     WORKER_LIMITS,
     Opened,
+    OpenStream,
     ServiceConnection,
     not_opened,
     stream_request,
     worker_refused,
 )
 
-P = ParamSpec("P")
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 
 # A stream's end waits for its reservation to be freed, which takes a millisecond; when the service
 # is away, it goes on in the background after this long.
@@ -61,16 +51,15 @@ class Driver:
     def __init__(
         self,
         endpoint: str,
-        routing: Routing,
         timeouts: Timeouts,
         sleep: Callable[[float], Awaitable[object]] | None,
         access: Access | None = None,
     ) -> None:
         self._endpoint = endpoint
-        self._routing = routing
         self._timeouts = timeouts
         self._is_closing = False
-        self._sleep = asyncio.sleep if sleep is None else sleep
+        self.pause = asyncio.sleep if sleep is None else sleep
+        self._rng = random.Random()
         self._service = ServiceConnection(endpoint, timeouts, access)
         self._loop: asyncio.AbstractEventLoop | None = None  # the first loop that used it
         # Reservations of streams and placements, with the worker's response.
@@ -85,24 +74,12 @@ class Driver:
         transport = httpx.AsyncHTTPTransport(limits=WORKER_LIMITS)
         return httpx.AsyncClient(transport=transport, trust_env=False)
 
-    # -- flows ---------------------------------------------------------------------------------
+    # -- exchanges -----------------------------------------------------------------------------
 
-    async def drive(self, flow: Flow[T]) -> T:
-        """Run a flow to its end. An exception that ends us, or a cancellation, is first thrown into
-        the flow."""
+    async def ask(self, call: Call[T]) -> T:
+        """The parsed response. Raises ClientError."""
         self._check_loop()
-        try:
-            step = next(flow)
-            while True:
-                try:
-                    outcome = await self._perform(step)
-                except BaseException as error:
-                    step = flow.throw(error)
-                else:
-                    step = flow.send(outcome)
-        except StopIteration as end:
-            result: T = end.value
-            return result
+        return await self._service.exchange(call)
 
     def closed(self) -> ClientClosed:
         return ClientClosed(f"{self._endpoint}: the client is closed")
@@ -118,33 +95,16 @@ class Driver:
         elif self._loop is not loop:
             raise OtherEventLoop
 
-    async def _perform(self, step: Step) -> object:
-        if isinstance(step, Ask):
-            if step.books is None:
-                return await self._service.exchange(step.call)
-            return await self._book(step, step.books)
-        if isinstance(step, Pause):
-            return await self._sleep(step.seconds)
-        if isinstance(step, Release):
-            if step.first:
-                await self.release_now(step.reservation)
-            else:
-                self.release(step.reservation)
-            return None
-        if isinstance(step, HandOver):
-            self._held.pop(step.reservation, None)
-            return None
-        return await self._open(step)
-
-    async def _book(self, step: Ask[Any], reservation: Reservation) -> object:
+    async def book(self, call: Call[T], reservation: Reservation) -> T:
         """Run a booking that outlives its caller's cancellation, because its outcome must be known.
 
         Raises ClientClosed also if close() came while it was in flight; it is released then.
         """
+        self._check_loop()
         while (earlier := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({earlier})  # otherwise its free could hit this booking
         self._check_open()
-        task = asyncio.create_task(self._service.exchange(step.call))
+        task = asyncio.create_task(self._service.exchange(call))
         self._bookings[reservation] = task
         try:
             outcome = await asyncio.shield(task)
@@ -161,7 +121,8 @@ class Driver:
         self._held[reservation] = None
         return outcome
 
-    async def _open(self, step: OpenStream) -> Opened:
+    async def open(self, step: OpenStream) -> Opened:
+        """The open stream of a worker that answered 200. Raises ClientError."""
         self._check_open()
         try:
             response = await self._workers.send(stream_request(step, self._timeouts), stream=True)
@@ -191,6 +152,10 @@ class Driver:
         """From now on, releasing the reservation stops the stream."""
         self._held[reservation] = opened
 
+    def hand_over(self, reservation: Reservation) -> None:
+        """From now on its user frees it."""
+        self._held.pop(reservation, None)
+
     def report(self, reservation: Reservation) -> None:
         """Report its progress to the service, without delaying the stream."""
         if reservation not in self._reporting and reservation.next_report() is not None:
@@ -199,7 +164,7 @@ class Driver:
 
     async def _reported(self, reservation: Reservation) -> None:
         try:
-            await self.drive(self._routing.report(reservation))
+            await report(reservation, self.ask, self.pause, self._rng)
         finally:
             self._reporting.discard(reservation)
 
@@ -209,6 +174,12 @@ class Driver:
             reservation.ended = True
             opened = self._held.pop(reservation, None)
             self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
+
+    def release_from_anywhere(self, reservation: Reservation) -> None:
+        """Release it soon; to be called in any thread at any moment, as by a finaliser."""
+        if not reservation.ended and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and we with it
+                self._loop.call_soon_threadsafe(self.release, reservation)
 
     async def release_now(self, reservation: Reservation) -> None:
         """Release it, and wait a limited time for that."""
@@ -222,7 +193,7 @@ class Driver:
                 await opened.close()
             booking = self._bookings.pop(reservation, None)
             if booking is None or await self._may_exist(reservation, booking):
-                await self.drive(self._routing.release(reservation))
+                await release(reservation, self.ask, self.pause, self._rng)
         except asyncio.CancelledError:
             # This task is cancelled only by the end of the loop, or by aclose() at its time limit.
             with contextlib.suppress(ClientError, TimeoutError):
@@ -273,23 +244,14 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-class SyncDriver:
-    """A Driver for calls from any thread. Its loop runs in a thread that starts with the first call
-    and ends with close(), or when the client is garbage-collected."""
+class LoopThread:
+    """A loop in a thread, for a driver that any thread uses. It starts with the first call, and
+    ends with close(), or when this is garbage-collected."""
 
-    def __init__(
-        self,
-        endpoint: str,
-        routing: Routing,
-        timeouts: Timeouts,
-        sleep: Callable[[float], object] | None,
-        access: Access | None = None,
-    ) -> None:
-        """`sleep` is called in a thread of its own."""
-        asleep = None if sleep is None else lambda wait_s: asyncio.to_thread(sleep, wait_s)
-        self.driver = Driver(endpoint, routing, timeouts, asleep, access)
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
 
@@ -301,51 +263,39 @@ class SyncDriver:
         except ClientClosed:
             work.close()
             raise
-        return self._result(future)
-
-    def _result(self, future: "concurrent.futures.Future[T]") -> T:
         try:
             return future.result()
         except concurrent.futures.CancelledError:  # the loop has ended
-            raise self.driver.closed() from None
+            raise self._driver.closed() from None
         except BaseException:
             future.cancel()
             raise
 
     def _running(self) -> asyncio.AbstractEventLoop:
         with self._lock:
-            is_dead = self._thread is not None and not self._thread.is_alive()  # in a fork
+            is_dead = self.thread is not None and not self.thread.is_alive()  # in a fork
             if self._is_closed or is_dead:
-                raise self.driver.closed()
+                raise self._driver.closed()
             if self._loop is None:
                 runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
                 self._loop = runner.get_loop()
-                self._thread = threading.Thread(
+                self.thread = threading.Thread(
                     target=_run_loop, args=(runner,), name="lean-selector client", daemon=True
                 )
-                self._thread.start()
-                self._dropped = weakref.finalize(self, _end, self._loop, self.driver)
+                self.thread.start()
+                self._dropped = weakref.finalize(self, _end, self._loop, self._driver)
             return self._loop
 
-    def drive(self, flow: Flow[T]) -> T:
-        return self.run(self.driver.drive(flow))
-
-    def release(self, reservation: Reservation) -> None:
-        """Stop its stream and free it, once; waits a limited time."""
-        if not reservation.ended:
-            self.run(self.driver.release_now(reservation))
-
     def close(self) -> None:
-        """Release all reservations, also those in flight, wait for that, and close all
-        connections."""
+        """Close the driver, then end the thread."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
-        if was_closed or self._loop is None or self._thread is None:
+        if was_closed or self._loop is None or self.thread is None:
             return
         self._dropped.detach()
-        if self._thread.is_alive():
-            ended = _end(self._loop, self.driver)
-            self._thread.join()
+        if self.thread.is_alive():
+            ended = _end(self._loop, self._driver)
+            self.thread.join()
             ended.result()
 
 
@@ -364,47 +314,3 @@ def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures
             loop.stop()
 
     return asyncio.run_coroutine_threadsafe(ended(), loop)
-
-
-# -- methods of both kinds of client, made from their common flow ----------------------
-
-
-def described_by(made: Callable[..., object]) -> Callable[[F], F]:
-    """Give a method the name, signature and docstring of `made`, which it calls.
-
-    Its return annotation is its own, or the result type of the flow or call.
-    """
-
-    def described(method: F) -> F:
-        arguments, own = signature(made), signature(method).return_annotation
-        if isinstance(own, TypeVar):
-            own = get_args(arguments.return_annotation)[-1]
-        wraps(made)(method)
-        vars(method)["__signature__"] = arguments.replace(return_annotation=own)
-        return method
-
-    return described
-
-
-def awaited(
-    flow: Callable[Concatenate[Any, P], Flow[T]],
-) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]:
-    """A method of a client with a Driver: awaits the flow that its `_calls` return."""
-
-    @described_by(flow)
-    async def method(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        driver: Driver = client._driver
-        return await driver.drive(flow(client._calls, *args, **kwargs))
-
-    return method
-
-
-def done(flow: Callable[Concatenate[Any, P], Flow[T]]) -> Callable[Concatenate[Any, P], T]:
-    """A method of a client with a SyncDriver: returns the result of the flow of its `_calls`."""
-
-    @described_by(flow)
-    def method(client: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        driver: SyncDriver = client._driver
-        return driver.drive(flow(client._calls, *args, **kwargs))
-
-    return method

@@ -4,14 +4,23 @@ The stream records progress; the difference to the last report is sent next. So 
 up, keep their order, and a lost one is repaired by the next.
 """
 
+import random
 import uuid
 from collections import deque
+from collections.abc import Awaitable, Callable
 from typing import Literal
 
 from lean_selector.client import calls
 from lean_selector.client.calls import Call, Selected
+from lean_selector.client.client_settings import Backoff
 from lean_selector.client.completions import Chunk, CompletionStream, MalformedStream
-from lean_selector.client.errors import WorkerStreamBroken
+from lean_selector.client.errors import (
+    ClientClosed,
+    NotFound,
+    ServiceRefused,
+    ServiceUnreachable,
+    WorkerStreamBroken,
+)
 
 
 class Reservation:
@@ -82,6 +91,59 @@ class Reservation:
             self._told_prefill = True
 
 
+# -- telling the service ---------------------------------------------------------------------------
+
+Ask = Callable[[Call[None]], Awaitable[None]]  # raises ClientError
+Pause = Callable[[float], Awaitable[object]]
+# Tries of a free, over some six seconds; after that the service expires the reservation.
+RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
+REPORT = Backoff(max_retries=2, first_s=0.1, longest_s=1.0)
+# If a free finds no reservation, its booking may still arrive for this long.
+AMBIGUOUS_S = 0.5
+
+
+async def report(reservation: Reservation, ask: Ask, pause: Pause, rng: random.Random) -> None:
+    """Send the due reports; failed ones are left to the next call."""
+    failures = 0
+    while (call := reservation.next_report()) is not None:
+        try:
+            await ask(call)
+        except ServiceUnreachable:
+            wait_s = REPORT.wait_s(failures, rng)
+            if wait_s is None:
+                return
+            failures += 1
+            await pause(wait_s)
+        except (ServiceRefused, ClientClosed):
+            return  # it expired, or the service was restarted; the free will show
+        else:
+            reservation.reported()
+
+
+async def release(reservation: Reservation, ask: Ask, pause: Pause, rng: random.Random) -> None:
+    """Free it, with retries."""
+    may_appear = reservation.ambiguous
+    attempt = 0
+    while True:
+        try:
+            return await ask(reservation.freeing())
+        except ClientClosed:
+            return None  # close() has waited as long as it could
+        except NotFound:
+            if not may_appear:
+                return None
+            may_appear = False
+            await pause(AMBIGUOUS_S)
+        except (ServiceUnreachable, ServiceRefused):
+            wait_s = RELEASE.wait_s(attempt, rng)
+            if wait_s is None:
+                return None
+            attempt += 1
+            await pause(wait_s)
+
+
+# -- where it is, and what comes back --------------------------------------------------------------
+
 Outcome = Literal["refused", "failed", "ok"]
 
 
@@ -97,6 +159,7 @@ class Placed:
         self.overlap_blocks = selected.overlap_blocks
         self.effective_prefill_tokens = selected.effective_prefill_tokens
         self.reservation_id = reservation.id
+        self._selected = selected
         self._reservation = reservation
 
     def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:

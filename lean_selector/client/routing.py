@@ -1,27 +1,26 @@
-"""The flows of a router: logic shared by the asynchronous and the synchronous router.
+"""What a router asks of the service and of workers, and when: retries, avoided workers, releases.
 
-A flow is a generator that yields steps and is sent their outcomes, so that it can run with or
-without an event loop; it never waits itself. It raises the errors of `errors`, and the driver knows
-every reservation it makes. Independent of httpx.
+A `Driver` does the exchanges, and knows every reservation that is made here. All errors are those
+of `errors`.
 """
 
 import random
 import time
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from typing import Any, Generic, TypeGuard, TypeVar
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 
 from lean_selector.client import calls
 from lean_selector.client.calls import Call, Scope, Selected, prompt_fields
 from lean_selector.client.client_settings import Backoff, KvRouterConfig
-from lean_selector.client.completions import Option, completion_body
+from lean_selector.client.drivers import Driver
 from lean_selector.client.errors import (
     ClientClosed,
     ClientError,
     ModelNotNamed,
-    NotFound,
     NoWorkerAvailable,
+    OtherEventLoop,
     ServiceRefused,
     ServiceUnreachable,
     WorkerError,
@@ -31,57 +30,11 @@ from lean_selector.client.errors import (
     WrongBlockSize,
 )
 from lean_selector.client.reservation import Reservation
+from lean_selector.client.transport import Opened, OpenStream
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, REFUSED, outcome_of_status
 from lean_selector.core.numbers import optional, whole
 
 T = TypeVar("T")
-
-
-class Ask(msgspec.Struct, Generic[T], frozen=True):
-    """Do the exchange. Outcome: the parsed response. `books`: the reservation that it creates."""
-
-    call: Call[T]
-    books: Reservation | None = None
-
-
-class Pause(msgspec.Struct, frozen=True):
-    seconds: float
-
-
-class Release(msgspec.Struct, frozen=True):
-    """Free this reservation; the flow need not wait for it.
-
-    `first`: the flow is about to end, and should wait for the free, for a limited time.
-    """
-
-    reservation: Reservation
-    first: bool = False
-
-
-class HandOver(msgspec.Struct, frozen=True):
-    """From here on the caller owns the reservation, and frees it."""
-
-    reservation: Reservation
-
-
-class OpenStream(msgspec.Struct, frozen=True):
-    """POST to a worker. Outcome: the open stream, in the driver's own type, its status 200."""
-
-    worker_id: int
-    endpoint: str
-    body: bytes
-    headers: dict[str, str]
-
-    @property
-    def url(self) -> str:
-        """The URL for completions; the registered endpoint may lack its scheme or version."""
-        scheme, found, rest = self.endpoint.rstrip("/").rpartition("://")
-        version = "" if rest.endswith("/v1") else "/v1"
-        return f"{scheme if found else 'http'}://{rest}{version}/completions"
-
-
-Step = Ask[Any] | Pause | Release | HandOver | OpenStream
-Flow = Generator[Step, Any, T]
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -108,54 +61,18 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("dp_rank needs worker_id")
 
 
-class Generation(msgspec.Struct, frozen=True):
-    """The request to the worker, once one is chosen."""
-
-    model: str
-    options: Sequence[Option]
-    return_token_ids: bool
-
-
-# Tries of a free, over some six seconds; after that the service expires the reservation.
-RELEASE = Backoff(max_retries=6, first_s=0.1, longest_s=5.0)
-REPORT = Backoff(max_retries=2, first_s=0.1, longest_s=1.0)
 # Served models are looked up again after this time, and at once for an unknown model.
 FRESH_S = 10.0
-# If a free finds no reservation, its booking may still arrive for this long.
-AMBIGUOUS_S = 0.5
 
-
-def ask(call: Call[T]) -> Flow[T]:
-    outcome: T = yield Ask(call)
-    return outcome
-
-
-def book(call: Call[T], reservation: Reservation) -> Flow[T]:
-    """One try. Without a response a reservation may exist all the same, so it is released.
-
-    It is released before this raises, so that the user's id can be reserved again.
-    """
-    try:
-        booked: T = yield Ask(call, reservation)
-    except (ServiceRefused, ClientClosed):
-        raise  # no reservation exists, or the driver frees it
-    except ServiceUnreachable as error:
-        if not error.never_sent:
-            reservation.ambiguous = True
-            yield Release(reservation, first=reservation.is_named)
-        raise
-    except BaseException:
-        reservation.ambiguous = True
-        yield Release(reservation)
-        raise
-    return booked
+Reserved = tuple[Selected, Reservation]
 
 
 class Routing:
-    """One router's settings, and the flows that follow from them."""
+    """One router's settings, and what follows from them."""
 
     def __init__(
         self,
+        driver: Driver,
         config: KvRouterConfig | None = None,
         block_size: int | None = None,
         model_name: str | None = None,
@@ -168,6 +85,7 @@ class Routing:
         block_size = optional(whole, "block_size", block_size)
         if block_size is not None and block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size}")
+        self.driver = driver
         self.config = config or KvRouterConfig()
         self._block_size = block_size
         self._model_name = model_name
@@ -182,7 +100,7 @@ class Routing:
 
     # -- scope -------------------------------------------------------------------------
 
-    def scope(self, model: str | None = None) -> Flow[Scope]:
+    async def scope(self, model: str | None = None) -> Scope:
         """The workers that requests go to; looks up at the selector what is not set.
 
         The model is the one given to the router, else the only one that is served, else `model`.
@@ -190,7 +108,7 @@ class Routing:
         """
         name = self._model_name
         if name is None or self._block_size is None:
-            served = yield from self._look(name or model)
+            served = await self._look(name or model)
             if name is None and len(served) == 1:
                 (name,) = served
             elif name is None and (not served or model in served):
@@ -208,13 +126,13 @@ class Routing:
             eagle = found is not None and found.is_eagle
         return Scope(name, self._tenant_id, size, eagle)
 
-    def _look(self, model: str | None) -> Flow[dict[str, Scope]]:
+    async def _look(self, model: str | None) -> dict[str, Scope]:
         """Scopes of the served models, looked up again when stale."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
             return self._served
-        workers = yield from ask(calls.workers(None, self._tenant_id))
+        workers = await self.driver.ask(calls.workers(None, self._tenant_id))
         self._served = {
             worker.model_name: Scope(
                 worker.model_name, self._tenant_id, worker.block_size, bool(worker.is_eagle)
@@ -228,15 +146,15 @@ class Routing:
         self._looked_at = now
         return self._served
 
-    def _again_if_changed(self, attempt: Callable[[], Flow[T]]) -> Flow[T]:
+    async def _again_if_changed(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """If the workers' block size has changed since the look-up, look it up again, once."""
         try:
-            return (yield from attempt())
+            return await attempt()
         except WrongBlockSize:
             if self._block_size is not None:
                 raise
             self._served = {}
-            return (yield from attempt())
+            return await attempt()
 
     def _fields(self, prompt: Prompt, scope: Scope, terms: Wishes) -> dict[str, object]:
         fields = prompt_fields(prompt.token_ids, scope, prompt.lora_name, prompt.cache_salt)
@@ -256,144 +174,160 @@ class Routing:
 
     # -- selection -----------------------------------------------------------------------------
 
-    def best_worker(
+    async def best_worker(
         self, prompt: Prompt, terms: Wishes, request_id: str | None
-    ) -> Flow[tuple[int, int, int]]:
-        return self._again_if_changed(lambda: self._best_worker(prompt, terms, request_id))
-
-    def _best_worker(
-        self, prompt: Prompt, terms: Wishes, request_id: str | None
-    ) -> Flow[tuple[int, int, int]]:
-        scope = yield from self.scope()
-        fields = self._fields(prompt, scope, terms)
-        if request_id is None:
-            selected = yield from ask(calls.select(fields))
-            if self._block_size is None and scope.block_size not in (None, selected.block_size):
-                raise WrongBlockSize(scope.block_size or 0, selected.block_size)
-        else:
-            expected = terms.expected_output_tokens
-            reservation = Reservation(
-                len(prompt.token_ids), reservation_id=request_id, expected_output_tokens=expected
-            )
-            selected = yield from self._book(reservation, fields, scope)
-            yield HandOver(reservation)
+    ) -> tuple[int, int, int]:
+        selected = await self._again_if_changed(
+            lambda: self._best_worker(prompt, terms, request_id)
+        )
         return selected.worker_id, selected.dp_rank, selected.overlap_blocks
 
-    def _book(
+    async def _best_worker(self, prompt: Prompt, terms: Wishes, request_id: str | None) -> Selected:
+        scope = await self.scope()
+        fields = self._fields(prompt, scope, terms)
+        if request_id is None:
+            selected = await self.driver.ask(calls.select(fields))
+            if self._block_size is None and scope.block_size not in (None, selected.block_size):
+                raise WrongBlockSize(scope.block_size or 0, selected.block_size)
+            return selected
+        expected = terms.expected_output_tokens
+        reservation = Reservation(
+            len(prompt.token_ids), reservation_id=request_id, expected_output_tokens=expected
+        )
+        selected = await self._book(reservation, fields, scope)
+        self.driver.hand_over(reservation)
+        return selected
+
+    async def _book(
         self, reservation: Reservation, fields: Mapping[str, object], scope: Scope
-    ) -> Flow[Selected]:
-        selected = yield from book(calls.select_and_reserve(reservation.id, fields), reservation)
+    ) -> Selected:
+        call = calls.select_and_reserve(reservation.id, fields)
+        selected = await self._booked(call, reservation)
         if scope.block_size not in (None, selected.block_size):
-            yield Release(reservation, first=reservation.is_named)
+            await self._give_back(reservation)
             raise WrongBlockSize(scope.block_size or 0, selected.block_size)
         return selected
 
-    def place(self, prompt: Prompt, terms: Wishes) -> Flow[tuple[Selected, Reservation]]:
+    async def _booked(self, call: Call[Selected], reservation: Reservation) -> Selected:
+        """One try. Without a response a reservation may exist all the same, so it is released
+        before this raises: then the user's id can be reserved again."""
+        try:
+            return await self.driver.book(call, reservation)
+        except (ServiceRefused, ClientClosed, OtherEventLoop):
+            raise  # no reservation exists, or the driver frees it
+        except ServiceUnreachable as error:
+            if not error.never_sent:
+                reservation.ambiguous = True
+                await self._give_back(reservation)
+            raise
+        except BaseException:
+            reservation.ambiguous = True
+            self.driver.release(reservation)
+            raise
+
+    async def _give_back(self, reservation: Reservation) -> None:
+        """Release it; wait only for a user's id, which may be used again at once."""
+        if reservation.is_named:
+            await self.driver.release_now(reservation)
+        else:
+            self.driver.release(reservation)
+
+    async def place(self, prompt: Prompt, terms: Wishes) -> Reserved:
         """Select and reserve; retry while no worker is free or the service is absent."""
-        return self._again_if_changed(lambda: self._until_free(lambda: self._place(prompt, terms)))
 
-    def _place(self, prompt: Prompt, terms: Wishes) -> Flow[tuple[Selected, Reservation]]:
-        scope = yield from self.scope()
-        fields = self._fields(prompt, scope, terms)
-        return (yield from self._place_once(prompt, terms, scope, fields))
+        async def attempt() -> Reserved:
+            scope = await self.scope()
+            return await self._place_once(prompt, terms, scope, self._fields(prompt, scope, terms))
 
-    def route(
-        self, path: str, body: bytes | Mapping[str, object]
-    ) -> Flow[tuple[Selected, Reservation]]:
+        return await self._again_if_changed(lambda: self._until_free(attempt))
+
+    async def route(self, path: str, body: bytes | Mapping[str, object]) -> Reserved:
         """Place a raw request; the service reads its prompt."""
-        return self._until_free(lambda: self._route(path, body))
 
-    def _route(
-        self, path: str, body: bytes | Mapping[str, object]
-    ) -> Flow[tuple[Selected, Reservation]]:
-        reservation = Reservation(0)
-        selected = yield from book(calls.route(reservation.id, path, body), reservation)
-        return selected, reservation
+        async def attempt() -> Reserved:
+            reservation = Reservation(0)
+            call = calls.route(reservation.id, path, body)
+            return await self._booked(call, reservation), reservation
 
-    def _until_free(self, attempt: Callable[[], Flow[T]]) -> Flow[T]:
+        return await self._until_free(attempt)
+
+    async def _until_free(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Retry, as set by the backoff, while no worker is free or the service is absent."""
         tries = 0
         while True:
             try:
-                return (yield from attempt())
+                return await attempt()
             except (NoWorkerAvailable, ServiceUnreachable) as error:
-                yield from self._pause(tries, error)
+                await self._pause(tries, error)
             tries += 1
 
-    def _place_once(
+    async def _place_once(
         self, prompt: Prompt, terms: Wishes, scope: Scope, fields: Mapping[str, object]
-    ) -> Flow[tuple[Selected, Reservation]]:
+    ) -> Reserved:
         expected = terms.expected_output_tokens
         reservation = Reservation(len(prompt.token_ids), expected_output_tokens=expected)
-        selected = yield from self._book(reservation, fields, scope)
+        selected = await self._book(reservation, fields, scope)
         if self.config.track_output_blocks:
             reservation.track_output(selected.block_size)
         return selected, reservation
 
-    def _pause(self, attempt: int, error: ClientError) -> Flow[None]:
+    async def _pause(self, attempt: int, error: ClientError) -> None:
         """Wait before the next try, or raise `error` if there is none."""
         asked = error.retry_after_s if isinstance(error, ServiceRefused) else None
         wait_s = self._backoff.wait_s(attempt, self._rng, asked)
         if wait_s is None:
             raise error
-        yield Pause(wait_s)
+        await self.driver.pause(wait_s)
 
     # -- generation ----------------------------------------------------------------------------
 
-    def generate(
-        self, prompt: Prompt, terms: Wishes, wanted: Generation
-    ) -> Flow[tuple[Selected, Reservation, Any]]:
-        """Place the prompt and open the worker's stream.
+    async def generate(
+        self, prompt: Prompt, terms: Wishes, model: str, body: bytes
+    ) -> tuple[Selected, Reservation, Opened]:
+        """Place the prompt and open the worker's stream, whose request has this body.
 
         A worker that refuses it is avoided in later tries, while there are others.
         """
-        return self._again_if_changed(lambda: self._generate(prompt, terms, wanted))
+        return await self._again_if_changed(lambda: self._generate(prompt, terms, model, body))
 
-    def _generate(
-        self, prompt: Prompt, terms: Wishes, wanted: Generation
-    ) -> Flow[tuple[Selected, Reservation, Any]]:
-        body = completion_body(
-            prompt.token_ids,
-            wanted.model,
-            wanted.options,
-            return_token_ids=wanted.return_token_ids,
-            cache_salt=prompt.cache_salt,
-        )
+    async def _generate(
+        self, prompt: Prompt, terms: Wishes, model: str, body: bytes
+    ) -> tuple[Selected, Reservation, Opened]:
         scope: Scope | None = None
         avoided: dict[int, WorkerError] = {}  # worker_id -> why
         attempt = 0
         while True:
             try:
-                scope = scope or (yield from self.scope(wanted.model))
+                scope = scope or await self.scope(model)
                 fields = self._fields(prompt, scope, terms)
                 if avoided:
                     alone = terms.worker_id is not None
-                    others = [] if alone else (yield from self._others(scope, avoided))
+                    others = [] if alone else await self._others(scope, avoided)
                     if others:
                         fields["allowed_worker_ids"] = others
                     else:
                         _, error = avoided.popitem()
                         avoided.clear()  # they may have recovered
-                        yield from self._pause(attempt, error)
+                        await self._pause(attempt, error)
                         attempt += 1
-                selected, reservation = yield from self._place_once(prompt, terms, scope, fields)
+                selected, reservation = await self._place_once(prompt, terms, scope, fields)
             except (NoWorkerAvailable, ServiceUnreachable) as error:
-                yield from self._pause(attempt, error)
+                await self._pause(attempt, error)
                 attempt += 1
                 continue
             try:
-                stream = yield _open_stream(selected, body)
+                stream = await self.driver.open(_stream(selected, body))
             except BaseException as error:
                 reservation.outcome = outcome_of(error)
-                yield Release(reservation)
+                self.driver.release(reservation)
                 if not _is_passed_over(error):
                     raise
                 avoided[selected.worker_id] = error
             else:
                 return selected, reservation, stream
 
-    def _others(self, scope: Scope, avoided: Container[int]) -> Flow[list[int]]:
-        workers = yield from ask(calls.workers(scope.model_name, self._tenant_id))
+    async def _others(self, scope: Scope, avoided: Container[int]) -> list[int]:
+        workers = await self.driver.ask(calls.workers(scope.model_name, self._tenant_id))
         return [
             worker.worker_id
             for worker in workers
@@ -402,65 +336,23 @@ class Routing:
 
     # -- inspection ----------------------------------------------------------------------------
 
-    def potential_loads(self, prompt: Prompt) -> Flow[list[dict[str, int]]]:
-        scope = yield from self.scope()
+    async def potential_loads(self, prompt: Prompt) -> list[dict[str, int]]:
+        scope = await self.scope()
         fields = prompt_fields(prompt.token_ids, scope, prompt.lora_name, prompt.cache_salt)
-        return (yield from ask(calls.potential_loads(fields)))
+        return await self.driver.ask(calls.potential_loads(fields))
 
-    def overlap_scores(
+    async def overlap_scores(
         self, prompt: Prompt, override: Mapping[str, object] | None
-    ) -> Flow[dict[str, Any]]:
-        scope = yield from self.scope()
+    ) -> dict[str, Any]:
+        scope = await self.scope()
         fields = self._fields(prompt, scope, Wishes(router_config_override=override))
-        return (yield from ask(calls.overlap_scores(fields)))
+        return await self.driver.ask(calls.overlap_scores(fields))
 
-    def dump_events(self) -> Flow[str]:
-        scope = yield from self.scope()
-        dump = yield from ask(calls.dump())
+    async def dump_events(self) -> str:
+        scope = await self.scope()
+        dump = await self.driver.ask(calls.dump())
         events = dump.get(f"{scope.model_name}:{scope.tenant_id}", {}).get("events", [])
         return msgspec.json.encode(events).decode()
-
-    # -- after the placement -------------------------------------------------------------------
-
-    def report(self, reservation: Reservation) -> Flow[None]:
-        """Send the due reports; failed ones are left to the next call."""
-        failures = 0
-        while (call := reservation.next_report()) is not None:
-            try:
-                yield Ask(call)
-            except ServiceUnreachable:
-                wait_s = REPORT.wait_s(failures, self._rng)
-                if wait_s is None:
-                    return
-                failures += 1
-                yield Pause(wait_s)
-            except (ServiceRefused, ClientClosed):
-                return  # it expired, or the service was restarted; the free will show
-            else:
-                reservation.reported()
-
-    def release(self, reservation: Reservation) -> Flow[None]:
-        """Free it, with retries."""
-        reservation.ended = True
-        may_appear = reservation.ambiguous
-        attempt = 0
-        while True:
-            try:
-                yield Ask(reservation.freeing())
-                return
-            except ClientClosed:
-                return  # close() has waited as long as it could
-            except NotFound:
-                if not may_appear:
-                    return
-                may_appear = False
-                yield Pause(AMBIGUOUS_S)
-            except (ServiceUnreachable, ServiceRefused):
-                wait_s = RELEASE.wait_s(attempt, self._rng)
-                if wait_s is None:
-                    return
-                attempt += 1
-                yield Pause(wait_s)
 
 
 def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
@@ -480,7 +372,7 @@ def outcome_of(error: BaseException) -> str | None:
     return FAILED if isinstance(error, WorkerStreamBroken) else None
 
 
-def _open_stream(selected: Selected, body: bytes) -> OpenStream:
+def _stream(selected: Selected, body: bytes) -> OpenStream:
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if len(selected.overlap.dp) > 1:
         # One vLLM server in front of several data-parallel ranks takes the choice from here.

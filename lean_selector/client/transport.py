@@ -24,7 +24,6 @@ from lean_selector.client.errors import (
     WorkerUnreachable,
     service_refusal,
 )
-from lean_selector.client.routing import OpenStream
 
 T = TypeVar("T")
 
@@ -39,6 +38,22 @@ MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
 DRAIN_S = 0.2  # for the few bytes that follow an engine's [DONE]
 
 MSGPACK = "application/msgpack"
+
+
+class OpenStream(msgspec.Struct, frozen=True):
+    """A POST to a worker, whose answer is streamed."""
+
+    worker_id: int
+    endpoint: str
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def url(self) -> str:
+        """The URL for completions; the registered endpoint may lack its scheme or version."""
+        scheme, found, rest = self.endpoint.rstrip("/").rpartition("://")
+        version = "" if rest.endswith("/v1") else "/v1"
+        return f"{scheme if found else 'http'}://{rest}{version}/completions"
 
 
 def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:

@@ -12,7 +12,7 @@ from lean_selector.client.completions import (
     completion_body,
     error_text,
 )
-from lean_selector.client.routing import OpenStream
+from lean_selector.client.transport import OpenStream
 
 
 @pytest.mark.parametrize(

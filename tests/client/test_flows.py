@@ -1,20 +1,22 @@
-"""The flows of the clients, driven by hand: what is sent, and when, with no I/O.
+"""What a router does, with a driver that is told what comes of each step: with no I/O.
 
-Both kinds of router run these flows, so what is retried, avoided, booked and released is proved
-here; tests/client/test_router.py shows that either kind carries them out.
+Both kinds of router do the same, so what is retried, avoided, booked and released is proved here;
+tests/client/test_router.py shows that either kind carries it out.
 """
 
 import contextlib
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
 
 from lean_selector.client import KvRouter, KvRouterConfig, calls
-from lean_selector.client.calls import Scope, Selected, Worker
+from lean_selector.client.calls import Call, Scope, Selected, Worker
 from lean_selector.client.client_settings import Backoff, Timeouts
 from lean_selector.client.errors import (
     AlreadyExists,
@@ -32,23 +34,15 @@ from lean_selector.client.errors import (
     WrongBlockSize,
     service_refusal,
 )
-from lean_selector.client.reservation import Reservation
-from lean_selector.client.router import RouterCalls
+from lean_selector.client.reservation import Reservation, release, report
 from lean_selector.client.routing import (
     FRESH_S,
-    Ask,
-    Flow,
-    HandOver,
-    OpenStream,
-    Pause,
     Prompt,
-    Release,
     Routing,
-    Step,
     Wishes,
     outcome_of,
 )
-from lean_selector.client.transport import ServiceConnection, answer_of
+from lean_selector.client.transport import OpenStream, ServiceConnection, answer_of
 from lean_selector.core.selection.shapes import Overlap
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
@@ -56,12 +50,91 @@ UNREACHABLE = ServiceUnreachable("s", "refused", never_sent=True)
 LOST = ServiceUnreachable("s", "reset")
 
 
+@dataclass(frozen=True)
+class Ask:
+    call: Call[Any]
+    books: Reservation | None = None
+
+
+@dataclass(frozen=True)
+class Pause:
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Release:
+    reservation: Reservation
+    is_awaited: bool = False
+
+
+@dataclass(frozen=True)
+class HandOver:
+    reservation: Reservation
+
+
+Step = Ask | Pause | Release | HandOver | OpenStream
+Work = Coroutine[Any, Any, Any]
+
+
+@dataclass
+class Told:
+    """A driver that writes down each step, and is sent what comes of those that wait."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    async def ask(self, call: Call[Any]) -> Any:
+        return await self._awaited(Ask(call))
+
+    async def book(self, call: Call[Any], reservation: Reservation) -> Any:
+        return await self._awaited(Ask(call, reservation))
+
+    async def pause(self, seconds: float) -> Any:
+        return await self._awaited(Pause(seconds))
+
+    async def open(self, step: OpenStream) -> Any:
+        return await self._awaited(step)
+
+    async def release_now(self, reservation: Reservation) -> Any:
+        return await self._awaited(Release(reservation, is_awaited=True))
+
+    def release(self, reservation: Reservation) -> None:
+        self.steps.append(Release(reservation))
+
+    def hand_over(self, reservation: Reservation) -> None:
+        self.steps.append(HandOver(reservation))
+
+    def hold(self, reservation: Reservation, opened: object) -> None: ...
+
+    def release_from_anywhere(self, reservation: Reservation) -> None: ...
+
+    def _awaited(self, step: Step) -> "Outcome":
+        self.steps.append(step)
+        return Outcome()
+
+
+class Outcome:
+    def __await__(self) -> Generator[None, Any, Any]:
+        return (yield)
+
+
+driver: Any = Told()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told() -> None:
+    driver.steps.clear()
+
+
 def routing(**settings: Any) -> Routing:
-    return Routing(**{"block_size": 4, "model_name": "m", "rng": random.Random(1), **settings})
+    given = {"block_size": 4, "model_name": "m", "rng": random.Random(1), **settings}
+    return Routing(driver, **given)
 
 
-def router(**settings: Any) -> RouterCalls:
-    return RouterCalls(routing(**settings), return_token_ids=True)
+def router(config: KvRouterConfig | None = None, **settings: Any) -> KvRouter:
+    given = {"block_size": 4, "model_name": "m", "rng": random.Random(1), **settings}
+    made = KvRouter("http://s", kv_router_config=config, **given)
+    made._driver = made._routing.driver = driver
+    return made
 
 
 def selected(worker_id: int = 1, block_size: int = 4, ranks: int = 1) -> Selected:
@@ -69,44 +142,65 @@ def selected(worker_id: int = 1, block_size: int = 4, ranks: int = 1) -> Selecte
     return Selected(worker_id, ranks - 1, "http://w", block_size, overlap, 10)
 
 
-def play(flow: Flow[Any], *outcomes: object) -> list[Step]:
-    """The steps of a flow that meets these outcomes; its error, if it ends with one, is raised."""
-    steps = [next(flow)]
+def begin(work: Work) -> None:
+    driver.steps.clear()
+    work.send(None)
+
+
+def answered(work: Work, outcome: object) -> None:
+    if isinstance(outcome, BaseException):
+        work.throw(outcome)
+    else:
+        work.send(outcome)
+
+
+def play(work: Work, *outcomes: object) -> list[Step]:
+    """The steps of work that meets these outcomes; its error, if it ends with one, is raised."""
+    begin(work)
     for outcome in outcomes:
         try:
-            if isinstance(outcome, BaseException):
-                steps.append(flow.throw(outcome))
-            else:
-                steps.append(flow.send(outcome))
+            answered(work, outcome)
         except StopIteration:
-            return steps
-    with contextlib.suppress(ClientError):  # a flow is always brought to its end
-        flow.throw(service_refusal(400, "the play is over"))
+            return list(driver.steps)
+    steps = list(driver.steps)
+    with contextlib.suppress(ClientError):  # it is always brought to its end
+        work.throw(service_refusal(400, "the play is over"))
     return steps
 
 
-def failed(flow: Flow[Any], answer: Callable[[Step], object]) -> tuple[list[Step], ClientError]:
-    """All steps of a flow whose every step is answered so, and the error that ends it."""
-    steps = [next(flow)]
+def failed(work: Work, answer: Callable[[Step], object]) -> tuple[list[Step], ClientError]:
+    """All steps of work whose every step is answered so, and the error that ends it."""
+    begin(work)
     try:
         while True:
-            outcome = answer(steps[-1])
-            if isinstance(outcome, BaseException):
-                steps.append(flow.throw(outcome))
-            else:
-                steps.append(flow.send(outcome))
+            answered(work, answer(driver.steps[-1]))
     except ClientError as error:
-        return steps, error
+        return list(driver.steps), error
 
 
-def result(flow: Flow[Any], *outcomes: object) -> Any:
+def result(work: Work, *outcomes: object) -> Any:
     try:
-        next(flow)
+        begin(work)
         for outcome in outcomes:
-            flow.send(outcome)
+            work.send(outcome)
     except StopIteration as end:
         return end.value
     raise AssertionError("it goes on")
+
+
+def reporting(reservation: Reservation) -> Work:
+    return report(reservation, driver.ask, driver.pause, random.Random(1))
+
+
+def releasing(reservation: Reservation) -> Work:
+    return release(reservation, driver.ask, driver.pause, random.Random(1))
+
+
+def entering(reserved: AbstractAsyncContextManager[Any]) -> Work:
+    async def enter() -> Any:
+        return await reserved.__aenter__()
+
+    return enter()
 
 
 def fields_of(step: Step) -> Mapping[str, object]:
@@ -231,7 +325,8 @@ def test_a_report_follows_from_what_the_service_does_not_know() -> None:
 @pytest.mark.parametrize("tracks", [True, False])
 def test_output_blocks_are_reported_unless_the_config_says_otherwise(tracks: bool) -> None:
     config = KvRouterConfig(router_track_output_blocks=tracks)
-    _, reservation = result(router(config=config).reserve(TOKENS), selected())
+    placing = routing(config=config).place(Prompt(TOKENS), Wishes())
+    _, reservation = result(placing, selected())
     reservation.output(2)
     assert (
         reports(reservation) == [("prefill_complete", None), ("output_block", None)][: 1 + tracks]
@@ -248,9 +343,17 @@ def test_the_weight_of_a_request_fades_to_nothing() -> None:
 def test_reports_give_up_where_the_next_one_makes_up_for_them() -> None:
     reservation = Reservation(4)
     reservation.output(1)
-    steps = play(routing().report(reservation), *[LOST, None] * 20)
+    steps = play(reporting(reservation), *[LOST, None] * 20)
     assert kinds(steps) == [Ask, Pause, Ask, Pause, Ask]
-    assert len(play(routing().report(reservation), service_refusal(404, "not found"))) == 1
+    assert (
+        len(
+            play(
+                reporting(reservation),
+                service_refusal(404, "not found"),
+            )
+        )
+        == 1
+    )
     assert reservation.next_report() is not None
 
 
@@ -259,12 +362,12 @@ def test_a_release_looks_twice_when_the_booking_may_still_arrive(ambiguous: bool
     reservation = Reservation(4, reservation_id="r")
     reservation.ambiguous = ambiguous
     missing = service_refusal(404, "not found")
-    steps = play(routing().release(reservation), missing, None, missing)
+    steps = play(releasing(reservation), missing, None, missing)
     assert kinds(steps) == ([Ask, Pause, Ask] if ambiguous else [Ask])
 
 
 def test_a_release_outlasts_a_restart_of_the_service_and_then_gives_up() -> None:
-    steps = play(routing().release(Reservation(4)), *[LOST, None] * 20)
+    steps = play(releasing(Reservation(4)), *[LOST, None] * 20)
     assert 5.0 < sum(pauses(steps)) < 10.0
     assert isinstance(steps[-1], Ask)
 
@@ -297,7 +400,7 @@ def test_what_a_request_asks_for_goes_with_its_prompt(
     terms: dict[str, Any], fields: dict[str, object]
 ) -> None:
     config = KvRouterConfig(overlap_score_weight=2.0, router_temperature=0.5, use_kv_events=True)
-    sent = dict(fields_of(play(router(config=config).reserve(TOKENS, **terms))[0]))
+    sent = dict(fields_of(play(entering(router(config=config).reserve(TOKENS, **terms)))[0]))
     assert sent.pop("reservation_id") == sent.pop("selection_id")
     assert [len(sent.pop(name)) for name in ("block_hashes", "sequence_hashes")] == [16, 16]  # type: ignore[arg-type]
     override = {"overlap_score_weight": 2.0, "router_temperature": 0.5}
@@ -307,9 +410,9 @@ def test_what_a_request_asks_for_goes_with_its_prompt(
 
 def test_a_prompt_that_cannot_be_is_refused_before_it_is_sent() -> None:
     with pytest.raises(ValueError, match="token ids"):
-        next(router().best_worker([-1]))
+        begin(router().best_worker([-1]))
     with pytest.raises(ValueError, match="dp_rank needs worker_id"):
-        router().generate(TOKENS, "m", dp_rank=1)
+        begin(router().generate(TOKENS, "m", dp_rank=1))
 
 
 def test_best_worker_books_only_with_a_request_id() -> None:
@@ -325,35 +428,35 @@ def test_best_worker_books_only_with_a_request_id() -> None:
 
 
 def test_a_busy_service_is_asked_again_after_what_it_says() -> None:
-    first, pause, again = play(router().reserve(TOKENS), busy(retry_after_s=9.0), None)
+    first, pause, again = play(entering(router().reserve(TOKENS)), busy(retry_after_s=9.0), None)
     assert pause == Pause(9.0)
     assert fields_of(first)["reservation_id"] != fields_of(again)["reservation_id"]
 
 
 def test_a_booking_whose_answer_is_lost_is_released_and_tried_under_another_id() -> None:
-    steps = play(router().reserve(TOKENS), LOST, None, None)
+    steps = play(entering(router().reserve(TOKENS)), LOST, None)
     assert kinds(steps) == [Ask, Release, Pause, Ask]
     assert isinstance(steps[1], Release)
     assert steps[1].reservation.ambiguous
 
 
 def test_a_booking_that_was_never_sent_needs_no_release() -> None:
-    assert kinds(play(router().reserve(TOKENS), UNREACHABLE, None)) == [Ask, Pause, Ask]
+    assert kinds(play(entering(router().reserve(TOKENS)), UNREACHABLE, None)) == [Ask, Pause, Ask]
 
 
 def test_other_refusals_are_not_tried_again() -> None:
-    flow = routing().place(Prompt(TOKENS), Wishes())
-    next(flow)
+    work = routing().place(Prompt(TOKENS), Wishes())
+    begin(work)
     with pytest.raises(InvalidRequest):
-        flow.throw(service_refusal(400, "no"))
+        work.throw(service_refusal(400, "no"))
 
 
 @pytest.mark.parametrize("error", [UNREACHABLE, busy()])
 def test_a_service_that_does_not_help_is_asked_a_few_times_with_growing_pauses(
     error: ClientError,
 ) -> None:
-    for flow in (router().generate(TOKENS, "m"), router().reserve(TOKENS)):
-        steps, raised = failed(flow, lambda step: error if isinstance(step, Ask) else None)
+    for work in (router().generate(TOKENS, "m"), entering(router().reserve(TOKENS))):
+        steps, raised = failed(work, lambda step: error if isinstance(step, Ask) else None)
         assert raised is error
         assert len(pauses(steps)) == 5
         assert pauses(steps) == sorted(pauses(steps))
@@ -395,14 +498,13 @@ def test_what_the_selector_serves_is_asked_again_after_a_while_and_for_a_new_mod
 def test_a_block_size_that_changed_is_asked_for_once_more_and_the_call_repeated(
     books: bool,
 ) -> None:
-    asks = RouterCalls(routing(block_size=None, model_name="m"), return_token_ids=True)
-    flow = asks.best_worker(TOKENS, request_id="r" if books else None)
+    asks = router(block_size=None)
+    work = asks.best_worker(TOKENS, request_id="r" if books else None)
     first, second = [Worker(1, "m", "schedulable", size) for size in (4, 8)]
     found: list[object] = [[first], selected(block_size=8)]
     found += [None] if books else []  # what was booked is released
     found += [[second], selected(block_size=8)]
-    found += [None] if books else []
-    assert result(flow, *found)[0] == 1
+    assert result(work, *found)[0] == 1
     with pytest.raises(WrongBlockSize):  # no third try
         result(asks.best_worker(TOKENS), *(selected(block_size=16), [second]) * 2)
 
@@ -420,20 +522,21 @@ def test_with_several_models_the_router_must_know_which() -> None:
 def test_another_block_size_than_the_workers_is_an_error_and_leaves_no_booking() -> None:
     with pytest.raises(WrongBlockSize, match=r"4.*16"):
         result(routing(model_name=None).scope(), [BASE])
-    flow = router().best_worker(TOKENS, request_id="r")
-    next(flow)
-    released = flow.send(selected(block_size=16))
+    work = router().best_worker(TOKENS, request_id="r")
+    begin(work)
+    work.send(selected(block_size=16))
+    released = driver.steps[-1]
     assert isinstance(released, Release)
-    assert released.first  # the id is free again when that is said
+    assert released.is_awaited  # the id is free again when that is said
     with pytest.raises(WrongBlockSize):
-        flow.send(None)
+        work.send(None)
 
 
 # -- the worker's stream ---------------------------------------------------------------------------
 
 
 def test_the_worker_is_sent_what_its_engine_understands() -> None:
-    flow = router().generate(
+    work = router().generate(
         TOKENS,
         "adapter",
         {"max_tokens": 1, "ignore_eos": True, "stop_token_ids_hidden": [2], "stop": None},
@@ -443,7 +546,7 @@ def test_the_worker_is_sent_what_its_engine_understands() -> None:
         lora_name="adapter",
         cache_salt="s",
     )
-    _, stream = play(flow, selected())
+    _, stream = play(work, selected())
     assert isinstance(stream, OpenStream)
     assert json.loads(stream.body) == {
         "model": "adapter",
@@ -479,17 +582,18 @@ def refused_by(worker_id: int, status: int) -> WorkerRefused:
 def test_a_worker_that_does_not_take_a_request_is_avoided(error: WorkerError) -> None:
     found = [Worker(number, "m", "schedulable") for number in (1, 2, 3)]
     found.append(Worker(4, "m", "incomplete"))
-    steps = play(router().generate(TOKENS, "m"), selected(3), error, None, found)
+    steps = play(router().generate(TOKENS, "m"), selected(3), error, found)
     assert kinds(steps) == [Ask, OpenStream, Release, Ask, Ask]
     assert fields_of(steps[-1])["allowed_worker_ids"] == [1, 2]
 
 
 def test_what_a_worker_answers_otherwise_is_raised_and_its_booking_released() -> None:
-    flow = router().generate(TOKENS, "m")
-    assert kinds([next(flow), flow.send(selected())]) == [Ask, OpenStream]
-    assert isinstance(flow.throw(refused_by(1, 400)), Release)
+    work = router().generate(TOKENS, "m")
+    begin(work)
+    work.send(selected())
     with pytest.raises(WorkerRefused) as caught:
-        flow.send(None)
+        work.throw(refused_by(1, 400))
+    assert kinds(driver.steps) == [Ask, OpenStream, Release]
     assert (caught.value.status, caught.value.worker_id) == (400, 1)
 
 
@@ -502,10 +606,10 @@ def test_when_no_worker_is_left_all_are_tried_again_after_a_pause(pinned: int | 
             return selected(3) if step.books else [Worker(3, "m", "schedulable")]
         return None
 
-    flow = router(backoff=Backoff(max_retries=2, first_s=1.0)).generate(
+    work = router(backoff=Backoff(max_retries=2, first_s=1.0)).generate(
         TOKENS, "m", worker_id=pinned
     )
-    steps, error = failed(flow, answer)
+    steps, error = failed(work, answer)
     assert isinstance(error, WorkerRefused)
     first, second = pauses(steps)
     assert 1.0 <= first <= 2.0

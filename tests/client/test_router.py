@@ -313,7 +313,7 @@ def test_a_router_that_is_dropped_with_its_stream_frees_it_and_ends_its_thread(
 ) -> None:
     router = SyncKvRouter(fleet.endpoint, 4)
     stream = router.generate(TOKENS, MODEL, **fake(stall_after=1))
-    thread = router._driver._thread
+    thread = router._thread.thread
     assert thread is not None
     del stream, router
     gc.collect()
