@@ -1,1 +1,1 @@
-"""Raw OpenAI requests: the gateway, POST /route, and how both read prompts."""
+"""Raw OpenAI requests: the gateway, POST /route, and the reading of prompts for both."""

@@ -1,10 +1,9 @@
 """Access-log lines of other gateways, which end reservations.
 
-A line has the word `lean-end` followed by fields, `name=value` or `name="value"`, in any order.
-Text before the word, such as a syslog header, and unknown fields are ignored. A value of `-`, or
-none, means absent. A line frees a reservation, and reports the request's outcome to its worker's
-health.
-"""
+A line has the word `lean-end`, then fields, `name=value` or `name="value"`, in any order. Text
+before the word, such as a syslog header, and unknown fields are ignored. A value that is `-` or
+empty counts as absent. A line frees a reservation, and reports the request's outcome for its
+worker's health."""
 
 import asyncio
 import ipaddress
@@ -70,20 +69,20 @@ def places_of(text: str) -> list[str]:
 
 
 def networks_of(text: str) -> list[str]:
-    """Parse comma-separated networks, `10.0.0.0/8`, or addresses, without duplicates; raises
+    """Parse comma-separated networks (`10.0.0.0/8`) or addresses, without duplicates; raises
     ValueError."""
     items = (item.strip() for item in text.split(",") if item.strip())
     return [str(ipaddress.ip_network(item)) for item in dict.fromkeys(items)]
 
 
 class Senders:
-    """Allowed senders: the loopback addresses, and given networks."""
+    """The allowed senders: loopback addresses, and the given networks."""
 
     def __init__(self, networks: list[str]) -> None:
         self._networks = (*LOOPBACK, *map(ipaddress.ip_network, networks))
 
     def may_write(self, host: str) -> bool:
-        """`host` is a sender's address, as a socket returns it."""
+        """Whether this sender's address, as a socket returns it, is allowed."""
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address):
             address = address.ipv4_mapped or address
@@ -91,23 +90,22 @@ class Senders:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is a loopback address."""
     return Senders([]).may_write(host)
 
 
 # -- outcomes -------------------------------------------------------------------------------------
 #
-# Translates the outcome fields of nginx, HAProxy and Envoy into the worker's outcome. The fields
-# are nginx's `$upstream_status`, `$upstream_connect_time` and `$request_completion`, HAProxy's
-# `%ts` and `%rc`, Envoy's `%RESPONSE_FLAGS%` and `%UPSTREAM_REQUEST_ATTEMPT_COUNT%`. If a gateway
-# tried several workers, the line is about the first, which is the reserved one. None does not count
-# for the worker: the client or the gateway gave up, or the worker shed the request.
+# Derive the worker's outcome from the fields of nginx, HAProxy or Envoy: nginx's
+# `$upstream_status`, `$upstream_connect_time` and `$request_completion`, HAProxy's `%ts` and `%rc`,
+# Envoy's `%RESPONSE_FLAGS%` and `%UPSTREAM_REQUEST_ATTEMPT_COUNT%`. If a gateway tried several
+# workers, the outcome is that of the first, which was reserved. The outcome None does not count for
+# the worker: the client or the gateway gave up, or the worker shed the request.
 
-_GAVE_UP: Final = 499  # nginx's status for a client that disconnected
-_LIST: Final = re.compile(r" ?[,:] ")  # separates the attempts of one request in nginx's variables
+_GAVE_UP: Final = 499  # nginx's status if the client disconnected
+_LIST: Final = re.compile(r" ?[,:] ")  # separates the attempts in nginx's variables
 _TERMINATION: Final = re.compile(r"[-A-Za-z]{2,4}")
 _FLAGS: Final = re.compile(r"[A-Za-z]+(?:,[A-Za-z]+)*")
-# Envoy's flags, in the order in which they are checked.
+# Envoy's flags, in the order of checking.
 _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
     ("DC", None),
     ("UF", REFUSED),
@@ -119,7 +117,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """`fields` are those of a line, without absent ones. Raises ValueError."""
+    """The outcome from the fields of a line, without absent ones. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -146,7 +144,7 @@ def _of_nginx(fields: Mapping[str, str]) -> str | None:
     if first in ("502", "504") and connects[0] == "-":
         return REFUSED
     outcome = _of_status(int(first))
-    # A truncated answer: nginx does not log which side broke it.
+    # A truncated answer: nginx does not log which side ended it.
     return None if outcome == OK and fields.get("done") != "OK" else outcome
 
 
@@ -158,8 +156,8 @@ def _of_haproxy(fields: Mapping[str, str], status: int | None) -> str | None:
     if cause in "sS":
         return REFUSED if phase == "C" else None if phase == "Q" else FAILED
     if fields.get("retries", "").startswith("+"):
-        # It was retried elsewhere: the first worker refused the connection, or closed a kept one,
-        # which says nothing about later requests.
+        # Retried on another worker: the first one refused the connection, or closed a kept
+        # connection, which does not predict later requests.
         return FAILED
     return _of_status(status) if cause == "-" else None
 
@@ -181,12 +179,12 @@ def _of_envoy(fields: Mapping[str, str], status: int | None) -> str | None:
 
 # -- a line --------------------------------------------------------------------------------------
 
-LONGEST_LINE: Final = 8192  # bytes; nginx and HAProxy cut theirs earlier
+LONGEST_LINE: Final = 8192  # bytes; nginx and HAProxy truncate earlier
 LONGEST_ID: Final = 256
 _WORD: Final = re.compile(rb"(?:^|[ :])lean-end(?= )")
 _FIELD: Final = re.compile(rb' ([a-z_]+)=(?:"([^"]*)"|([^" ]*))')
 _SECONDS: Final = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,9})?")
-_STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy's -1 and Envoy's 0: there was no answer
+_STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy logs -1 and Envoy 0 if there was no answer
 
 
 class Ended(NamedTuple):
@@ -195,16 +193,16 @@ class Ended(NamedTuple):
     reservation_id: str | None
     worker_id: int | None
     dp_rank: int | None
-    outcome: str | None  # outcome of the first worker: refused, failed or ok
+    outcome: str | None  # of the first worker: refused, failed or ok
     ttft_s: float | None = None  # time to the first token
 
 
 class BadLine(ValueError):
-    """A datagram that is no valid line. The message says why."""
+    """The datagram is not a valid line; the message has the reason."""
 
 
 class OtherLine(BadLine):
-    """A datagram without the word: gateways log other notices to the same target."""
+    """The datagram lacks the word: gateways log other notices to the same target."""
 
 
 def ended_of(line: bytes) -> Ended:
@@ -231,7 +229,7 @@ def ended_of(line: bytes) -> Ended:
 
 
 def _ttft_s(fields: dict[str, str]) -> float | None:
-    """The last of nginx's list of tries. Raises BadLine."""
+    """The time of the last of nginx's attempts. Raises BadLine."""
     text = _LIST.split(fields.get("ttft", "-"))[-1]
     if text == "-":
         return None
@@ -241,7 +239,7 @@ def _ttft_s(fields: dict[str, str]) -> float | None:
 
 
 def _fields(text: bytes) -> dict[str, str]:
-    """The present fields, by name. Raises BadLine."""
+    """name -> value of the present fields. Raises BadLine."""
     fields: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -273,21 +271,21 @@ def _number(fields: dict[str, str], name: str, most: int) -> int | None:
 
 
 # How long an end without a reservation is remembered: if a client disconnects while its request
-# waits for a worker, the log line may overtake the reservation.
+# waits for a worker, the log line may arrive before the reservation is made.
 EARLY_MEMORY_S: Final = 30.0
 MAX_EARLY: Final = 10_000
 
-# Results of a line or datagram.
+# Results of a datagram.
 FREED: Final = "freed"
 EARLY: Final = "unknown"
-REPORTED: Final = "reported"  # no reservation, only a worker
-EMPTY: Final = "empty"  # neither: a request without a reservation
-OTHER: Final = "other"  # no word lean-end: another notice of the gateway
+REPORTED: Final = "reported"  # no reservation, but a worker
+EMPTY: Final = "empty"  # neither: a request that was not routed here
+OTHER: Final = "other"  # without the word lean-end: another notice of the gateway
 MALFORMED: Final = "malformed"
 NOT_ALLOWED: Final = "not_allowed"
 RESULTS: Final = (FREED, EARLY, REPORTED, EMPTY, OTHER, MALFORMED, NOT_ALLOWED)
 
-_MOST_SHOWN: Final = 200  # characters of a line in the log
+_MOST_SHOWN: Final = 200  # characters of a line that our log shows
 
 
 class LogEnds:
@@ -300,19 +298,21 @@ class LogEnds:
         clock: Callable[[], float],
         served: Callable[[str, int | None, int | None, float | None], None] | None = None,
     ) -> None:
-        """`free` ends a reservation, and `report` an outcome for a worker's health; both raise
-        NotFound. `served` hears before that of the worker, its rank and the time to the first
-        token."""
+        """`free` ends a reservation, and `report` reports an outcome for a worker's health; both
+        raise NotFound. `served` is called before `free`, with the worker, its rank and the time to
+        first token."""
         self._free = free
         self._report = report
         self._clock = clock
         self._served = served
-        self._early: dict[str, float] = {}  # time of an end by reservation, the oldest first
+        self._early: dict[
+            str, float
+        ] = {}  # reservation -> time of an end that came early, the oldest first
         self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
-        self.unknown_workers = 0  # lines whose worker is not registered
+        self.unknown_workers = 0  # lines about a worker that is not registered
 
     def take(self, line: bytes) -> None:
-        """Handle a datagram of an allowed sender; never raises."""
+        """Handle a datagram from an allowed sender; never raises."""
         now = self._clock()
         try:
             ended = ended_of(line)
@@ -339,7 +339,7 @@ class LogEnds:
                 self.results[EARLY] += 1
                 self._remember(ended.reservation_id, now)
         if ended.worker_id is not None and ended.outcome is not None:
-            # A refused connection counts against the whole worker.
+            # A refused connection counts for the whole worker.
             dp_rank = None if ended.outcome == REFUSED else ended.dp_rank
             try:
                 self._report(ended.worker_id, dp_rank, ended.outcome, now)
@@ -347,7 +347,7 @@ class LogEnds:
                 self.unknown_workers += 1
 
     def refuse(self, host: str) -> None:
-        """Count a datagram of a sender that is not allowed."""
+        """Count a datagram from a sender that is not allowed."""
         self.results[NOT_ALLOWED] += 1
         _log.warning(
             "a line of an access log came from an address that --lifecycle-allow does not name",
@@ -355,7 +355,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether the end of a reservation arrived before its booking; the answer is given once."""
+        """Whether the end of a reservation arrived before it was booked; True only once."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 
@@ -368,8 +368,8 @@ class LogEnds:
 
 
 LINES_PER_TURN: Final = 64  # some 10 us each
-RECEIVE_BUFFER_BYTES: Final = 4 * 1024 * 1024  # as far as net.core.rmem_max lets us
-ENOUGH_QUEUED: Final = 512  # lines per turn of the loop
+RECEIVE_BUFFER_BYTES: Final = 4 * 1024 * 1024  # if net.core.rmem_max allows it
+ENOUGH_QUEUED: Final = 512  # datagrams that should fit into a UNIX socket's queue
 _QUEUE_LENGTH: Final = Path("/proc/sys/net/unix/max_dgram_qlen")
 _SO_RXQ_OVFL: Final = 40  # Linux: each datagram carries the number of dropped ones
 _DROPS: Final = struct.Struct("I")
@@ -377,11 +377,11 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
 
 
 def warn_of_a_short_queue(place: str) -> None:
-    """Warn if a UNIX socket created now has a short queue: it keeps the sysctl's current value."""
+    """Warn if a UNIX socket created now has a short queue, which it would keep."""
     try:
         length = int(_QUEUE_LENGTH.read_text())
     except (OSError, ValueError):
-        return  # not Linux, or hidden
+        return  # not Linux, or not readable
     if length < ENOUGH_QUEUED:
         _log.warning(
             "lines of access logs that come in a burst will be lost: net.unix.max_dgram_qlen is %d;"
@@ -393,7 +393,7 @@ def warn_of_a_short_queue(place: str) -> None:
 
 
 class LineReader:
-    """One socket, read from its creation on."""
+    """Reads one socket from its creation on."""
 
     def __init__(
         self,
@@ -402,8 +402,8 @@ class LineReader:
         refuse: Callable[[str], None],
         senders: Senders,
     ) -> None:
-        """`take` gets the lines of `senders`, or all lines of a UNIX socket, whose path has
-        permissions; `refuse` gets the addresses of other senders."""
+        """`take` gets the lines of allowed `senders`, or all lines of a UNIX socket, which is
+        protected by the permissions of its path; `refuse` gets the addresses of other senders."""
         self._socket = bound
         self._take = take
         self._refuse = refuse
@@ -419,7 +419,7 @@ class LineReader:
     def _read(self) -> None:
         for _ in range(LINES_PER_TURN):
             try:
-                # One byte more than a line may have, so that a longer one is noticed.
+                # One byte more than the maximum, to detect longer lines.
                 line, ancillary, _, sender = self._socket.recvmsg(
                     LONGEST_LINE + 1, _ANCILLARY_BYTES
                 )
@@ -437,7 +437,7 @@ class LineReader:
                 self._refuse(sender[0])
 
     def close(self) -> None:
-        """Read what has arrived, then close."""
+        """Read the datagrams that have arrived, then close."""
         self._read()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()

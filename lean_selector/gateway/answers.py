@@ -1,10 +1,9 @@
-"""Fields that the gateway adds to a forwarded request, and removes from the engine's answer.
+"""Fields that the gateway adds to a forwarded request and removes from the engine's answer.
 
-Token ids in an answer are read while it is relayed. Works on bytes as they arrive, for streams and
-whole answers alike: in JSON a quote inside a text is escaped, so a field's name followed by a list
-of numbers is unambiguous. Only the end of such a list is buffered, and that of an event if a
-stream's usage is to be removed.
-"""
+Token ids in an answer are read while it is relayed. Pieces are handled as they arrive, for streams
+and whole answers alike: a quote inside a JSON text is escaped, so a field's name followed by a list
+of numbers is unambiguous. Buffered are only the end of such a list, and an incomplete event if the
+usage of a stream must be removed."""
 
 import re
 from collections.abc import Callable
@@ -16,18 +15,18 @@ from lean_selector.core.hashing import ENGINE_SALT_PREFIX
 from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest
 from lean_selector.gateway.prompt_shapes import Unknown, Why
 
-_USAGE_BYTES: Final = 4096  # at the end of an answer, where its usage is
-_NAMES: Final = (b'"prompt_token_ids":', b'"token_ids":')  # and the bracket
-_LONGEST_NAME: Final = 24  # with some blanks
+_USAGE_BYTES: Final = 4096  # at the end of an answer, which has its usage
+_NAMES: Final = (b'"prompt_token_ids":', b'"token_ids":')  # followed by a list
+_LONGEST_NAME: Final = 24  # including some blanks
 _IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[')
 _BEGINNINGS: Final = frozenset(
     name[:length] for name in _NAMES for length in range(1, len(name) + 1)
 )
-_MOST_EVENT_BYTES: Final = 1 << 20  # a longer one is not buffered
+_MOST_EVENT_BYTES: Final = 1 << 20  # a longer event is not buffered
 _USAGE_EVENT: Final = re.compile(
     rb'^data:[^\r\n]*"choices"\s*:\s*\[\s*\][^\r\n]*"usage"[^\r\n]*\r?\n\r?\n', re.MULTILINE
 )
-# Anthropic's API counts tokens read from or written to the cache in addition to `input_tokens`.
+# In Anthropic's API, `input_tokens` does not include tokens read from or written to the cache.
 _CACHED: Final = re.compile(rb'"(?:cached_tokens|cache_read_input_tokens)"\s*:\s*(\d{1,15})')
 _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})')
 _BESIDE: Final = tuple(
@@ -38,7 +37,7 @@ _OUTPUT: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
 
 
 class UsageReader:
-    """The usage in an answer, None if absent. Looks at the last bytes only."""
+    """The usage in an answer, None if absent. Only the last bytes are searched."""
 
     __slots__ = ("_last",)
 
@@ -47,18 +46,18 @@ class UsageReader:
 
     def feed(self, data: bytes) -> None:
         self._last += data
-        # from time to time: a stream arrives in small pieces
+        # not each time, because a stream arrives in small pieces
         if len(self._last) > 4 * _USAGE_BYTES:
             del self._last[:-_USAGE_BYTES]
 
     @property
     def cached_tokens(self) -> int | None:
-        """Cached tokens of the prompt."""
+        """The number of cached prompt tokens."""
         return self._said(_CACHED)
 
     @property
     def lengths(self) -> tuple[int, int] | None:
-        """Tokens of the prompt and of the answer."""
+        """The numbers of prompt and answer tokens."""
         prompt, output = self._said(_PROMPT), self._said(_OUTPUT)
         if prompt is None or output is None:
             return None
@@ -70,8 +69,8 @@ class UsageReader:
 
 
 class AnswerReader:
-    """Reads an answer with status 200. At its end `on_ids` is called with the ids: the contents of
-    JSON lists."""
+    """Reads an answer with status 200. At its end `on_ids` is called with the contents of the lists
+    of ids, as JSON text."""
 
     def __init__(
         self,
@@ -80,14 +79,15 @@ class AnswerReader:
         strips: bool,
         drops_usage: bool = False,
     ) -> None:
-        """`strips`: the client did not request the ids, and gets `null` for each list.
-        `drops_usage`: it did not request a stream's last event, which has only the usage."""
+        """`strips`: the client did not request ids, and gets `null` in place of each list.
+        `drops_usage`: the client did not request the last event of a stream, which has only the
+        usage."""
         self._on_ids = on_ids
         self._strips = strips
         self._drops_usage = drops_usage
-        self._event = b""  # the start of an event, if events may have to be dropped
+        self._event = b""  # an incomplete event, if events may be dropped
         self.usage: Final = UsageReader()
-        self._held = b""  # possibly the start of a list's name
+        self._held = b""  # possibly the beginning of a list's name
         self._array: bytearray | None = None  # the current list
         self._is_of_prompt = False
         self._prompt: bytes | None = None
@@ -107,21 +107,21 @@ class AnswerReader:
         return self._without_usage(text) if self._drops_usage else text
 
     def rest(self) -> bytes:
-        """The bytes left at the end; none for a well-formed answer."""
+        """The bytes left at the end; empty for a well-formed answer."""
         rest = self._event + (self._held if self._strips else b"")
         self._event = self._held = b""
         return rest
 
     def end(self) -> bytes:
-        """The answer is complete. Returns `rest`."""
+        """End the answer; returns `rest`."""
         rest = self.rest()
         if self._on_ids is not None and self._array is None and not self._is_too_long:
             self._on_ids(self._prompt, b",".join(self._output))
         return rest
 
     def _without_one_list(self, data: bytes) -> bytes | None:
-        """As `_without_ids`, of events that are whole and have one list of an answer at most, as
-        nearly all; None: look closer."""
+        """`_without_ids` for the usual case: complete events with at most one list of the answer.
+        None: not that case."""
         lists = data.count(b"token_ids")
         if not lists:
             return data
@@ -134,7 +134,8 @@ class AnswerReader:
         return b'%b"token_ids":null%b' % (before, after)
 
     def _without_ids(self, data: bytes) -> bytes:
-        """`data` with `null` for each list; its end may be buffered until the next piece."""
+        """`data` with `null` in place of each list; its end may be buffered until the next
+        piece."""
         kept: list[bytes] = []
         at = 0
         self._held = b""
@@ -159,7 +160,7 @@ class AnswerReader:
         return b"".join(kept)
 
     def _without_usage(self, data: bytes) -> bytes:
-        """`data` up to the end of its last event, without the usage event."""
+        """`data` up to the end of its last complete event, without the usage event."""
         if not self._event and data.endswith(b"\n\n") and b'"usage"' not in data:
             return data
         data = self._event + data
@@ -190,7 +191,7 @@ class AnswerReader:
 
 
 def _beginning(data: bytes, at: int) -> int:
-    """How many bytes at the end of `data[at:]` may start a list's name."""
+    """How many bytes at the end of `data[at:]` may be the beginning of a list's name."""
     quote = data.find(b'"', max(at, len(data) - _LONGEST_NAME))
     while quote >= 0:
         if data[quote:].translate(None, b" ") in _BEGINNINGS:
@@ -199,7 +200,7 @@ def _beginning(data: bytes, at: int) -> int:
     return 0
 
 
-# vLLM's limits: it refuses longer ones, and some characters.
+# vLLM's limits: it refuses longer salts, and some characters.
 MOST_SALT_CHARACTERS: Final = 128
 _NOT_IN_SALTS: Final = frozenset("@/\\\0")
 UNMARKABLE: Final = Unknown(
@@ -210,7 +211,7 @@ _USAGE: Final = Raw(b'{"include_usage":true}')
 
 
 class Additions:
-    """The additions to one forwarded request, and their removal from its answer."""
+    """The additions to one forwarded request, and how to remove them from its answer."""
 
     __slots__ = ("_drops_usage", "_fields", "_on_ids", "_strips")
 
@@ -221,8 +222,8 @@ class Additions:
         self._drops_usage = False
 
     def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
-        """Add the prefix that makes the engine report the salt in its events; sets
-        `request.salt` to the salt of the blocks there. False if they will have none although
+        """Add a prefix to the salt, so that the engine reports it in its events, and set
+        `request.salt` to the salt in those events. False if the events will have no salt although
         the request has one."""
         salt = request.salt
         if salt is None:
@@ -243,8 +244,8 @@ class Additions:
     def ask_for_ids(
         self, request: ModelRequest, on_ids: Callable[[bytes | None, bytes], None]
     ) -> None:
-        """`on_ids` is called with the ids of the prompt, and of the answer if there is only one.
-        Does nothing if that would change the answer."""
+        """Request the ids, which `on_ids` receives: those of the prompt and, if there is only one
+        answer, of the answer. Does nothing if that would change the answer."""
         if request.echoes:
             return
         if not request.asks_for_ids:
@@ -256,13 +257,13 @@ class Additions:
             self._on_ids = lambda prompt_ids, _: on_ids(prompt_ids, b"")
 
     def ask_for_usage(self, request: ModelRequest) -> None:
-        """Request the usage at the end of a stream, if the client does not."""
+        """Request the usage at the end of a stream, unless the client does."""
         if request.streams and not request.has("stream_options"):
             self._fields["stream_options"] = _USAGE
             self._drops_usage = True
 
     def body(self, request: ModelRequest) -> bytes:
-        """The body to forward; the caller's own if nothing is added."""
+        """The body to forward: the client's own if nothing is added."""
         return request.with_fields(**self._fields) if self._fields else request.body
 
     def reader(self) -> AnswerReader | None:

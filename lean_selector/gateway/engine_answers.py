@@ -1,9 +1,8 @@
 """What engines report about themselves: make, adapters, and the tokens of a prompt.
 
-They are queried over HTTP when a request needs it: a few of a model for their make, all for
-adapters when a request names an unregistered model. Answers are cached, and refreshed in the
-background.
-"""
+They are queried over HTTP when a request needs it: a few workers of a model for their make, all of
+them for adapters when a request names an unregistered model. Answers are cached, and refreshed in
+the background."""
 
 import asyncio
 import re
@@ -26,28 +25,28 @@ from lean_selector.http.outbound import OutboundClient, OutboundFailed, Outbound
 from lean_selector.tasks import Steps, supervise
 from lean_selector.wire.scalars import packed_u32
 
-TIMEOUT_S: Final = 2.0  # of each question
-FRESH_S: Final = 10.0  # after this a name that is unknown, or an adapter, is looked for again
+TIMEOUT_S: Final = 2.0  # for each query
+FRESH_S: Final = 10.0  # age at which an answer is refreshed, or an unknown name looked up again
 MOST_AT_ONCE: Final = 32
 _MAKE_FRESH_S: Final = 60.0
-_ASKED_FOR_MAKE: Final = 3  # workers of a model; one answer is enough
-_FROM: Final = 4096  # workers whose answers are cached
-# From this vLLM version on, a request may ask for events of the blocks that it reuses.
+_ASKED_FOR_MAKE: Final = 3  # queried workers of a model; one answer is enough
+_FROM: Final = 4096  # cached answers
+# From this vLLM version on, a request may ask for events about the blocks that it reuses.
 _REPORTS_IN_FULL: Final = (0, 32)
 _VERSION: Final = re.compile(rb'"version"\s*:\s*"v?(\d{1,4})\.(\d{1,4})')
 
 
 class _Told(NamedTuple):
-    """A worker's answer, and its time."""
+    """A worker's answer."""
 
     at: float
     make: str | None
-    adapters: dict[str, str]  # base model of each adapter
+    adapters: dict[str, str]  # adapter -> base model
     version: tuple[int, int]  # of vLLM
 
 
 class EngineAnswers:
-    """To be used from the loop's thread only."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self, fleet: Fleet, client: OutboundClient, clock: Callable[[], float] = time.monotonic
@@ -71,14 +70,14 @@ class EngineAnswers:
 
     def reports_in_full(self, base: str) -> bool:
         """Whether this worker is a vLLM that supports `kv_cache_report_mode`. If its answer is
-        outdated, it is queried now, and False is returned until it answers."""
+        outdated, it is queried in the background, and the result is False until it answers."""
         told = self._told.get(base)
         if told is None or self._clock() - told.at > _MAKE_FRESH_S:
             self._beside(("report", base), partial(self._ask, base))
         return told is not None and told.version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
-        """The base model of an adapter, and the workers that have it."""
+        """The base model of an adapter, and the workers that have the adapter."""
         found = self._adapted(name, tenant_id)
         bases = (
             self._bases(tenant_id)
@@ -158,7 +157,7 @@ class EngineAnswers:
                 if (said := _VERSION.search(answer.body)) is not None:
                     version = int(said[1]), int(said[2])
         except (OutboundFailed, msgspec.DecodeError, ValueError):
-            old = self._told.get(base)  # also queried again once outdated
+            old = self._told.get(base)  # outdated answers are refreshed too
             if old is not None:
                 _, make, adapters, version = old
         self._told.pop(base, None)
@@ -169,7 +168,7 @@ class EngineAnswers:
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> "asyncio.Task[None]":
-        """A query in the background, shared between requests."""
+        """A background query that several requests may share."""
         task = self._under_way.get(key)
         if task is None:
             task = self._under_way[key] = supervise("model lists", work, again=False)
@@ -178,7 +177,7 @@ class EngineAnswers:
 
 
 class NotTokenized(Exception):
-    """The tokens of a prompt are unavailable."""
+    """The tokens of a prompt cannot be obtained."""
 
     def __init__(self, why: Why, text: str) -> None:
         super().__init__(text)
@@ -187,37 +186,41 @@ class NotTokenized(Exception):
 
 class Tokenizer(Protocol):
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """The tokens of a prompt, 4 bytes each; `model` as the engine names it, adapters included,
-        and `workers` the base URLs that have it. Raises NotTokenized."""
+        """The tokens of a prompt, 4 bytes each. `model` is the engine's name for the model or
+        adapter, `workers` the base URLs of the workers that have it. Raises NotTokenized."""
         ...
 
     def close(self) -> None: ...
 
 
-# Fields that /tokenize accepts directly; of the others it accepts template arguments.
+# Fields that /tokenize accepts; other fields may be sent as template arguments.
 _CHAT: Final = (
     *("messages", "tools", "add_generation_prompt", "continue_final_message"),
     *("add_special_tokens", "chat_template"),
 )
 _TEXT: Final = ("prompt", "add_special_tokens")
-# These paths accept the request itself, and return its tokens. vLLM has them from 0.29 and 0.30 on,
+# These paths accept the request itself and return its tokens. vLLM has them from 0.29 and 0.30 on,
 # with --enable-scale-out.
 RENDER_PATHS: Final = {
     Kind.MESSAGES: "/v1/messages/render",
     Kind.RESPONSES: "/v1/responses/render",
 }
-_LACKS_FOR_S: Final = 60.0  # how long a worker without a path is not asked for it
-_NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')  # also the status for an unknown model
+_LACKS_FOR_S: Final = 60.0  # how long a path that a worker lacks is not tried again
+_NO_ROUTE: Final = re.compile(
+    rb'^\s*+\{\s*+"detail"'
+)  # the status alone may also mean an unknown model
 
 
 class EngineTokenizer:
-    """Queries engines over HTTP; two workers at most."""
+    """Queries engines over HTTP; at most two workers per prompt."""
 
     def __init__(self, client: OutboundClient, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
         self._turn = 0
-        self._lacking: dict[tuple[str, str], float] = {}  # base URLs and paths, and until when
+        self._lacking: dict[
+            tuple[str, str], float
+        ] = {}  # (base URL, path) -> time until which it is not tried
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """The tokens of a prompt, 4 bytes each. Raises NotTokenized."""
@@ -247,7 +250,7 @@ class EngineTokenizer:
                 return _read(base + path, answer.body)
             why, text = Why.REFUSED, f"POST {base}{path}: status {answer.status}"
             if answer.status not in (405, 501) and not _NO_ROUTE.match(answer.body):
-                break  # what one worker refuses, another does too
+                break  # another worker would refuse it too
             if len(self._lacking) >= _FROM:
                 self._lacking.clear()
             self._lacking[base, path] = now + _LACKS_FOR_S
@@ -269,8 +272,8 @@ def _read(url: str, body: bytes) -> bytes:
 
 
 def tokenize_body(request: ModelRequest, model: str) -> bytes:
-    """The body for vLLM's /tokenize that makes it treat the prompt like the request; for
-    RENDER_PATHS, the request."""
+    """The body with which vLLM's /tokenize treats the prompt like the request; for RENDER_PATHS,
+    the request itself."""
     fields: dict[str, object]
     if request.kind in RENDER_PATHS:
         fields = {**request.fields, "model": model}

@@ -1,4 +1,4 @@
-"""The models that are served, and by which workers, as what looks at prompts sees them."""
+"""The served models and their workers, as the prompt code sees them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -9,16 +9,16 @@ from lean_selector.http.allowed_endpoints import url_at
 
 
 class Fleet(Protocol):
-    """The models that are served; only workers that can be chosen count."""
+    """The served models. Only workers that can be chosen count."""
 
     def model(self, model_name: str, tenant_id: str) -> Served | None: ...
 
     def models(self, tenant_id: str) -> Sequence[str]:
-        """Names of all that `model` knows of this tenant, sorted."""
+        """All model names of this tenant that `model` accepts, sorted."""
         ...
 
     def ejected(self) -> Collection[str]:
-        """Base URLs of the workers that are ejected: they are not asked while there are others."""
+        """Base URLs of ejected workers, which are queried only if there are no others."""
         ...
 
 
@@ -70,7 +70,7 @@ class CatalogFleet:
 
 
 def well(workers: Mapping[int, str], fleet: Fleet) -> Mapping[int, str]:
-    """Those of these base URLs whose workers are not ejected; all where none is left."""
+    """The base URLs of workers that are not ejected; all of them if every worker is."""
     ejected = fleet.ejected()
     if not ejected:
         return workers

@@ -1,4 +1,4 @@
-"""The gateway's counters and metrics. Labels are statuses, a few words, and base URLs."""
+"""The gateway's counters and metrics. Labels are statuses, fixed words, and base URLs."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,23 +23,23 @@ FIRST_BYTE_BOUNDS_S: Final[tuple[float, ...]] = (
 
 
 class RetryBudget:
-    """Bounds retries: a fifth of all requests, plus a few at first, so that a fleet in trouble does
-    not get several times its load."""
+    """Bounds retries to a fifth of all requests, plus a few at first, so that failing workers do
+    not multiply the load."""
 
     SHARE: Final = 0.2
     FIRST: Final = 20.0
-    MOST: Final = 1000.0  # retries that can be saved up
+    MOST: Final = 1000.0  # maximum number of saved retries
 
     def __init__(self) -> None:
         self._left = self.FIRST
         self.denied = 0
 
     def add(self) -> None:
-        """For a request."""
+        """Count a request."""
         self._left = min(self._left + self.SHARE, self.MOST)
 
     def take(self) -> bool:
-        """Whether a retry is allowed; it then counts."""
+        """Whether a retry is allowed; it is then counted."""
         if self._left < 1.0:
             self.denied += 1
             return False
@@ -54,19 +54,19 @@ class Counts:
         self.active = 0  # unfinished requests
         self.answers: Counter[int] = Counter()  # answers that began, by status
         self.hung_up = 0  # client disconnects
-        self.broken = 0  # answers cut short after their first byte
-        self.retries: Counter[str] = Counter()  # retries, by how the worker failed
+        self.broken = 0  # answers cut off after their first byte
+        self.retries: Counter[str] = Counter()  # by the worker's failure
         self.retry_budget = RetryBudget()
-        # Since the last log line: how many requests each failure affected, by worker URL.
+        # Failures since the last log line: (failure, worker URL) -> number of requests.
         self.troubles: Counter[tuple[str, str]] = Counter()
-        self.stale = 0  # stale connections: the request was sent again
-        # requests sent round-robin, by why no worker was chosen
+        self.stale = 0  # stale connections, after which the request was sent again
+        # Requests sent round-robin, by the reason that no worker was chosen.
         self.unrouted: Counter[str] = Counter()
-        self.full_reports = 0  # requests that asked their engine to announce blocks again
+        self.full_reports = 0  # requests that asked their engine to announce cached blocks again
         self.connections_made = 0
-        self.pieces = 0  # of answers' bodies
+        self.pieces = 0  # pieces of answer bodies
         self.passed_on_bytes = 0
-        # Answers whose engine reported its cached tokens: predicted tokens.
+        # Totals of answers whose engine reported cached tokens: predicted tokens.
         self.compared_predicted_tokens = 0
         self.compared_cached_tokens = 0
         self.compared_prompt_tokens = 0
@@ -75,7 +75,7 @@ class Counts:
 
 
 def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
-    """The gateway's metrics, besides the selector's."""
+    """The gateway's metrics, in addition to the selector's."""
 
     def of_each(value: Callable[[Upstream], int]) -> Callable[[], list[Sample]]:
         return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]

@@ -1,8 +1,7 @@
-"""What requests took and had, by model and worker, under the names of OpenTelemetry's conventions
-for generative AI, as Prometheus spells them.
+"""Durations and token counts by model and worker, named by OpenTelemetry's conventions for
+generative AI, in the form of Prometheus.
 
-Labels are bounded: models that are registered, and workers that there are.
-"""
+Labels are bounded: registered models and existing workers."""
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -10,7 +9,7 @@ from typing import Final, NamedTuple
 from lean_selector.http.client import Upstream
 from lean_selector.service.exposition import Histogram, HistogramFamily, labels
 
-# As the conventions advise.
+# As the conventions recommend.
 _FIRST_TOKEN_S: Final[tuple[float, ...]] = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )
@@ -20,9 +19,9 @@ _PER_TOKEN_S: Final[tuple[float, ...]] = (
 _DURATION_S: Final[tuple[float, ...]] = tuple([0.01 * 2**n for n in range(14)])
 _TOKENS: Final[tuple[float, ...]] = tuple([float(4**n) for n in range(14)])
 _SHARES: Final[tuple[float, ...]] = tuple([n / 10 for n in range(1, 10)])
-_MOST_SERIES: Final = 1024  # models at workers; then those that were there first go
+_MOST_SERIES: Final = 1024  # of a model at a worker; above this, the oldest are dropped
 
-# By path: the operation, and whose API it is.
+# path -> operation and provider
 _OPERATIONS: Final = {
     b"/v1/completions": ("text_completion", "openai"),
     b"/v1/chat/completions": ("chat", "openai"),
@@ -33,21 +32,21 @@ _OPERATIONS: Final = {
 
 
 def operation_of(path: bytes) -> tuple[str, str]:
-    """The operation and the provider, as the conventions name them."""
+    """The operation and the provider, as named by the conventions."""
     return _OPERATIONS.get(path, (path.rpartition(b"/")[2].decode(), "openai"))
 
 
 class Timing(NamedTuple):
-    """What is known of one answer at its end. Seconds; tokens as its engine counted them."""
+    """The measurements of a complete answer; tokens are counted by the engine."""
 
     duration_s: float
-    first_token_s: float | None  # of a stream
-    lengths: tuple[int, int] | None  # of the prompt and the answer
+    first_token_s: float | None  # only for a stream
+    lengths: tuple[int, int] | None  # prompt and answer tokens
     cached_tokens: int | None
 
 
 class _Series:
-    """The answers of one worker to one kind of request of one model."""
+    """The answers of one worker to one kind of request for one model."""
 
     __slots__ = ("duration", "first_token", "input", "output", "per_token", "share")
 
@@ -76,7 +75,7 @@ class _Series:
 
 
 class GenAiMetrics:
-    """Of whole answers with status 200 to requests that a worker was chosen for."""
+    """Covers complete answers with status 200 to requests for which a worker was chosen."""
 
     def __init__(self) -> None:
         self._series: dict[tuple[bytes, str, str], _Series] = {}  # by path, model and base URL
@@ -91,7 +90,7 @@ class GenAiMetrics:
         series.add(timing)
 
     def keep(self, workers: Iterable[Upstream]) -> None:
-        """Forget workers that are not among these."""
+        """Forget workers that are not in `workers`."""
         there = {each.text for each in workers}
         for key in [each for each in self._series if each[2] not in there]:
             del self._series[key]

@@ -1,8 +1,8 @@
-"""The app of the gateway's port: which requests are proxied, and what is answered directly.
+"""The app of the gateway's port: proxies requests or answers them itself.
 
-Completions and similar requests (ROUTED) are proxied to the worker that `placing` chooses, others
-that may pass to any worker. Lists of models, /health and /ready are answered here; the rest is 404.
-"""
+Completions and similar requests (ROUTED_PATHS) are proxied to the worker that `placing` chooses,
+other permitted requests to any worker. Lists of models, /health and /ready are answered here;
+everything else is 404."""
 
 import asyncio
 import logging
@@ -38,11 +38,11 @@ from lean_selector.wire.selection_bodies import OpenAiErrorBody
 log = logging.getLogger(ACCESS_LOG)
 gateway_log = logging.getLogger("lean_selector.gateway")
 
-MOST_DETAIL_CHARACTERS: Final = 256  # some are a template's or a client's words
+MOST_DETAIL_CHARACTERS: Final = 256  # a detail may come from a template or a client
 ROUTED: Final = frozenset(path.encode() for path in ROUTED_PATHS)
 MODELS: Final = b"/v1/models"
 OWN: Final = frozenset({b"/health", b"/ready"})
-# Other paths of these APIs. An engine's own routes are not among them.
+# Other paths of these APIs; an engine's own routes are not included.
 _OPENAI: Final = re.compile(
     rb"/v1/(?:audio|batches|conversations|files|images|messages|moderations|responses|uploads"
     rb"|vector_stores|videos)(?:/(?!\.{1,2}(?:/|\Z))[^/]++)*+"
@@ -50,12 +50,12 @@ _OPENAI: Final = re.compile(
 
 
 def resource_of(path: bytes) -> bytes:
-    """A path as engines interpret it: escapes are decoded, and a trailing slash is ignored."""
+    """A path as engines interpret it: unescaped, without a trailing slash."""
     return (unquote_to_bytes(path) if b"%" in path else path).rstrip(b"/") or b"/"
 
 
 def http_refusal(error: HttpError) -> bytes:
-    """The answer to an HTTP-level error."""
+    """The answer to an HTTP error."""
     return OpenAiErrorBody.encoded(error.status, error.text)
 
 
@@ -68,7 +68,7 @@ class Spans(Protocol):
 
 
 class GatewayHandler:
-    """The app, and its current requests. To be used from the loop's thread only."""
+    """The app and its current requests. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class GatewayHandler:
         own: App,
         spans: Spans | None = None,
     ) -> None:
-        """`silence_s`: the longest silence of a worker; `touch_after_s`: how often a reservation is
-        refreshed, so that it does not expire. `request_timeout_s`: an answer that begins later
-        becomes 504. `pass_through`: which other requests are proxied: all, openai or none; `own`
-        answers /health and /ready."""
+        """`silence_s`: how long a worker may send nothing. `touch_after_s`: interval at which a
+        reservation is renewed, so that it does not expire. `request_timeout_s`: if no answer begins
+        in this time, it is 504. `pass_through`: which other requests are proxied: all, openai or
+        none. `own` answers /health and /ready."""
         self._pass_through = pass_through
         self._own = own
         self._spans = spans
@@ -212,7 +212,7 @@ class GatewayHandler:
         log.info("request", extra=fields)
 
     def sweep(self, now: float) -> None:
-        """Called about every second."""
+        """Call it about every second."""
         self._rotation.sweep(now, self._silence_s)
         self._counts.genai.keep(self._rotation.endpoints.values())
         self._log_troubles()
@@ -225,7 +225,7 @@ class GatewayHandler:
                 proxied.lease.touch()
 
     def _log_troubles(self) -> None:
-        """One line for failures that affected many requests alike, as when their worker is
+        """Log one line per failure that affected several requests, as when their worker is
         killed."""
         troubles = self._counts.troubles
         for (worker, trouble), requests in troubles.items():
@@ -236,8 +236,8 @@ class GatewayHandler:
         troubles.clear()
 
     def close(self) -> "asyncio.Future[list[BaseException | None]]":
-        """At the end of a stop, which has dropped every client: their requests are given up. What
-        is to be awaited then."""
+        """End the remaining requests at the end of a shutdown, which has dropped every client.
+        Returns what the caller must await."""
         placing = [each.placing for each in self._under_way if each.placing is not None]
         for proxied in list(self._under_way):
             proxied.reply.hang_up()
@@ -257,10 +257,9 @@ def _role_for(request: Request) -> Role:
 def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:
     """The app with required tokens: no request reaches a worker without one.
 
-    /health and /ready need none, listing models `read`, everything else `write`, since it uses a
-    worker. The token is for the gateway, so it is not forwarded. Refusals are in OpenAI's format.
-    `connections` are the server's.
-    """
+    /health and /ready need no token, lists of models need `read`, and everything else needs
+    `write`, because it uses a worker. The token is meant for the gateway, and is not forwarded.
+    Refusals are in OpenAI's format. `connections` are the server's."""
     connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 
     def app(request: Request) -> bytes | PendingReply:

@@ -1,8 +1,8 @@
-"""Header lines in transit, request ids, and the gateway's own answers.
+"""Header lines to forward, request ids, and the gateway's own answers.
 
-Removes what belongs to one connection: the hop-by-hop fields of RFC 9110 section 7.6.1, and those
-that `connection` names. Sections are validated: a line break is CRLF, and nothing is folded.
-"""
+Fields that concern one connection are removed: the hop-by-hop fields of RFC 9110 section 7.6.1, and
+those named in `connection`. Sections are already validated: a line break is CRLF, and no line is
+folded."""
 
 import os
 import re
@@ -46,8 +46,8 @@ def request_lines(
     drops_authorization: bool = False,
     drops_traceparent: bool = False,
 ) -> bytes:
-    """The header lines for the worker from a request's section (`1.1 CRLF name: value CRLF ... CRLF
-    CRLF`), each preceded by CRLF."""
+    """The header lines for the worker, each after its CRLF, from a request's section (`1.1 CRLF
+    name: value CRLF ... CRLF CRLF`)."""
     lines = section[3:-4]
     named = _named(lines)
     lines = _NOT_TO_WORKER.sub(b"", lines)
@@ -61,12 +61,12 @@ def request_lines(
 
 
 def without_authorization(section: bytes) -> bytes:
-    """A request's section without such lines: they were for the gateway."""
+    """A request's section without `authorization`, which was meant for the gateway."""
     return _AUTHORIZATION.sub(b"", section)
 
 
 def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
-    """The header lines for the client from an answer's, each preceded by CRLF."""
+    """The header lines for the client, each after its CRLF, from those of an answer."""
     named = _named(lines)
     lines = _NOT_TO_CLIENT.sub(b"", lines)
     if without_length:
@@ -75,19 +75,19 @@ def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
 
 
 def request_id_of(section: bytes) -> bytes | None:
-    """The client's own id, if it is one word that a header can carry."""
+    """The client's request id, if it is a single word."""
     found = _REQUEST_ID.search(section)
     return None if found is None else found[1]
 
 
 def session_of(section: bytes) -> str | None:
-    """The session that the client names, if it is one word."""
+    """The client's session id, if it is a single word."""
     found = _SESSION.search(section)
     return None if found is None else found[1].decode("ascii")
 
 
 def traceparent_of(section: bytes) -> str | None:
-    """The span that the client names, whatever it is worth (W3C Trace Context)."""
+    """The client's `traceparent`, unvalidated (W3C Trace Context)."""
     found = _TRACEPARENT.search(section)
     return None if found is None else found[1].decode("latin-1").strip()[:64]
 
@@ -97,7 +97,7 @@ def wants_websocket(section: bytes) -> bool:
 
 
 def _named(lines: bytes) -> frozenset[bytes]:
-    """The fields that `connection` names, besides those that are always removed."""
+    """The fields named in `connection`, except those that are always removed."""
     found = _CONNECTION.findall(lines)
     if not found:
         return _NONE
@@ -118,20 +118,20 @@ _numbers: Final = count(1)
 
 
 def new_id() -> str:
-    """A new unique id, also across processes."""
+    """A new id, unique across processes."""
     return f"{_PROCESS}-{next(_numbers):x}"
 
 
 def retry_after(wait_s: float) -> bytes:
-    """The header line that asks a client to wait."""
+    """The `retry-after` line."""
     return b"retry-after: %d\r\n" % min(max(1, ceil(wait_s)), _MOST_RETRY_AFTER_S)
 
 
 def id_line(request_id: bytes) -> bytes:
-    """The header line of every answer."""
+    """The header line with the request id, which every answer has."""
     return b"x-request-id: %b\r\n" % request_id
 
 
 def refusal(status: int, message: str, code: str | None = None, extra: bytes = b"") -> bytes:
-    """A whole response; `extra` is header lines, each ended by CRLF."""
+    """A whole response; `extra` has header lines, each ended by CRLF."""
     return encode_response(status, OpenAiErrorBody.encoded(status, message, code), extra=extra)

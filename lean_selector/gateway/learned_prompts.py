@@ -1,11 +1,10 @@
 """Learned prompts: chains of messages, and their block hashes.
 
-Chains consist of values (`prompt_values.py`), independent of their JSON text. Conversations share
-their common part: a longer prompt replaces the one that it continues, and every prefix of it is an
-entry that points into the one list of hashes. A prompt that only starts like another is known up to
-where the two diverge; while only one is known, the end of a message is estimated from its share of
-the bytes.
-"""
+A chain consists of values (`prompt_values.py`), independent of their JSON text. Conversations share
+their common part: a longer prompt replaces the one that it continues, and each prefix is an entry
+that refers to the one list of hashes. If a prompt only starts like a known one, its known part ends
+where the two diverge. While only one prompt is known, the end of a message is estimated from its
+share of the bytes."""
 
 from collections import OrderedDict
 from typing import Final, NamedTuple
@@ -19,8 +18,8 @@ from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_
 
 
 class Chain:
-    """`keys[n]` stands for the first `ends[n]` bytes of the prompt; the first stands for the tools
-    alone. Both have at least one item."""
+    """`keys[n]` identifies the first `ends[n]` bytes of the prompt; the first key is for the tools
+    alone. Both lists have at least one item."""
 
     __slots__ = ("block_size", "ends", "is_eagle", "keys", "model", "seed")
 
@@ -44,12 +43,12 @@ class Chain:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole prompt, as compact JSON."""
+        """Bytes of the whole prompt as compact JSON."""
         return self.ends[-1]
 
 
 def model_key(served: Served, lora_name: str | None) -> str:
-    """The key of a model or an adapter of it."""
+    """The key for a model, or for an adapter of it."""
     return f"{served.model_name}\0{lora_name or ''}"
 
 
@@ -57,51 +56,51 @@ def model_key(served: Served, lora_name: str | None) -> str:
 ENTRY_BYTES: Final = 344
 _TOKENS_PER_BYTE: Final = 0.25  # default until a prompt is known
 _OUTPUT_TOKENS: Final = 128.0  # default until an answer's length is known
-_WEIGHT: Final = 0.25  # weight of the newest value in averages
+_WEIGHT: Final = 0.25  # weight of the newest value
 _MOST_TAIL_BLOCKS: Final = 64
 _MOST_MODELS: Final = 1024  # models and adapters with averages
 
 
 class _Run:
-    """Block hashes of a prompt, and of the answer to it, 8 bytes each."""
+    """Block hashes of a prompt and its answer, 8 bytes each."""
 
     __slots__ = ("hashes", "users")
 
     def __init__(self, hashes: bytes) -> None:
         self.hashes = hashes
-        self.users = 0  # entries that point here
+        self.users = 0  # entries that refer to it
 
 
 class _Entry:
-    """One prefix of a prompt. Blocks count from the first of `run`."""
+    """One prefix of a prompt. Blocks are counted from the start of `run`."""
 
     __slots__ = ("asked", "is_guess", "run", "shared", "tail", "tokens")
 
     def __init__(self, run: _Run, shared: int, tokens: int) -> None:
         self.run = run
-        self.shared = shared  # blocks of any prompt with this prefix
+        self.shared = shared  # blocks that all prompts with this prefix share
         self.is_guess = True  # `shared` is an upper bound: no prompt has diverged here yet
-        self.tokens = tokens  # tokens of this prefix; estimated unless the engine reported them
-        self.asked = -1  # blocks of this as a whole prompt; -1: it never was one
-        self.tail = b""  # the last of these, if `run` has others in their place
+        self.tokens = tokens  # of this prefix; estimated unless the engine reported it
+        self.asked = -1  # blocks of this prefix as a whole prompt; -1: it never was one
+        self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Block hashes of this as a whole prompt, which it was."""
+        """Block hashes of this prefix as a whole prompt; only if it was one."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
 class Averages:
-    """Recent averages of one model, for estimates of the next request."""
+    """Recent averages for one model, to estimate its next request."""
 
     __slots__ = ("answers_hold", "output_tokens", "tokens_per_byte")
 
     def __init__(self) -> None:
         self.tokens_per_byte = _TOKENS_PER_BYTE
         self.output_tokens = _OUTPUT_TOKENS
-        self.answers_hold = 1.0  # how often a prompt continued with the exact tokens of the answer
+        self.answers_hold = 1.0  # share of prompts that continued with exactly the answer's tokens
 
     def had(self, prompt_bytes: int, prompt_tokens: int, output_tokens: int | None) -> None:
-        """Add a request; with 0 bytes its tokens are not averaged."""
+        """Add a request; with 0 bytes, its token counts are not averaged."""
         if prompt_bytes:
             self.tokens_per_byte += _WEIGHT * (prompt_tokens / prompt_bytes - self.tokens_per_byte)
         if output_tokens is not None:
@@ -109,16 +108,16 @@ class Averages:
 
 
 class Known(NamedTuple):
-    """The known part of a prompt. `hashes`: 8 bytes a block, of its prefix."""
+    """The known part of a prompt. `hashes`: those of its prefix, 8 bytes per block."""
 
     hashes: bytes
-    tokens: int  # tokens of the whole prompt; an estimate unless `is_whole`
-    unknown_bytes: int  # bytes of the prompt as compact JSON
+    tokens: int  # of the whole prompt; an estimate unless `is_whole`
+    unknown_bytes: int  # of the prompt as compact JSON
     is_whole: bool
 
 
 class PromptMemory:
-    """Bounded: the least recently used prefixes are dropped first, and ends of prompts before their
+    """Bounded: the least recently used prefixes are dropped first, longer ones before their
     starts."""
 
     def __init__(self, most_bytes: int) -> None:
@@ -133,7 +132,7 @@ class PromptMemory:
         return self._hash_bytes + len(self._entries) * ENTRY_BYTES
 
     def look(self, chain: Chain) -> Known:
-        """Look up a prompt."""
+        """The known part of a prompt."""
         at, entry = self._deepest(chain)
         averages = self.averages(chain.model)
         if entry is None:
@@ -149,11 +148,10 @@ class PromptMemory:
         return Known(hashes, tokens, unknown_bytes, False)
 
     def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
-        """Learn a prompt: its tokens and those of the answer, 4 bytes each.
+        """Learn a prompt's tokens and those of its answer, 4 bytes each.
 
-        The answer counts for prompts that continue it, as long as those of this model do so with
-        its exact tokens. Returns the block hashes of the prompt alone, 8 bytes each.
-        """
+        The answer's blocks count for prompts that continue it, as long as prompts of this model do
+        so with its exact tokens. Returns the block hashes of the prompt alone, 8 bytes each."""
         size, seed, is_eagle = chain.block_size, chain.seed, chain.is_eagle
         run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
         tokens = len(prompt) // 4
@@ -177,7 +175,7 @@ class PromptMemory:
     # -- entries -------------------------------------------------------------------------------
 
     def _deepest(self, chain: Chain) -> tuple[int, _Entry | None]:
-        """The longest known prefix; -1 and None if none is."""
+        """The longest known prefix; (-1, None) if there is none."""
         for at in range(len(chain.keys) - 1, -1, -1):
             entry = self._entries.get(chain.keys[at])
             if entry is not None:
@@ -188,17 +186,17 @@ class PromptMemory:
         """Record that another prompt shares the first `common` blocks of this entry."""
         if entry.is_guess and entry.asked >= 0:
             longest = len(entry.run.hashes) // 8
-            own = longest - entry.asked  # blocks that the answer ended
+            own = longest - entry.asked  # blocks that contain tokens of the answer
             if own:
-                # The last token of an answer often differs, so one block may differ.
+                # The last token of an answer often differs, and with it one block.
                 holds = common >= longest - (own > 1)
                 averages.answers_hold += _WEIGHT * (holds - averages.answers_hold)
         entry.shared = common if entry.is_guess else min(entry.shared, common)
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Let entries that point into a prompt which this one continues point into this one. The
-        end of a prompt asks for an answer, and may be written differently once it continues."""
+        """Let entries of a prompt that this one continues refer to this one. The end of a prompt
+        asks for an answer, and may be rendered differently when the prompt continues."""
         for key in chain.keys[: at + 1]:
             entry = self._entries.get(key)
             if entry is None or entry.run is not old or entry.shared > common:
@@ -222,7 +220,8 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Entries for the prefixes after `at`, at their share of the tokens by bytes."""
+        """Add entries for the prefixes after `at`, with tokens estimated by their share of the
+        bytes."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)
@@ -233,7 +232,7 @@ class PromptMemory:
             self._add(key, entry)
 
     def _end(self, chain: Chain, run: _Run, asked: int, tokens: int, averages: Averages) -> None:
-        """The entry of the whole prompt."""
+        """Add or update the entry of the whole prompt."""
         blocks = len(run.hashes) // 8
         shared = blocks if averages.answers_hold >= 0.5 else asked
         entry = self._entries.get(chain.keys[-1])
@@ -244,7 +243,7 @@ class PromptMemory:
             entry.shared = shared
             self._point(entry, run)
         elif max(entry.shared, asked) <= _common_blocks(entry.run.hashes, run.hashes):
-            pass  # continuations are known better from prompts that continued
+            pass  # prompts that continued are a better source for further ones
         else:
             entry.shared = min(entry.shared, asked)
             self._point(entry, run)
@@ -271,7 +270,7 @@ class PromptMemory:
             self._hash_bytes -= len(run.hashes)
 
     def _touch(self, chain: Chain, at: int) -> None:
-        """Mark as used; the shortest prefix last, so that it is dropped last."""
+        """Mark the prefixes as used, the shortest last, so that it is dropped last."""
         move = self._entries.move_to_end
         for key in reversed(chain.keys[: at + 1]):
             if key in self._entries:
@@ -284,7 +283,7 @@ class PromptMemory:
             self._leave(entry.run)
 
     def averages(self, model: str) -> Averages:
-        """Of a model by its `model_key`."""
+        """The averages of a model, by `model_key`."""
         averages = self._averages.get(model)
         if averages is None:
             averages = self._averages[model] = Averages()
@@ -294,7 +293,7 @@ class PromptMemory:
 
 
 def _common_blocks(one: bytes, other: bytes) -> int:
-    """The number of common leading blocks of two prompts."""
+    """The number of leading blocks that two prompts share."""
     low, high = 0, min(len(one), len(other)) // 8
     if one[: 8 * high] == other[: 8 * high]:
         return high

@@ -1,8 +1,7 @@
-"""A tokenizer in this process, in threads beside the loop.
+"""A tokenizer in this process, on threads.
 
-A chat template is rendered as Hugging Face's tokenizers do it, which engines use. Imported only
-with `--prompts local`: it needs the extra `tokenizers`.
-"""
+Chat templates are rendered as by Hugging Face's tokenizers, which engines use. Imported only with
+`--prompts local`; requires the extra `tokenizers`."""
 
 import asyncio
 import datetime
@@ -36,7 +35,7 @@ _SPECIAL: Final = (
 
 
 class ChatTemplate:
-    """The chat template in the folder of a model. Raises ValueError for an unusable one."""
+    """The chat template from a model's folder. Raises ValueError for an invalid one."""
 
     def __init__(self, folder: Path) -> None:
         config = _config(folder)
@@ -64,8 +63,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template says: {error}") from None
 
     def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Messages as engines pass them to the template: a list of texts is one text, for templates
-        without support for lists; arguments of calls are objects."""
+        """A message as engines pass it to the template: for templates that do not support lists, a
+        list of texts becomes one text; the arguments of calls become objects."""
         prepared = dict(message)
         content = prepared.get(_CONTENT)
         if isinstance(content, list) and not self._takes_parts:
@@ -109,8 +108,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """From a file of its own, else the configuration; of several the one for chats. None without
-    one, as for models that only complete a text."""
+    """The template from its own file, otherwise from the configuration; of several, the one for
+    chats. None if there is none, as for models that only complete texts."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -131,7 +130,8 @@ def _token(told: object) -> str | None:
 
 
 class _Generation(JinjaExtension):
-    """`{% generation %}`, with which templates mark answers for training: its content stays."""
+    """`{% generation %}`, with which templates mark answers for training; its content is
+    rendered."""
 
     tags = {"generation"}
 
@@ -151,7 +151,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without HTML escapes, which Jinja's own adds."""
+    """JSON without the HTML escapes that Jinja's filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -184,19 +184,19 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 THREADS: Final = 2
-MOST_WAITING: Final = 64  # waiting prompts; above this, load decides
+MOST_WAITING: Final = 64  # prompts; above this, load alone decides
 
 
 class LocalTokenizer:
-    """A tokenizer from one folder with `tokenizer.json` and the chat template, for all served
-    models. Raises ValueError for an unusable folder, and ModuleNotFoundError without the extra."""
+    """A tokenizer from one folder with `tokenizer.json` and a chat template, for all served models.
+    Raises ValueError for an unusable folder, and ModuleNotFoundError without the extra."""
 
     def __init__(self, folder: str, timeout_s: float) -> None:
         path = Path(folder)
         tokenizer_type: Any = import_module("tokenizers").Tokenizer
         try:
             self._tokenizer: Final = tokenizer_type.from_file(str(path / "tokenizer.json"))
-        except Exception as error:  # the only kind that it raises
+        except Exception as error:  # the only class that it raises
             raise ValueError(f"{path / 'tokenizer.json'}: {error}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -219,13 +219,13 @@ class LocalTokenizer:
             raise NotTokenized(Why.TIMEOUT, f"not tokenized in {self._timeout_s:g} s") from None
 
     def close(self) -> None:
-        """Does not wait for running work."""
+        """Close without waiting for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, work: "asyncio.Future[bytes]") -> None:
         self._waiting -= 1
         if not work.cancelled():
-            work.exception()  # the request has its error, if it still waited
+            work.exception()  # the request has its error, if it is still waiting
 
     def _tokens(self, request: ModelRequest) -> bytes:
         """Runs in a thread."""
@@ -234,13 +234,14 @@ class LocalTokenizer:
             ids = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
         except NotTokenized:
             raise
-        # A template is a program with client input, and the tokenizer's panics are no Exception.
+        # A template is a program that gets client input, and the tokenizer's panics are
+        # BaseExceptions.
         except BaseException as error:
             raise NotTokenized(Why.FAILED, str(error)) from None
         return packer(len(ids), "I")(*ids)
 
     def _text(self, request: ModelRequest) -> tuple[str, bool]:
-        """The prompt's text, and whether the tokenizer adds its special tokens, as for plain
+        """The prompt's text, and whether the tokenizer must add special tokens, as for plain
         texts."""
         if has_costly_numbers(request.body):
             raise NotTokenized(Why.REFUSED, "it has numbers that are slow to read")

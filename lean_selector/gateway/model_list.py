@@ -1,4 +1,4 @@
-"""GET /v1/models at the gateway: what all workers list, each model once."""
+"""GET /v1/models at the gateway: the models that all workers list, each once."""
 
 import asyncio
 from time import monotonic
@@ -14,25 +14,25 @@ from lean_selector.http.outbound import OutboundClient, OutboundFailed
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.tasks import watched
 
-HOLDS_S: Final = 2.0  # a list of models
-TIMEOUT_S: Final = 2.0  # of asking a worker for its models
+HOLDS_S: Final = 2.0  # how long a list is cached
+TIMEOUT_S: Final = 2.0  # for a worker's answer
 
 
 class ModelList:
-    """GET /v1/models, and one of them: what all workers list, each model once. They are asked when
-    a client asks, all at once, and what they say is kept for a moment; of an ejected one counts
-    what it said last."""
+    """Answers GET /v1/models, and requests for a single model. A client's request queries all
+    workers at once, and the result is cached briefly. For an ejected worker its last answer
+    counts."""
 
     def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
         self._rotation = rotation
         self._client = client
-        self._told: dict[str, dict[str, msgspec.Raw]] = {}  # by base URL
+        self._told: dict[str, dict[str, msgspec.Raw]] = {}  # by base URL, then model
         self._known: dict[str, msgspec.Raw] | None = None  # by model
         self._until = 0.0
         self._asking: asyncio.Task[dict[str, msgspec.Raw]] | None = None
 
     def answer(self, line: bytes, model: str | None = None) -> bytes | PendingReply:
-        """The list of models, or one model. `line` is added to the headers of the answer."""
+        """The list of models, or one `model`. `line` is added to the headers of the answer."""
         if self._known is not None and monotonic() < self._until:
             return _told_models(self._known, line, model)
         if self._asking is None:

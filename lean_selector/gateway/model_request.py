@@ -1,8 +1,7 @@
 """A request to an engine, parsed as far as its prompt requires.
 
-Nothing is validated for the engine: an invalid request is forwarded, so that the engine's own error
-is returned. Only a request without a usable model is refused here.
-"""
+An invalid request is forwarded, so that the client gets the engine's own error. Only a request
+without a usable model is refused here."""
 
 import contextlib
 import re
@@ -31,16 +30,16 @@ from lean_selector.wire.scalars import packed_u32
 
 T = TypeVar("T")
 
-# Characters of an engine's list of ids: enough for 2 million, the longest known prompt.
+# Characters of an engine's list of ids: enough for 2 million tokens, the longest known prompt.
 MOST_ID_BYTES: Final = 16 << 20
-# Parsing takes a few MiB besides the body, and scanning 16 MiB some 50 ms: objects are made only
-# for fields, which are counted first.
+# Parsing takes a few MiB besides the body, and scanning 16 MiB takes some 50 ms: objects are
+# created only for fields, which are counted first.
 MOST_FIELDS: Final = 65_536
 MOST_IDS: Final = 1 << 20
 MOST_MESSAGES: Final = 8192
-_LONG_BODY_BYTES: Final = 32 * 1024  # a shorter one is cheap, whatever its content
-_TEXT_BYTES: Final = 64 * 1024  # checked at a time
-# The end of a field's name. A quote behind a single backslash is part of a text.
+_LONG_BODY_BYTES: Final = 32 * 1024  # a shorter body is cheap, whatever its content
+_TEXT_BYTES: Final = 64 * 1024  # checked in one step
+# The end of a field's name. A quote after a single backslash belongs to a text.
 _NAME_END: Final = re.compile(rb'"(?<![^\\]\\")[ \t\r\n]*+:')
 _TYPE: Final = re.compile(rb'"type"')
 _LIST_OF_TEXTS: Final = re.compile(rb'\[[ \t\r\n]*+["\[]')
@@ -52,28 +51,32 @@ TOO_MANY_MESSAGES: Final = Unknown(Why.FORM, f"more than {MOST_MESSAGES} message
 TOO_MANY_IDS: Final = Unknown(Why.FORM, f"more than {MOST_IDS} token ids")
 NO_PROMPT: Final = Unknown(Why.PATH, "no prompt that is known on this path")
 
-# Requests for which a worker is chosen; the prompts of the last three are in no index.
+# Requests for which a worker is chosen; the prompts of the last three are not indexed.
 ROUTED_PATHS: Final = frozenset({
     *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"),
     *("/v1/embeddings", "/v1/rerank", "/v1/score"),
 })  # fmt: skip
 _WITHOUT_OUTPUT: Final = ("/embeddings", "/rerank", "/score")
 
-# Fields with which the engine's prompt differs from the messages or the text.
+# Fields that make the engine's prompt differ from the messages or the text.
 _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
-_KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")  # of /v1/responses
+_KEPT_BY_ENGINE: Final = (
+    "previous_response_id",
+    "conversation",
+    "prompt",
+)  # of /v1/responses: the engine stores a part of the prompt
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
-# In /v1/messages and /v1/responses, at any depth. A quote inside a text is escaped.
+# In /v1/messages and /v1/responses, at any depth; a quote inside a text is escaped.
 _MEDIA_PART: Final = re.compile(
     rb'"type"\s*+:\s*+"(?:image|document|input_image|input_file|input_audio|computer_screenshot)"'
 )
-# Clients move it to another part in every turn, and engines ignore it.
+# Clients move it to another part in each turn, and engines ignore it.
 _CACHE_CONTROL: Final = re.compile(rb',\s*+"cache_control"\s*+:\s*+\{[^{}]*+\}')
 _MOST_CACHE_CONTROLS: Final = 64  # the API allows 4
 _EMPTY: Final = re.compile(rb"\{[ \t\r\n]*+\}")
-TOKENS_OF_MEDIA: Final = 1024  # tokens of one image or recording; engines use some 250 to 2 000
+TOKENS_OF_MEDIA: Final = 1024  # estimate for an image or recording; engines use some 250 to 2 000
 _NULL: Final = b"null"
 _RAW_NULL: Final = Raw(_NULL)
 _read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -100,8 +103,8 @@ CHATS: Final = frozenset({Kind.CHAT, Kind.MESSAGES, Kind.RESPONSES})
 
 
 class ModelRequest:
-    """`fields` are those of the body, as JSON text. Raises BadRequest for a body that is no object
-    or too expensive to parse, and for an invalid model, salt or flag."""
+    """A request. `fields` are those of the body, as JSON text. Raises BadRequest for a body that is
+    not an object or is too expensive to parse, and for an invalid model, salt or flag."""
 
     def __init__(self, path: str, body: bytes) -> None:
         self.fields = _fields(body)
@@ -110,14 +113,14 @@ class ModelRequest:
         self.streams = bool(self._value("stream", bool, "true or false"))
         self.salt = self._value("cache_salt", str, "a string") or None
         self.kind = Kind.NONE
-        self.why_not: Unknown | None = None  # why its blocks cannot be known
+        self.why_not: Unknown | None = None  # why its blocks are unknown
         self.messages: list[Raw] = []
         self.read_messages: list[Message] = []  # the parsed part of each message
-        self.text = Raw(b"")  # bytes of the prompt, as JSON
+        self.text = Raw(b"")  # the prompt as JSON
         self.ids: bytes = b""  # packed, 4 bytes each
-        self._media = 0  # parts of messages that are not text
-        self._part_text_bytes = 0  # bytes of those that are
-        path = unquote(path.partition("?")[0]).rstrip("/")  # in the form that engines accept
+        self._media = 0  # message parts that are not text
+        self._part_text_bytes = 0  # bytes of the text parts
+        path = unquote(path.partition("?")[0]).rstrip("/")  # as engines interpret it
         self._has_output = not path.endswith(_WITHOUT_OUTPUT)
         changing: tuple[str, ...] = _CHANGING
         if path.endswith("/chat/completions"):
@@ -136,12 +139,12 @@ class ModelRequest:
                 self.why_not = Unknown(Why.CHANGED, f"`{name}` changes the prompt")
 
     def has(self, name: str) -> bool:
-        """Whether a field is present, and not null."""
+        """Whether a field is present and not null."""
         raw = self.fields.get(name)
         return raw is not None and raw != _RAW_NULL
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean field; the default also if it is no boolean."""
+        """A boolean field; the default if absent or not a boolean."""
         return {b"true": True, b"false": False}.get(bytes(self.fields.get(name, b"")), default)
 
     @property
@@ -154,13 +157,14 @@ class ModelRequest:
 
     @property
     def answers(self) -> int:
-        """The number of answers that the client wants."""
+        """The number of answers requested."""
         given = bytes(self.fields.get("n", b"1"))
         return max(1, int(given)) if given.isdigit() and len(given) < 4 else 1
 
     @property
     def session_id(self) -> str | None:
-        """The conversation, by the names that clients of engines, Anthropic's and OpenAI's use."""
+        """The conversation's id, from the fields that clients of engines, Anthropic and OpenAI
+        use."""
         for name in ("session_id", "metadata", "prompt_cache_key"):
             raw = self.fields.get(name)
             if raw is None:
@@ -175,7 +179,7 @@ class ModelRequest:
 
     @property
     def echoes(self) -> bool:
-        """The prompt is part of the answer; vLLM leaves its text out if ids are requested."""
+        """Whether the answer includes the prompt; vLLM omits its text if ids are requested."""
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)
 
     @property
@@ -184,7 +188,7 @@ class ModelRequest:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of the prompt, as sent; 0 if they do not indicate its tokens."""
+        """Bytes of the prompt as sent; 0 if they do not indicate the number of tokens."""
         if self._media or self.ids:
             return 0
         if self.kind in CHATS:
@@ -192,7 +196,7 @@ class ModelRequest:
         return size_of(self.fields.get("prompt", self.body))
 
     def estimated_tokens(self, tokens_per_byte: float) -> int:
-        """Estimated tokens of an unknown prompt: a file's size says little."""
+        """Estimated tokens of an unknown prompt; media count with a fixed estimate."""
         if self._media:
             text = round(self._part_text_bytes * tokens_per_byte)
             return text + self._media * TOKENS_OF_MEDIA
@@ -200,7 +204,7 @@ class ModelRequest:
 
     @property
     def most_output_tokens(self) -> int | None:
-        """The maximum length of the answer, from the request."""
+        """The maximum number of answer tokens, from the request."""
         if not self._has_output:
             return 0
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
@@ -215,7 +219,7 @@ class ModelRequest:
         return msgspec.json.encode(fields)
 
     def _read_chat(self, kind: Kind, name: str, system: str | None = None) -> None:
-        """The messages are in the field `name`; one more, before them, may be in the field
+        """Read the messages from the field `name`, and a message before them from the field
         `system`."""
         text = self.fields.get(name, Raw(b""))
         try:
@@ -293,7 +297,9 @@ def _without_odd_forms(text: Raw, kind: Kind) -> Raw:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
         empty = islice(_EMPTY.finditer(text), MOST_MESSAGES + 1)
-        if sum(1 for _ in empty) > MOST_MESSAGES:  # each would take twenty times its text
+        if (
+            sum(1 for _ in empty) > MOST_MESSAGES
+        ):  # each would take twenty times the memory of its text
             raise msgspec.DecodeError("too many empty items")
     elif _CACHE_CONTROL.search(text) is not None:
         return Raw(_CACHE_CONTROL.sub(b"", text, _MOST_CACHE_CONTROLS))
@@ -301,7 +307,7 @@ def _without_odd_forms(text: Raw, kind: Kind) -> Raw:
 
 
 def session_id_of(name: str) -> str:
-    """The name of a session, or its hash if it is too long."""
+    """The id of a session, or its hash if it is too long."""
     return name if len(name.encode()) <= MAX_ID_BYTES else xxh3_128_hexdigest(name.encode())
 
 
@@ -329,7 +335,7 @@ def _check_text(body: bytes) -> None:
 
 
 def _check_cost(body: bytes) -> None:
-    """Raises BadRequest for a body whose objects would take much more memory than their text."""
+    """Raises BadRequest for a body whose objects would take much more memory than its text."""
     if body.count(b":") > MOST_FIELDS:
         names = islice(_NAME_END.finditer(body), MOST_FIELDS + 1)
         if sum(1 for _ in names) > MOST_FIELDS:
@@ -340,7 +346,7 @@ _ARGUMENTS: Final = ("documents", "reasoning_effort")
 
 
 def template_arguments(request: ModelRequest) -> dict[str, object]:
-    """`chat_template_kwargs`, and other fields that are template arguments, as JSON by name."""
+    """`chat_template_kwargs` and other fields that are template arguments: name -> JSON value."""
     given: dict[str, object] = {}
     if request.has("chat_template_kwargs"):
         try:

@@ -1,9 +1,8 @@
-"""From a request to a connection: its prompt, the choice of a worker, connecting.
+"""From a request to a connection: read its prompt, choose a worker, connect.
 
-The only part of a request's way that may wait: for an engine's tokens, for room, for a connection.
-A request that waits for none of these has no task, and is sent in the turn of the loop that read
-it. Otherwise a client disconnect cancels the task, and its lease ends with the request.
-"""
+Only this part of a request may wait: for an engine's tokens, for room, for a connection. A request
+that waits for none of these has no task, and is sent in the same turn of the loop. If it waits and
+the client disconnects, its task is cancelled, and its lease ends with the request."""
 
 import asyncio
 import contextlib
@@ -43,8 +42,8 @@ log = logging.getLogger("lean_selector.gateway")
 
 CONNECT_S: Final = 5.0
 MOST_ATTEMPTS: Final = 5
-# Share of a worker's recently cached tokens that the index lacks, above which the worker is asked
-# to announce blocks again.
+# If the index lacks more than this share of a worker's recently cached tokens, the worker is asked
+# to announce its blocks again.
 MOST_MISSED: Final = 0.01
 
 _NOBODY: Final = frozenset[int]()
@@ -53,8 +52,7 @@ _decode = msgspec.json.Decoder(NamesModel).decode
 
 
 class NotChosen(Exception):
-    """The selector chose no worker: the request is sent round-robin. `why` is a word for the
-    metrics."""
+    """The selector chose no worker, so the request is sent round-robin. `why` is a metric label."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -62,7 +60,7 @@ class NotChosen(Exception):
 
 
 class Shed(Exception):
-    """All workers are busy: `line` tells the client when to retry."""
+    """All workers are busy; `line` tells the client when to retry."""
 
     def __init__(self, message: str, line: bytes) -> None:
         super().__init__(message)
@@ -79,7 +77,7 @@ class Chooser:
         overload_status: int = 503,
         slow_start_s: float = 0.0,
     ) -> None:
-        """`slow_start_s`: for so long a worker that came back has a growing share of the load."""
+        """`slow_start_s`: how long a returned worker gets a growing share of the load."""
         self._selector = selector
         self._rotation = rotation
         self._overload_status = overload_status
@@ -90,7 +88,7 @@ class Chooser:
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> Steps[WorkerLease]:
         """Choose and reserve a worker that is not in `avoided`. Raises NotChosen and Shed. A
-        cancelled call holds nothing."""
+        cancelled call reserves nothing."""
         started, status = perf_counter(), 499
         try:
             lease = yield from self._choose(routed, reservation_id, avoided)
@@ -112,15 +110,15 @@ class Chooser:
             self.meter.add(perf_counter() - started, b"%d" % status)
 
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
-        """The longest wait so far of this request and the first in line: an estimate for the
-        next."""
+        """The longest wait so far of this request and of the first one in the queue: an estimate
+        for the next request."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.parked.lines()
         now = monotonic()
         return max(waited_s, *(now - each.items[0].arrived_at for each in lines if each.items), 0.0)
 
     def knows_no(self, error: UnknownModel) -> None:
-        """Count a request that got no worker because none serves its model."""
+        """Count a request for a model that no worker serves."""
         self.meter.refused(error)
         self.meter.add(0.0, b"503")
 
@@ -185,14 +183,14 @@ class Chooser:
         return frozenset(full)
 
     def _parked(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
-        """Wait for room, if necessary."""
+        """Wait for room if necessary."""
         answer: asyncio.Future[Placement | Exception] | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
             assert answer is not None
             if not answer.done():
                 answer.set_result(outcome)
-            elif isinstance(outcome, Placement):  # cancelled a moment ago
+            elif isinstance(outcome, Placement):  # cancelled just after it was placed
                 self._selector.free(request.reservation_id, monotonic())
 
         selector = self._selector
@@ -204,7 +202,7 @@ class Chooser:
         try:
             given: Placement | Exception = yield within(limit_s, answer)
         except (TimeoutError, asyncio.CancelledError, GeneratorExit) as error:
-            # Leave the queue; a reservation made at the same moment is freed.
+            # Leave the queue, and free a reservation made in the same moment.
             now = monotonic()
             if answer.done() and not answer.cancelled() and isinstance(answer.result(), Placement):
                 selector.free(request.reservation_id, now)
@@ -224,8 +222,8 @@ def _allowed(
     avoided: frozenset[int],
     warming: frozenset[int],
 ) -> frozenset[int] | None:
-    """The workers that a request may go to; None: any. Those in `warming` only where no other can
-    take it."""
+    """The workers that a request may go to; None: any. Those in `warming` only if there are no
+    others."""
     if not (avoided or warming):
         return allowed
     left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
@@ -236,7 +234,7 @@ def _allowed(
 
 
 class Reservation(WorkerLease):
-    """A lease with a reservation at the selector."""
+    """A lease with a reservation in the selector."""
 
     def __init__(
         self,
@@ -248,14 +246,14 @@ class Reservation(WorkerLease):
         overlap_tokens: int,
         known_tokens: int | None,
     ) -> None:
-        """`known_tokens`: tokens of the prompt whose blocks are known; None: all."""
+        """`known_tokens`: prompt tokens whose blocks are known; None: all."""
         super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
         self._selector = selector
         self._id = reservation_id
         self._known_tokens = known_tokens
 
     def _begun(self, ttft_s: float | None) -> None:
-        with contextlib.suppress(NotFound):  # it was removed with its worker
+        with contextlib.suppress(NotFound):  # removed with its worker
             self._selector.prefill_complete(self._id, monotonic(), ttft_s)
 
     def _touched(self) -> None:
@@ -272,7 +270,7 @@ class Reservation(WorkerLease):
 
 
 def peeked_model(body: bytes | bytearray) -> str | None:
-    """The model that a JSON body names; None if it is no such object."""
+    """The model in a JSON body; None if the body is not such an object."""
     if not body.startswith(b"{"):
         return None
     try:
@@ -282,7 +280,7 @@ def peeked_model(body: bytes | bytearray) -> str | None:
 
 
 class Placing:
-    """To be used from the loop's thread only."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -297,7 +295,7 @@ class Placing:
         overload_status: int,
     ) -> None:
         """`tls` is called if a worker's URL is https, and may raise OSError; `allowed` restricts
-        the workers."""
+        the endpoints of workers."""
         self._allowed = allowed
         self._prompts = prompts
         self._chooser = chooser
@@ -309,7 +307,7 @@ class Placing:
         self._overload_status = overload_status
 
     def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
-        """Send the request now, or return the task in which it waits."""
+        """Send the request now, or return the task that waits for it."""
         return stepped(self._place(proxied, is_completion))
 
     def _place(self, proxied: ProxiedRequest, is_completion: bool) -> Steps[None]:
@@ -324,10 +322,10 @@ class Placing:
         self._directory.look()
         if is_completion and proxied.routed is None and not proxied.tried:
             request = proxied.request
-            body = request.body = bytes(request.body)  # one copy of it
+            body = request.body = bytes(request.body)  # copied once
             try:
                 proxied.routed = yield from self._prompts.read(request.path.decode(), body)
-                request.body = b""  # the forwarded body is `routed.body`
+                request.body = b""  # `routed.body` is forwarded instead
                 session = session_of(request.section)
                 if session is not None and proxied.routed.session_id is None:
                     proxied.routed.session_id = session_id_of(session)
@@ -344,7 +342,7 @@ class Placing:
         if proxied.attempts >= MOST_ATTEMPTS:
             proxied.fail(502, none_served, "bad_gateway")
             return
-        lease = proxied.lease  # after a stale connection: it is the worker's turn again
+        lease = proxied.lease  # after a stale connection: try the same worker again
         if lease is None:
             try:
                 lease = yield from self._lease(proxied)
@@ -374,7 +372,7 @@ class Placing:
         proxied.sent(connection)
 
     def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
-        """A worker that has not failed this request; None if there is none."""
+        """A lease of a worker that has not failed this request; None if there is none."""
         routed, directory = proxied.routed, self._directory
         if routed is not None:
             avoided = frozenset(directory.ids_of(proxied.tried))
@@ -386,7 +384,9 @@ class Placing:
             among = (
                 directory.may_serve(routed.model_name)
                 if routed.worker_ids is None
-                else directory.bases_of(routed.worker_ids)  # the workers that have the adapter
+                else directory.bases_of(
+                    routed.worker_ids
+                )  # otherwise only workers that have the adapter
             )
         else:
             is_post = proxied.request.method == b"POST"

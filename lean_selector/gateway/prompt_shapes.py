@@ -1,4 +1,4 @@
-"""Structs of prompts and models: settings, and the parsed parts of bodies."""
+"""Structs for prompts and models: settings, and the parsed parts of bodies."""
 
 from enum import StrEnum
 
@@ -11,21 +11,21 @@ class Mode(StrEnum):
     LEARN = "learn"  # from the engines' own answers
     TOKENIZE = "tokenize"  # from the engines' /tokenize
     LOCAL = "local"  # from a tokenizer in this process
-    OFF = "off"  # none: load decides alone
+    OFF = "off"  # none: load alone decides
 
 
 class PromptSettings(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode
-    tokenizer: str | None = None  # the folder of `local`
+    tokenizer: str | None = None  # folder for `local`
     memory_bytes: int = 128 << 20
     # Tokenize only if at least this many bytes of a prompt are unknown.
     ask_from_bytes: int = 0
-    render_from_bytes: int = 0  # on paths whose answers have no tokens to learn
+    render_from_bytes: int = 0  # likewise, on paths whose answers contain no tokens to learn
     ask_timeout_s: float = 2.0
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A model of a tenant that has workers. `workers` holds the base URL of each by its id."""
+    """A served model of a tenant. `workers`: id -> base URL."""
 
     model_name: str
     tenant_id: str
@@ -35,7 +35,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Why(StrEnum):
-    """One word, for headers, the access log and the metric: docs/guide/prompts.md lists them."""
+    """A reason as one word, for headers, the access log and metrics: see docs/guide/prompts.md."""
 
     OFF = "off"
     PATH = "path"
@@ -53,21 +53,21 @@ class Why(StrEnum):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """The word, and a description for people."""
+    """A reason with a description."""
 
     why: Why
     text: str
 
 
 class Message(msgspec.Struct):
-    """A message of a chat, its parsed part."""
+    """The parsed part of a chat message."""
 
     role: msgspec.Raw
     content: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Item(Message):
-    """Item of /v1/responses: a message, or something without a role, such as a tool call."""
+    """An item of /v1/responses: a message, or an object without a role, such as a tool call."""
 
     role: msgspec.Raw = msgspec.Raw(b"")
 
@@ -80,20 +80,20 @@ class ContentPart(msgspec.Struct):
 
 
 class Texts(msgspec.Struct, array_like=True):
-    """The start of a list of prompts: whether there are several."""
+    """The beginning of a list of prompts, to see whether there are several."""
 
     first: msgspec.Raw = msgspec.Raw(b"")
     second: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Metadata(msgspec.Struct):
-    """Metadata of a request; Anthropic's clients name the user there, and some the session."""
+    """Metadata of a request: Anthropic's clients put the user there, some the session."""
 
     user_id: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class ModelCard(msgspec.Struct):
-    """An adapter (LoRA) has its base model as parent."""
+    """An entry of a model list. An adapter (LoRA) has its base model as parent."""
 
     id: str
     owned_by: str | None = None
@@ -105,7 +105,7 @@ class ModelCards(msgspec.Struct):
 
 
 class TokenizeAnswer(msgspec.Struct):
-    """What an engine answers to POST /tokenize, or to a request to render a prompt."""
+    """An engine's answer to POST /tokenize, or to a request to render a prompt."""
 
     tokens: msgspec.Raw = msgspec.Raw(b"[]")
     token_ids: msgspec.Raw = msgspec.Raw(b"[]")

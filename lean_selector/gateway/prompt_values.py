@@ -1,8 +1,7 @@
-"""The values of a request that form its prompt, as canonical bytes.
+"""The parts of a request that form its prompt, as canonical bytes.
 
-JSON has many texts for one value: blanks, escapes, another order of a message's fields. Messages,
-`tools` and the like repeat: the canonical form of a text is cached by its hash.
-"""
+JSON has many texts for a value: blanks, escapes, another order of a message's fields. Messages,
+`tools` and the like are repeated, so the canonical form of a text is cached by its hash."""
 
 import contextlib
 import re
@@ -16,7 +15,7 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 from lean_selector.gateway.model_request import CHATS, Kind, ModelRequest, size_of
 from lean_selector.gateway.prompt_shapes import ContentPart, Message
 
-# Other fields that affect what the engine makes of the messages or the text.
+# Other fields that affect how the engine renders the messages or the text.
 CHAT_FIELDS: Final = (
     *("tools", "tool_choice", "documents", "reasoning_effort", "chat_template"),
     *("chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
@@ -30,20 +29,20 @@ _FIELDS: Final = {
     Kind.RESPONSES: ("tools", "tool_choice", "reasoning", "text", "chat_template_kwargs"),
 }
 
-# A value is decoded to be rewritten, which takes up to 5 times the memory of a text, and 25 times
-# that of anything else. A longer one is compared as sent.
+# Rewriting a value requires decoding it, which takes up to 5 times the memory of a text, and 25
+# times that of other values. A longer value is compared as sent.
 MOST_TEXT_BYTES: Final = 4 << 20
 MOST_VALUE_BYTES: Final = 256 << 10
-# A link of a long message. Some 250 to 500 tokens: prompts that differ within one are compared by
-# their blocks once both are known.
+# Bytes of a link of a long message, some 250 to 500 tokens. Prompts that differ within one link are
+# compared by their blocks once both are known.
 LINK_BYTES: Final = 2048
-# Cache size: some 4 MB, and 12 if all entries have the maximum length.
+# Some 4 MB of cache; 12 MB if all entries have the maximum length.
 _MOST_KEPT: Final = 16_384
 _MOST_KEPT_LINKS: Final = 64
 
 _ROLE: Final = b'{"role":'
 _BARE: Final = len(b'{"role":,"content":}')
-# Unnecessary escapes in a text. An escaped backslash before one of these only costs time.
+# Unnecessary escapes in a text. A match after an escaped backslash only costs time.
 _NEEDLESS: Final = re.compile(rb"\\[/u]")
 _NULL: Final = b"null"
 _TEXT_TYPES: Final = frozenset({b'"text"', b'"input_text"', b'"output_text"'})
@@ -52,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """A message: 8 bytes for each of its links, a hash, and its length as compact JSON."""
+    """A message: one 8-byte hash per link, and the length as compact JSON."""
 
     hashes: bytes
     size: int
@@ -71,9 +70,9 @@ def _keep(kept: dict[int, K], written: int, value: K) -> None:
 
 
 def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -> int:
-    """The key of `shape` and of everything that is neither a message nor the text. Null counts as
-    absent. The order of fields matters below the top level: templates render tools and arguments in
-    that order."""
+    """A key for `shape` and all fields except messages and text. Null counts as absent. Below the
+    top level the order of fields matters, because templates render tools and arguments in their
+    order."""
     names = _FIELDS[request.kind]
     fields = request.fields
     given = [(name, _key(fields[name])) for name in names if name in fields and request.has(name)]
@@ -90,7 +89,7 @@ def _key(value: Raw) -> int:
 
 
 def links_of(request: ModelRequest) -> Iterator[Links]:
-    """A prompt's messages, or its text, one after the other."""
+    """The links of a prompt's messages, or of its text, one after the other."""
     if request.kind not in CHATS:
         yield _cut(_compact(request.text))
         return
@@ -111,7 +110,7 @@ def _cut(text: Raw | bytes) -> Links:
 
 
 def _message(raw: Raw, message: Message) -> Raw | bytes:
-    """`{"role":...,"content":...}`, and other fields by name."""
+    """The message as `{"role":...,"content":...}`, with its other fields ordered by name."""
     role, content = size_of(message.role), size_of(message.content)
     is_bare = bool(role and content) and size_of(raw) == _BARE + role + content
     if is_bare:
@@ -129,7 +128,7 @@ def _message(raw: Raw, message: Message) -> Raw | bytes:
 
 
 def _content(content: Raw) -> Raw | bytes:
-    """A single text part equals that text: it is rendered alike."""
+    """A content of one text part equals that text: both are rendered alike."""
     if bytes(memoryview(content)[:1]) == b"[":
         with contextlib.suppress(msgspec.DecodeError):
             parts = _read_parts(content)
@@ -148,5 +147,5 @@ def _compact(value: Raw) -> Raw | bytes:
         return text
     try:
         return msgspec.json.encode(msgspec.json.decode(text))
-    except (ValueError, RecursionError):  # half a surrogate pair, and the like
+    except (ValueError, RecursionError):  # half of a surrogate pair, for example
         return text

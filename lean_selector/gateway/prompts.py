@@ -1,4 +1,4 @@
-"""From a raw request to its prompt's blocks, from any source of tokens."""
+"""From a raw request to the blocks of its prompt, with any source of tokens."""
 
 import os
 from collections import Counter
@@ -33,26 +33,25 @@ from lean_selector.wire.scalars import packed_u32
 class Routed:
     """One request, ready to be routed.
 
-    If `why_not` is None the blocks are those of the whole prompt. Otherwise it says why they are
-    not: after the blocks of the known prefix (none, if load alone decides) follow random ones, up
-    to `prompt.isl_tokens`, an estimate; or the blocks lack its salt.
-    """
+    If `why_not` is None, the blocks are those of the whole prompt. Otherwise it is the reason why
+    they are not: the known prefix (empty if load alone decides) is followed by random blocks, up to
+    the estimated `prompt.isl_tokens`; or the blocks lack the prompt's salt."""
 
-    model_name: str  # as registered: the base model of an adapter
+    model_name: str  # as registered; for an adapter its base model
     tenant_id: str
     prompt: Prompt  # isl_tokens >= 1
-    body: bytes  # to be forwarded
+    body: bytes  # to forward
     why_not: Unknown | None
     streams: bool
-    output_tokens: int = 0  # expected tokens of the answer
+    output_tokens: int = 0  # expected answer tokens
     session_id: str | None = None
-    worker_ids: frozenset[int] | None = None  # only these have the adapter; None: any
-    answer: AnswerReader | None = None  # reads the answer; None: it is relayed unchanged
-    # called with the tokens of prompt and answer
+    worker_ids: frozenset[int] | None = None  # the workers that have the adapter; None: any worker
+    answer: AnswerReader | None = None  # None: the answer is relayed unchanged
+    # Called with the numbers of prompt and answer tokens.
     on_lengths: Callable[[int, int], None] | None = None
-    takes_reports: bool = True  # `vllm_xargs` work on its path
-    opens_early: bool = False  # the first bytes of a stream precede the first token
-    known_tokens: int | None = None  # tokens of the prompt with known blocks; None: all
+    takes_reports: bool = True  # `vllm_xargs` are accepted on its path
+    opens_early: bool = False  # the first bytes of a stream may precede the first token
+    known_tokens: int | None = None  # prompt tokens whose blocks are known; None: all
 
 
 OFF: Final = Unknown(Why.OFF, "prompts are off")
@@ -62,13 +61,13 @@ UNMARKED: Final = Unknown(
 NEW: Final = Unknown(Why.NEW, "it was not seen before")
 BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
 _REPORT_MODE: Final = "kv_cache_report_mode"
-_MOST_GUESSED_TOKENS: Final = 1 << 21  # longer prompts than any engine accepts
-# Engines that support `stream_options`, without reporting it.
+_MOST_GUESSED_TOKENS: Final = 1 << 21  # longer than any engine accepts
+# Engines that support `stream_options` but do not say so.
 _KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
 
 
 class Prompts:
-    """To be used from the loop's thread only."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -77,9 +76,9 @@ class Prompts:
         client: OutboundClient,
         local: Tokenizer | None = None,
     ) -> None:
-        """`local` is the tokenizer of the mode `local`."""
+        """`local` is the tokenizer for the mode `local`."""
         self.memory = PromptMemory(settings.memory_bytes)
-        self.unknown: Counter[str] = Counter()  # prompts with unknown blocks, by reason
+        self.unknown: Counter[str] = Counter()  # prompts whose blocks are unknown, by reason
         self._settings = settings
         self._fleet = fleet
         self._engines = EngineAnswers(fleet, client)
@@ -88,14 +87,14 @@ class Prompts:
     def of(
         self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
     ) -> Coroutine[Any, Any, Routed]:
-        """Like `read`, for a caller that awaits it."""
+        """`read` for a caller that awaits it."""
         return finished(self.read(path, body, tenant_id, forwards))
 
     def read(
         self, path: str, body: bytes, tenant_id: str = "default", forwards: bool = True
     ) -> Steps[Routed]:
-        """The known part of a prompt of a request to `path`. `forwards`: the request and its answer
-        pass through the caller, so fields can be added. Raises BadRequest and UnknownModel."""
+        """The known part of a prompt of a request to `path`. `forwards`: the caller proxies request
+        and answer, so fields may be added. Raises BadRequest and UnknownModel."""
         request = ModelRequest(path, body)
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         if self._settings.mode is Mode.OFF:
@@ -141,8 +140,8 @@ class Prompts:
         )
 
     def with_report(self, body: bytes, base: str) -> bytes | None:
-        """The body of a request, with the wish that its engine, at `base`, announces the blocks
-        that it reuses. None if the engine does not support it, or the client sets it."""
+        """The body with the field that makes its engine, at `base`, announce the blocks that it
+        reuses. None if the engine does not support it, or the client sets the field."""
         if not self._engines.reports_in_full(base):
             return None
         try:
@@ -157,7 +156,7 @@ class Prompts:
         return msgspec.json.encode({**fields, "vllm_xargs": arguments})
 
     def close(self) -> Coroutine[Any, Any, None]:
-        """What is to be awaited then."""
+        """Close; returns what the caller must await."""
         self._tokenizer.close()
         return self._engines.close()
 
@@ -166,7 +165,7 @@ class Prompts:
     def _served(
         self, model: str | None, tenant_id: str
     ) -> Steps[tuple[Served, str | None, frozenset[int] | None]]:
-        """The model that a request names, or whose adapter it names; the adapter; the workers that
+        """The model that a request names directly or by an adapter; the adapter; the workers that
         have it."""
         if model is None:
             models = self._fleet.models(tenant_id)
@@ -191,7 +190,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """The prompt, why it is not fully known, and the known block hashes."""
+        """The prompt, why it is not fully known, and the hashes of the known blocks."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
@@ -224,7 +223,7 @@ class Prompts:
         return prompt, why_not, known.hashes
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
-        """The consumer of an answer's ids."""
+        """A function that learns from an answer's ids."""
 
         def learn(prompt_ids: bytes | None, output_ids: bytes) -> None:
             if prompt_ids is None:
@@ -237,10 +236,9 @@ class Prompts:
 
 
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
-    """A prompt of this length with this prefix. Its load is that of all its blocks, so unknown ones
-    are random, and equal no other prompt's. If none is known the prompt has no local hashes: they
-    would match nothing, and be predicted as cached on a worker although no prompt can ask for them.
-    """
+    """A prompt with this many tokens and this known prefix. All its blocks count as load, so
+    unknown ones are random and match no other prompt. Without a known prefix it has no local
+    hashes, which would match nothing, but be predicted as cached."""
     tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
     rest = os.urandom(8 * (tokens // block_size) - len(known))
     return _prompt_of(known, tokens, lora_name, rest)

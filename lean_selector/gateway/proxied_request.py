@@ -1,12 +1,11 @@
-"""One proxied request of a client, from choosing a worker to the end of its answer.
+"""One proxied request, from choosing a worker to the end of its answer.
 
-Handles every event on the way, in any order: the choice, the connection, the answer's pieces, a
-failing worker, a client that disconnects; and ends the lease exactly once. Waits for nothing
-itself: `placing` does, before the request is sent.
+Handles every event, in any order: the choice, the connection, the answer's pieces, a failing
+worker, a client that disconnects; and ends the lease exactly once. It never waits itself: `placing`
+waits before the request is sent.
 
 Until the first byte of the answer's body the client has received nothing, so another worker can be
-tried; from then on pieces are relayed as they come, at the client's pace.
-"""
+tried. After that, pieces are relayed as they arrive, at the client's pace."""
 
 import asyncio
 import logging
@@ -29,20 +28,20 @@ from lean_selector.http.streaming import StreamedReply
 
 log = logging.getLogger("lean_selector.gateway")
 
-# Retried once: an engine whose core has died answers all waiting requests like this. A second
-# worker's is relayed, for then the request may be the cause.
+# These are retried once, because an engine whose core has died answers all waiting requests like
+# this. The second worker's answer is relayed: then the request may be the cause.
 _ERRORS: Final = frozenset({500, 502})
 _STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
-_MOST_SHED_BYTES: Final = 64 * 1024  # buffered bytes of an answer that may not be relayed
-_LAST_PIECES: Final = 4  # of an answer, in which its usage is searched
-# Final events of streams of completions, messages and responses.
+_MOST_SHED_BYTES: Final = 64 * 1024  # buffered bytes of an answer that may be discarded
+_LAST_PIECES: Final = 4  # of an answer, to search for its usage
+# Final events in streams of completions, messages and responses.
 _LAST_EVENTS: Final = b"data: [DONE]", b'"message_stop"', b'"response.completed"'
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
 class ProxiedRequest:
-    """From the request to its end. The app's answer is `reply`."""
+    """A request from its arrival to its end; `reply` is the app's answer."""
 
     def __init__(
         self,
@@ -55,26 +54,26 @@ class ProxiedRequest:
         on_over: "Callable[[ProxiedRequest], None]",
         token: Callable[[], bytes] | None = None,
     ) -> None:
-        """`place` finds a worker, and calls `refused`, `fail` or `sent`, at once or in the task
-        that it returns; `on_failed` is called with workers that failed before another was tried.
-        `token` replaces the client's authorization."""
+        """`place` finds a worker and calls `refused`, `fail` or `sent`, either at once or in the
+        task that it returns. `on_failed` is called with workers that failed before another was
+        tried. `token` replaces the client's authorization."""
         self.request = request
-        self.request_id = request_id  # possibly the client's own
+        self.request_id = request_id  # may be the client's own
         self.lease_id = lease_id  # generated, so it is unique
         self.reply = StreamedReply(self._hung_up, self._pause, self._resume)
-        self.routed: Routed | None = None  # of a completion, once its prompt was parsed
+        self.routed: Routed | None = None  # set for a completion once its prompt is parsed
         self.lease: WorkerLease | None = None
         self.lease_since = 0.0
         self._sent_at = 0.0
-        self._first_token_at = 0.0  # of a stream
-        self.timing: Timing | None = None  # of an answer that is whole
-        self.traceparent: str | None = None  # in place of the client's
-        self.tried: set[str] = set()  # endpoints that failed it
+        self._first_token_at = 0.0  # only for a stream
+        self.timing: Timing | None = None  # set when the answer is complete
+        self.traceparent: str | None = None  # replaces the client's
+        self.tried: set[str] = set()  # endpoints that failed or shed it
         self.attempts = 0
-        self.why = ""  # the last of them did
+        self.why = ""  # why the last of them did
         self.is_over = False
         self.outcome: str | None = None  # of the last worker
-        self.status = 0  # of the answer, once it began
+        self.status = 0  # of the answer, once it has begun
         self._counts = counts
         self._place = place
         self._on_failed = on_failed
@@ -85,17 +84,17 @@ class ProxiedRequest:
         self._head: AnswerHead | None = None
         self._was_error = False  # a worker answered with one of _ERRORS
         self._is_chunking = False
-        # Removes from the answer what was added to the request.
+        # Removes what was added to the request from the answer.
         self._reader: AnswerReader | None = None
-        self._waits_for_token = False  # the stream so far has no part of the answer
-        self._is_written = False  # to its end, if the answer is read
-        # The body of a shed answer while it arrives; and the last complete one.
+        self._waits_for_token = False  # the stream has no part of the answer yet
+        self._is_written = False  # the answer was read and written to its end
+        # The body of a shed answer while it arrives, and the last complete one.
         self._shedding: bytearray | None = None
         self._shed: tuple[WorkerLease, AnswerHead, bytes] | None = None
-        self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # by reference
+        self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # not copied
         counts.active += 1
         counts.retry_budget.add()
-        self.placing: asyncio.Task[None] | None = None  # while a worker is being found
+        self.placing: asyncio.Task[None] | None = None  # set while a worker is being found
         self._look()
 
     @property
@@ -104,7 +103,7 @@ class ProxiedRequest:
 
     @property
     def why_unknown(self) -> Unknown | None:
-        """Why the prompt has unknown blocks, if it was parsed."""
+        """Why blocks of the prompt are unknown, once it is parsed."""
         return None if self.routed is None else self.routed.why_not
 
     # -- choosing and sending ------------------------------------------------------------------
@@ -115,12 +114,12 @@ class ProxiedRequest:
             self.placing = placing
 
     def takes(self, lease: WorkerLease) -> None:
-        """A worker was chosen; the lease is now ours to end."""
+        """A worker was chosen; this request must end its lease."""
         self.lease = lease
         self.lease_since = monotonic()
 
     def sent(self, connection: ClientConnection) -> None:
-        """Send the request to the worker, on a connection to it."""
+        """Send the request on a connection to the worker."""
         lease = self.lease
         assert lease is not None
         assert not self.is_over
@@ -135,7 +134,7 @@ class ProxiedRequest:
             connection.pause()
 
     def refused(self, reason: str) -> None:
-        """The connection to the chosen worker was refused: try another one."""
+        """The chosen worker refused the connection: try another one."""
         self.attempts += 1
         self._retry(REFUSED, REFUSED, reason)
 
@@ -151,7 +150,7 @@ class ProxiedRequest:
         self.reply.resolve(refusal(status, message, code, self._own_lines() + extra))
 
     def time_out(self, limit_s: float) -> None:
-        """No answer began in time."""
+        """No answer has begun in time."""
         lease = self.lease
         where = "none was free" if lease is None else f"{lease.endpoint.text} did not answer"
         self._let_go()
@@ -159,7 +158,8 @@ class ProxiedRequest:
         self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
 
     def _let_go(self) -> None:
-        """Stop finding a worker, or the request to it: the worker notices, and stops computing."""
+        """Stop the search for a worker, or abort the request to it, which makes the worker stop
+        computing."""
         placing, self.placing = self.placing, None
         if placing is not None:
             placing.cancel()
@@ -254,8 +254,8 @@ class ProxiedRequest:
             self._retry(FAILED, FAILED, reason)
 
     def _was_shed(self, body: bytes) -> None:
-        """The worker shed the request, or failed: try another. Its answer is kept in case there is
-        none."""
+        """The worker shed the request or failed: try another one. Its answer is kept in case there
+        is no other worker."""
         lease, head = self.lease, self._head
         assert lease is not None
         assert head is not None
@@ -265,7 +265,7 @@ class ProxiedRequest:
         self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
 
     def _pass_shed(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
-        """All workers that could be tried shed it, or failed."""
+        """All available workers have shed it or failed: relay the last answer."""
         self.lease, self.status = lease, head.status
         self._counts.answers[head.status] += 1
         is_head = self.request.method == b"HEAD"
@@ -284,7 +284,7 @@ class ProxiedRequest:
         self.reply.finish()
 
     def _begin(self, data: bytes, is_last: bool) -> None:
-        """The first byte, or the end of an answer without a body."""
+        """Begin the answer to the client, at the first byte of its body or at its end."""
         head, lease = self._head, self.lease
         assert head is not None
         assert lease is not None
@@ -315,7 +315,7 @@ class ProxiedRequest:
             parts.append(_CHUNKED_LINE)
         parts.append(self.reply.begin(closes=is_unframed or (reads and is_http10)))
         parts.append(b"\r\n")
-        self.request.body = b""  # no further retry
+        self.request.body = b""  # no retry is possible any more
         if self.routed is not None:
             self.routed.body = b""
         if data:
@@ -359,8 +359,8 @@ class ProxiedRequest:
     # -- the end -------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """The client has disconnected, perhaps after a complete stream: OpenAI's own client closes
-        at its end."""
+        """The client has disconnected, perhaps after a complete stream, as OpenAI's own client
+        does."""
         last = b"".join(self._last_pieces)
         is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
         self._counts.hung_up += not is_whole
@@ -368,14 +368,15 @@ class ProxiedRequest:
         self._finish(OK if is_whole else None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
-        """Try another worker: this one failed or shed the request before the client got any answer.
-        `how` labels the metric; `outcome` is the worker's, for outlier detection."""
+        """Try another worker, because this one failed or shed the request before the client got any
+        part of an answer. `how` is the metric label; `outcome` is the worker's, for outlier
+        detection."""
         lease = self.lease
         assert lease is not None
         counts = self._counts
         may_retry = how == REFUSED or counts.retry_budget.take()  # a refused one was not sent
         if how == _STALE and may_retry:
-            # It had let go of the connection just then, which says nothing against it.
+            # The worker had just closed the idle connection, which is not a failure.
             counts.stale += 1
             self.attempts -= 1
             self._head = None
@@ -395,7 +396,7 @@ class ProxiedRequest:
         self._look()
 
     def _finish(self, outcome: str | None) -> None:
-        """Nothing more will happen to it."""
+        """End the request."""
         assert not self.is_over
         self.is_over = True
         self.outcome = outcome
@@ -415,7 +416,7 @@ class ProxiedRequest:
         self._on_over(self)
 
     def _usage(self) -> UsageReader | None:
-        """The engine's counts, from a complete answer."""
+        """The engine's counts, if the answer is complete."""
         if self._reader is not None:
             return self._reader.usage
         if self.routed is None or self.status != 200:
@@ -425,7 +426,7 @@ class ProxiedRequest:
         return usage
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:
-        """Compare the prediction with the engine's count."""
+        """Compare the predicted cached tokens with the engine's count."""
         if self.routed is not None and lease.overlap_tokens is not None:
             counts = self._counts
             counts.compared_cached_tokens += cached
@@ -433,7 +434,7 @@ class ProxiedRequest:
             counts.compared_prompt_tokens += self.routed.prompt.isl_tokens
 
     def _note(self, reason: str, consequence: str) -> None:
-        """Count a failure for the log, and note it for this request's id."""
+        """Count a failure for the log, and remember its reason for this request."""
         assert self.lease is not None
         text, trouble = self.lease.endpoint.text, f"{reason}; {consequence}"
         self.why = f"{text}: {reason}"

@@ -1,10 +1,9 @@
 """POST /route/<original path>: reserve a worker for a raw OpenAI request.
 
-The answer names a worker in headers, with the selection as its body if JSON is accepted; or it is
-an error in OpenAI's format, which a gateway may pass to its client. The prompt may have to be
-requested from an engine, so the answer comes later. A client that disconnects meanwhile reserves
-nothing; an end in the access log that arrives before the reservation undoes it.
-"""
+The answer names the worker in headers, and if JSON is accepted has the selection as its body; or it
+is an error in OpenAI's format, which a gateway may relay. It may be sent later, because tokens may
+have to be requested from an engine. If the client disconnects before, nothing is reserved; if the
+end in the access log arrives before the reservation, it is freed at once."""
 
 import asyncio
 import logging
@@ -36,14 +35,15 @@ from lean_selector.tasks import watched
 from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_bodies import SelectAndReserveRequest
 
-SHED: Final = 429  # some gateways rewrite a 503, or take it as the selector being down
-# No worker is known for the model: a gateway that balances by itself may know one.
+SHED: Final = 429  # some gateways rewrite a 503, or take it for a failure of the selector
+# No worker is known for the model; a gateway that balances load itself may know one.
 UNKNOWN: Final = 503
 
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
-    """A 200 that names the worker, and why blocks of the prompt are unknown (`why_not`); with or
-    without the selection as its body. Raises Unavailable for a worker without an HTTP endpoint."""
+    """A 200 that names the worker and, if blocks of the prompt are unknown, the reason (`why_not`);
+    with or without the selection as its body. Raises Unavailable for a worker without an HTTP
+    endpoint."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
@@ -76,24 +76,24 @@ def error_of(error: SelectorError) -> bytes:
 
 
 def unauthorized(refused: Refusal) -> bytes:
-    """The answer to a gateway whose token is insufficient."""
+    """The answer to a gateway whose token is missing or insufficient."""
     return refusal(refused.status, refused.text, refused.code, refused.line)
 
 
-_ID: Final = re.compile(rb"[!#-~]{1,256}")  # characters that an access log can carry
+_ID: Final = re.compile(rb"[!#-~]{1,256}")  # characters that access logs write unchanged
 TOO_LARGE: Final = "the request body is larger than 8 MiB"
 
 _log = logging.getLogger("lean_selector.route")
 
 
 class Prompts(Protocol):
-    """What turns a raw body into blocks."""
+    """Converts a raw body into blocks."""
 
     def of(self, path: str, body: bytes, *, forwards: bool) -> Awaitable[Routed]: ...
 
 
 class RouteHandler:
-    """The route, and its current requests."""
+    """The route and its current requests."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class RouteHandler:
         expect_output: Callable[[str, int], object],
         has_ended: Callable[[str], bool],
     ) -> None:
-        """`select_and_reserve` returns a Selection, or a LaterReply of one; `expect_output` adds
-        the expected tokens of an answer to the reservation; `has_ended` says whether the end of a
-        reservation came before its booking."""
+        """`select_and_reserve` returns a Selection, or a LaterReply with one. `expect_output` adds
+        the expected answer tokens to a reservation. `has_ended`: whether the end of a reservation
+        arrived before its booking."""
         self._prompts = prompts
         self._select = select_and_reserve
         self._free = free
@@ -160,7 +160,7 @@ class RouteHandler:
     def _wait(
         self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
-        """The request is queued: its answer is made here when it leaves."""
+        """Answer `pending` when the queued request leaves the queue."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):
@@ -177,7 +177,7 @@ class RouteHandler:
     def _told(
         self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool
     ) -> Response:
-        """The answer for a reservation; one that cannot be delivered is freed again."""
+        """The answer for a reservation, which is freed if the answer cannot be sent."""
         try:
             self._check_live(reservation_id)
             self._expect_output(reservation_id, routed.output_tokens)
@@ -202,7 +202,7 @@ class RouteHandler:
 
 
 def _reservation_id(given: bytes | None) -> str:
-    """The gateway's own id, so that its log can name it even without our answer; or a generated
+    """The id given by the gateway, which it can log even without our answer; otherwise a generated
     one."""
     if given is None:
         return str(uuid.uuid4())
@@ -213,7 +213,7 @@ def _reservation_id(given: bytes | None) -> str:
 
 def _selection_of(routed: Routed, reservation_id: str) -> SelectAndReserveRequest:
     prompt, worker_ids = routed.prompt, routed.worker_ids
-    sequence = prompt.sequence_hashes()  # an unknown prompt's own blocks are random
+    sequence = prompt.sequence_hashes()  # the unknown blocks are random
     return SelectAndReserveRequest(
         reservation_id=reservation_id,
         model_name=routed.model_name,

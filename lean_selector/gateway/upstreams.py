@@ -1,8 +1,8 @@
-"""The workers as upstreams: the list, the rotation, and a request's lease of one.
+"""The workers as upstreams: their list, the rotation, and a request's lease of one.
 
-The gateway judges failures that it sees like the selector judges reports (`core.health`): after
-consecutive failures a worker is skipped for a while, as are those that the selector ejected.
-"""
+The gateway counts failures in the same way as the selector counts reports (`core.health`): after
+consecutive failures a worker is skipped for a while. Workers that the selector ejected are skipped
+too."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
@@ -16,11 +16,10 @@ from lean_selector.http.client import Upstream
 
 
 class WorkerLease:
-    """A request's hold of its worker, from the choice to its end: freed exactly once.
+    """A request's use of its worker, from the choice to its end; freed exactly once.
 
-    This one, of a worker in rotation, reserves nothing; subclasses do, in `_begun`, `_touched`,
-    `_freed`.
-    """
+    This class is for a worker in rotation and reserves nothing; subclasses do, in `_begun`,
+    `_touched` and `_freed`."""
 
     def __init__(
         self,
@@ -29,30 +28,30 @@ class WorkerLease:
         dp_rank: int | None = None,
         overlap_tokens: int | None = None,
     ) -> None:
-        """`dp_rank` if the worker has several; `overlap_tokens` is None if the selector did not
-        choose."""
+        """`dp_rank`: None if the worker has only one; `overlap_tokens`: None if the selector did
+        not choose."""
         self.endpoint = endpoint
         endpoint.users += 1
         self.worker_id = worker_id
         self.dp_rank = dp_rank
         self.overlap_tokens = overlap_tokens
-        self.misses_blocks = False  # the index lacks blocks that the worker has
-        self.body: bytes | None = None  # for this worker only, instead of the request's
+        self.misses_blocks = False  # the index lacks blocks that the worker has cached
+        self.body: bytes | None = None  # replaces the request's body, for this worker only
         self.is_over = False
 
     def prefill_complete(self, ttft_s: float | None = None) -> None:
-        """The first byte of the answer arrived; `ttft_s` if that is its first token."""
+        """The first byte of the answer arrived; `ttft_s` is given if that is its first token."""
         if not self.is_over:
             self._begun(ttft_s)
 
     def touch(self) -> None:
-        """Report that it still runs; without such reports it would expire."""
+        """Renew the reservation, which would expire otherwise."""
         if not self.is_over:
             self._touched()
 
     def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
-        """End the lease; only the first call counts. `outcome` of the worker is `ok`, `failed` or
-        `refused`; None does not count for the worker."""
+        """End the lease; only the first call has an effect. `outcome` is `ok`, `failed` or
+        `refused`, or None if it does not count for the worker."""
         if not self.is_over:
             self.is_over = True
             self.endpoint.users -= 1
@@ -69,7 +68,7 @@ class WorkerLease:
 
 
 class Rotation:
-    """Endpoints by their base URLs; each is created once, and kept while it is known."""
+    """Endpoints by base URL; one upstream exists per endpoint."""
 
     def __init__(self, settings: EjectionSettings, now: float) -> None:
         self._health: Final = Ejections(settings)
@@ -77,13 +76,15 @@ class Rotation:
         self._made = 0
         self._turn = 0
         self.endpoints: dict[str, Upstream] = {}  # by origin
-        self._by_text: dict[str, Upstream] = {}  # by the URLs of the registrations
+        self._by_text: dict[str, Upstream] = {}  # by URL as registered
         self.in_turn: list[Upstream] = []
-        self.ejected: frozenset[str] = frozenset()  # origins ejected by the selector
-        self.draining: frozenset[str] = frozenset()  # draining origins, which get nothing new
+        self.ejected: frozenset[str] = frozenset()  # origins that the selector ejected
+        self.draining: frozenset[str] = (
+            frozenset()
+        )  # origins of draining workers, which get no new requests
 
     def endpoint(self, text: str) -> Upstream:
-        """The upstream of a base URL, also outside the rotation. Raises ValueError."""
+        """The upstream for a base URL, which need not be in rotation. Raises ValueError."""
         known = self._by_text.get(text)
         if known is None:
             origin = base_of(text)
@@ -95,9 +96,9 @@ class Rotation:
         return known
 
     def set(self, urls: Iterable[str]) -> None:
-        """Set the workers in rotation. A removed one keeps its current requests."""
+        """Set the workers in rotation. A removed one finishes its current requests."""
         self.in_turn = [self.endpoint(url) for url in dict.fromkeys(map(base_of, urls))]
-        self._by_text.clear()  # few until the workers change again
+        self._by_text.clear()  # refilled on use
         keys = {(each.number, 0) for each in self.in_turn}
         gone = [key for key in self._health.ranks if key not in keys]
         self._health.forget(gone)
@@ -106,8 +107,8 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """The next in rotation that is not in `avoided`, and is in `among` if given: a healthy one,
-        or else any."""
+        """The next upstream in rotation that is not in `avoided`, and is in `among` if given; a
+        healthy one if there is one."""
         candidates = [
             each
             for each in self.in_turn
@@ -129,7 +130,7 @@ class Rotation:
             self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Update health, and close idle connections; runs about every second."""
+        """Update health and close idle connections. Call it about every second."""
         self._now = now
         self._health.settle(now)
         for endpoint in list(self.endpoints.values()):
@@ -141,12 +142,12 @@ class Rotation:
 
 
 def base_of(text: str) -> str:
-    """A canonical form of a worker's URL, which ends at its port. Raises ValueError."""
+    """The canonical form of a worker's URL, which ends with the port. Raises ValueError."""
     return Url(url_at(text, "") or text).origin
 
 
 class Directory:
-    """Keeps the rotation in step with the catalog. `named` are the URLs of the command line."""
+    """Updates the rotation from the catalog. `named` are the URLs from the command line."""
 
     def __init__(self, named: Sequence[str], rotation: Rotation, catalog: Catalog) -> None:
         self._named = [base_of(url) for url in named]
@@ -154,12 +155,12 @@ class Directory:
         self._catalog = catalog
         self._models: dict[str, set[str]] = {}  # by base URL
         self._ids: dict[str, set[int]] = {}
-        self._ready: set[str] = set()  # of schedulable workers
+        self._ready: set[str] = set()  # base URLs of schedulable workers
         self._revision = -1
         rotation.set(self._named)
 
     def look(self) -> None:
-        """Read the catalog again if it has changed."""
+        """Read the catalog if it has changed."""
         if self._revision == self._catalog.revision:
             return
         self._revision = self._catalog.revision
