@@ -1,1 +1,1 @@
-"""The processes: flags, wiring, start and stop, state over restarts."""
+"""The processes: flags, wiring, start and shutdown, state across restarts."""

@@ -1,4 +1,4 @@
-"""CURVE keys, read at start. Imported only if key files are set."""
+"""CURVE keys, read at start; imported only if key files are set."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,7 +26,7 @@ _EVENTS_SECRET = "--kv-events-curve-secret-key-file"
 
 
 def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> CurveGate:
-    """The gate that admits replicas to our PUB, and our key pair. Raises StartError."""
+    """The gate that admits replicas to our PUB socket, with our key pair. Raises StartError."""
     pair = _read(_REPLICA_SECRET, config.secret_key_file, read_pair)
     admitted: tuple[bytes, ...] = (pair.public,)
     if config.peer_keys_file is not None:

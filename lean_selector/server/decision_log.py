@@ -1,9 +1,9 @@
 """`--decision-log PATH`: the candidates, the choice and the outcome of each request.
 
-`lean-selector simulate` and `replay` read it; wire/decision_lines.py defines the format. Prompts
-are represented by hashes of 512 tokens each: it contains no tokens and no text. A thread writes a
-line when a request ends. At a given size the file is renamed to PATH.1, replacing an older one.
-"""
+`lean-selector simulate` and `replay` read it; wire/decision_lines.py defines the format. A prompt
+is represented by one hash per 512 tokens; the log contains no tokens and no text. When a request
+ends, a thread writes its line. At a given size the file is renamed to PATH.1, replacing an older
+one."""
 
 import logging
 import os
@@ -34,9 +34,9 @@ from lean_selector.wire.decision_lines import (
 )
 
 MOST_CANDIDATES = 4
-# After costing candidates for t seconds, pause for this many times t: 1 % of the CPU.
+# After costing candidates for t seconds, do not do so for 100 t: 1 % of the CPU.
 _PAUSES = 100
-_TOGETHER = 64  # lines per hand-over: waking the thread costs more than a line
+_TOGETHER = 64  # lines per hand-over: waking the thread costs more than writing a line
 _MOST_WAITING_BYTES = 16 << 20
 _FLUSH_S = 5.0
 _log = logging.getLogger("lean_selector.decisions")
@@ -44,9 +44,9 @@ _encoder = msgspec.json.Encoder()
 
 
 def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
-    """An id for each SPAN_TOKENS of a prompt, including the last part: 32 bits of the sequence hash
-    of the block in which the span ends. 32 bits suffice: prompts are compared from their beginning,
-    so two spans can only collide after the same prefix."""
+    """One id per SPAN_TOKENS of a prompt, including a partial last span: 32 bits of the sequence
+    hash of the block in which the span ends. 32 bits suffice, because prompts are compared from
+    their beginning, so only spans after the same prefix can collide."""
     words = memoryview(sequence_hashes).cast("I")[1::2]  # the upper halves
     blocks = len(words)
     spans = -(-blocks * block_size // SPAN_TOKENS)
@@ -112,7 +112,8 @@ class RotatingFile(LineWriter):
         self._write_whole(self._header)
 
     def _write_whole(self, data: bytes) -> None:
-        """Write all of it, or nothing and raise OSError, so that the file has only whole lines."""
+        """Write all of the data, or nothing and raise OSError, so that the file has only whole
+        lines."""
         rest = memoryview(data)
         try:
             while rest:
@@ -124,7 +125,7 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Observes choices, and the ledgers' calls before passing them to `then`. Prompts without block
+    """Observes choices and the ledgers' calls, which it passes on to `then`. Prompts without block
     hashes are left out."""
 
     def __init__(
@@ -136,8 +137,8 @@ class DecisionLog:
         then: LifecycleEvents | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Append to the file. `share`: fraction of requests, sampled by id; `clock` is the clock
-        that the core uses. Raises StartError."""
+        """Append to the file. `share`: fraction of requests, sampled by id. `clock` must be the
+        clock of the core. Raises StartError."""
         try:
             self._file = RotatingFile(path, most_bytes, header_of(settings, share))
         except OSError as error:
@@ -149,8 +150,9 @@ class DecisionLog:
         self._chosen: tuple[str, DecisionLine] | None = None  # until it is reserved
         self._chosen_among: tuple[Partition, MatchSets] | None = None
         self._begun: dict[str, DecisionLine] = {}  # by reservation id
-        self._ended: list[DecisionLine] = []  # not handed to the thread yet
-        # What ranks held, by reservation id; needed if an access log may name another rank.
+        self._ended: list[DecisionLine] = []  # not yet handed to the thread
+        # Matches by reservation id; kept only if an access log may name another rank than the
+        # chosen one.
         self.keeps_matches = False
         self._matches: dict[str, tuple[Partition, MatchSets]] = {}
         self._cost_next = 0.0
@@ -167,7 +169,7 @@ class DecisionLog:
         placement: Placement,
         now: float,
     ) -> None:
-        """`placement` was chosen among `ranks`, and is about to be reserved."""
+        """`placement` was chosen among `ranks` and will be reserved next."""
         if self._share < 1.0 and not self._is_drawn(request.reservation_id):
             return
         tokens = request.prompt.isl_tokens
@@ -196,7 +198,7 @@ class DecisionLog:
     def reported(
         self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
     ) -> None:
-        """Add facts about a request that its lifecycle calls do not carry."""
+        """Add facts about a request that the ledgers' calls lack."""
         line = self._begun.get(reservation_id)
         if line is not None:
             if ttft_s is not None:
@@ -211,7 +213,7 @@ class DecisionLog:
         dp_rank: int | None,
         ttft_s: float | None,
     ) -> None:
-        """An access log names the worker that served a request, which may not be the chosen one."""
+        """An access log names the worker that served a request, perhaps not the chosen one."""
         line = self._begun.get(reservation_id)
         if line is None:
             return
@@ -246,7 +248,7 @@ class DecisionLog:
         else:
             return
         line.hash_ids = span_ids(sequence_hashes, size)
-        # If the last block is not hashed, or the given length is wrong: log the hashed part.
+        # If the last block has no hash, or the given length is wrong, log the part with hashes.
         line.input_length = max(1, min(line.input_length, len(line.hash_ids) * SPAN_TOKENS))
         at_ms = (self._epoch_s + reservation.touched_at) * 1e3
         line.timestamp = round(at_ms - line.waited_ms, 3)
@@ -301,7 +303,7 @@ class DecisionLog:
         })  # fmt: skip
 
     def close(self) -> None:
-        """Wait a few seconds at most until pending lines are written."""
+        """Wait a few seconds at most for pending lines to be written."""
         self.hand_over()
         self._file.flush(_FLUSH_S)
         dropped = self._file.dropped + self._file.failed

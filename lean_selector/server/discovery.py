@@ -1,4 +1,4 @@
-"""Wires discovery. Imported only if a discovery target is set."""
+"""Wires discovery; imported only if a discovery target is set."""
 
 import importlib
 import os
@@ -34,7 +34,7 @@ def selector_discoveries(
     replication: Replication | None,
     links: Links,
 ) -> Discoveries:
-    """The discovery of workers and peers. Raises StartError."""
+    """The discoveries of workers and peers. Raises StartError."""
     finding, workers, others = _discoveries_of(
         config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
     )
@@ -74,7 +74,7 @@ def selector_discoveries(
 def tracker_discoveries(
     config: TrackerConfig, replication: Replication, links: Links
 ) -> Discoveries:
-    """The discovery of peers. Raises StartError."""
+    """The discoveries of peers. Raises StartError."""
     finding, _, targets = _discoveries_of(
         config.finder, links.resolver.resolve, [], config.replica.discover
     )
@@ -109,7 +109,8 @@ def discovery_families(finding: Discoveries) -> Families:
 def _discoveries_of(
     finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
-    """Collects the finders to run, and their rosters of workers and peers. Raises StartError."""
+    """Create the finders to run; returns them with the targets for workers and for peers. Raises
+    StartError."""
     worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
     targets = [*worker_targets, *peer_targets]
     for target in targets:
@@ -131,7 +132,7 @@ def _find_peers(
     replication: Replication,
     allowed: AllowedEndpoints | None,
 ) -> None:
-    """Add and remove the peers behind `targets`, as over HTTP."""
+    """Add and remove the peers found at `targets`, as HTTP requests would."""
     http_port = config.replica.discover_http_port
     port = replication.sync.bound_endpoint.rpartition(":")[2]
     own_port = int(port) if port.isdigit() else 0
@@ -142,7 +143,7 @@ def _find_peers(
         config.listen.port if http_port is None else http_port,
         config.finder.grace_s,
         refusal=_refusal_of(allowed),
-        is_secure=config.listen.tls is not None,  # assume that all replicas have the same settings
+        is_secure=config.listen.tls is not None,  # assume the same settings on all replicas
     )
     discoveries.find_peers(targets, roster)
 
@@ -177,7 +178,7 @@ def _ask_service(target: Target) -> AskService:
 
     try:
         return SrvRecords().ask
-    except Exception as error:  # dnspython's exceptions: no name server is configured
+    except Exception as error:  # exceptions of dnspython if no name server is configured
         raise StartError(f"--discover {target.text}: {error}") from None
 
 

@@ -5,10 +5,9 @@ each field. A configuration is a dataclass whose fields are groups. The command 
 environment, the TOML file, the help and the page of flags are generated from these fields alone.
 
 The command line takes precedence over the environment, the environment over the file, the file over
-the default. An empty variable counts as unset. A bad value stops the start with one line and status
-2 (D15); so does a flag that has no effect without another, and an empty value where it would allow
-more than intended.
-"""
+the default. An empty variable counts as unset. An invalid value stops the start with one line and
+status 2 (D15). So does a flag that has no effect without a missing other one, and an empty value
+that would allow more than intended."""
 
 import argparse
 import math
@@ -31,19 +30,21 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How a field is set. Its type decides how its text is parsed; `each` overrides that."""
+    """How a field is set. `each`, or else the field's type, parses its text."""
 
-    name: str  # with --; without --, it is a list of positional arguments
+    name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()
     ge: float = -math.inf
     le: float = math.inf
-    infinite: bool = False  # inf is accepted
-    none: bool = False  # the word none is accepted: turns it off
-    filled: bool = False  # an empty value is refused: it would allow more than intended
-    # It has no effect without one of these flags, so it is refused without them.
+    infinite: bool = False  # whether inf is accepted
+    none: bool = False  # whether `none` is accepted, which disables the feature
+    filled: bool = (
+        False  # whether an empty value is refused, because it would allow more than intended
+    )
+    # Refused unless one of these flags is set, because it would have no effect.
     needs: tuple[str, ...] = ()
     each: Callable[[str], Any] | None = None  # parses the text, or each item of a list
-    common: bool = False  # in --help; the others are in --help-all
+    common: bool = False  # shown in --help; the others only in --help-all
 
 
 def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
@@ -55,21 +56,21 @@ def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
 
 
 def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """A flag that Dynamo has too: its first variable is DYN_ and the name."""
+    """A flag that Dynamo has too; its first variable is DYN_ and the name."""
     return flag(default, name, f"DYN_{name[2:].upper().replace('-', '_')}", *env, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The configuration of a program: subclasses have a field for each group."""
+    """The configuration of a program: subclasses have one field per group."""
 
-    # Source of each flag that was set: FLAG, the variable, or the file.
+    # Flag -> source of its value: FLAG, the variable, or the file.
     given: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
 class Field:
-    """One flag of a configuration, and where its value belongs."""
+    """One flag of a configuration, and where to store its value."""
 
     flag: Flag
     help: str
@@ -80,7 +81,7 @@ class Field:
     default: Any
 
     def read(self, text: str) -> Any:
-        """Raises ValueError, saying what was expected."""
+        """Parse the value. Raises ValueError with what was expected."""
         flag, kind = self.flag, self.kind
         if flag.filled and not text.strip(", "):
             raise ValueError("expected a value")
@@ -123,14 +124,14 @@ class Field:
 
     @property
     def shown_default(self) -> str:
-        """Empty where nothing is set."""
+        """The default in help texts; empty if there is none."""
         value = self.default
         if value is None or value == []:
             return ""
         return str(value).lower() if isinstance(value, bool) else f"{value}"
 
     def says(self, *, briefly: bool) -> str:
-        """Its help text; the brief one ends at the first semicolon."""
+        """The help text; the brief one ends at the first semicolon."""
         default = f" (default {self.shown_default})" if self.shown_default else ""
         env = f" [env {', '.join(self.flag.env)}]" if self.flag.env else ""
         return self.help.partition(";")[0] + default if briefly else self.help + default + env
@@ -159,7 +160,7 @@ def fields_of(config: Any) -> Iterator[Field]:
 
 
 def whole_number(text: str) -> int:
-    """Parse ASCII digits only: Python's int also accepts 1_0 and digits of other scripts."""
+    """Parse ASCII digits only; Python's int also accepts 1_0 and digits of other scripts."""
     if re.fullmatch(r"\s*[+-]?[0-9]+\s*", text, re.ASCII) is None:
         raise ValueError("expected a whole number")
     return int(text)
@@ -175,14 +176,14 @@ def _decimal(text: str) -> float:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Report the error in one line; exit status 2."""
+    """Reports an error on one line; exit status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: Any, *, briefly: bool = False) -> None:
-    """`briefly`: only common flags appear in the help."""
+    """Add a configuration's flags; `briefly`: only common ones appear in the help."""
     parser.formatter_class = _Lines
     parser.add_argument(
         FILE, metavar="PATH", help="TOML file of flags, named without --; flags and "
@@ -222,7 +223,7 @@ def load(
     argv: Sequence[str],
     environ: Mapping[str, str],
 ) -> T:
-    """Return the configuration. A bad one ends the process through `parser.error`."""
+    """The configuration. An invalid one ends the process through `parser.error`."""
     args = vars(parser.parse_args(argv))
     found, file = list(fields_of(config)), args[FILE.removeprefix("--")]
     in_file = _read_file(parser, file, found)
@@ -266,7 +267,7 @@ def load(
 def _read_file(
     parser: argparse.ArgumentParser, path: str | None, found: Sequence[Field]
 ) -> dict[str, str]:
-    """The values in a TOML file, as text, by flag."""
+    """The values in a TOML file: flag -> text."""
     if path is None:
         return {}
     try:
@@ -294,7 +295,7 @@ def _text(value: object) -> str:
 
 
 def made_of(kind: type[T], *groups: object, **more: Any) -> T:
-    """A `kind` filled from the groups' fields with the same names, and from `more`."""
+    """A `kind` filled from fields of the same names in the groups, and from `more`."""
     names = cast(Any, kind).__struct_fields__
     told = {name: value for group in groups for name, value in vars(group).items() if name in names}
     return kind(**told | more)

@@ -16,16 +16,16 @@ from lean_selector.server.selector_flags import (
 )
 from lean_selector.server.service_flags import ListenFlags
 
-# For workers that report no block size, such as those that publish no events.
+# For workers that do not report a block size, such as those that publish no events.
 _DEFAULTS = '{"block_size": 16}'
-# Usually longer than a prompt's queueing and prefill; after that the engine's events report it.
+# Usually longer than queueing and prefill of a prompt, after which the engine's events report it.
 _PREDICTED_TTL_S: Final = 10.0
-_TOUCHES = 3.0  # per reservation expiry time
+_TOUCHES = 3.0  # renewals per reservation expiry time
 
 
 def _url(value: str) -> str:
     """Parse a worker's `http://host:port`. A trailing /v1, as in base URLs for OpenAI's clients, is
-    accepted and dropped."""
+    removed."""
     url = Url(value)
     if url.target.rstrip("/") not in ("", "/v1") or "?" in value or "#" in value:
         raise ValueError(f"`{value}`: expected http://HOST:PORT or http://HOST:PORT/v1")
@@ -33,7 +33,7 @@ def _url(value: str) -> str:
 
 
 def _collector(value: str) -> str:
-    """Parse `http://host:4318`; a path is allowed, as for collectors behind a proxy."""
+    """Parse `http://host:4318`; a path is allowed for collectors behind a proxy."""
     url = Url(value)
     return url.origin + url.target.rstrip("/")
 
@@ -42,7 +42,7 @@ def _collector(value: str) -> str:
 class GatewayListenFlags(ListenFlags):
     """Listening, logging and stopping
 
-    drain_s: longest that a stop may take; responses in progress may continue until then
+    drain_s: maximum duration of a shutdown; responses in progress may continue until then
     """
 
     port: int = flag(8080, "--port", ge=0, le=65535, common=True)
@@ -66,7 +66,7 @@ class GatewayHealthFlags(HealthFlags):
 class GatewayPromptsFlags(PromptsFlags):
     """Raw prompts
 
-    mode: how token ids of raw prompts are found
+    mode: source of the token ids of raw prompts
     """
 
     mode: Literal["learn", "tokenize", "local", "off"] = flag("learn", "--prompts", common=True)
@@ -95,7 +95,7 @@ class GatewayFlags:
       /health and /ready; openai: those of OpenAI's API; all: also the engines' own routes,
       including administrative ones
     request_timeout_s: answer 504 if no response byte arrives within this time; unset: no limit
-    max_body_mb: largest request body, in MiB
+    max_body_mb: maximum size of a request body, in MiB
     otlp_endpoint: send a span for each completion over OTLP/HTTP to this collector, http://HOST:4318
     """
 
@@ -136,12 +136,13 @@ class GatewayConfig(SelectorConfig):
 
     @property
     def touch_after_s(self) -> float:
-        """Interval at which a reservation is renewed while its response is streaming."""
+        """Interval at which a reservation is renewed while its response is streamed."""
         return self.reservations.reservation_expiry_s / _TOUCHES
 
     @cached_property
     def selector(self) -> SelectorConfig:
-        """The configuration of the selector in this process; its port serves its API."""
+        """The configuration of the selector in this process, whose API is served on its own
+        port."""
         gateway, discover = self.gateway, self.discover
         if gateway.workers:
             defaults = discover.defaults if "--discover-defaults" in self.given else _DEFAULTS

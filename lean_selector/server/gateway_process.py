@@ -1,8 +1,7 @@
-"""Builds the gateway and runs it on the host, with a selector in this process.
+"""Build the gateway and run it on the host, with a selector in this process.
 
 This module only wires. Two servers share the loop: the gateway's, which handles signals, and the
-selector's API, which answers until the gateway has drained.
-"""
+selector's API, which answers until the gateway has drained."""
 
 import asyncio
 import importlib

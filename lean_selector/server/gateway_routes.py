@@ -1,4 +1,4 @@
-"""Wires POST /route, access logs, and the prompt reader of /route and the gateway."""
+"""Wires POST /route, access logs, and the prompt reader of /route and of the gateway."""
 
 import importlib
 import socket
@@ -113,7 +113,7 @@ class AccessLogReaders:
 
 
 class GatewayRoutes:
-    """POST /route, access logs, or both; logs are received from construction until it is closed."""
+    """POST /route, access logs, or both. Logs are received from construction until it is closed."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class GatewayRoutes:
         new_client: Callable[[], OutboundClient],
         decisions: "DecisionLog | None" = None,
     ) -> None:
-        """`new_client` makes the client for engines. Raises StartError; then nothing is left
+        """`new_client` creates the client for engines. Raises StartError, with nothing left
         open."""
         selector = service.selector
         self._prompts: Prompts | None = None
@@ -162,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """Does nothing: without access logs, no end is reported."""
+    """Without access logs, no end is reported."""
     return False

@@ -1,4 +1,4 @@
-"""The host of a service: log, listeners, periodic tick, signals, orderly stop."""
+"""The host of a service: log, listeners, periodic tick, signals, graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def is_beyond_loopback(host: str) -> bool:
-    """Whether other machines can reach `host`, the text of --host; any name but `localhost` counts
+    """Whether other machines can reach `host`, the value of --host. Any name but `localhost` counts
     as reachable."""
     if host.lower().rstrip(".") == "localhost":
         return False
@@ -46,9 +46,8 @@ def is_beyond_loopback(host: str) -> bool:
 
 
 def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[str]:
-    """Warnings about what an unauthenticated client could do to a service bound to `host`.
-    `asks_who`: clients need a token or a certificate; `has_allowed`: endpoints are checked against
-    an allowlist."""
+    """Warnings about what an unauthenticated client of `host` could do. `asks_who`: clients need a
+    token or a certificate. `has_allowed`: endpoints are checked against an allowlist."""
     if asks_who or not is_beyond_loopback(host):
         return []
     if has_allowed:
@@ -64,21 +63,21 @@ def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[s
 
 
 # -- expiry sweep --------------------------------------------------------------------------------
+# Expire reservations in slices of the loop's turns, at any rate and with little delay for others.
 #
-# Expiry in slices of the loop's turns: it keeps up with any rate, and delays other work little.
-#
-# One slice per turn until nothing is overdue, so that the loop polls its sockets in between. A turn
-# may book more reservations than a slice has steps. So a slice drops at least twice as many as the
-# previous turn booked, and a backlog always shrinks. Dropping is cheaper than booking.
+# There is one slice per turn until nothing is overdue, so that the loop polls its sockets in
+# between. A turn may book more reservations than a slice has steps. Therefore a slice drops at
+# least twice as many as the previous turn booked, and a backlog always shrinks. Dropping is cheaper
+# than booking.
 
-# About 1.5 ms, including events to peers: the longest delay of a request.
+# About 1.5 ms, including events to peers: the longest that a request is delayed.
 SLICE_STEPS = 250
 
 CallSoon = Callable[[Callable[[], None]], object]
 
 
 class ExpirySweep:
-    """Only from the thread of the loop."""
+    """Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -87,9 +86,9 @@ class ExpirySweep:
         call_soon: CallSoon,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`expire(now, steps)` drops overdue reservations in at most that many steps and returns
-        the steps used; if all were used, more may be left. `arrived` counts all reservations ever
-        booked; `call_soon` is the loop's."""
+        """`expire(now, steps)` drops overdue reservations in at most `steps` steps and returns the
+        steps used; if it used all, more may be left. `arrived` returns the number of reservations
+        ever booked. `call_soon` is the loop's."""
         self._expire = expire
         self._arrived = arrived
         self._call_soon = call_soon
@@ -99,7 +98,7 @@ class ExpirySweep:
         self._is_stopped = False
 
     def begin(self) -> None:
-        """Call it about every second: runs the first slice now, the others in later turns."""
+        """Run the first slice now and the others in later turns. Call it about every second."""
         if not self._is_scheduled:
             self._arrived_before = self._arrived()
             self._slice()
@@ -113,7 +112,7 @@ class ExpirySweep:
         if self._is_stopped:
             return
         arrived = self._arrived()
-        # A removed partition takes its count along: then the difference is meaningless.
+        # `arrived` decreases when a partition is removed; then the difference is meaningless.
         steps = max(SLICE_STEPS, 2 * (arrived - self._arrived_before))
         self._arrived_before = arrived
         if self._expire(self._clock(), steps) >= steps:
@@ -122,29 +121,31 @@ class ExpirySweep:
 
 
 # -- host ----------------------------------------------------------------------------------------
-# Independent of the service: it gets an app and callbacks (decision D14 for the stop).
+# Independent of the service: it gets an app and callbacks (decision D14 for the shutdown).
 
 log = logging.getLogger("lean_selector.server")
 
-TICK_S = 0.5  # most delay of the date header, time-outs and expiry
-# A single failed tick may be a passing bug. After this many consecutive failures, in some 10 s, the
-# service neither times out nor expires any more: it stops in order, with status 1, and its
-# supervisor restarts it.
+TICK_S = 0.5  # maximum delay of the date header, timeouts and expiry
+# A single failed tick may be a transient bug. After this many consecutive failures, in some 10 s,
+# the service has no timeouts and no expiry any more. Then it shuts down gracefully with status 1,
+# and its supervisor restarts it.
 MOST_TICKS_LOST = 20
 DRAIN_LOOK_S = 0.05
-# For handshakes in progress when a stop begins. A client that connects then loses a second.
+# Time for handshakes in progress when a shutdown begins. A client that connects then loses a
+# second.
 LAST_CALL_S = 0.05
 
 
 class StartError(Exception):
-    """The service cannot start; the message is one clear line."""
+    """The service cannot start; the message is one line."""
 
 
 def run(
     config: ServiceConfig, serve: Callable[[logs.LogState], Coroutine[object, object, None]]
 ) -> None:
-    """Set up the log, log the build (pure or compiled) and the settings that differ from the
-    defaults, and run `serve` on a loop to its end. Warnings follow the listening addresses."""
+    """Set up the log; log the build (pure or compiled) and the settings that differ from the
+    defaults; then run `serve` on a loop to its end. Warnings are logged after the listening
+    addresses."""
     listen = config.listen
     log_state = logs.set_up(listen.log_level, listen.log_format)
     told = logs.flat(config)
@@ -196,7 +197,7 @@ class HttpServer:
         self._new_protocol = protocol
         self._listeners: list[Listener] = []
         self._refusals = 0, 0  # already logged
-        # Called on SIGHUP, which otherwise ends the process: set it before `serve`.
+        # Called on SIGHUP, which otherwise ends the process; fill it before `serve`.
         self.on_reload: list[Callable[[], object]] = []
         self._looks: list[Callable[[], object]] = []
         self._tls: ServerTls | None = None
@@ -254,7 +255,7 @@ class HttpServer:
         self._stop.set()
 
     def watch(self, look: Callable[[bool], object]) -> None:
-        """Call `look` to check a file: about every TICK_S, and on SIGHUP with True, which forces a
+        """Call `look` to check a file: about every TICK_S, and with True on SIGHUP, which forces a
         reload. Call this before `serve`."""
         self._looks.append(partial(look, False))
         self.on_reload.append(partial(look, True))
@@ -273,17 +274,16 @@ class HttpServer:
         """Log the warnings in `doubts`, then serve until a signal; then drain for at most
         `drain_s`, or until a second signal.
 
-        `tick` runs about every TICK_S, `refuse_new` when the stop begins, `close` at its end.
+        `tick` runs about every TICK_S, `refuse_new` when the shutdown begins, `close` at its end.
         MOST_TICKS_LOST consecutive failures of the tick also stop the service; the last exception
-        is raised at the end.
-        """
+        is raised at the end."""
         for doubt in doubts:
             log.warning(doubt)
         if self.on_reload:
             self._loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         gc.collect()
-        gc.freeze()  # objects made at start-up stay: exclude them from garbage collection
-        failures.setdefault("tick", 0)  # from the first scrape on
+        gc.freeze()  # exempt objects made at start-up from garbage collection
+        failures.setdefault("tick", 0)  # export it from the first scrape on
         ticking = asyncio.create_task(self._tick(tick))
         ticking.add_done_callback(lambda _: self._stop.set())
         try:
@@ -301,7 +301,7 @@ class HttpServer:
         log.info("stopped")
 
     def sweep(self, now: float) -> None:
-        """Handle time-outs of connections, log refused clients, reload changed files; called by
+        """Apply timeouts of connections, log refused clients, reload changed files. Called by
         `serve`, or by the owner of a second server."""
         self.connections.sweep(now)
         self._log_refusals()
@@ -311,7 +311,7 @@ class HttpServer:
             look()
 
     def abort(self) -> None:
-        """Close at once: stop listening, and drop open connections."""
+        """Stop listening, and drop open connections at once."""
         for listener in self._listeners:
             listener.close()
         self.connections.abort()
@@ -383,11 +383,11 @@ def os_reason(error: OSError) -> str:
 
 
 # -- access --------------------------------------------------------------------------------------
-# The bearer tokens that a service requires.
+# The bearer tokens that a service accepts.
 
 
 def tokens_of(listen: ListenFlags) -> AccessTokens | None:
-    """None if no token is required. Raises StartError."""
+    """The tokens, or None if no token is required. Raises StartError."""
     path = listen.auth_token_file
     if path is None:
         return None

@@ -1,10 +1,9 @@
 """A span for each request that is routed, sent over OTLP by OpenTelemetry's SDK.
 
-Imported only with `--otlp-endpoint`; needs the extra `otel`. The SDK queues ended spans, bounded,
-and sends them in batches from its own thread. A slow or absent collector loses spans, which the SDK
-logs, but never blocks the loop. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the SDK's other
-variables apply.
-"""
+Imported only with `--otlp-endpoint`; requires the extra `otel`. The SDK has a bounded queue of
+ended spans, and sends them in batches from its own thread. A slow or absent collector loses spans,
+which the SDK logs, but never blocks the loop. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the SDK's
+other variables apply."""
 
 import time
 from typing import Any, Final
@@ -20,11 +19,11 @@ from lean_selector.gateway.genai_metrics import operation_of
 from lean_selector.gateway.headers import traceparent_of
 from lean_selector.gateway.proxied_request import ProxiedRequest
 
-_CLOSING_MS: Final = 2_000  # for pending spans at the end
+_CLOSING_MS: Final = 2_000  # time for pending spans at exit
 
 
 class OtlpSpans:
-    """From the loop's thread, except `close`, which blocks."""
+    """Used on the loop's thread, except `close`, which blocks."""
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint`: `http://HOST:4318` of a collector."""
@@ -38,7 +37,8 @@ class OtlpSpans:
         self._open: dict[ProxiedRequest, tuple[trace.Span, int]] = {}  # (span, start time)
 
     def begin(self, proxied: ProxiedRequest) -> None:
-        """A child of the client's span, if the request names one, and parent of the worker's."""
+        """Start a child of the client's span, if the request has one; it is the parent of the
+        worker's."""
         given = traceparent_of(proxied.request.section)
         parent = self._propagator.extract({} if given is None else {"traceparent": given})
         began = time.time_ns()

@@ -1,4 +1,4 @@
-"""Credentials for requests to engines and to other replicas, from the flags."""
+"""Credentials for requests to engines and other replicas, from the flags."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -29,11 +29,12 @@ def credentials_of(access: AccessFlags) -> Credentials:
 
 
 # -- endpoint rules ------------------------------------------------------------------------------
-# Checks a worker against `--allow-endpoint` before it is registered.
+# Check a worker's endpoints against `--allow-endpoint` before it is registered.
 
 
 def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
-    """Raise BadRequest, naming the field, if an endpoint of the worker is not allowed."""
+    """A function that raises BadRequest, naming the field, if an endpoint of a worker is not
+    allowed."""
 
     def check(spec: WorkerSpec) -> None:
         for field, endpoint in _endpoints(spec):

@@ -1,8 +1,7 @@
 """Wires the replica sync of a service: sockets, receivers and publishers.
 
-Both services use it; they differ in how a partition is looked up, and in what follows an applied
-event.
-"""
+Both services use it; they differ in how a partition is found, and in what follows an applied
+event."""
 
 import asyncio
 import logging
@@ -43,7 +42,7 @@ from lean_selector.wire.replica_snapshot import encode_session_list, encode_snap
 log = logging.getLogger("lean_selector.replica")
 
 Lookup = Callable[[str, str], ReplicaTarget | None]
-_SMALL_SNAPSHOT = 100  # reservations: up to a millisecond
+_SMALL_SNAPSHOT = 100  # encoding takes up to a millisecond
 _KIND_NAMES = {kind: kind.name.lower() for kind in EventKind}
 _REASONS = [verdict for verdict in Verdict if verdict is not Verdict.APPLIED]
 
@@ -58,8 +57,7 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
 class Replication:
     """The replication of a service. Raises StartError if it cannot be set up.
 
-    `on_applied(event, now)` is called for each peer's event that changed state here.
-    """
+    `on_applied(event, now)` is called for each peer's event that changed state here."""
 
     def __init__(
         self,
@@ -72,11 +70,10 @@ class Replication:
         *,
         tells_sessions: bool = False,
     ) -> None:
-        """`targets` are all partitions that `lookup` finds; `links` are the process's links. With
-        `tells_sessions`, `sessions` must be set before the start.
+        """`targets` are all partitions that `lookup` finds; `links` are those of the process. With
+        `tells_sessions`, `sessions` must be set before `start`.
 
-        No callable is called here, so its target may be made later, with `events`.
-        """
+        The callables are not called here, so their targets may be created later, using `events`."""
         self._lookup = lookup
         self._credentials = credentials_of(config.peers)  # for HTTP requests to peers
         self._allowed = links.allowed
@@ -124,7 +121,7 @@ class Replication:
         self.events = ReplicaEvents(self.router_id, self._publish)
 
     def start(self) -> None:
-        """Start to receive from peers; call it in the running loop."""
+        """Start to receive from peers. Call it on the running loop."""
         self.sync.start()
         log.info(
             "replica sync is on at %s, process_id=%d", self.sync.bound_endpoint, self.router_id
@@ -134,7 +131,7 @@ class Replication:
             self._begin_catch_up()
 
     def catch_up_from(self, urls: list[str]) -> None:
-        """Set the HTTP URLs of the discovered peers. The first URLs start a catch-up."""
+        """Set the HTTP URLs of the discovered peers. The first call with URLs starts a catch-up."""
         self._catch_up_urls[:] = dict.fromkeys((*self._given_urls, *urls))
         if self._catch_up_urls and self._catching_up is None:
             self._begin_catch_up()
@@ -153,7 +150,7 @@ class Replication:
         self._catching_up_task = supervise("catch-up", self._catching_up.run)
 
     def _client(self, url: str) -> OutboundClient:
-        """URLs from a flag are trusted."""
+        """URLs from a flag need no check against the allowlist."""
         allowed = None if url in self._given_urls else self._allowed
         return OutboundClient(self._resolve, self._credentials, allowed)
 
@@ -189,7 +186,7 @@ class Replication:
         return SessionVerdict.OFF if self.sessions is None else self.sessions.hear(event, now)
 
     def session_list(self) -> Answer:
-        """The bindings of sessions, for a replica that catches up; none while sessions are off."""
+        """The sessions' bindings, for a replica that catches up; empty if sessions are off."""
         return self._session_lists.answer(at_once=self.sessions is None)
 
     def _session_list(self) -> Iterator[bytes]:
@@ -211,7 +208,8 @@ class Replication:
         return self._snapshots.answer(at_once=live <= _SMALL_SNAPSHOT)
 
     def _snapshot(self) -> Iterator[bytes]:
-        # Read the number first: events up to it are in the snapshot; later ones may be.
+        # Read the number first: then the snapshot contains all events up to it, and perhaps later
+        # ones.
         sequence = self.sync.sequence
         yield from encode_snapshot(self.router_id, sequence, self._live_bookings(), time.monotonic)
 
@@ -221,7 +219,7 @@ class Replication:
                 yield live_booking(target, held, self.router_id)
 
     def families(self) -> Families:
-        """Events sent to and received from replicas."""
+        """Metrics of events sent to and received from replicas."""
         sync, applier, events = self.sync, self.applier, self.events
 
         def exchanged() -> Iterator[Sample]:

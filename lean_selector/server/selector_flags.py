@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _CACHE = SelectionCacheSettings()
 _EJECTION = EjectionSettings()
 _ROUTED_TTL_S = 120.0  # without KV events, with --api 1.6
-# Bytes of a prompt that were not seen before: some 4 000 tokens, whose prefill takes an engine
-# longer than their tokenization.
+# Unknown bytes of a prompt: some 4 000 tokens, whose prefill takes an engine longer than their
+# tokenization.
 _ASK_WHEN_LEARNING_BYTES = 16_384
 _NEVER = 1 << 40
 _MEGABYTE = 1 << 20
@@ -94,7 +94,7 @@ class DialectFlags:
       (1.6); unset: never
     prefill_busy_threshold: advisory selects report prefill_busy above this fraction of a worker's
       max_num_batched_tokens; unset: never
-    assume_kv_reuse: off: no block of a prompt is assumed to be shared with active requests (1.6)
+    assume_kv_reuse: off: assume that a prompt shares no block with active requests (1.6)
     no_assume_kv_reuse: alias of --router-assume-kv-reuse false
     tracking_hash: only public-xxh3-v1; anything else stops the start
     """
@@ -122,8 +122,8 @@ class SelectionCacheFlags:
     """Selections reserved later by id
 
     ttl_s: how long a selection made by /select can be reserved by its selection_id alone
-    max_entries: most selections kept for this; the oldest is dropped first; 0: none
-    max_bytes: most bytes of hashes and names in all kept selections together; 0: none
+    max_entries: maximum number of cached selections; the oldest is dropped first; 0: none
+    max_bytes: maximum bytes of hashes and names in all cached selections; 0: none
     """
 
     ttl_s: float = flag(_CACHE.ttl_s, "--selection-cache-ttl-secs", ge=0, le=1e9)
@@ -157,7 +157,7 @@ class RouterFlags:
       only with --api 1.6
     overlap_score_credit_decay: how fast that credit decreases as a rank's waiting prefill grows
     prefill_load_scale: weight of prefill against decode in the cost
-    overlap_score_weight: deprecated: sets the prefill load scale, and at 0 the overlap credit to 0
+    overlap_score_weight: deprecated; sets the prefill load scale, and if 0 also the overlap credit
     active_request_weight: blocks added to a rank's cost for each active request, besides the blocks
       it holds
     host_weight: value of a block cached in host memory, in device blocks
@@ -197,14 +197,14 @@ class RouterFlags:
 class QueueFlags:
     """Queueing
 
-    queue_threshold: park requests while every eligible rank has more prefill tokens than this many
+    queue_threshold: queue requests while every eligible rank has more prefill tokens than this many
       times its max_num_batched_tokens; unset: never
-    queue_policy: which parked request goes first; fcfs: the oldest, lcfs: the newest, wspt: the one
+    queue_policy: which queued request goes first; fcfs: the oldest, lcfs: the newest, wspt: the one
       with the least prefill left, least-work: like wspt, with aging (default fcfs; with
       --policy latency: least-work)
-    queue_max_wait_s: answer 503 to a request parked this long; unset: it waits
-    overlap_refresh_after_s: look up a parked request's overlap again if it waited this long; 0 or
-      less: never
+    queue_max_wait_s: answer 503 to a request queued this long; unset: no limit
+    overlap_refresh_after_s: look up a queued request's overlap again after this time; 0 or less:
+      never
     """
 
     queue_threshold: float | None = flag(
@@ -273,7 +273,7 @@ class SessionsFlags:
 
     @property
     def settings(self) -> SessionSettings | None:
-        """None while they are off."""
+        """None if sessions are off."""
         if self.ttl_s is None:
             return None
         bonus = DEFAULT_BONUS_BLOCKS if self.bonus_blocks is None else self.bonus_blocks
@@ -285,11 +285,11 @@ class IndexFlags:
     """The KV index and its events
 
     recover_from: comma-separated HTTP URLs to recover the KV index from at start, through /dump
-    recovery_timeout_s: longest that start-up recovery may take
+    recovery_timeout_s: maximum duration of start-up recovery
     source_grace_s: warn after a worker's KV events have been unreachable, silent or without a
       replay for this long
-    device_blocks: most device blocks indexed per rank that does not report total_kv_blocks
-    lower_tier_blocks: most blocks indexed per rank on each lower tier
+    device_blocks: maximum device blocks indexed per rank that does not report total_kv_blocks
+    lower_tier_blocks: maximum blocks indexed per rank on each lower tier
     """
 
     recover_from: list[str] = flag([], "--indexer-peers", each=url, common=True)
@@ -328,7 +328,7 @@ class DiscoverFlags:
       kubernetes:NAMESPACE/SERVICE or url:URL; may be repeated
     defaults: JSON object of registration fields for found workers, used where neither the discovery
       nor the engine reports them; also events_port and replay_port
-    refresh_s: how often found engines are checked for changes
+    refresh_s: interval at which found engines are checked for changes
     """
 
     targets: list[str] = flag([], "--discover", each=_where, common=True)
@@ -359,12 +359,12 @@ class EnginesFlags(AccessFlags):
 class HealthFlags:
     """Outlier detection and health checks
 
-    failures: eject a rank temporarily after this many
-      consecutive requests failed or were refused; 0: never
+    failures: eject a rank temporarily after this many consecutive failed or refused requests; 0:
+      never
     base_s: base ejection time; multiplied by consecutive ejections
-    longest_s: longest ejection time
-    most_percent: most ranks of a model ejected at a time, in percent; the ranks of one worker may
-      always be ejected
+    longest_s: maximum ejection time
+    most_percent: maximum share of a model's ranks that are ejected, in percent; the ranks of one
+      worker may always be ejected
     interval_s: interval of HTTP health checks of every worker; unset: no health checks
     path: path of the health check at the worker's endpoint; any 2xx is healthy
     timeout_s: timeout of a health check
@@ -390,9 +390,9 @@ class HealthFlags:
 class PromptsFlags:
     """Raw prompts
 
-    mode: how token ids of raw prompts are found: tokenize, local, off; unset: there is no /route
+    mode: source of the token ids of raw prompts: tokenize, local, off; unset: there is no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
-    memory_mb: most memory for known prompts, in MiB
+    memory_mb: maximum memory for known prompts, in MiB
     ask_from_bytes: tokenize only if at least this many bytes of a prompt are unknown; `none`:
       never; unset: 0, or 16384 with --prompts learn if the response carries the token ids
     ask_timeout_s: timeout of tokenization by an engine; after it, route by the known part of the
@@ -419,7 +419,7 @@ class PromptsFlags:
 
     @property
     def settings(self) -> "PromptSettings | None":
-        """None where raw prompts are not accepted."""
+        """None if raw prompts are not accepted."""
         if self.mode is None:
             return None
         from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
@@ -441,8 +441,8 @@ class PromptsFlags:
 class AccessLogsFlags:
     """Gateways' access logs
 
-    places: free reservations according to gateways' access logs, received here; syslog:HOST:PORT or
-      unixgram:PATH; may be repeated
+    places: receive gateways' access logs here, and free the reservations that they report as ended;
+      syslog:HOST:PORT or unixgram:PATH; may be repeated
     allowed: networks besides loopback from which logs are accepted, such as 10.0.0.0/8; may be
       repeated
     """
@@ -457,7 +457,7 @@ class AccessLogsFlags:
 class PageFlags:
     """Web page
 
-    is_off: do not serve the page /ui and its data: /events, /fleet, /prefixes
+    is_off: disable the page /ui and its data: /events, /fleet, /prefixes
     """
 
     is_off: bool = flag(False, "--no-ui")
@@ -543,12 +543,12 @@ class SelectorConfig(ServiceConfig):
 
     @cached_property
     def settings(self) -> RouterSettings:
-        """The settings of the router."""
         router, dialect, refresh_s = self.router, self.dialect, self.queue.overlap_refresh_after_s
         scale, credit = router.prefill_load_scale, router.overlap_score_credit
         weight = router.overlap_score_weight
         if weight is not None:
-            # Set in the environment, a flag overrides it; on the command line, nothing does (D15).
+            # In the environment it overrides the other two flags; on the command line it does not
+            # (D15).
             wins = self._by_flag("--router-kv-overlap-score-weight")
             if wins or not self._by_flag("--router-prefill-load-scale"):
                 scale = weight
@@ -576,7 +576,7 @@ class SelectorConfig(ServiceConfig):
 
     @property
     def thresholds(self) -> BusyThreshold:
-        """The thresholds of every model that has none of its own."""
+        """The thresholds of all models without their own."""
         return made_of(BusyThreshold, self.busy)
 
     @property

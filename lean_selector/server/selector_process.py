@@ -1,8 +1,7 @@
-"""Builds, starts and stops the parts of the selector, and its listener.
+"""Build, start and stop the parts of the selector, and its listener.
 
-Everything runs on one uvloop loop in one thread. This module only wires: it makes the objects and
-gives each the two or three others that it uses (decision D14).
-"""
+Everything runs on one uvloop loop in one thread. This module only wires: it creates the objects and
+passes each one the few others that it uses (decision D14)."""
 
 import asyncio
 import random
@@ -109,20 +108,19 @@ class RoutedExpiry:
 
 # -- selector parts ------------------------------------------------------------------------------
 
-# Per model, twice a second: 5 ms at most.
+# Per model, twice a second; takes 5 ms at most.
 SESSION_STEPS = 1_000
 
 
 class SelectorParts:
     """A selector on the running loop, without a listener: event sources, replication, discovery,
-    recovery and the route handlers.
+    recovery and route handlers.
 
-    Call `start` to begin outbound work, `tick` every TICK_S, `refuse_new` when a stop begins; await
-    `close` at its end. Raises StartError; then nothing runs.
-    """
+    Call `start` to begin outbound work, `tick` every TICK_S, and `refuse_new` when a shutdown
+    begins; await `close` at its end. Raises StartError, with nothing running."""
 
     def __init__(self, config: SelectorConfig, context: zmq.asyncio.Context) -> None:
-        """`context` has no socket yet."""
+        """`context` has no sockets yet."""
         loop = asyncio.get_running_loop()
         allowed = self.allowed = config.endpoints.rules
         engine_keys = None
@@ -147,7 +145,7 @@ class SelectorParts:
             request_id = event.booking.request_id
             selector.load_changed(event.model_name, event.tenant_id, request_id, now)
 
-        self.families: Families = []  # metrics of what is off by default
+        self.families: Families = []  # metrics of optional parts
         replication: Replication | None = None
         tables: SessionTables | None = None  # None: not replicated
         if config.replica.endpoint is not None:
@@ -156,7 +154,9 @@ class SelectorParts:
             replication = wiring.Replication(
                 context,
                 config,
-                lambda model, tenant_id: selector.scheduling_partition(model, tenant_id),  # below
+                lambda model, tenant_id: selector.scheduling_partition(
+                    model, tenant_id
+                ),  # set below
                 lambda: established(selector.catalog, None, None),
                 on_applied,
                 links,
@@ -214,7 +214,7 @@ class SelectorParts:
             self.families += discovery.discovery_families(self.finding)
         peers = config.index.recover_from if config.settings.use_kv_events else []
         if peers:
-            subscriptions.hold()  # restored workers wait for the recovery, too
+            subscriptions.hold()  # restored workers also wait for the recovery
         self._state = ServiceState(is_recovering=bool(peers))
         self.dumps = DumpAnswers(selector.catalog, subscriptions.watermarks, loop.call_soon)
         service = SelectionService
@@ -239,13 +239,13 @@ class SelectorParts:
             self.families += self.persister.families()
         report = None if self.finding is None else self.finding.report
         routes = (*self.service.routes(), *discovery_routes(report))
-        self._page: Page | None = None  # when it was asked for
+        self._page: Page | None = None  # created on the first request for it
         if not config.page.is_off:
             routes = (*routes, *page_routes(self._asked_page))
         self.routes = routes if self.persister is None else durable(routes, self.persister)
         self._config = config
         if config.peers.token_file or config.peers.ca_file or config.peers.cert_file:
-            self.peer_client()  # unusable files stop the start, even if no request needs them
+            self.peer_client()  # unusable files stop the start, even if no request needs them yet
         self._recovering: asyncio.Task[None] | None = None
         if peers:
             from lean_selector.replicas import recovery
@@ -345,7 +345,7 @@ class SelectorParts:
         return self._page
 
     def begin_no_links(self) -> None:
-        """Cancel pending connects: the loop may end before their turn."""
+        """Cancel pending connects, because the loop may end before their turn."""
         self._links.is_ending = True
 
     async def close(self) -> None:
@@ -406,7 +406,8 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
 
 
 def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
-    """The limits of connections to the selector's API, whose responses may stream."""
+    """The protocol class for connections to the selector's API, with its limits; responses may be
+    streamed."""
     if config.page.is_off:
         return HttpProtocol
     from lean_selector.http.streaming import StreamingProtocol
@@ -448,8 +449,8 @@ def selector_app(
     tokens: AccessTokens | None = None,
     meters: Sequence[RouteMeter] = (),
 ) -> App:
-    """The selector's API. `more` are metrics of other parts of this process, `meters` those of
-    selections made outside the routes, `tokens` the required bearer tokens."""
+    """The selector's API. `more` are metrics of other parts of the process, `meters` those of
+    selections outside of the routes, `tokens` the accepted bearer tokens."""
     is_16 = config.settings.dialect == API_1_6
     return observed(
         (*parts.routes, *(() if gateways is None else gateways.routes())),

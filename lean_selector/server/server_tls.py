@@ -1,8 +1,8 @@
-"""Loads and reloads the certificate of a service, its key, and its client authorities.
+"""Load and reload the certificate of a service, its key, and its client authorities.
 
-Reloaded files apply to new handshakes; open connections keep theirs. Files that do not fit together
-stop the start; later they are logged, and the old ones stay in use.
-"""
+Reloaded files apply to new handshakes; open connections are unaffected. Files that do not fit
+together prevent the start; if they change later, the error is logged and the old ones stay in
+use."""
 
 import asyncio
 import logging
@@ -20,7 +20,7 @@ log = logging.getLogger("lean_selector.server")
 
 HANDSHAKE_LOG_S: Final = 10.0
 
-Marks = tuple[tuple[int, int, int] | None, ...]  # time of change, inode, size
+Marks = tuple[tuple[int, int, int] | None, ...]  # (time of change, inode, size) per file
 
 
 class ServerTls:
@@ -32,7 +32,7 @@ class ServerTls:
         connections: Connections,
         new_protocol: Callable[[], asyncio.Protocol],
     ) -> None:
-        """Raises ValueError in one clear line, naming the flag and the file."""
+        """Raises ValueError on one line, naming the flag and the file."""
         self._files: Final = files
         self._counts: Final = connections.tls
         self._door: Final = TlsAcceptor(self._context(), connections, new_protocol)
@@ -43,11 +43,10 @@ class ServerTls:
         return self._door.new_connection()
 
     def look(self, now: float) -> None:
-        """Reload files that have changed, and log failures. Call it periodically.
+        """Reload changed files, and log failures. Call it periodically.
 
-        A change is loaded once two checks see the same files: a certificate and its key are not
-        replaced atomically.
-        """
+        A change is loaded once two checks see the same files, because a certificate and its key are
+        not replaced atomically."""
         self._log.look(now)
         marks = _marks(self._files)
         is_settled, self._seen = marks == self._seen, marks
@@ -79,7 +78,8 @@ class ServerTls:
 
 
 class HandshakeLog:
-    """Logs failed handshakes, one line for several seconds: any client can cause many."""
+    """Logs failed handshakes, at most one line in several seconds, because any client can cause
+    them."""
 
     def __init__(self, counts: TlsCounts) -> None:
         self._counts: Final = counts
@@ -100,10 +100,11 @@ class HandshakeLog:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """TLS 1.2 at least. Raises ValueError in one clear line, naming the flag and the file."""
+    """A context for TLS 1.2 and later. Raises ValueError on one line, naming the flag and the
+    file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # Otherwise a TLS 1.2 client could force one costly renegotiation after another.
+    # Otherwise a TLS 1.2 client could force repeated costly renegotiations.
     context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     _check_certificates("--tls-cert", files.cert)
@@ -124,11 +125,17 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def not_after_of(path: str) -> int | None:
-    """The last second of the first certificate in a PEM file, since 1970; None if unreadable."""
+    """The expiry of the first certificate in a PEM file, in seconds since 1970; None if
+    unreadable."""
     try:
         shown: dict[str, Any] = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]
         return int(ssl.cert_time_to_seconds(shown["notAfter"]))
-    except (AttributeError, LookupError, OSError, ValueError):  # ssl has no public way to ask
+    except (
+        AttributeError,
+        LookupError,
+        OSError,
+        ValueError,
+    ):  # ssl has no public function for this
         return None
 
 

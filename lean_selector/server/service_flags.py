@@ -21,24 +21,24 @@ _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
 
 def path(value: str) -> str:
-    """Parse a path; an empty one is refused: the kernel would choose an address for it."""
+    """Parse a path. An empty one is refused, because the kernel would choose an address for it."""
     if not value:
         raise ValueError("expected a path")
     return value
 
 
 def url(value: str) -> str:
-    """Parse a base URL; its trailing slash is dropped."""
+    """Parse a base URL; a trailing slash is removed."""
     value = value.removesuffix("/")
     if not value.startswith(("http://", "https://")):
         raise ValueError(f"`{value}` is not an http:// or https:// URL")
-    if "@" in value.split("/")[2]:  # they would not be sent, but appear in every log line
+    if "@" in value.split("/")[2]:  # credentials would not be sent, but would appear in log lines
         raise ValueError("credentials in a URL are not supported: give --peer-token-file")
     return value
 
 
 def port(value: str) -> int:
-    """Parse a port to bind; 0 is refused: peers could not know which port was chosen."""
+    """Parse a port to bind. 0 is refused, because peers could not know the port."""
     if value.strip() == "0":
         raise ValueError("port must be greater than zero")
     number = whole_number(value)
@@ -72,7 +72,7 @@ def _allowed(patterns: list[str]) -> "AllowedEndpoints":
 
 
 def checked_by(module: str, name: str, metavar: str) -> Callable[[str], str]:
-    """Checks a value by a function of a module that is imported only when the flag is set."""
+    """A parser that calls a function of a module which is imported only when the flag is set."""
 
     def check(value: str) -> str:
         getattr(importlib.import_module(module), name)(value)
@@ -107,9 +107,9 @@ class ListenFlags:
       on SIGHUP
     tls_key: key of that certificate (PEM)
     tls_client_ca: require client certificates issued by these authorities (PEM)
-    drain_s: longest that a stop may take
-    max_connections: most HTTP connections at a time; further ones are answered 503 and closed
-    log_level: lowest severity that is logged
+    drain_s: maximum duration of a shutdown
+    max_connections: maximum number of HTTP connections; further ones are answered 503 and closed
+    log_level: minimum severity of log lines
     log_format: format of log lines on stderr
     access_log: log every request
     auth_token_file: require a bearer token from this file; one `ROLE TOKEN` per line, ROLE one of
@@ -151,7 +151,7 @@ class StateFlags:
 
     path: save workers, thresholds, peers and live reservations in this directory, and restore them
       at start
-    interval_s: how often changed live reservations are written
+    interval_s: interval at which changed live reservations are written
     """
 
     path: str | None = flag(None, "--state-dir", each=path, common=True)
@@ -210,8 +210,8 @@ class ReplicaKeysFlags:
     """Encryption of replica sync
 
     secret_key_file: encrypt replica sync (CURVE) with this key pair, made by `lean-selector keys`
-    peer_keys_file: public keys of the replicas that are trusted, one per line; unset: all replicas
-      share this one's key pair
+    peer_keys_file: public keys of the trusted replicas, one per line; unset: all replicas share
+      this one's key pair
     """
 
     secret_key_file: str | None = flag(None, _REPLICA_SECRET, each=path, needs=_REPLICA)
@@ -224,7 +224,7 @@ class ReplicaKeysFlags:
 class FinderFlags:
     """Discovery
 
-    interval_s: how often files are reread and names resolved again
+    interval_s: interval at which files are reread and names resolved again
     grace_s: keep a worker or peer this long after discovery no longer finds it
     api: URL of the Kubernetes API server; unset: from the pod's environment
     api_token_file: token of the service account; reread when it changes
@@ -242,7 +242,7 @@ class FinderFlags:
 class AccessFlags:
     """Credentials and certificates of our outbound requests."""
 
-    whose: ClassVar[str]  # how the flags begin: --WHOSE-token-file
+    whose: ClassVar[str]  # the flags begin with --WHOSE, as in --WHOSE-token-file
     token_file: str | None
     ca_file: str | None
     cert_file: str | None
@@ -286,7 +286,7 @@ class EndpointsFlags:
         return _allowed(self.allowed) if self.allowed else None
 
     def check(self, what: str, endpoints: list[str]) -> None:
-        """Raise ValueError, whose text begins with `what`, if the endpoint is not allowed."""
+        """Raise ValueError, with text that begins with `what`, if an endpoint is not allowed."""
         rules = self.rules
         for each in endpoints:
             refusal = None if rules is None else rules.refusal(each)

@@ -1,4 +1,4 @@
-"""Builds the slot tracker and runs it on the host. Only wires."""
+"""Build the slot tracker and run it on the host. Only wires."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
     context = new_zmq_context()
     links = Links(context, allowed=config.endpoints.rules)
 
-    families: Families = []  # metrics of what is off by default
+    families: Families = []  # metrics of optional parts
     replication: Replication | None = None
     if config.replica.endpoint is not None:
         from lean_selector.server import replication as wiring
@@ -53,9 +53,9 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
         replication = wiring.Replication(
             context,
             config,
-            lambda model_name, tenant_id: trackers.lookup(model_name, tenant_id),  # made below
+            lambda model_name, tenant_id: trackers.lookup(model_name, tenant_id),  # set below
             lambda: trackers.in_order(),
-            lambda event, now: None,  # no queue here that an event could admit from
+            lambda event, now: None,  # there is no queue to admit requests from
             links,
         )
         families += replication.families()

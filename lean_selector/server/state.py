@@ -1,9 +1,8 @@
-"""The state of a service, written to its directory and restored at start. Imported only with
+"""The state of a service, written to its directory and restored at start; imported only with
 --state-dir.
 
-The file `catalog` is one JSON object with one worker per line. Unreadable state is set aside, and
-never stops a start.
-"""
+The file `catalog` is one JSON object with one worker per line. Unreadable state is moved aside, and
+does not prevent the start."""
 
 import errno
 import logging
@@ -60,7 +59,7 @@ _NO_WORKERS = b"[]}"
 
 
 def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
-    """`head` has no workers; they are its last field."""
+    """The text of the file. `head` has no workers, which are its last field."""
     text = _encode(head)
     assert text.endswith(_NO_WORKERS)
     return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
@@ -77,7 +76,7 @@ def read_catalog(text: bytes) -> CatalogFile:
 def read_rows(
     rows: Sequence[msgspec.Raw], decode: Callable[[bytes], T], problems: list[str]
 ) -> list[T]:
-    """The readable workers; faults of the others are added to `problems`."""
+    """The readable workers; faults of the others are appended to `problems`."""
     found: list[T] = []
     for row in rows:
         try:
@@ -92,11 +91,11 @@ def read_rows(
 
 @dataclass
 class PeersByHttp:
-    """Changes made over HTTP take precedence over flags."""
+    """Changes to the peers made over HTTP; they take precedence over flags."""
 
     mesh: "Replication | None"  # None: restored peers are kept unchanged
-    given: Collection[str]  # by flags
-    found: Callable[[], Collection[str]]  # by discoveries
+    given: Collection[str]  # from flags
+    found: Callable[[], Collection[str]]  # from discoveries
     restored: tuple[list[str], list[str]] = ([], [])
 
     def changes(self) -> tuple[list[str], list[str]]:
@@ -107,7 +106,7 @@ class PeersByHttp:
         return sorted(peers - {*self.given, *self.found()}), sorted({*self.given} - peers)
 
     def restore(self, added: list[str], removed: list[str]) -> list[str]:
-        """Call before the mesh is started. Returns the peers that could not be added, with
+        """Call it before the mesh is started. Returns the peers that could not be added, with
         reasons."""
         self.restored = added, removed
         mesh, problems = self.mesh, list[str]()
@@ -125,7 +124,7 @@ class PeersByHttp:
 
 
 # -- the selector's --------------------------------------------------------------------------------
-# A worker that discovery found belongs to the discovery again (D33).
+# A worker that was found by discovery stays under its control after a restart (D33).
 
 _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 
@@ -144,11 +143,11 @@ class SelectorCatalog:
 
     @property
     def revision(self) -> int:
-        """Grows with each change of a worker."""
+        """Increases with each change of a worker."""
         return self.selector.catalog.revision
 
     def text(self) -> bytes:
-        """The current content of the file. A worker is encoded only when it has changed."""
+        """The current text of the file. A worker is encoded only when it has changed."""
         found = [] if self.roster is None else self.roster.kept()
         selector, before, self.lines = self.selector, self.lines, {}
         for worker_id, worker in selector.catalog.workers.items():
@@ -175,7 +174,7 @@ class SelectorCatalog:
         return catalog_text(head, [text for _, text in self.lines.values()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Restore it into a new selector. Returns what did not fit."""
+        """Restore it into a new selector. Returns what could not be restored."""
         problems = self.peers.restore(file.peers_added, file.peers_removed)
         selector = self.selector
         for row in file.thresholds:
@@ -208,7 +207,7 @@ class SelectorCatalog:
             except SelectorError as error:
                 problems.append(f"worker {spec.worker_id}: {error.message}")
                 self._not_a_member(spec)
-        if self.roster is not None:  # treat these workers as just found by their discoveries
+        if self.roster is not None:  # treat them as just found by their discoveries
             for kept in sought.values():
                 worker = selector.catalog.workers.get(kept.worker_id)
                 if kept.is_removed:
@@ -218,7 +217,8 @@ class SelectorCatalog:
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
-        """Drop a worker that could not be registered, so that it fixes no block size."""
+        """Remove a worker that could not be registered from the members, so that it fixes no block
+        size."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -241,7 +241,7 @@ class TrackerCatalog:
 
     @property
     def revision(self) -> int:
-        """Grows with each change of a worker."""
+        """Increases with each change of a worker."""
         return self.trackers.revision
 
     def text(self) -> bytes:
@@ -253,7 +253,7 @@ class TrackerCatalog:
         return catalog_text(head, [_encode(row) for row in self.trackers.workers()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Restore it into new trackers. Returns what did not fit."""
+        """Restore it into new trackers. Returns what could not be restored."""
         problems = self.peers.restore(file.peers_added, file.peers_removed)
         for row in read_rows(file.workers, _decode_row, problems):
             try:
@@ -269,7 +269,7 @@ log = logging.getLogger("lean_selector.state")
 
 
 _MOST_LOGGED = 10
-_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # retries of a read that failed with EIO
+_AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # delays before retries of a read that failed with EIO
 
 
 class OtherService(Exception):
@@ -293,7 +293,8 @@ def restore_catalog(
         "unfit": len(problems),
     }
     if problems:
-        # The next change writes the file without them; keep a copy, in case a flag was mistyped.
+        # The next change overwrites the file without them. Keep a copy, in case a flag was
+        # mistyped.
         try:
             fields["kept_as"] = directory.keep_copy(CATALOG)
         except OSError as error:
@@ -309,11 +310,11 @@ def restore_reservations(
     now: float,
     stamp: Stamp,
 ) -> tuple[int, int]:
-    """Return the numbers of restored and of dropped reservations: expired, or their rank is gone.
+    """Restore reservations; returns the numbers of restored ones and of dropped ones, which have
+    expired or whose rank is gone.
 
-    `book` gets each with the peer that admitted it (None: this replica), the oldest first. `now` is
-    the present in monotonic seconds, `stamp` the same by the clocks that stamp files.
-    """
+    `book` is called for each, oldest first, with the peer that admitted it (None: this replica).
+    `now` is in monotonic seconds, `stamp` the same moment by the clocks for files."""
     problems: list[str] = []
 
     def read(text: bytes, written: Stamp) -> tuple[int, list[LiveBooking]]:
@@ -348,7 +349,7 @@ def restore_reservations(
 
 
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:
-    """None: there is no file, or it was set aside."""
+    """Read a file; None if it does not exist or was moved aside."""
     try:
         sealed = _tried(lambda: directory.read(name))
         if sealed is None:
@@ -366,7 +367,7 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T
 
 
 def _tried(read: Callable[[], T]) -> T:
-    """Read with retries: a disk may fail once. Raises OSError."""
+    """Read with retries, because a disk may fail once. Raises OSError."""
     for pause_s in _AGAIN_AFTER_S:
         try:
             return read()
@@ -387,7 +388,7 @@ def _log_problems(what: str, problems: list[str]) -> None:
 
 # -- wiring ----------------------------------------------------------------------------------------
 
-# The previous process releases the directory once it has stopped and written everything.
+# The previous process releases the directory after it has stopped and written everything.
 TAKE_WAIT_S = 2.0
 _LOOK_S = 0.05
 # Do not wait for a full or failing disk: it may recover later, and the service is needed now.
@@ -401,11 +402,10 @@ def keep_selector(
     finding: "Discoveries | None",
     state: ServiceState,
 ) -> Persister:
-    """Lock the directory, restore its state, and keep it up to date from `start` on.
+    """Lock the directory, restore its state, and keep it up to date after `start`.
 
-    Call before anything else is added to the selector, and before replica sync starts. Raises
-    StartError.
-    """
+    Call it before anything else is added to the selector, and before replica sync starts. Raises
+    StartError."""
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = SelectorCatalog(selector, peers)
     if finding is not None:
@@ -473,7 +473,7 @@ def _kept(
 
 
 def _taken(directory: StateDirectory) -> str | None:
-    """Lock the directory, or return the present obstacle. Raises StartError."""
+    """Lock the directory, or return what prevents it. Raises StartError."""
     gives_up_at = time.monotonic() + TAKE_WAIT_S
     while True:
         try:

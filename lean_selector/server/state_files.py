@@ -1,4 +1,4 @@
-"""A state directory: its lock, and its files, which are written atomically and have a checksum."""
+"""A state directory: its lock, and its files, which are written atomically with a checksum."""
 
 import asyncio
 import contextlib
@@ -52,16 +52,16 @@ class StoredThreshold(msgspec.Struct, frozen=True):
 
 
 class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The file `catalog`: everything except live reservations. A worker is a WorkerSpec in a
-    selector's file, a WorkerRow in a slot tracker's."""
+    """The file `catalog`: everything except live reservations. Workers are WorkerSpec for a
+    selector, WorkerRow for a slot tracker."""
 
     version: Literal[1]
     service: Literal["selector", "slot_tracker"]
     partitions: list[PartitionRow] = []
     thresholds: list[StoredThreshold] = []
     found: list[KeptWorker] = []
-    peers_added: list[str] = []  # over HTTP, besides those set by flags
-    peers_removed: list[str] = []  # over HTTP, among those set by flags
+    peers_added: list[str] = []  # over HTTP, in addition to those from flags
+    peers_removed: list[str] = []  # over HTTP, of those from flags
     workers: list[msgspec.Raw] = []
 
 
@@ -71,12 +71,12 @@ class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
 _SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _END = b'"}\n'
-_SUM_BYTES = 16  # of XXH3-64, in hexadecimal
+_SUM_BYTES = 16  # XXH3-64 in hexadecimal
 _decode = msgspec.json.Decoder(Stamp).decode
 
 
 class Damaged(ValueError):
-    """The content read is not what was written; the message says what is wrong."""
+    """The content is not what was written; the message has the reason."""
 
 
 def stamp_now() -> Stamp:
@@ -89,8 +89,8 @@ def stamp_now() -> Stamp:
 
 
 def elapsed_s(since: Stamp, now: Stamp) -> float:
-    """Seconds between the two, at least 0: by the boot clock within one boot, else by the wall
-    clock."""
+    """Seconds from `since` to `now`, at least 0: by the boot clock within one boot, otherwise by
+    the wall clock."""
     if since.boot_id and since.boot_id == now.boot_id:
         return max(0.0, now.boot_s - since.boot_s)
     return max(0.0, now.wall_s - since.wall_s)
@@ -116,7 +116,7 @@ class Checksum:
 
 
 def opened(sealed: bytes) -> tuple[bytes, Stamp]:
-    """Verify the checksum; return the text and when it was written. Raises Damaged."""
+    """Verify the checksum; returns the text and when it was written. Raises Damaged."""
     at = len(sealed) - len(_END) - _SUM_BYTES
     if at <= 0 or not sealed.endswith(_END):
         raise Damaged("its end is missing")
@@ -131,8 +131,8 @@ def opened(sealed: bytes) -> tuple[bytes, Stamp]:
 
 
 # -- the directory ---------------------------------------------------------------------------------
-# One process holds it by locking the file `lock`; the kernel unlocks it when the process ends.
-# Every method blocks on the disk.
+# A process owns the directory by locking the file `lock`; the kernel unlocks it when the process
+# ends. Every method blocks on the disk.
 
 CATALOG: Final = "catalog"
 RESERVATIONS: Final = "reservations"
@@ -142,27 +142,27 @@ _TOKEN_BYTES: Final = 48  # constant, so that the next token fits on a full disk
 
 
 class DirectoryHeld(Exception):
-    """Another process holds the directory; the message names it if known."""
+    """Another process owns the directory; the message names it if known."""
 
 
 class StateDirectory:
-    """`take` it first. `write` may be called from any thread, the other methods by one at a
+    """Call `take` first. `write` may be called from any thread, the other methods by one at a
     time."""
 
     def __init__(self, path: str) -> None:
         self.path: Final = os.path.abspath(path)
         self._lock_path: Final = os.path.join(self.path, LOCK)
         self._fd: int | None = None
-        self._token = b""  # what we last wrote into the lock file
-        self._is_missing = False  # the directory could not be made
-        self._is_wanted = False  # False after release: do not take it again
+        self._token = b""  # our last entry in the lock file
+        self._is_missing = False  # the directory could not be created
+        self._is_wanted = False  # False after release: do not lock it again
         self._taking = threading.Lock()
-        self.generation = 0  # a new value: earlier files may be missing
+        self.generation = 0  # changes when earlier files may be missing
 
     # -- the lock --------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Make the directory if missing. Raises OSError; a later `write` tries again."""
+        """Create the directory if missing. Raises OSError; a later `write` tries again."""
         self._is_missing = True
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         self._is_missing = False
@@ -180,14 +180,14 @@ class StateDirectory:
         self.generation += 1
 
     def wish(self) -> None:
-        """The lock could not be taken; the next `write` tries again."""
+        """Request the lock, which could not be taken; the next `write` tries again."""
         self._is_wanted = True
 
     def let_go(self) -> None:
-        """Unlock it for a successor. A file that is still being written is not renamed into
-        place."""
+        """Unlock the directory for a successor. A file that is still being written is not renamed
+        into place."""
         self._is_wanted = False
-        # A hanging disk may block this for good: then the end of the process unlocks it.
+        # A hanging disk may block this forever; then the end of the process unlocks it.
         if self._taking.acquire(timeout=_PATIENCE_S):
             self._close()
             self._taking.release()
@@ -198,7 +198,7 @@ class StateDirectory:
             self._fd = None
 
     def take_again(self) -> bool:
-        """Take it again if no other process has held it since our release; else do nothing."""
+        """Lock it again if no other process has had it since our release; otherwise do nothing."""
         if self._fd is not None or not self._token:
             return self._fd is not None
         try:
@@ -238,7 +238,7 @@ class StateDirectory:
 
     @contextlib.contextmanager
     def _ours(self) -> Iterator[None]:
-        """Keep the lock during a block. Raises OSError."""
+        """Hold the lock during a block. Raises OSError."""
         with self._taking:
             try:
                 self._hold()
@@ -248,7 +248,7 @@ class StateDirectory:
                     self._close()
 
     def _hold(self) -> None:
-        """Check for a disk that was unmounted, and perhaps replaced or mounted again. Raises
+        """Check whether a disk was unmounted, and perhaps replaced or mounted again. Raises
         OSError."""
         if not self._is_wanted:
             raise OSError(errno.EBUSY, "the directory was let go")
@@ -263,7 +263,8 @@ class StateDirectory:
             raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that it still exists and is ours, and whether these files exist. Raises OSError."""
+        """Check that the directory still exists and is ours, and whether these files exist. Raises
+        OSError."""
         with self._ours():
             pass
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
@@ -280,14 +281,14 @@ class StateDirectory:
             return None
 
     def set_aside(self, name: str) -> str:
-        """Rename a file, replacing one set aside before; return its new path. Raises OSError."""
+        """Rename a file, replacing one renamed before; returns its new path. Raises OSError."""
         aside = os.path.join(self.path, f"{name}.damaged")
         os.rename(os.path.join(self.path, name), aside)
         return aside
 
     def keep_copy(self, name: str) -> str:
-        """Keep a copy (hard link) of a file before it is rewritten, replacing an older copy; return
-        its path. Raises OSError."""
+        """Keep a copy (hard link) of a file before it is overwritten, replacing an older copy;
+        returns its path. Raises OSError."""
         copy = os.path.join(self.path, f"{name}.unfit")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(copy)
@@ -295,11 +296,10 @@ class StateDirectory:
         return copy
 
     def write(self, name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
-        """Replace a file by these parts and their checksum; return its size in bytes.
+        """Replace a file by these parts and their checksum; returns its size in bytes.
 
-        It is on disk on return. Raises OSError, and any error of `parts`; then the old file is
-        still there.
-        """
+        The file is on disk on return. Raises OSError, and any error of `parts`, with the old file
+        unchanged."""
         path = os.path.join(self.path, name)
         new = f"{path}.new"
         with self._ours():
@@ -325,8 +325,8 @@ class StateDirectory:
 
 
 def _created(path: str) -> int:
-    """Open a new file for writing: the previous holder of the directory may still write to one of
-    that name."""
+    """Create a file for writing, because the previous owner of the directory may still write to one
+    of that name."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -353,12 +353,12 @@ T = TypeVar("T")
 
 
 class DiskHangs(Exception):
-    """The disk has taken nothing for as long as the caller may wait."""
+    """The disk has accepted nothing for as long as the caller may wait."""
 
 
 class DiskThread:
-    """Runs the disk operations of one file, one at a time, in threads that a hanging disk keeps
-    from nothing else. For the loop's thread only."""
+    """Runs the disk operations of one file, one at a time, in threads, so that a hanging disk
+    blocks nothing else. Used only on the loop's thread."""
 
     def __init__(self, directory: StateDirectory, name: str) -> None:
         self._directory = directory
@@ -366,15 +366,15 @@ class DiskThread:
         self._job: asyncio.Future[Any] | None = None  # the last one
         self._moved_at = 0.0
         self.spent_s = 0.0  # total processor time of the threads
-        self.bytes = 0  # size of the last file written
+        self.bytes = 0  # of the last file written
 
     @property
     def moved_at(self) -> float | None:
-        """When the disk last took data, in monotonic seconds; None while it is not used."""
+        """When the disk last accepted data, in monotonic seconds; None if no operation runs."""
         return None if self._job is None or self._job.done() else self._moved_at
 
     async def run(self, work: Callable[[], T], patience_s: float | None = None) -> T:
-        """Raises what `work` raises, and DiskHangs."""
+        """Run `work`. Raises what it raises, and DiskHangs."""
         assert self.moved_at is None, "one at a time"
 
         def timed() -> T:
@@ -385,13 +385,15 @@ class DiskThread:
 
         self._moved_at = time.monotonic()
         job = self._job = in_thread(f"state {self._name}", timed)
-        job.add_done_callback(asyncio.Future.exception)  # it may have no waiter any more
+        job.add_done_callback(
+            asyncio.Future.exception
+        )  # no caller may be left to retrieve the exception
         await self.idle(patience_s)
         result: T = job.result()
         return result
 
     async def idle(self, patience_s: float | None = None) -> None:
-        """Wait until the last operation has ended. Raises DiskHangs."""
+        """Wait for the end of the last operation. Raises DiskHangs."""
         job = self._job
         while job is not None and not job.done():
             await asyncio.wait({job}, timeout=patience_s)
@@ -402,7 +404,7 @@ class DiskThread:
     async def write(
         self, parts: Iterable[bytes], stamp: Stamp, patience_s: float | None = None
     ) -> None:
-        """Replace the file; it is on disk on return. Raises OSError, and DiskHangs."""
+        """Replace the file; it is on disk on return. Raises OSError and DiskHangs."""
 
         def each() -> Iterator[bytes]:
             for part in parts:

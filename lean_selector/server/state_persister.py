@@ -1,7 +1,6 @@
-"""Keeps a state directory up to date: the catalog on each change, reservations at an interval.
+"""Keep a state directory up to date: the catalog on each change, reservations at an interval.
 
-Work on the loop is done in slices; blocking disk operations run in `DiskThread`'s.
-"""
+Work on the loop is done in slices; blocking disk operations run in the threads of `DiskThread`."""
 
 import asyncio
 import contextlib
@@ -39,7 +38,7 @@ class LiveBookings:
         router_id: int,
         sequence: Callable[[], int],
     ) -> None:
-        """`router_id` and `sequence` are the replica's; 0 without replica sync."""
+        """`router_id` and `sequence` are those of the replica; 0 without replica sync."""
         self._targets: Final = targets
         self._router_id: Final = router_id
         self._sequence: Final = sequence
@@ -66,13 +65,13 @@ log = logging.getLogger("lean_selector.state")
 
 SLICE_S: Final = 0.001  # per turn of the loop, as for KV events
 STEPS: Final = 32  # reservations between checks of the clock: 50 us
-# Most of a core for saving reservations: if a snapshot takes a larger fraction of the interval, the
-# next one is delayed.
+# Maximum share of a core for saving reservations. If a snapshot takes a larger share of the
+# interval, the next one is delayed.
 SHARE: Final = 0.03
 RETRY_S: Final = 1.0  # after a failure
-# After this time without an answer, waiting calls treat the disk as failed.
+# If the disk accepts nothing for this long, waiting calls treat it as failed.
 HANGS_AFTER_S: Final = 5.0
-# Time for each slice at the end of the process: it must end, and lost reservations expire.
+# Time for each step at exit: the process must end, and lost reservations expire anyway.
 LAST_S: Final = 2.0
 
 
@@ -86,9 +85,9 @@ class Contents(Protocol):
 
 
 class Persister:
-    """From the loop's thread only. Call `start`, `let_go` when a stop begins, and `close` at its
-    end. `on_fault` is called with the reason why state cannot be written, and with None once it
-    can."""
+    """Keeps the files up to date. Used only on the loop's thread. Call `start`, `let_go` when a
+    shutdown begins, and `close` at its end. `on_fault` is called with the reason why state cannot
+    be written, and with None when it can again."""
 
     def __init__(
         self,
@@ -107,35 +106,37 @@ class Persister:
         self._files = {name: DiskThread(directory, name) for name in (CATALOG, RESERVATIONS)}
         self._tasks: list[asyncio.Task[None]] = []
         self._letting_go: asyncio.Task[None] | None = None
-        self._patience_s: float | None = None  # how long to wait for a disk that takes nothing
+        self._patience_s: float | None = None  # how long to wait for a hanging disk
         self._changed = asyncio.Event()
         self._seen_revision = -1  # of the catalog
-        self._change = 0  # grows with each change of the catalog
+        self._change = 0  # increases with each change of the catalog
         self._saved_change = 0
         self._saved_text = b""
-        self._generation = directory.generation  # of the directory that has the saved files
-        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # oldest first
+        self._generation = directory.generation  # of the directory when the files were saved
+        self._waiting: deque[tuple[int, Callable[[], None]]] = (
+            deque()
+        )  # (change, callback), oldest first
         self._saved_revision: Revision | None = None
         self._loop_spent_s = 0.0
-        self._saved_at = time.monotonic()  # reservations of this time are on disk
+        self._saved_at = time.monotonic()  # the reservations on disk are those of this time
         self.writes: Final = {CATALOG: 0, RESERVATIONS: 0}
         self.failures: Final = {CATALOG: 0, RESERVATIONS: 0}
         self.restored = 0  # reservations restored at start
-        self.dropped = 0  # reservations that no longer fitted
+        self.dropped = 0  # reservations that could not be restored
 
     # -- seen from outside -----------------------------------------------------------------------
 
     @property
     def fault(self) -> str | None:
-        """Why changes cannot be written; None while they can."""
+        """Why changes cannot be written, or None."""
         return next((f"{name}: {why}" for name, why in self._faults.items()), None)
 
     def spent_s(self) -> float:
-        """Processor time of the loop and of the threads."""
+        """Processor time of the loop and the threads."""
         return self._loop_spent_s + sum(file.spent_s for file in self._files.values())
 
     def age_s(self) -> float:
-        """How much time a crash now would lose. 0 while nothing has changed."""
+        """How many seconds of changes a crash now would lose; 0 without changes."""
         if self._bookings.revision() == self._saved_revision:
             return 0.0
         return time.monotonic() - self._saved_at
@@ -170,7 +171,7 @@ class Persister:
         self._changed.set()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
-        """Call `then` once all noted changes are on disk, or have failed to be written. Returns
+        """Call `then` once all noted changes are on disk, or writing them has failed. Returns
         False, without calling it, if there is nothing to wait for."""
         if self._saved_change == self._change or CATALOG in self._faults or self._letting_go:
             return False
@@ -251,7 +252,7 @@ class Persister:
     # -- any file --------------------------------------------------------------------------------
 
     async def _write(self, file: DiskThread, parts: Iterable[bytes]) -> None:
-        """Make the text in slices of the loop's turns, then write it. Raises OSError, and
+        """Make the text in slices of the loop's turns, then write it. Raises OSError and
         DiskHangs."""
         stamp = stamp_now()
         slices: list[bytes] = []
@@ -287,8 +288,8 @@ class Persister:
             self._on_fault(self.fault)
 
     def look(self, now: float) -> None:
-        """Call about every second: notes changes that no call reported, such as a discovery's, and
-        ends waits for a disk that has hung for HANGS_AFTER_S."""
+        """Note changes that no call reported, such as a discovery's, and end waits for a disk that
+        has hung for HANGS_AFTER_S. Call it about every second."""
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():
@@ -312,7 +313,7 @@ class Persister:
         ]
 
     def let_go(self) -> None:
-        """A stop begins: write everything, then release the directory to a successor."""
+        """Begin the shutdown: write everything, then release the directory to a successor."""
         if self._letting_go is None:
             self._letting_go = supervise("state hand-over", self._save_and_let_go, again=False)
 
@@ -327,18 +328,18 @@ class Persister:
             self._directory.let_go()
 
     async def _save_all(self) -> None:
-        """Continue while the disk takes data within every LAST_S; else give up."""
+        """Write until done, or until the disk accepts nothing for LAST_S."""
         self._patience_s = LAST_S
         try:
             for file in self._files.values():
-                await file.idle(LAST_S)  # of the write in progress when the tasks ended
+                await file.idle(LAST_S)  # for the write that was in progress when the tasks ended
             await self._save_catalog()
             await self._save_reservations()
         except DiskHangs:
             log.warning("state is not completely written", extra={"waited_s": LAST_S})
 
     async def _take_again(self) -> bool:
-        """Lock the directory again, unless the disk hangs or another process has held it."""
+        """Lock the directory again, unless the disk hangs or another process has owned it."""
         file = self._files[CATALOG]
         with contextlib.suppress(DiskHangs):
             await file.idle(LAST_S)
@@ -346,7 +347,7 @@ class Persister:
         return False
 
     async def close(self) -> None:
-        """End the stop. Changes since it began are written unless a successor holds the
+        """End the shutdown. Changes since it began are written, unless a successor owns the
         directory."""
         self.let_go()
         assert self._letting_go is not None
