@@ -1,1 +1,1 @@
-"""Engines' KV events: subscriptions, replay, ingest in turns, and the state of each source."""
+"""KV events from engines: subscriptions, replay, ingest in turns, and the state of each source."""

@@ -1,8 +1,7 @@
-"""Applying the batches of one source to the index: one at a time, in order, in slices.
+"""Apply the batches of one source to the index: one at a time, in order, in slices.
 
 An ordinary batch is applied at once. A large or unusual one is decoded and applied in slices of
-bounded work, to its end before the next. Knows neither sockets nor sequence numbers. D25.
-"""
+bounded work, and completed before the next one. Knows neither sockets nor sequence numbers. D25."""
 
 import logging
 import time
@@ -21,8 +20,8 @@ from lean_selector.wire.kv_events import (
 )
 from lean_selector.wire.messagepack import WINDOW_BYTES
 
-# Decodes ordinary batches, fast when compiled. Other batches, and all batches in the interpreted
-# form, go to the other decoder.
+# Decodes ordinary batches, if compiled. Other batches, and all batches in the interpreted form, go
+# to the other decoder.
 Reader = Callable[[bytes], EventBatch | None]
 _READER: Reader | None = None
 if IS_COMPILED:
@@ -30,11 +29,11 @@ if IS_COMPILED:
 
     _READER = packed_batch
 
-Report = Callable[[str, int, str], None]  # kind of line, level, text
+Report = Callable[[str, int, str], None]  # arguments: kind of line, level, text
 
 
 class BatchWork:
-    """At most one batch at a time. Never raises for a peer's data."""
+    """Has at most one batch at a time. Never raises for a peer's data."""
 
     def __init__(
         self,
@@ -43,22 +42,22 @@ class BatchWork:
         report: Report,
         reader: Reader | None = _READER,
     ) -> None:
-        self.slices = 0  # total events applied from batches in slices
+        self.slices = 0  # total events applied in slices
         self._ingest = ingest
         self._cursor = cursor
         self._report = report
         self._reader = reader
         self._rest: Iterator[EventBatch | None] | None = None
-        self._is_lost = False  # the current batch has been counted as lost
-        self._is_again = False  # it may have been applied before
+        self._is_lost = False  # the current batch is counted as lost
+        self._is_again = False  # the current batch may have been applied before
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a batch was begun and is not fully applied."""
+        """Whether a batch is not fully applied yet."""
         return self._rest is not None
 
     def take(self, payload: bytes) -> None:
-        """Begin a batch; if `is_under_way` afterwards, `go_on` continues it."""
+        """Start a batch; if `is_under_way` afterwards, `go_on` continues it."""
         assert self._rest is None, "batches are applied in order"
         self._is_lost = False
         self._is_again = self._cursor.is_again
@@ -78,7 +77,7 @@ class BatchWork:
             self._apply(batch)
 
     def go_on(self, deadline: float) -> bool:
-        """Work on the current batch until the deadline (perf_counter); True when none is left."""
+        """Work on the current batch until the deadline (perf_counter); True when it is done."""
         rest = self._rest
         if rest is None:
             return True
@@ -89,7 +88,7 @@ class BatchWork:
                     self._apply(batch)
                 if time.perf_counter() >= deadline:
                     return False
-        # Separate names: mypyc gives a name the type that it has first.
+        # Separate names, because mypyc gives a name only one type.
         except TooManyEvents as too_many:
             self._lose_all("too_many_events", str(too_many))
         except NotABatch as unreadable:
@@ -101,7 +100,7 @@ class BatchWork:
         return True
 
     def drop(self) -> None:
-        """Drop the rest of the batch: its source has ended or restarted."""
+        """Drop the rest of the batch, because its source has ended or restarted."""
         self._rest = None
 
     def _apply(self, batch: EventBatch) -> None:
@@ -118,7 +117,7 @@ class BatchWork:
         self._lose(detail)
 
     def _lose(self, detail: str) -> None:
-        """The batch, or a part of it, is not in the index, and a second reading would not help."""
+        """Note that the batch or a part of it is not in the index, and a replay would not help."""
         if not self._is_lost:
             self._is_lost = True
             self._cursor.lose()

@@ -1,11 +1,10 @@
-"""Key pairs of CURVE and lists of public keys, read from files; and sockets that use them.
+"""CURVE key pairs and lists of public keys, read from files; and sockets that use them.
 
 A pair is a certificate in the format of CZMQ and pyzmq's zmq.auth (rfc.zeromq.org/spec/4, ZPL). A
 list has one public key per line, 40 characters of Z85, then an optional comment such as the owner;
-one or more concatenated public certificates are a list too. Files are read once, at the start.
-What binds admits clients by their keys, and counts those that are refused: without an answer to
-libzmq's question none is admitted.
-"""
+one or more concatenated public certificates are a valid list too. Files are read once, at the
+start. A socket that binds admits clients by their keys, and counts those that it refuses; if
+libzmq's admission request is not answered, it admits none."""
 
 import logging
 import re
@@ -23,18 +22,18 @@ if TYPE_CHECKING:
     from zmq.auth import Authenticator
 
 KEY_CHARACTERS: Final = 40
-MOST_KEYS: Final = 64  # keys of a list: each is tried in turn
-DOMAIN: Final = b"lean-selector"  # ZAP domain: all sockets that require keys
+MOST_KEYS: Final = 64  # per list; each one is tried in turn
+DOMAIN: Final = b"lean-selector"  # ZAP domain of all sockets that require keys
 _MOST_BYTES: Final = 1 << 18
-_ENFORCE_DOMAIN: Final = 93  # ZMQ_ZAP_ENFORCE_DOMAIN; pyzmq has no name for it everywhere
+_ENFORCE_DOMAIN: Final = 93  # ZMQ_ZAP_ENFORCE_DOMAIN; not every pyzmq has a name for it
 _ENTRY: Final = re.compile(r'\s*(public-key|secret-key)\s*=\s*"(\S+)"\s*')
-# Other lines of a certificate.
+# A line of a certificate that has no key.
 _OTHER: Final = re.compile(r"\s+(?!public-key\b|secret-key\b)[\w$\-@.&+/]+\s*=.*")
 _SECTIONS: Final = ("curve", "metadata")
 
 
 class BadKeys(ValueError):
-    """A key file is invalid; the message is one line, and contains no key."""
+    """A key file is invalid; the message is one line without any key."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,11 +44,11 @@ class KeyPair:
     secret: bytes
 
     def __repr__(self) -> str:
-        return f"KeyPair({self.public.decode()})"  # and never the secret
+        return f"KeyPair({self.public.decode()})"  # never the secret key
 
 
 class CurveClient(NamedTuple):
-    """Our pair, and the accepted public keys of servers."""
+    """Our pair, and the public keys of accepted servers."""
 
     pair: KeyPair
     believed: tuple[bytes, ...]
@@ -80,7 +79,7 @@ def read_pair(path: str) -> KeyPair:
 
 
 def public_keys(path: str, content: bytes) -> tuple[bytes, ...]:
-    """The keys of a list, each once, in its order. Raises ValueError."""
+    """The distinct keys of a list, in its order. Raises ValueError."""
     found: dict[bytes, None] = {}
     for number, line in enumerate(_text(path, content).splitlines(), 1):
         entry = _ENTRY.fullmatch(line)
@@ -105,8 +104,8 @@ def read_list(path: str) -> tuple[bytes, ...]:
 
 
 def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
-    """Make a socket that will bind the server of `pair`; without a ZAP answer it admits no
-    client."""
+    """Make a socket that will bind the CURVE server of `pair`. It admits only clients that ZAP
+    accepts."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
@@ -115,8 +114,8 @@ def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
 
 
 def give_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, server_key: bytes) -> None:
-    """Make a socket that will connect a client with `pair`, of servers with this public key
-    only."""
+    """Make a socket that will connect a CURVE client with `pair`, which accepts only servers with
+    this public key."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
@@ -140,7 +139,8 @@ def _key(text: str) -> bytes | None:
 
 
 def _is_of_no_key(line: str, words: list[str]) -> bool:
-    """Whether the line is a comment (no key begins so), or another line of a certificate."""
+    """Whether the line is a comment (no key begins like one), or a line of a certificate without a
+    key."""
     return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None
 
 
@@ -148,38 +148,39 @@ def _is_of_no_key(line: str, words: list[str]) -> bool:
 
 log = logging.getLogger("lean_selector.curve")
 
-WARN_EVERY_S: Final = 60.0  # about refused clients: they may try as often as they like
+WARN_EVERY_S: Final = 60.0  # for refused clients, which may retry at any rate
 
 
 class CurveGate:
-    """Admits those with a key of `admitted` to the sockets of one context; start() to close()."""
+    """Admits clients with a key in `admitted` to the sockets of one context, from start() to
+    close()."""
 
     def __init__(
         self, authenticator: "Authenticator", pair: KeyPair, admitted: tuple[bytes, ...] | None
     ) -> None:
-        """`authenticator` is of the sockets' context. `admitted` None: all that know the server's
-        key."""
+        """`authenticator` is that of the sockets' context. `admitted` None: any client that knows
+        the server's key."""
         self.pair: Final = pair
         self.admitted: Final = admitted
         self.refused = 0
-        self.last_refused: str | None = None  # a public key
-        self._warn_at = 0.0  # monotonic, not before
+        self.last_refused: str | None = None  # the public key
+        self._warn_at = 0.0  # monotonic time of the next warning
         self._authenticator: Final = authenticator
         authenticator.configure_curve_callback(DOMAIN.decode(), self)
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
-        """From its binding on. The socket is not bound yet."""
+        """Guard a socket that is not bound yet."""
         ask_for_keys(socket, self.pair)
 
     def start(self) -> None:
-        """Begin to admit clients; before that every handshake fails."""
+        """Start to admit clients; until then every handshake fails."""
         self._authenticator.start()
 
     def close(self) -> None:
         self._authenticator.stop()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator: whether a client with this public key is admitted."""
+        """Called by the authenticator: whether to admit a client with this public key."""
         if self.admitted is None or key in self.admitted:
             return True
         self.refused += 1

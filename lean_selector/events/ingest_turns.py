@@ -1,9 +1,8 @@
 """Long work in slices, between other work of the loop.
 
-Ingest of events runs beside HTTP in one thread: all sources together get one short slice of each
-turn of the loop, one after another. Indexes free memory in slices of their own; reading a peer's
-answer pauses by the clock.
-"""
+Events are applied on the same thread as HTTP: all sources share one short slice per turn of the
+loop, in order. Indexes free memory in slices of their own, and reading a peer's answer pauses when
+a slice is over."""
 
 import asyncio
 import logging
@@ -15,18 +14,19 @@ from lean_selector.core.index.kv_index import KvIndex
 
 logger = logging.getLogger("lean_selector.kv_events")
 
-# One millisecond for all sources, plus the message begun last: the pause that a request meets stays
-# within 2 ms.
+# One millisecond for all sources, plus the last message: a request is delayed by at most 2 ms.
 SLICE_S = 0.001
-SWEEP_SLICE_S = 0.0005  # per turn of the loop, besides the slice for events
-_SWEEP_STEPS = 4  # between two looks at the clock
+SWEEP_SLICE_S = 0.0005  # per turn of the loop, in addition to the slice for events
+_SWEEP_STEPS = 4  # between checks of the clock
 
-Drain = Callable[[float], bool]  # works until the deadline (perf_counter); True when more is left
-Done = Callable[[Exception | None], None]  # called when nothing is left, or with drain's exception
+Drain = Callable[[float], bool]  # works until the deadline (perf_counter); True if work is left
+Done = Callable[
+    [Exception | None], None
+]  # called when no work is left, or with the exception of drain
 
 
 class IngestTurns:
-    """One per process. To be used from its loop's thread only."""
+    """One per process. Used only on the loop's thread."""
 
     def __init__(self, slice_s: float = SLICE_S) -> None:
         self._slice_s = slice_s
@@ -34,18 +34,18 @@ class IngestTurns:
         self._is_scheduled = False
 
     def start(self, drain: Drain, done: Done) -> None:
-        """Call drain in turns until nothing is left, or it raises; then done."""
+        """Call `drain` in turns until no work is left or it raises; then call `done`."""
         self._waiting.append((drain, done))
         if not self._is_scheduled:
             self._schedule(asyncio.get_running_loop())
 
     async def run(self, drain: Drain) -> None:
-        """Await `start`; raises what drain raises. If cancelled, drain is not called again."""
+        """Await `start`; raises what `drain` raises. If cancelled, `drain` is not called again."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: Exception | None) -> None:
             if ended.done():
-                if error is not None:  # it was cancelled by what then failed
+                if error is not None:  # it was cancelled, and then failed
                     logger.error("a turn of a cancelled source failed", exc_info=error)
             elif error is not None:
                 ended.set_exception(error)
@@ -67,7 +67,7 @@ class IngestTurns:
             drain, done = self._waiting.popleft()
             try:
                 more = drain(deadline)
-            except Exception as error:  # an internal error, for the source to report
+            except Exception as error:  # an internal error, which the source reports
                 done(error)
             else:
                 if more:
@@ -80,15 +80,15 @@ class IngestTurns:
 
 
 class IndexSweeps:
-    """Lets every index that dropped something free its memory. One per process. An index hides
-    dropped blocks at once, and frees them in steps. An index of a removed partition is kept until
-    then: otherwise all of it would be freed at once."""
+    """Lets every index free the memory of dropped blocks. One per process. An index hides dropped
+    blocks at once, and frees them in steps. The index of a removed partition is referenced until it
+    is freed, because otherwise all of it would be freed at once."""
 
     def __init__(self) -> None:
         self._turns = IngestTurns(SWEEP_SLICE_S)
 
     def start(self, index: KvIndex) -> None:
-        """Free its memory from now on; for `KvIndex.on_sweep`."""
+        """Free the memory of an index from now on; for `KvIndex.on_sweep`."""
 
         def drain(deadline: float) -> bool:
             while index.sweep(_SWEEP_STEPS):
@@ -100,13 +100,12 @@ class IndexSweeps:
 
 
 def _swept(error: Exception | None) -> None:
-    if error is not None:  # an internal error; the index is unchanged
+    if error is not None:  # an internal error, which leaves the index unchanged
         logger.error("sweep of the index failed: %r", error)
 
 
 class Pauses:
-    """Awaited regularly, yields to the loop when a slice is over. State may have changed after
-    each."""
+    """Awaiting it yields to the loop if the slice is over. State may have changed afterwards."""
 
     def __init__(self) -> None:
         self._slice_ends = time.perf_counter() + SLICE_S

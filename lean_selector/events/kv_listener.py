@@ -1,8 +1,7 @@
-"""One replay: requested on its own link, read until its end, its timeout or its bounds.
+"""One replay, and one source of KV events.
 
-Detects when a replay is over, but does not interpret its batches: `on_reply` judges each. Spec:
-indexer.md 1.5.
-"""
+A replay is requested on its own link, and read until its end, its timeout or its bounds. `KvReplay`
+detects the end, and `on_reply` judges each batch. Spec: indexer.md 1.5."""
 
 import asyncio
 import logging
@@ -24,21 +23,21 @@ from lean_selector.wire.selection_bodies import SourceCondition, SourceStatus
 
 # Engines answer a replay between batches, about every 0.1 s (vLLM).
 REPLAY_IDLE_S = 1.5
-# A slow replay ends too: live batches wait meanwhile. A full buffer takes seconds.
+# A slow replay is ended, because live batches wait meanwhile. A full buffer takes seconds.
 REPLAY_LIMIT_S = 60.0
-# A source yields to the next after this many messages of its turn.
+# A source yields to the next one after this many messages.
 MESSAGES_PER_TURN = 64
 
 
 class ReplayEnd(Enum):
-    COMPLETE = auto()  # the end marker came, or nothing more is wanted
+    COMPLETE = auto()  # the end marker arrived, or no more is wanted
     STOPPED = auto()
-    # more came than may wait; what did is applied, and the rest can be requested again
+    # Too much waits; that part is applied, and the rest is requested again.
     OVERFLOWED = auto()
 
 
 class KvReplay:
-    """Requests once. To be used from the loop's thread only."""
+    """One replay request. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class KvReplay:
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
         """`may_go_on(deadline)`: whether the previous reply is fully applied. `on_reply(frames)`:
-        True when nothing more is wanted."""
+        True if no more is wanted."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on
@@ -61,7 +60,7 @@ class KvReplay:
         self.link = open_replay(links, endpoint, start, self._news.set)
 
     async def run(self, idle_s: float) -> ReplayEnd:
-        """`idle_s`: the longest silence."""
+        """`idle_s`: the longest time without a reply."""
         link = self.link
         give_up_at = time.monotonic() + REPLAY_LIMIT_S
         link.start()
@@ -86,7 +85,7 @@ class KvReplay:
         return ReplayEnd.OVERFLOWED if link.has_overflowed else ReplayEnd.STOPPED
 
     def why_not(self) -> str:
-        """Why the replay did not end, briefly."""
+        """Why the replay did not reach its end, in a few words."""
         if self.link.was_connected:
             return "no end of it" if self.has_answered else "no answer"
         return "no answer" if self.link.error is None else f"no connection: {self.link.error}"
@@ -107,23 +106,23 @@ class KvReplay:
 
 # -- kv listener ---------------------------------------------------------------------------------
 #
-# One engine rank's KV events: a SUB socket feeding the index, and the replay of missed batches.
-# The cursor decides what each batch means, the ingest applies it; here are the links, the timeouts
-# and the log. Messages wait in the links, whose bytes are bounded, and are taken in bounded turns.
-# What is dropped there is a gap like any other. Spec: indexer.md 1.
+# The KV events of one engine rank: a SUB socket that feeds the index, and replays of missed
+# batches. The cursor decides what each batch means and the ingest applies it; this class has the
+# links, the timeouts and the log. Messages wait in the links, whose bytes are bounded, and are
+# taken in bounded turns. Messages that a link drops are a gap like any other. Spec: indexer.md 1.
 
 logger = logging.getLogger("lean_selector.kv_events")
 
-# Pause after a failed replay; doubled each time up to the limit, with jitter.
+# Pause after a failed replay; doubled up to the limit, with jitter.
 RETRY_FIRST_S = 1.0
 RETRY_LIMIT_S = 30.0
-# The same kind of trouble is logged once in this time per source.
+# A source logs lines of one kind at this interval at most.
 LOG_EVERY_S = 10.0
 
 
 class KvListener:
-    """Subscribes to one rank from start() to close(). To be used from the loop's thread only. To
-    resume behind a recovered index, call `cursor.resume_at(watermark)` before start()."""
+    """Subscribes to one rank from start() to close(). Used only on the loop's thread. To continue
+    after a recovered index, call `cursor.resume_at(watermark)` before start()."""
 
     def __init__(
         self,
@@ -140,10 +139,10 @@ class KvListener:
         retry_first_s: float = RETRY_FIRST_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`replays`: limits the simultaneous replays of all sources. `has_work()`: the rank has
-        requests now. `on_lost()`: the connection was lost. `grace_s`: how long a silent source is
-        no warning yet."""
-        # for good
+        """`replays` limits the simultaneous replays of all sources. `has_work()`: whether the rank
+        has requests now. `on_lost()`: the connection was lost. `grace_s`: how long a source may be
+        silent without a warning."""
+        # Constant.
         self._on_lost = on_lost
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
@@ -156,30 +155,31 @@ class KvListener:
         self._replay_idle_s = replay_idle_s
         self._retry_first_s = retry_first_s
         self._held = links.waiting.backlog(self._shed_held)
-        # from start() to close()
+        # From start() to close().
         self._live = open_live(links, endpoint, self._wake, self._note_link)
         self._is_draining = False  # waiting for a turn, or in it
-        # set while batches are missing that a replay may bring
+        # Set while batches are missing that a replay may bring.
         self._replaying: asyncio.Task[None] | None = None
         self._replay: KvReplay | None = None
-        # messages waiting from the previous connection; -1: the cursor knows of the new one
+        # Messages of the previous connection that still wait; -1: the cursor knows of the new
+        # connection.
         self._old_messages = -1
-        # the last seen
+        # State at the last look.
         self._messages = 0
         self._last_message_at: float | None = None  # monotonic seconds
         self._last_error: str | None = None
-        self._told_of: str | None = None  # why there is no connection, as last logged
-        self._no_replay = ""  # why the last replay did not end
+        self._told_of: str | None = None  # reason for the missing connection, as last logged
+        self._no_replay = ""  # why the last replay failed
         self._watch = SourceWatch(self._log, has_work, grace_s)
-        self._quiet_until: dict[str, float] = {}  # by kind of log line
+        self._quiet_until: dict[str, float] = {}  # kind of log line -> time of the next
 
     def start(self) -> None:
-        """Connect and subscribe; an engine that starts later is connected to then."""
+        """Connect and subscribe, also to an engine that starts later."""
         self._live.start()
 
     def stop(self) -> "asyncio.Future[list[BaseException | None]]":
-        """Unsubscribe: nothing more is applied after this returns. The index is kept. Returns an
-        awaitable for the end of the tasks."""
+        """Unsubscribe: no event is applied after this returns. The index keeps its blocks. Returns
+        an awaitable for the end of the tasks."""
         self._work.drop()
         self._held.set(0)
         tasks = [self._live.close(), self._replaying]
@@ -225,7 +225,7 @@ class KvListener:
         )
 
     def look(self, now: float) -> SourceCondition:
-        """The state at this monotonic time. Logs faults when it is time; call it regularly."""
+        """The state at this monotonic time. Also logs faults that are due; call it regularly."""
         live, ingest, cursor = self._live, self.ingest, self.cursor
         state, what = condition(live, ingest, cursor, self.replay_endpoint, self._no_replay)
         self._watch.look(state, what, now)
@@ -239,8 +239,8 @@ class KvListener:
     # the connection
 
     def _note_link(self) -> None:
-        """On a new connection, request what was missed. Why there is none is logged once per
-        reason; an engine that was never connected may be starting."""
+        """On a new connection, request missed batches. The reason for a missing connection is
+        logged once; an engine that was never connected may still be starting."""
         live = self._live
         if live.state is LinkState.CONNECTED:
             self._told_of = None
@@ -265,7 +265,7 @@ class KvListener:
     # live batches
 
     def _wake(self) -> None:
-        """Take the waiting messages. The link only signals the first: a drain goes to the end."""
+        """Handle all waiting messages, because the link signals only the first one."""
         if not self._is_draining:
             self._is_draining = True
             self._turns.start(self._drain_live, self._drained)
@@ -273,7 +273,7 @@ class KvListener:
     def _drained(self, error: Exception | None) -> None:
         self._is_draining = False
         if error is not None:
-            # An internal error: no payload raises. Continue with the next message.
+            # An internal error, since no payload raises. Continue with the next message.
             self.cursor.lose()
             self._report("bug", logging.ERROR, f"ingest failed: {error!r}")
             self._replay_if_due()
@@ -287,7 +287,7 @@ class KvListener:
                 self._connected()
             frames = self._live.take()
             if frames is None:
-                if self._old_messages > 0:  # the oldest were dropped
+                if self._old_messages > 0:  # the link dropped the oldest messages
                     self._connected()
                 return False
             if self._old_messages > 0:
@@ -330,18 +330,18 @@ class KvListener:
             self._replaying = supervise("kv replay", self._replay_until_settled)
 
     def _has_applied(self, deadline: float) -> bool:
-        """Whether the last batch is fully applied; works on it until the deadline."""
+        """Work on the last batch until the deadline; True if it is fully applied."""
         if not self._work.is_under_way:
             return True
         if not self._work.go_on(deadline):
             return False
-        if self.cursor.is_settled:  # it may have contained a clear
+        if self.cursor.is_settled:  # the batch may have contained a clear
             self._stop_replay()
             self._account()
         return True
 
     def _account(self) -> None:
-        """Account the bytes that the cursor keeps."""
+        """Account for the bytes that the cursor keeps."""
         if self.cursor.held_bytes != self._held.bytes:
             self._held.set(self.cursor.held_bytes)
 
@@ -367,7 +367,7 @@ class KvListener:
             async with self._replays:
                 end = await self._ask()
             if self.cursor.restarts > restarts:
-                continue  # the replay showed a new engine: everything is requested
+                continue  # the replay revealed a new engine: request everything
             if end is ReplayEnd.COMPLETE:
                 if self.cursor.replay_finished() is BatchVerdict.RESTART:
                     self._work.drop()
@@ -390,7 +390,7 @@ class KvListener:
             self._report("recovered", logging.INFO, f"recovered at {self.cursor.watermark}")
 
     async def _ask(self) -> ReplayEnd:
-        """One replay, of what is missing now."""
+        """Run one replay of the missing batches."""
         assert self.replay_endpoint is not None
         start = self.cursor.replay_from
         assert start is not None, "what settles the cursor ends this task"
@@ -413,13 +413,14 @@ class KvListener:
         return end
 
     def _report_failure(self) -> None:
-        """A gap that stays is a warning at once; other failures only after a while."""
+        """Log a failed replay: at once as a warning if a gap stays, otherwise only after a
+        while."""
         if self.cursor.state is SourceState.DEGRADED:
             text = f"no full replay from {self.replay_endpoint}: {self._no_replay}"
             self._report("degraded", logging.WARNING, f"degraded: {text}")
 
     def _on_reply(self, frames: list[bytes]) -> bool:
-        """Judge one frame list of a replay; True if nothing more is wanted."""
+        """Judge one message of a replay; True if no more is wanted."""
         reply = replay_frames(frames)
         if reply is None:
             self.ingest.counts.skip("message", "bad_replay_frames")
@@ -450,7 +451,7 @@ class KvListener:
         return True
 
     def _report(self, kind: str, level: int, text: str) -> None:
-        """Log, at most once in LOG_EVERY_S for each kind of line."""
+        """Log, at most once in LOG_EVERY_S per kind of line."""
         if level >= logging.WARNING:
             self._last_error = text
         now = time.monotonic()

@@ -1,5 +1,5 @@
-"""The links to an engine: SUB for live batches, DEALER for one replay, SUB for its load; and their
-frames. Knows socket types and frame layouts; no state. Spec: indexer.md 1.1, 1.2 and 1.5."""
+"""The links to an engine and their frames: SUB for live batches, DEALER for one replay, SUB for
+load. Knows socket types and frame layouts, and has no state. Spec: indexer.md 1.1, 1.2 and 1.5."""
 
 import struct
 from collections.abc import Callable
@@ -19,8 +19,8 @@ _SEQ = struct.Struct(">Q")
 def open_live(
     links: Links, endpoint: str, on_message: Callable[[], None], on_state: Callable[[], None]
 ) -> Link:
-    """A subscription to an engine's events, from start() on. If it falls behind, the oldest are
-    dropped."""
+    """A subscription to an engine's events, from start() on. If too many messages wait, the oldest
+    are dropped."""
     return Link(
         links,
         endpoint,
@@ -48,9 +48,9 @@ def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Li
 
 
 def open_replay(links: Links, endpoint: str, first: int, on_news: Callable[[], None]) -> Link:
-    """One replay request from `first` on, and its answers, from start() on. A replay arrives at
-    once and whole (vLLM: 10 000 batches), and an engine drops what is not read. So all of it is
-    read; if too much waits, the link ends, and the rest is requested again."""
+    """A replay request from batch `first` on, and its answers, from start() on. The engine sends
+    the whole replay at once (vLLM: 10 000 batches), and drops messages that are not read, so all of
+    them are read. If too much waits, the link ends, and the rest is requested again."""
     return Link(
         links,
         endpoint,
@@ -80,10 +80,10 @@ def live_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
 
 
 def replay_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
-    """(seq, payload) of a reply, the payload empty at the end; None for any other shape.
+    """(seq, payload) of a reply, with an empty payload at the end; None for any other shape.
 
-    Read from the back: newer engines put a topic before the number (`["", topic, seq, payload]`).
-    """
+    Read from the back, because newer engines put a topic before the number (`["", topic, seq,
+    payload]`)."""
     if len(frames) < 2 or len(frames[-2]) != _SEQ.size:
         return None
     return _SEQ.unpack(frames[-2])[0], frames[-1]

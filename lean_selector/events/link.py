@@ -1,18 +1,17 @@
 """One persistent connection to a remote ZMQ socket.
 
-libzmq itself retries an address that refuses or is silent, so a new listener is heard within
-RECONNECT_MAX_MS, or twice that if a thousand others are missing; it gets an address, never a name.
-Every other end is reported to us (RECONNECT_STOP), and the next attempt, on a new socket, follows
-after a growing pause: after a message that is too large or a wrong mechanism libzmq would never
-reconnect, and a listener that is not ZMQ it would retry without pause. Messages wait here until the
-owner takes them; beyond a bound in bytes the oldest are dropped and counted. Spec: indexer.md 1.1,
+libzmq itself retries an address that refuses or does not answer, so a new listener is connected
+within RECONNECT_MAX_MS, or twice that if a thousand others are missing. It gets an address, never a
+name. After every other end libzmq stops (RECONNECT_STOP), and we retry with a new socket after a
+growing pause: libzmq would never reconnect after a message that is too large or a wrong mechanism,
+and would retry a listener that is not ZMQ without pause. Messages wait here until the owner takes
+them; above a bound in bytes the oldest are dropped and counted. Spec: indexer.md 1.1,
 slot_tracker.md 3.1.
 
 Messages are read from a plain socket when its descriptor signals. A monitor reports the progress of
-an attempt; it costs two more descriptors, so it is closed after the handshake. From then on the
+an attempt. It needs two more descriptors, so it is closed after the handshake. Then the
 connection's own descriptor, which the monitor reported, is checked regularly: libzmq closes it when
-the connection is lost.
-"""
+the connection is lost."""
 
 import asyncio
 import contextlib
@@ -37,60 +36,60 @@ from lean_selector.tasks import supervise
 if TYPE_CHECKING:
     from lean_selector.events.curve_keys import CurveClient
 
-Message = list[bytes]  # its frames
+Message = list[bytes]  # the frames of a message
 Opening = Callable[["zmq.Socket[bytes]"], None]
 
-# Our own attempts. An engine that returns is found within 5 s, whatever answered at its address
-# meanwhile.
+# Pauses between our own attempts. An engine that returns is found within 5 s, whatever listened at
+# its address before.
 RETRY_FIRST_S = 0.1
 RETRY_LIMIT_S = 5.0
-# libzmq's attempts, to an address that refuses.
+# Pauses between libzmq's attempts, if an address refuses.
 RECONNECT_FIRST_MS: Final = 100
 RECONNECT_MAX_MS: Final = 450
 # Above this many links without a connection, each further one is retried half as often: 4 096
-# refused sources cost libzmq 14 % of a core, and 24 % at the same rate for all.
+# refused sources cost libzmq 14 % of a core, and would cost 24 % at the same rate for all.
 OFTEN_TRIED: Final = 1_024
-_RECONNECT_STOP: Final = 109  # ZMQ_RECONNECT_STOP; pyzmq has no name for it everywhere
+_RECONNECT_STOP: Final = 109  # ZMQ_RECONNECT_STOP; not every pyzmq has a name for it
 HANDSHAKE_S = 5.0
-# Timeout of libzmq's attempts, at an address that did not answer before. libzmq searches the timers
-# of all sockets when an attempt ends: with a timer for each, 4 096 refused sources would cost
+# Timeout of libzmq's attempts at an address that did not answer before. When an attempt ends,
+# libzmq searches the timers of all sockets: with one per socket, 4 096 refused sources would cost
 # nearly twice as much.
 CONNECT_MS: Final = 5_000
-# A probe of our own finds why an attempt still goes on, after 0.1 s, and then at growing intervals.
-# A name is resolved again each RETRY_LIMIT_S; if it has several addresses, libzmq tries one, and
+# A probe finds out why an attempt is not finished, after 0.1 s and then at growing intervals. A
+# name is resolved again every RETRY_LIMIT_S. If it has several addresses, libzmq tries one, and
 # probes try the others.
 LOOK_FIRST_S = 0.1
 LOOK_LIMIT_S = 60.0
 OTHERS_S = 0.3
 _PROBE_S = 1.0
 _SILENT: Final = "no answer"
-# A vanished host is noticed within 20 s. No ZMTP heartbeats, unlike the reference: a SUB that sends
-# them while its queue is full for longer than their timeout aborts the process when it is read
-# again (libzmq 4.3.5, issue 4767).
+# A vanished host is noticed within 20 s. There are no ZMTP heartbeats, unlike in the reference: a
+# SUB that sends them aborts the process if its queue is full for longer than their timeout and is
+# then read (libzmq 4.3.5, issue 4767).
 KEEPALIVE_S: Final = 5
 KEEPALIVE_PROBES: Final = 3
-# Messages that libzmq may hold while the loop is busy, of up to MAXMSGSIZE each. They are read as
-# they arrive, and wait in the link, whose bytes are bounded; with 32, bursts of 50 small ones cost
-# a tenth more. Beyond this, the sender waits or drops.
+# Messages (of up to MAXMSGSIZE each) that libzmq may hold while the loop is busy. They are read as
+# they arrive, and wait in the link, whose bytes are bounded; with 32, bursts of 50 small messages
+# cost a tenth more. Above this, the sender waits or drops.
 RCVHWM: Final = 64
-# Messages up to this multiple of the owner's bound are received whole, to be refused and counted:
-# above libzmq's own bound it ends the connection.
+# Messages up to this multiple of the owner's bound are received, refused and counted; above
+# libzmq's own bound, it ends the connection.
 _OVERSIZE: Final = 2
-# A source yields to the next after this many messages.
+# A source yields to the next one after this many messages.
 _MESSAGES_PER_READ: Final = 64
-# Memory of a message besides its bytes: a list and an object for each frame.
+# Memory of a message besides its bytes: a list, and an object per frame.
 MESSAGE_OVERHEAD = 256
-# As libzmq: what it refuses before any look-up. A port may not begin with a sign.
+# Addresses that libzmq accepts without a look-up. A port may not begin with a sign.
 _TCP_ADDRESS = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.\-:%;\[\]_*]*:[0-9]+\Z", re.ASCII)
 _MAX_PATH = 107  # of a UNIX socket
 
 _NOW: Final = int(zmq.DONTWAIT)
-# The start of ZMTP 3, signature and version; then follow mechanism, side and filler. A server sends
-# everything to a client that sends this much; a client with another mechanism may be cut off
-# earlier.
+# The start of a ZMTP 3 greeting: signature and version; mechanism, side and filler follow. A server
+# sends its greeting to a client that sends this much; it may disconnect a client with another
+# mechanism earlier.
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 _GREETING_BYTES: Final = 64
-# Without MONITOR_STOPPED, which can block `disable_monitor`.
+# All but MONITOR_STOPPED, which can block `disable_monitor`.
 _EVENTS: Final = (
     zmq.Event.CONNECTED
     | zmq.Event.DISCONNECTED
@@ -104,7 +103,7 @@ _OPTIONS: Final = {
     zmq.RCVHWM: RCVHWM,
     zmq.RECONNECT_IVL: RECONNECT_FIRST_MS,
     _RECONNECT_STOP: 0x2 | 0x4,  # after a failed handshake, and after a loss
-    zmq.HANDSHAKE_IVL: 0,  # our own; libzmq does not report it
+    zmq.HANDSHAKE_IVL: 0,  # our own timeout; libzmq does not report its own
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_S,
     zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_S,
@@ -114,7 +113,7 @@ _monitors = itertools.count()
 
 
 class _TryAt(OSError):
-    """Make a new attempt now, at this address of the name."""
+    """Start a new attempt now, at this address of the name."""
 
     def __init__(self, address: Address) -> None:
         super().__init__("another address of its name is tried")
@@ -131,14 +130,14 @@ class LinkState(Enum):
     RESOLVING = "resolving"
     CONNECTING = "connecting"
     CONNECTED = "connected"
-    # the last attempt failed, or the connection was lost; retried after a pause
+    # The last attempt failed, or the connection was lost; retried after a pause.
     RETRYING = "retrying"
     CLOSED = "closed"
 
 
 def check_link(endpoint: str) -> None:
-    """Raise ValueError for an endpoint that can never be connected to, whatever its name resolves
-    to. `endpoint` passes `check_endpoint`."""
+    """Raise ValueError for an endpoint that can never be connected, whatever its name resolves to.
+    `check_endpoint` must accept it."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "tcp" and not _TCP_ADDRESS.match(address):
         raise ValueError("no address to connect to")
@@ -147,9 +146,9 @@ def check_link(endpoint: str) -> None:
 
 
 class Link:
-    """A connection from start() to close(). To be used from the loop's thread only. `on_message()`
-    is called when a message arrives and none was waiting; `on_state()` after each change of
-    `state`. Neither is called after close()."""
+    """A connection from start() to close(). Used only on the loop's thread. `on_message()` is
+    called when a message arrives while none is waiting, `on_state()` after each change of `state`,
+    and neither after close()."""
 
     def __init__(
         self,
@@ -165,11 +164,11 @@ class Link:
         once: bool = False,
         curve: "CurveClient | None" = None,
     ) -> None:
-        """`socket_type` is zmq's. `opening(socket)` is called with each new socket: to subscribe,
-        or to send. `once`: after one attempt, or one connection, the link is closed; waiting
-        messages can still be taken. With `curve` only servers with one of its keys are connected
-        to."""
-        # for good
+        """`socket_type` is a constant of zmq. `opening(socket)` is called with each new socket, to
+        subscribe or send. `once`: the link is closed after one attempt or connection; waiting
+        messages can still be taken. With `curve`, only servers with one of its keys are
+        accepted."""
+        # Constant.
         self.endpoint = endpoint
         self._links = links
         self._socket_type = socket_type
@@ -180,32 +179,32 @@ class Link:
         self._max_backlog_bytes = max_backlog_bytes
         self._once = once
         self._curve = curve
-        self._server_key: bytes | None = None  # the last successful key
-        # from start() to close()
+        self._server_key: bytes | None = None  # the last key that worked
+        # From start() to close().
         self._task: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._step = _Step.CONNECTING
-        self._failure: str | None = None  # of the attempt
+        self._failure: str | None = None  # of the current attempt
         self._is_refused_for_key = False
-        self._is_silent = False  # the address did not even refuse
-        self._reasons: dict[str, str | None] = {}  # better reasons, by libzmq's events
+        self._is_silent = False  # the address does not even refuse
+        self._reasons: dict[str, str | None] = {}  # reasons better than libzmq's, by its events
         self._news: asyncio.Timeout | None = None  # ends the wait for the attempt
-        self._descriptor: tuple[int, int] | None = None  # of the connection, and its inode
+        self._descriptor: tuple[int, int] | None = None  # (descriptor of the connection, its inode)
         self._lost: asyncio.Future[str] | None = None
         self._is_put_off = False
         self._queue: deque[tuple[Message, int]] = deque()
         self._backlog = links.waiting.backlog(self._shed)
-        # the last seen
+        # State at the last look.
         self.state = LinkState.CONNECTING
         self.was_connected = False
         self.retries = 0  # attempts since the connection was lost, or since start()
-        self.dropped = 0  # dropped messages, because too many waited
-        self.has_overflowed = False  # a link for one connection, which its bounds ended
+        self.dropped = 0  # messages dropped because too many waited
+        self.has_overflowed = False  # the bounds ended a link with `once`
         self.error: str | None = None  # why there is no connection now
 
     def start(self) -> None:
-        """Start soon: many links that start at once take turns."""
+        """Start soon: links that start at the same time take turns."""
         self._links.call(self._begin)
 
     def _begin(self) -> None:
@@ -214,7 +213,7 @@ class Link:
             self._task = supervise("zmq link", self._run)
 
     def close(self) -> "asyncio.Task[None] | None":
-        """No callback follows once this returns. Returns what is left to await."""
+        """Close; no callback follows. Returns what the caller must await, if anything."""
         self._on_message = self._on_state = lambda: None
         self.state = LinkState.CLOSED
         self._queue.clear()
@@ -240,7 +239,7 @@ class Link:
         return self._backlog.bytes
 
     def take(self) -> Message | None:
-        """The next message; None when there is none."""
+        """The next message, or None."""
         if not self._queue:
             return None
         message, cost = self._queue.popleft()
@@ -261,9 +260,9 @@ class Link:
             self._on_message()
 
     def _shed(self, size: int) -> None:
-        """Drop the oldest message, but not the newest, which shows the gap. A link for one
-        connection ends instead, and drops its newest: what it keeps is in order, and the rest can
-        be requested again."""
+        """Drop the oldest message, but never the newest, which reveals the gap. A link with `once`
+        drops the newest message and ends instead: the messages that it has are in order, and the
+        rest can be requested again."""
         held = self._backlog.bytes
         goal = held - size
         while held > goal and len(self._queue) > 1:
@@ -313,7 +312,7 @@ class Link:
             self._on_state()
 
     async def _connect(self) -> None:
-        """Until the handshake is done, at the first address that completes it. Raises OSError."""
+        """Connect to the first address that completes the handshake. Raises OSError."""
         host = self.endpoint.partition("://")[2].rpartition(":")[0]
         is_name = self.endpoint.startswith("tcp:") and numeric(host) is None
         if is_name:
@@ -331,9 +330,9 @@ class Link:
                     raise
 
     async def _reach(self, address: Address, is_name: bool) -> None:
-        """Like `_connect`, at this address, with the first key that works."""
+        """Connect to this address with the first key that works. Raises OSError."""
         keys: list[bytes | None] = [None]
-        if self._curve is not None:  # the last successful one comes first
+        if self._curve is not None:  # the last successful key comes first
             keys = [*sorted(self._curve.believed, key=lambda key: key != self._server_key)]
         for key in keys:
             self._open(address, key)
@@ -360,8 +359,8 @@ class Link:
         raise OSError(self._reasons.get(failure) or failure)
 
     async def _look_into(self, address: Address, is_name: bool) -> None:
-        """Find why there is no connection yet, until there is one. Raises OSError if waiting is
-        useless, or another address is to be tried."""
+        """Find out why there is no connection, until there is one. Raises OSError if waiting is
+        useless, or another address should be tried."""
         loop = asyncio.get_running_loop()
         pause_s = again_s = LOOK_FIRST_S
         ask_at = loop.time() + pause_s
@@ -459,11 +458,11 @@ class Link:
     def _note(self, event: int, value: int) -> None:
         if event == zmq.Event.CONNECTED:
             self._step = _Step.SHAKING_HANDS
-            with contextlib.suppress(OSError):  # it is lost already
+            with contextlib.suppress(OSError):  # the connection is lost already
                 self._descriptor = value, os.fstat(value).st_ino
         elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._step = _Step.READY
-        elif self._step is _Step.READY:  # it is lost again
+        elif self._step is _Step.READY:  # the connection is lost again
             self._descriptor = None
         elif self._failure is None:
             self._failure = self._failed(event)
@@ -479,15 +478,15 @@ class Link:
         return self._step.value if self._curve is None else "it has no server key that we believe"
 
     def _end_monitor(self) -> None:
-        """Stop reading libzmq's events; from here on the connection is watched by its descriptor.
+        """Stop reading libzmq's events; from now on the connection's descriptor is checked.
 
-        Events are read once more: libzmq reports a loss before it closes the descriptor, so if
-        none is reported, the inode that was read before belongs to this connection."""
+        Events are read once more. libzmq reports a loss before it closes the descriptor; so if no
+        loss is reported, the inode that was read before belongs to this connection."""
         if self._monitor is not None and not self._monitor.closed:  # closed with its context
             self._hear()
             asyncio.get_running_loop().remove_reader(self._monitor.fileno())
             if self._socket is not None and not self._socket.closed:
-                self._socket.disable_monitor()  # first: nothing must wait for its events for ever
+                self._socket.disable_monitor()  # first, so that nothing waits for its events
             self._monitor.close(linger=0)
         self._monitor = None
 
@@ -503,7 +502,7 @@ class Link:
     # a connection
 
     def look(self) -> None:
-        """Notice a lost connection: its descriptor is closed, or reused."""
+        """Detect a lost connection, whose descriptor is closed or reused."""
         if self._descriptor is not None:
             number, inode = self._descriptor
             with contextlib.suppress(OSError):
@@ -519,20 +518,19 @@ class Link:
             self._lost.set_result(reason)
 
     def _give_up(self, reason: str) -> None:
-        """Nothing more is received, and the connection counts as lost."""
+        """Receive nothing more, and treat the connection as lost."""
         self._lose(reason)
         self._drop()
 
     def _begin_reading(self) -> None:
-        """Not before the owner knows of the connection, and not without one."""
+        """Read only if connected, and after the owner was notified."""
         assert self._socket is not None
         self._links.watch(self)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
         self._read()
 
     def _read(self) -> None:
-        """Read the waiting messages. The descriptor only signals changes: a read goes to the
-        end."""
+        """Read all waiting messages, because the descriptor signals only changes."""
         if not self._is_put_off:
             self._read_on()
 
@@ -544,13 +542,13 @@ class Link:
             if self._links.may_read():
                 more = self._take(_MESSAGES_PER_READ)
                 self._links.has_read(began)
-        finally:  # the descriptor does not signal again for messages behind a failing one
+        finally:  # the descriptor does not signal again for messages after a failing one
             if more:
                 self._is_put_off = True
                 self._links.put_off(self._read_on)
 
     def _take(self, most: int) -> bool:
-        """Receive at most this many messages; True when there may be more."""
+        """Receive at most this many messages; True if there may be more."""
         for _ in range(most):
             made = self._socket
             if made is None:
@@ -558,7 +556,7 @@ class Link:
             try:
                 frame = made.recv(_NOW, copy=False)
                 frames = [frame.bytes]
-                # Asking each frame whether more follow costs half of asking the socket.
+                # Checking each frame for a successor costs half as much as asking the socket.
                 while frame.more:
                     frame = made.recv(_NOW, copy=False)
                     frames.append(frame.bytes)
@@ -583,7 +581,7 @@ def _endpoint(address: Address) -> str:
 
 
 async def why_unreachable(address: Address) -> str | None:
-    """The system's own reason why nothing listens there; None if something does."""
+    """The system's reason why nothing listens at the address; None if something does."""
     try:
         await _ask(address, b"", 0)
     except TimeoutError:
@@ -597,11 +595,10 @@ HTTP: Final = b"HTTP/"
 
 
 async def said_at(address: Address) -> bytes:
-    """`HTTP` if the listener speaks it; otherwise the beginning of its ZMTP greeting, perhaps cut
-    short."""
+    """`HTTP` if the listener speaks HTTP; otherwise the beginning of its ZMTP greeting."""
     for question, size in ((b"HEAD / HTTP/1.0\r\n\r\n", len(HTTP)), (_GREETING, _GREETING_BYTES)):
         said = b""
-        with contextlib.suppress(OSError):  # a time-out is one
+        with contextlib.suppress(OSError):  # a timeout is an OSError
             said = await _ask(address, question, size)
         if said == HTTP:
             break
@@ -609,12 +606,12 @@ async def said_at(address: Address) -> bytes:
 
 
 def is_greeting(said: bytes) -> bool:
-    """Whether it begins as ZMTP 2.0 and later does (spec 23/ZMTP)."""
+    """Whether this is the beginning of a greeting of ZMTP 2.0 or later (spec 23/ZMTP)."""
     return said[:1] == b"\xff" and said[9:10] == b"\x7f"
 
 
 async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
-    """A better reason than libzmq's, where the listener gives one."""
+    """A better reason than libzmq's for a failed handshake, if the listener gives one."""
     said = await said_at(address)
     if said == HTTP:
         return "it speaks HTTP, not ZMQ"
@@ -628,8 +625,8 @@ async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
 
 
 async def _ask(address: Address, question: bytes, size: int) -> bytes:
-    """The answer to a connection of our own: this many bytes, or fewer before its end. Raises
-    OSError, and TimeoutError if it takes more than a second."""
+    """Connect, send `question`, and return the answer: this many bytes, or fewer at its end. Raises
+    OSError, and TimeoutError after a second."""
     loop = asyncio.get_running_loop()
     family, where = address
     answer = b""
@@ -646,5 +643,5 @@ def error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # of a look-up, whose numbers are of another kind
+        return error.strerror  # look-ups have error numbers of their own
     return str(error) or type(error).__name__

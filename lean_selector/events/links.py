@@ -1,10 +1,9 @@
-"""What all links of a process share: name resolution, the work of a turn, and the bytes that may
-wait.
+"""State shared by all links of a process: name resolution, the work of a turn, and the bytes that
+may wait.
 
-Links are opened, closed and read a few per turn of the loop, however many are due at once. Received
-bytes that are not used yet are accounted for; if they are too many in total, the largest backlog
-drops its oldest.
-"""
+A few links are opened, closed and read per turn of the loop, however many are due. Received bytes
+that are not used yet are accounted for; if there are too many in total, the largest backlog drops
+its oldest messages."""
 
 import asyncio
 import time
@@ -21,23 +20,23 @@ if TYPE_CHECKING:
     from lean_selector.events.curve_keys import CurveClient
     from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
-# The total bytes that may wait. A source that falls behind may have MAX_BACKLOG_BYTES: a second's
-# worth at 64 MB/s, or 300 000 small batches.
+# Total bytes that may wait. A single source may have MAX_BACKLOG_BYTES: one second at 64 MB/s, or
+# 300 000 small batches.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-# Bytes dropped at once above that, so that not every message searches the largest backlog.
+# The part that is dropped at once, so that not every message searches for the largest backlog.
 _SHED_PART = 16
-# Sockets opened or closed per turn: each costs some 50 us.
+# Sockets opened or closed per turn, at some 50 us each.
 STEPS_PER_TURN = 16
-# Time for reading, of all links together. Later ones wait for the next turn.
+# Time per turn for reading, for all links together; the others wait for the next turn.
 READ_SLICE_S = 0.001
-# Rate of probes for the reason of a missing connection, of all links together. With 4 096 sources
-# that refuse, each has its reason within 82 s, for some 3 % of a core.
+# Rate of probes for the reason of a missing connection, for all links together. With 4 096 refused
+# sources, each has its reason within 82 s, for some 3 % of a core.
 PROBES_PER_S = 50
 # Interval of checks for a lost connection; a check takes a microsecond.
 LOOK_EVERY_S = 0.25
 LOOKS_PER_TURN = 256
-# Descriptors: one for each engine's rank and peer, three while it connects, and one while a rank
+# Descriptors: one per rank of an engine and per peer, three while it connects, and one while it
 # replays.
 MAX_ZMQ_SOCKETS = 65_536
 
@@ -45,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Backlog:
-    """The waiting bytes of one holder; `shed(bytes)` makes it drop its oldest."""
+    """The waiting bytes of one owner; `shed(bytes)` makes the owner drop its oldest messages."""
 
     def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0
@@ -57,12 +56,12 @@ class Backlog:
 
 
 class Backlogs:
-    """The bytes of all backlogs of a process."""
+    """The backlogs of a process."""
 
     def __init__(self, limit: int = MAX_WAITING_BYTES) -> None:
         self.bytes = 0
         self.limit = limit
-        self._backlogs: set[Backlog] = set()  # those that hold something
+        self._backlogs: set[Backlog] = set()  # those that are not empty
 
     def backlog(self, shed: Callable[[int], None]) -> Backlog:
         return Backlog(self, shed)
@@ -79,7 +78,7 @@ class Backlogs:
             self._make_room()
 
     def _make_room(self) -> None:
-        """The largest backlog first; one with a single message keeps it."""
+        """Shrink the largest backlog first; a single message is always kept."""
         goal = self.limit - self.limit // _SHED_PART
         for backlog in sorted(self._backlogs, key=lambda each: -each.bytes):
             if self.bytes <= goal:
@@ -94,15 +93,15 @@ class Watched(Protocol):
 
 
 class Rounds(Generic[_T]):
-    """Checks all `members` regularly, some in each turn of the loop, also after one that fails.
-    `members` may change meanwhile, and removed ones are skipped; without any, it ends until
+    """Checks all `members` regularly, some in each turn of the loop; an exception of one does not
+    stop the others. Members may be added and removed at any time; without members, it ends until
     start()."""
 
     def __init__(self, members: Collection[_T], look: Callable[[_T], None], every_s: float) -> None:
         self._members: Final = members
         self._look: Final = look
         self._every_s: Final = every_s
-        self._left: deque[_T] = deque()  # of this round
+        self._left: deque[_T] = deque()  # still to be checked in this round
         self._next: asyncio.Handle | None = None
 
     def start(self) -> None:
@@ -131,7 +130,7 @@ class Rounds(Generic[_T]):
 
 
 class Links:
-    """One per process. To be used from its loop's thread only."""
+    """One per process. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -141,7 +140,7 @@ class Links:
         allowed: "AllowedEndpoints | None" = None,
         engine_keys: "CurveClient | None" = None,
     ) -> None:
-        """`context` has no socket yet; the default is pyzmq's own of the process. `allowed`
+        """`context` has no sockets yet; the default is pyzmq's own for the process. `allowed`
         restricts the destinations; None: all. With `engine_keys`, engines use CURVE."""
         self.allowed = allowed
         self.engine_keys = engine_keys
@@ -155,29 +154,29 @@ class Links:
         self._steps: deque[Callable[[], None]] = deque()
         self._is_stepping = False
         self.is_ending = False  # no link starts any more
-        self._read_s = 0.0  # in this turn
+        self._read_s = 0.0  # time spent reading in this turn
         self._is_reading = False
         self._put_off: deque[Callable[[], None]] = deque()
-        self.seeking: set[object] = set()  # links with a socket and no connection yet
+        self.seeking: set[object] = set()  # links with a socket but without a connection
         self._watched: dict[Watched, None] = {}
         self._looks = Rounds(self._watched, lambda each: each.look(), LOOK_EVERY_S)
 
     # opening and closing
 
     def socket(self, kind: int) -> "zmq.Socket[bytes]":
-        """A plain socket, which ends with the context."""
+        """A plain socket, which is closed with the context."""
         make: Any = self.context.socket
         return cast("zmq.Socket[bytes]", make(kind, socket_class=zmq.Socket))
 
     def call(self, step: Callable[[], None]) -> None:
-        """Call it soon, in the order of the calls, not too many in one turn."""
+        """Call `step` soon, in the order of the calls, a few per turn."""
         self._steps.append(step)
         if not self._is_stepping:
             self._is_stepping = True
             asyncio.get_running_loop().call_soon(self._step)
 
     async def turn(self, after_s: float = 0.0) -> None:
-        """The delay until it is the caller's turn to open a socket."""
+        """Wait until the caller may open a socket."""
         loop = asyncio.get_running_loop()
         mine = loop.create_future()
         later = loop.call_later(
@@ -196,7 +195,7 @@ class Links:
                 await self.turn(self._probe_at - loop.time())
 
     def may_probe(self) -> bool:
-        """Whether the caller may probe now. If so, it has used up its turn."""
+        """Whether the caller may probe now; True uses up its turn."""
         return not self._probing.locked() and self._takes_probe()
 
     def _takes_probe(self) -> bool:
@@ -208,7 +207,9 @@ class Links:
 
     def _step(self) -> None:
         for _ in range(min(len(self._steps), STEPS_PER_TURN)):
-            asyncio.get_running_loop().call_soon(self._steps.popleft())  # a failing one ends alone
+            asyncio.get_running_loop().call_soon(
+                self._steps.popleft()
+            )  # a failing one does not affect the others
         self._is_stepping = bool(self._steps)
         if self._is_stepping:
             asyncio.get_running_loop().call_soon(self._step)
@@ -216,16 +217,16 @@ class Links:
     # reading
 
     def may_read(self) -> bool:
-        """False when the time for reading in this turn is spent: put it off."""
+        """False if the time for reading in this turn is spent; then call `put_off`."""
         return not self._read_s or self._read_s < READ_SLICE_S
 
     def has_read(self, began: float) -> None:
-        """Account the time read since `began` (perf_counter)."""
+        """Account for the reading time since `began` (perf_counter)."""
         self._read_s += time.perf_counter() - began
         self._await_turn()
 
     def put_off(self, read_on: Callable[[], None]) -> None:
-        """Call it in a later turn, after earlier ones."""
+        """Call `read_on` in a later turn, after earlier ones."""
         self._put_off.append(read_on)
         self._await_turn()
 
@@ -242,7 +243,7 @@ class Links:
                 if not self.may_read():
                     break
                 self._put_off.popleft()()
-        finally:  # also after a failing one
+        finally:  # also after an exception
             if self._put_off:
                 self._await_turn()
 

@@ -1,9 +1,8 @@
-"""The load that engines publish, received per rank: SGLang's `LoadStat`.
+"""The load that engines publish per rank: SGLang's `LoadStat`.
 
-A report is a gauge: the newest of a rank replaces the previous one, whatever its number, and
-nothing is requested again. A rank's report comes from the socket registered for it. Imported when a
-worker with a `load_endpoint` is registered.
-"""
+A report is a gauge: the newest one of a rank replaces the previous one, whatever its number, and no
+report is requested again. The socket determines the rank. Imported when a worker with a
+`load_endpoint` is registered."""
 
 import logging
 import time
@@ -29,7 +28,7 @@ _decode = msgspec.msgpack.Decoder(LoadStat).decode
 
 
 def engine_load(payload: bytes) -> EngineLoad:
-    """Raises msgspec.DecodeError for anything but a load report."""
+    """The load in a report. Raises msgspec.DecodeError if it is not one."""
     told = _decode(payload)
     busy_us = told.prefill_busy_us
     return EngineLoad(
@@ -56,7 +55,7 @@ class LoadStream:
         slots: Slots,
         counts: Counter[str],
     ) -> None:
-        """`slots` are those of the rank's partition, which store its reports."""
+        """`slots` are those of the rank's partition, and store its reports."""
         self.endpoint = endpoint
         self.slots = slots
         self._rank = rank
@@ -68,7 +67,8 @@ class LoadStream:
         self._link.start()
 
     def close(self) -> None:
-        """Nothing more is applied, and the last report no longer counts."""
+        """End the subscription: no report is applied any more, and the last one no longer
+        counts."""
         self._link.close()
         self.slots.forget_report(self._rank)
 
@@ -99,7 +99,7 @@ class LoadStream:
 
 
 class LoadStreams:
-    """One stream for each subscribed rank. To be used from the loop's thread only."""
+    """One stream per subscribed rank. Used only on the loop's thread."""
 
     def __init__(self, links: Links) -> None:
         self.counts = Counter[str]({APPLIED: 0, MALFORMED: 0})

@@ -1,4 +1,4 @@
-"""Name resolution: pending look-ups, and cached answers."""
+"""Name resolution: pending look-ups and cached answers."""
 
 import asyncio
 import socket
@@ -11,10 +11,10 @@ import msgspec
 
 from lean_selector.tasks import in_thread
 
-# (ip, port), (ip, port, flow, scope) of IPv6, a path of a UNIX socket
+# (ip, port); for IPv6 (ip, port, flow, scope); for a UNIX socket its path
 SocketAddress = tuple[Any, ...] | bytes
 
-Address = tuple[int, SocketAddress]  # with its family
+Address = tuple[int, SocketAddress]  # (family, socket address)
 
 
 class LookingUp(msgspec.Struct, eq=False):
@@ -32,27 +32,27 @@ class Answer(msgspec.Struct):
 
 
 # -- resolver ------------------------------------------------------------------------------------
+# Resolve names off the loop, so that a name that hangs in DNS delays only its own users.
 #
-# Names to addresses, off the loop: a name that hangs in DNS delays only its own users.  getaddrinfo
-# blocks for as long as its servers are silent, often 30 s. It runs in daemon threads, which are
-# never waited for, even at the end of the process. Concurrent look-ups of a name share one call,
-# its answer is cached briefly, and hanging names may not occupy all threads. An address needs no
+# getaddrinfo blocks while its servers do not answer, often for 30 s. It runs in daemon threads,
+# which are never waited for, even at exit. Concurrent look-ups of a name share one call, its answer
+# is cached briefly, and hanging names may not occupy all threads. A numeric address needs no
 # thread.
 
-LookUp = Callable[[str], list[Address]]  # blocks; port 0; raises OSError
+LookUp = Callable[[str], list[Address]]  # blocks; the port is 0; raises OSError
 
 MAX_THREADS = 64
-MAX_SLOW_THREADS = 16  # threads for names known to hang
-# A look-up that takes longer no longer delays others.
+MAX_SLOW_THREADS = 16  # for names known to hang
+# A look-up that takes longer no longer occupies a thread of the others.
 SLOW_S = 1.0
-# For answers and failures. Names are resolved only to connect, so this determines how late a moved
-# engine is found; 4 096 ranks of one host still share one look-up.
+# How long answers and failures are cached. Names are resolved only to connect, so a moved engine is
+# found at most this much later; 4 096 ranks of one host still share one look-up.
 HOLDS_S = 5.0
-_MAX_ANSWERS = 4096  # above this, expired ones are dropped
+_MAX_ANSWERS = 4096  # above this, expired answers are dropped
 
 
 def look_up(name: str) -> list[Address]:
-    """The system's answer: both families, in its order. Raises OSError."""
+    """The system's answer: both families, in the system's order. Raises OSError."""
     found: list[Address] = []
     try:
         answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
@@ -65,7 +65,7 @@ def look_up(name: str) -> list[Address]:
 
 
 class Resolver:
-    """One per process. To be used from the loop's thread only."""
+    """One per process. Used only on the loop's thread."""
 
     def __init__(self, look_up: LookUp = look_up) -> None:
         """`look_up` is called in threads."""
@@ -76,7 +76,7 @@ class Resolver:
         self._running = {False: 0, True: 0}  # threads, by is_slow
 
     async def resolve(self, host: str, port: int) -> list[Address]:
-        """The addresses to try, in order; never empty. Raises OSError."""
+        """The addresses to try, in order; at least one. Raises OSError."""
         known = numeric(host)
         if known is not None:
             return [_at(port, known)]
@@ -104,7 +104,7 @@ class Resolver:
         return await asyncio.shield(looking_up.done)
 
     def _start_waiting(self) -> None:
-        """New names first: one that is known to hang can wait."""
+        """Start waiting look-ups; names that are known to hang come last."""
         for is_slow, limit in ((False, MAX_THREADS), (True, MAX_SLOW_THREADS)):
             waiting = self._waiting[is_slow]
             while (
@@ -156,12 +156,12 @@ class Resolver:
             looking_up.done.set_result(addresses)
         else:
             looking_up.done.set_exception(error)
-            looking_up.done.exception()  # possibly without a waiter
+            looking_up.done.exception()  # retrieve the exception: no caller may be waiting
         self._start_waiting()
 
 
 def numeric(host: str) -> Address | None:
-    """The address if `host` is a numeric one; None if it is a name."""
+    """The address if `host` is numeric; None if it is a name."""
     text = host[1:-1] if host.startswith("[") else host
     try:
         found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

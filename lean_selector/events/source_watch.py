@@ -1,8 +1,7 @@
-"""The fault of a source: since when, and one log line when it begins and when it ends.
+"""The fault of a source: when it began, and one log line when it begins and when it ends.
 
-A fault that a start explains is no warning yet: engines take minutes to load a model. Given the
-state, this decides when it is logged. D35.
-"""
+A fault that the start of an engine explains is no warning at first, because engines take minutes to
+load a model. The state is given; this decides when to log it. D35."""
 
 import logging
 from collections.abc import Callable
@@ -12,8 +11,8 @@ from lean_selector.core.index.kv_cursor import KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.events.link import Link, LinkState
 
-# How long a source may be unreachable, silent although its rank has work, or without a replay
-# before that is a warning.
+# How long a source may be unreachable, silent although its rank has work, or without a replay,
+# before a warning is logged.
 GRACE_S: Final = 60.0
 
 MISMATCH: Final = "mismatch"
@@ -33,8 +32,8 @@ def condition(
     replay_endpoint: str | None,
     no_replay: str,
 ) -> tuple[str, str]:
-    """The state of a source, and its fault in one line; "" if there is none, or it was logged batch
-    by batch. `no_replay`: why the last replay did not end."""
+    """The state of a source, and a one-line description of its fault; "" if it has none, or one
+    that is logged per batch. `no_replay`: why the last replay failed."""
     if live.state is not LinkState.CONNECTED:
         if live.error is None:
             return "resolving" if live.state is LinkState.RESOLVING else "connecting", ""
@@ -63,7 +62,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Why blocks of the worker's size match no prompt."""
+    """Why blocks of the right size match no prompt."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events are of less than a block"
     told = str(ingest.is_eagle).lower()
@@ -82,17 +81,18 @@ class SourceWatch:
         has_work: Callable[[], bool],
         grace_s: float = GRACE_S,
     ) -> None:
-        """`has_work()`: the rank has requests now, so that its cache changes."""
+        """`has_work()`: whether the rank has requests now, which change its cache."""
         self._log = log
         self._has_work = has_work
         self._grace_s = grace_s
         self._state = ""
-        self.since = 0.0  # when the state began
-        self._worked_at: float | None = None  # the first time seen, while it is silent
+        self.since = 0.0  # start of the current state
+        self._worked_at: float | None = None  # when work was first seen during a silence
         self._is_told = False
 
     def look(self, state: str, what: str, now: float) -> None:
-        """`what` describes the state in one line. Call it regularly, and when it may change."""
+        """Update the state; `what` describes it on one line. Call it regularly, and when the state
+        may change."""
         if state != self._state:
             if self._is_told:
                 text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"

@@ -1,8 +1,7 @@
-"""All sources of KV events: one listener per worker rank, following the catalog.
+"""All sources of KV events: one listener per worker rank, as registered in the catalog.
 
-Shares the links of the process and one time budget per loop turn between the listeners. Adds the
-counts of ended listeners, so that totals only grow. Does not interpret events.
-"""
+The listeners share the links of the process, and one time budget per turn of the loop. The counts
+of ended listeners are added up, so that totals only grow. Does not interpret events."""
 
 import asyncio
 import contextlib
@@ -28,40 +27,40 @@ from lean_selector.wire.selection_bodies import KvSource, SourceCondition, Sourc
 if TYPE_CHECKING:
     from lean_selector.events.load_streams import LoadStreams
 
-# Replays that run at once. An idle fleet is replayed when its selector starts: this many at a time,
-# of which each may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.
+# Simultaneous replays. The selector replays an idle fleet at its start, this many at a time; each
+# may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.
 MAX_REPLAYS: Final = 64
 # Interval of checks of each source; a check takes two microseconds.
 LOOK_EVERY_S: Final = 1.0
 
 
 class KvSubscriptions:
-    """The catalog's SourceSink. To be used from the loop's thread only."""
+    """The catalog's SourceSink. Used only on the loop's thread."""
 
     def __init__(self, links: Links, grace_s: float = GRACE_S) -> None:
-        """`grace_s`: how long a source may stay silent before a warning (D35)."""
+        """`grace_s`: how long a source may be silent without a warning (D35)."""
         self._links = links
         self._grace_s = grace_s
         self._turns = IngestTurns()
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
-        self._held: set[RankKey] | None = None  # sources waiting for a recovery to end
+        self._held: set[RankKey] | None = None  # sources waiting for the end of a recovery
         self._listeners: dict[RankKey, KvListener] = {}
         self._looks = Rounds(self._listeners, self._look, LOOK_EVERY_S)
-        self._partitions: dict[RankKey, Partition] = {}  # of the same keys
-        # Of the same ranks, by zmq_key; no set is empty.
+        self._partitions: dict[RankKey, Partition] = {}  # by the same keys
+        # The ranks of each zmq_key; no list is empty.
         self._by_endpoint: dict[str, list[RankKey]] = {}
         self._by_replay: dict[str, list[RankKey]] = {}
-        self.notes_of_ends: list[set[RankKey]] = []  # sets that `noting_ends` updates
-        # Called with a worker whose source lost its connection: it may be gone.
+        self.notes_of_ends: list[set[RankKey]] = []  # the sets that `noting_ends` updates
+        # Called with a worker whose source has lost its connection, because the worker may be gone.
         self.on_lost: Callable[[int], None] | None = None
         self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
-        self._loads: LoadStreams | None = None  # if no worker ever had one
+        self._loads: LoadStreams | None = None  # None if no worker ever published its load
         self._is_closed = False
 
     def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
-        """Subscribe; an engine that starts later is connected to then. A rank with a recovered
-        index resumes where that ends."""
+        """Subscribe, also to an engine that starts later. A rank with a recovered index resumes
+        where that ends."""
         listener = KvListener(
             self._links,
             KvIngest(partition.index, worker_id, dp_rank, partition.emptied, partition.is_eagle),
@@ -98,14 +97,15 @@ class KvSubscriptions:
         listener.start()
 
     def hold(self) -> None:
-        """Start what `holding` does: for sources that come before a pending recovery."""
+        """Do what `holding` does at its start, for sources that are subscribed before a
+        recovery."""
         if self._held is None:
             self._held = set()
 
     @contextlib.contextmanager
     def holding(self, at_most_s: float) -> Iterator[None]:
-        """Sources with a replay endpoint that are subscribed to meanwhile connect only after it:
-        behind the recovered index, if any."""
+        """Sources with a replay endpoint that are subscribed meanwhile connect only at the end, and
+        continue after the recovered index if there is one."""
         self.hold()
         limit = asyncio.get_running_loop().call_later(at_most_s, self._release)
         try:
@@ -123,8 +123,8 @@ class KvSubscriptions:
         self._listeners[rank].look(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
-        """End a listener; its blocks stay, and none of its events is applied any more. Returns the
-        ranks that it published for."""
+        """End a listener; its blocks stay, and no further event of it is applied. Returns the ranks
+        that it published for."""
         rank = worker_id, dp_rank
         if self._is_closed and rank not in self._listeners:
             return ()
@@ -157,13 +157,13 @@ class KvSubscriptions:
         self._loads.follow(worker_id, endpoints, slots)
 
     def load_reports(self) -> Mapping[str, int]:
-        """Messages of the engines' load streams by result; empty without a stream."""
+        """Totals of the engines' load reports, by result; empty without a stream."""
         return {} if self._loads is None else self._loads.counts
 
     def statuses(
         self, model_name: str | None = None, tenant_id: str | None = None
     ) -> list[KvSource]:
-        """Every source, or those of the partitions named, sorted by worker and rank."""
+        """Every source, or those of the named partitions, sorted by worker and rank."""
         return [
             source
             for source in self.each_source()
@@ -171,7 +171,7 @@ class KvSubscriptions:
         ]
 
     def each_source(self) -> Iterator[KvSource]:
-        """As `each_status`, with what its rank found of it."""
+        """`each_status`, with the index accuracy of each rank."""
         for partition, status in self.each_status():
             load = partition.slots.ranks.get((status.worker_id, status.dp_rank))
             yield KvSource(
@@ -188,15 +188,15 @@ class KvSubscriptions:
         return [each.look(now) for each in listeners if each is not None]
 
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]:
-        """Every source, sorted by worker and rank, checked on access: a caller that pauses
-        meanwhile misses those that end."""
+        """Every source, sorted by worker and rank. A source that ends during the iteration may be
+        left out."""
         for rank in sorted(self._listeners):
             listener = self._listeners.get(rank)
             if listener is not None:
                 yield self._partitions[rank], listener.status()
 
     def watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        """The last batch of each source of a partition up to which the index is complete."""
+        """By source of a partition: the last batch up to which the index is complete."""
         watermarks = dict(partition.watermarks)
         for rank, of in self._partitions.items():
             watermark = self._listeners[rank].watermark if of is partition else None
@@ -205,7 +205,7 @@ class KvSubscriptions:
         return watermarks
 
     def listeners(self, key: str) -> Sequence[RankKey]:
-        """The ranks with this event endpoint, by its `zmq_key`: one, if all is well."""
+        """The ranks with this event endpoint (by its `zmq_key`); normally one."""
         return self._by_endpoint.get(key, ())
 
     def askers(self, key: str) -> Sequence[RankKey]:
@@ -224,7 +224,7 @@ class KvSubscriptions:
 
     @contextlib.contextmanager
     def noting_ends(self) -> Iterator[set[RankKey]]:
-        """The ranks whose source has ended since this began, updated until it is left."""
+        """The ranks whose source has ended since the context began, updated until it ends."""
         ended: set[RankKey] = set()
         self.notes_of_ends.append(ended)
         try:
@@ -233,7 +233,7 @@ class KvSubscriptions:
             self.notes_of_ends = [note for note in self.notes_of_ends if note is not ended]
 
     def counts(self) -> EventCounts:
-        """Events of all sources since the start, ended ones included."""
+        """Events of all sources since the start, including ended ones."""
         total = EventCounts()
         total.add(self._ended_counts)
         for listener in self._listeners.values():
@@ -241,7 +241,7 @@ class KvSubscriptions:
         return total
 
     async def close(self) -> None:
-        """End all; workers may then leave the catalog."""
+        """End all subscriptions; workers may then leave the catalog."""
         self._is_closed = True
         self._looks.stop()
         for key in list(self._listeners):
