@@ -1,1 +1,1 @@
-"""The mesh of replicas: publish, subscribe, catch up; recover the index from a peer."""
+"""The mesh of replicas: publish, subscribe, catch up, and recover the index from a peer."""

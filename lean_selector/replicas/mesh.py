@@ -1,16 +1,14 @@
 """Replica sync on the network: one PUB bound here, and a link to the PUB of every peer.
 
-Owns the rules for peers (slot_tracker.md 3.1 and 3.6); the links to them are in `peer_links`, the
-PUB in `pub_socket`. Passes decoded events to `on_event` without interpreting them, and publishes
-the events it is given.
+Implements the rules for peers (slot_tracker.md 3.1 and 3.6); the links to them are in `peer_links`,
+the PUB in `pub_socket`. Decoded events are passed to `on_event` without being interpreted.
 
-Events published in one turn of the loop are sent at its end, in the order of the calls: HTTP
-responses go first, and libzmq's thread is woken only once. `overflows` counts how often a peer's
-queue began to lose events, not how many were lost (`pub_socket`).
+Events published in one turn of the loop are sent at its end, in the order of the calls, so that
+HTTP responses are sent first, and libzmq's thread is woken only once. `overflows` counts how often
+a peer's queue began to lose events, not how many were lost (`pub_socket`).
 
 The receiver detects losses: events are numbered, and a heartbeat every second carries the last
-number, so that a loss at the end of a burst is detected too (decision D24).
-"""
+number, so that a loss at the end of a burst is detected too (decision D24)."""
 
 import asyncio
 import logging
@@ -52,23 +50,23 @@ from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
 
-# Events queued per peer. libzmq's default of 1000 loses bursts; the reference has queues of 100 000
-# in front of it. The queues share a message's bytes, and the heartbeat disconnects a peer that is
-# stuck for 15-20 s.
+# Events queued per peer. libzmq's default of 1000 loses bursts; the reference has queues of 100
+# 000. The queues share a message's bytes, and the heartbeat disconnects a peer that hangs for 15-20
+# s.
 HIGH_WATER_MARK = 100_000
-# Capacity of the outbox, as in the reference: for bursts larger than one turn can send.
+# Capacity of the outbox, as in the reference, for bursts larger than a turn can send.
 MAX_OUTBOX = 100_000
-# Of a backlog, each turn sends this many, or those of MAX_TURN_S if they are fewer.
+# Each turn sends this many events of a backlog, or as many as MAX_TURN_S allows if those are fewer.
 MAX_EVENTS_PER_TURN = 256
-# A turn of the loop publishes some hundreds of events. This many take some 4 ms.
+# A turn of the loop publishes some hundreds of events; this many take some 4 ms.
 MAX_DUE_PER_TURN = 1_024
-# Replicas of one service are a handful.
+# A service has a handful of replicas.
 MAX_PEERS = 256
-# A loss at the end of a burst is detected at most this late; a heartbeat is 60 bytes.
+# A loss at the end of a burst is detected after at most this time; a heartbeat has 60 bytes.
 HEARTBEAT_S = 1.0
 
 WARN_EVERY_S = 10.0
-# Verdicts that indicate a configuration fault: a worker or model is missing on one replica.
+# Verdicts that indicate a configuration error: a worker or model is missing on one replica.
 _WORTH_A_WARNING = (
     Verdict.UNKNOWN_PARTITION,
     Verdict.BLOCK_SIZE,
@@ -85,17 +83,15 @@ _SESSION_WORTH_A_WARNING = (
 
 
 class ReplicaSync:
-    """The replica mesh of one process. Must be used from the loop that it was started in.
+    """The replica mesh of one process. Used only on the loop where it was started.
 
     `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` handles each
     decoded event, `now` in monotonic seconds, and returns its verdict. `router_id` is the sender id
     of published events. `advertise` is this replica's endpoint as peers reach it; it is refused as
     a peer. `on_connected()` is called when a subscription is made or restored, `on_missed()` when
-    `heard` has a new gap. `on_session` handles peers' session events, as `on_event`; None: do not
-    subscribe to them. With a `gate`, which the mesh closes, peers must use CURVE, and only keys
-    that it admits are trusted.
-    Raises ReplicaSyncError when it cannot be set up.
-    """
+    `heard` has a new gap. `on_session` handles peers' session events in the same way; None: do not
+    subscribe to them. With a `gate`, which the mesh closes, peers must use CURVE with a key that it
+    admits. Raises ReplicaSyncError if it cannot be set up."""
 
     def __init__(
         self,
@@ -115,11 +111,11 @@ class ReplicaSync:
     ) -> None:
         self.published = 0
         self.overflows = 0
-        self.refused = 0  # never sent: the outbox was full, or the event too big
+        self.refused = 0  # not sent: the outbox was full, or the event too large
         self.received = 0
         self.undecodable = 0
-        self.too_big = 0  # and not decoded
-        self.sequence = 0  # events to be published so far, sent or refused
+        self.too_big = 0  # too large to be decoded
+        self.sequence = 0  # events published so far, sent or refused
         self.heard = ReplicaSequences()
         self._router_id = router_id
         self._on_event = on_event
@@ -135,7 +131,7 @@ class ReplicaSync:
         self._warnings = DropWarnings()
         self._beating: asyncio.Task[None] | None = None
         self._outbox: deque[ReplicaEvent | SessionEvent] = deque()
-        self._left = 0  # in the outbox, from earlier turns
+        self._left = 0  # events in the outbox from earlier turns
         self._is_flushing = False
         self._call_soon = asyncio.get_running_loop().call_soon
         endpoint = f"tcp://*:{bind}" if isinstance(bind, int) else bind
@@ -154,7 +150,7 @@ class ReplicaSync:
 
     @property
     def bound_endpoint(self) -> str:
-        """Where the PUB listens; with the port that the system chose for port 0."""
+        """Where the PUB listens, with the actual port if 0 was given."""
         return self._pub.endpoint
 
     @property
@@ -163,7 +159,7 @@ class ReplicaSync:
         return len(self._outbox)
 
     def start(self) -> None:
-        """Start to connect and to receive; call it in the running loop."""
+        """Start to connect and to receive. Call it on the running loop."""
         assert self._beating is None, "started twice"
         if self.gate is not None:
             self.gate.start()
@@ -171,7 +167,7 @@ class ReplicaSync:
         self._beating = supervise("replica heartbeat", self._beat)
 
     async def close(self) -> None:
-        """Stop at once; what is queued for peers is dropped."""
+        """Stop at once; events queued for peers are dropped."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -184,13 +180,12 @@ class ReplicaSync:
     # publishing ---------------------------------------------------------------------------------
 
     def publish(self, event: ReplicaEvent | SessionEvent) -> None:
-        """Send one event to all connected peers, at the end of this turn of the loop and in the
-        order of the calls; never waits, never fails.
-        """
+        """Send an event to all connected peers, at the end of this turn of the loop and in the
+        order of the calls. Never waits and never fails."""
         if len(self._outbox) >= MAX_OUTBOX:
             self.refused += 1
             if isinstance(event, ReplicaEvent):
-                self.sequence += 1  # so that peers learn of it
+                self.sequence += 1  # counted, so that peers detect the loss
             self._warnings.warn(time.monotonic(), "the outbox is full", name_of(event))
             return
         self._outbox.append(event)
@@ -199,8 +194,9 @@ class ReplicaSync:
             self._call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send all events of this turn, however long it takes: otherwise sustained load on a busy
-        processor fills the outbox. Of a backlog, send some, and more while the time slice lasts."""
+        """Send all events of this turn, however long that takes, because otherwise sustained load
+        on a busy processor would fill the outbox. Of a backlog, send a few, and more while the time
+        slice lasts."""
         outbox = self._outbox
         if self._pub.socket.closed:  # reservations freed after the end are not published
             outbox.clear()
@@ -223,7 +219,7 @@ class ReplicaSync:
         if isinstance(event, ReplicaEvent):
             self.sequence += 1
             topic, payload, most = TOPIC, encode_event(event, self.sequence), MAX_EVENT_BYTES
-        else:  # not numbered: the reference's are not, and the next booking repeats it
+        else:  # session events have no number, as in the reference; the next booking repeats them
             topic, payload, most = SESSION_TOPIC, encode_session(event), MAX_SESSION_BYTES
         if len(payload) > most:
             self.refused += 1
@@ -235,7 +231,8 @@ class ReplicaSync:
         self.published += 1
 
     async def _beat(self) -> None:
-        """Publish the number of the last event repeatedly: a heartbeat can be lost, too."""
+        """Publish the number of the last event periodically, because a heartbeat can be lost
+        too."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))
@@ -243,11 +240,10 @@ class ReplicaSync:
     # peers --------------------------------------------------------------------------------------
 
     def register_peer(self, endpoint: str) -> bool:
-        """Connect to a peer's PUB; False when it is a peer already. Raises BadRequest or Conflict.
+        """Connect to a peer's PUB; False if it is a peer already. Raises BadRequest or Conflict.
 
-        The connection is made in the background: events of the next few hundred milliseconds may
-        be missed.
-        """
+        The connection is made in the background: events of the next few hundred milliseconds may be
+        missed."""
         _check(endpoint)
         if endpoint == self._advertise:
             raise BadRequest("peer endpoint matches this replica's advertised endpoint")
@@ -267,7 +263,7 @@ class ReplicaSync:
         return True
 
     def deregister_peer(self, endpoint: str) -> bool:
-        """Disconnect from a peer; False when there is no such peer. Raises BadRequest."""
+        """Disconnect from a peer; False if there is no such peer. Raises BadRequest."""
         _check(endpoint)
         if endpoint not in self._links:
             return False
@@ -279,14 +275,14 @@ class ReplicaSync:
         return [peer.endpoint for peer in self.peer_states()]
 
     def peer_states(self) -> list[PeerState]:
-        """Sorted by endpoint."""
+        """The state of each peer, sorted by endpoint."""
         return self._links.states()
 
     # receiving ----------------------------------------------------------------------------------
 
     @property
     def dropped(self) -> int:
-        """Messages dropped unread: too many were queued."""
+        """Messages dropped unread because too many were queued."""
         return self._links.dropped
 
     def _handle(self, frames: list[bytes], now: float) -> None:
@@ -354,7 +350,7 @@ class ReplicaSync:
 
 
 def _check(endpoint: str) -> None:
-    """Refuse an invalid endpoint, or one that no peer can listen on."""
+    """Raise BadRequest for an invalid endpoint, or one where no peer can listen."""
     try:
         check_endpoint(endpoint)
     except ValueError as error:
@@ -367,18 +363,20 @@ class DropWarnings:
     """Logs dropped events: at most one line per reason in WARN_EVERY_S."""
 
     def __init__(self) -> None:
-        self._said: dict[str, tuple[float, int]] = {}  # reason -> last line, events since
+        self._said: dict[
+            str, tuple[float, int]
+        ] = {}  # reason -> (time of the last line, events since)
 
     def judge(
         self, event: ReplicaEvent | SessionEvent, verdict: Verdict | SessionVerdict, now: float
     ) -> None:
-        """Warn if an event's verdict indicates a configuration fault."""
+        """Warn if an event's verdict indicates a configuration error."""
         is_session = isinstance(event, SessionEvent)
         if verdict in (_SESSION_WORTH_A_WARNING if is_session else _WORTH_A_WARNING):
             self.warn(now, verdict.name.lower().replace("_", " "), name_of(event))
 
     def warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
-        """Count dropped events; `detail` describes the last."""
+        """Count dropped events; `detail` describes the last one."""
         last, count = self._said.get(reason, (-WARN_EVERY_S, 0))
         count += events
         if now - last < WARN_EVERY_S:
@@ -389,7 +387,7 @@ class DropWarnings:
 
 
 def name_of(event: ReplicaEvent | SessionEvent) -> str:
-    """An event for a log line, peers' text quoted."""
+    """An event for a log line, with peers' text quoted."""
     if isinstance(event, SessionEvent):
         return (
             f"session {event.session_id!r} of model={event.model_name!r} "

@@ -1,7 +1,6 @@
-"""A link to each peer of a replica; their messages are handled in bounded turns of the loop.
+"""A link to each peer of a replica. Messages are handled in bounded turns of the loop.
 
-Does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6.
-"""
+Does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6."""
 
 import asyncio
 import logging
@@ -19,14 +18,14 @@ from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
 
-# Per turn of the loop, for all peers together: HTTP waits a millisecond at most.
+# Per turn of the loop, for all peers together: HTTP is delayed by a millisecond at most.
 MAX_TURN_S = 0.001
-# Larger events are refused one by one; a peer that sends a larger message is disconnected.
+# A larger message disconnects the peer; events that are only too large are refused singly.
 MAX_MESSAGE_BYTES = 16 << 20
 
 
 class ReplicaLinks:
-    """Receives from the added peers, from start() to close(). From the loop's thread only."""
+    """Receives from the added peers, from start() to close(). Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -36,7 +35,7 @@ class ReplicaLinks:
         on_connected: Callable[[], None],
         curve: CurveClient | None = None,
     ) -> None:
-        """`on_message(frames, now)` handles each message on a topic, in order per peer.
+        """`on_message(frames, now)` handles each message with one of the topics, in order per peer.
         `on_connected()` is called when a subscription is made or restored."""
         self._links = links
         self._curve = curve
@@ -47,12 +46,14 @@ class ReplicaLinks:
         self._peers: dict[str, Link] = {}
         self._states: dict[str, tuple[str, float]] = {}  # (state, since)
         self._turns = IngestTurns(MAX_TURN_S)
-        self._draining: set[Link] = set()  # links whose messages wait for a turn, or are in it
+        self._draining: set[Link] = (
+            set()
+        )  # links whose messages are being handled or wait for a turn
         self._ending: set[asyncio.Task[None]] = set()
-        self._dropped = 0  # by removed peers
+        self._dropped = 0  # by peers that were removed since
 
     def start(self) -> None:
-        """Start to connect; call it in the running loop."""
+        """Start to connect. Call it on the running loop."""
         self._is_started = True
         for link in self._peers.values():
             link.start()
@@ -89,7 +90,6 @@ class ReplicaLinks:
             socket.setsockopt(zmq.SUBSCRIBE, topic)
 
     def remove(self, endpoint: str) -> None:
-        """Close the connection to this peer."""
         link = self._peers.pop(endpoint)
         del self._states[endpoint]
         self._dropped += link.dropped
@@ -104,7 +104,7 @@ class ReplicaLinks:
         return self._dropped + sum(link.dropped for link in self._peers.values())
 
     def states(self) -> list[PeerState]:
-        """Sorted by endpoint."""
+        """The state of each peer, sorted by endpoint."""
         now = time.monotonic()
         states = []
         for endpoint, link in sorted(self._peers.items()):
@@ -135,7 +135,7 @@ class ReplicaLinks:
     # receiving
 
     def _wake(self, link: Link) -> None:
-        """Handle what waits. The link only signals the first: a drain goes to the end."""
+        """Handle all waiting messages, because the link signals only the first one."""
         if link not in self._draining:
             self._draining.add(link)
             self._turns.start(partial(self._drain, link), partial(self._drained, link))
@@ -151,6 +151,6 @@ class ReplicaLinks:
 
     def _drained(self, link: Link, error: Exception | None) -> None:
         self._draining.discard(link)
-        if error is not None:  # our bug; the next message is another
+        if error is not None:  # our bug; continue with the next message
             log.error("message of replica peer %s failed", link.endpoint, exc_info=error)
             self._wake(link)

@@ -1,11 +1,11 @@
 """The PUB socket that publishes events to replicas.
 
-A PUB never waits: a full queue drops. So an HTTP handler can publish without awaiting.
+A PUB never blocks and drops messages if a queue is full, so an HTTP handler can publish without
+awaiting.
 
 libzmq does not count messages that it drops for a slow peer. With XPUB_NODROP a send fails for all
 peers (EAGAIN) if one queue is full; it is then repeated without the option, which reaches the
-others. After that libzmq skips the full queue silently until half of it is read.
-"""
+others. After that, libzmq skips the full queue silently until half of it is read."""
 
 import os
 from typing import Any, Final
@@ -30,11 +30,11 @@ _OPTIONS: Final = {
 
 
 class ReplicaSyncError(Exception):
-    """Replica sync cannot start; the message is one clear line."""
+    """Replica sync cannot start; the message is one line."""
 
 
 class ReplicaPub:
-    """From the loop's thread only. Raises ReplicaSyncError if it cannot be bound."""
+    """Used only on the loop's thread. Raises ReplicaSyncError if it cannot be bound."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class ReplicaPub:
         self.endpoint: Final = plain.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, topic: bytes, payload: bytes) -> bool:
-        """Send to all connected peers. False if some did not get it: their queues had just become
-        full."""
+        """Send to all connected peers. False if some did not get the message because their queue
+        has just become full."""
         is_for_all = True
         try:
             self.socket.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
@@ -79,10 +79,9 @@ class ReplicaPub:
             self.socket.setsockopt(zmq.XPUB_NODROP, 0)
             self.socket.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
             self.socket.setsockopt(zmq.XPUB_NODROP, 1)
-        # The second frame of a message always goes to the same peers as the first.
+        # The second frame goes to the same peers as the first.
         self.socket.send(payload, zmq.DONTWAIT)
         return is_for_all
 
     def close(self) -> None:
-        """Close at once; messages queued for peers are dropped."""
         self.socket.close(0)

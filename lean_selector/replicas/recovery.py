@@ -1,12 +1,11 @@
-"""Start-up recovery: the KV index of a peer, fetched from its /dump and applied to our own.
+"""Start-up recovery: fetch the KV index of a peer from its /dump, and apply it to our own.
 
-Asks the peers in order; the first usable dump is read whole, then applied, both in slices between
-which the loop serves. Recovered blocks wait in a partition without workers until the first complete
-worker decides the block size (decision D3). An engine's own events are newer than any dump: a rank
-whose source has delivered events, or has ended, since the start is skipped. A source with a replay
-starts after the recovery, exactly at the dump's watermark (D34).
-Spec: indexer.md 4.2 and 7.5.
-"""
+Peers are queried in order. The first usable dump is read completely, then applied, both in slices
+between which the loop serves requests. Recovered blocks wait in a partition without workers until
+its first complete worker fixes the block size (decision D3). An engine's own events are newer than
+any dump: a rank whose source has delivered events, or has ended, since the start is skipped. A
+source with a replay starts after the recovery, exactly at the dump's watermark (D34). Spec:
+indexer.md 4.2 and 7.5."""
 
 import asyncio
 import logging
@@ -38,8 +37,7 @@ T = TypeVar("T")
 
 
 class PeerFailed(Exception):
-    """Nothing usable from this peer; the message is one clear line, `status` that of its
-    response."""
+    """The peer returned nothing usable; the message is one line, `status` that of its response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -54,12 +52,11 @@ async def fetched(
     max_bytes: int,
     read: Callable[[bytes], T],
 ) -> T:
-    """What `read` makes of the answer to a GET, within `left_s`. Raises PeerFailed.
+    """The result of `read` for the answer to a GET, within `left_s`. Raises PeerFailed.
 
     A peer that sends nothing for its share of the time is abandoned, so that a hanging peer leaves
-    time for the others; one that keeps sending may use all of it. `read` runs in a thread; it
-    should be quick, because it holds the GIL.
-    """
+    time for the others; one that keeps sending may use all of it. `read` runs in a thread, and
+    should be quick because it holds the GIL."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     ends, share_s = began + left_s, left_s / peers_left
@@ -85,7 +82,7 @@ async def fetched(
         raise PeerFailed(error.message, error.status) from None
     except PeerFailed:
         raise
-    except Exception as error:  # whatever the error, try the next peer
+    except Exception as error:  # for any error, try the next peer
         raise PeerFailed(reason(error)) from None
 
 
@@ -93,24 +90,23 @@ async def fetched(
 
 logger = logging.getLogger("lean_selector.recovery")
 
-# Blocks that no worker has claimed by then belong to a worker that is gone: a fleet registers
-# within minutes, also during a rolling update.
+# Recovered blocks without a worker are dropped after this time: a fleet registers within minutes,
+# even during a rolling update.
 RECOVERED_LIFE_S = 600.0
-# Sources wait this long for its end: the default of --recovery-timeout-secs.
+# Sources wait at most this long for the recovery; the default of --recovery-timeout-secs.
 MAX_HOLD_S = 10.0
-_LOGGED_PROBLEMS = 10  # per peer; a dump of garbage has millions
+_LOGGED_PROBLEMS = 10  # per peer; a broken dump may have millions
 
-# 12 million blocks of 86 bytes: more than one process should index; memory can hold it twice.
+# 12 million blocks of 86 bytes: more than one process should index. Memory can hold it twice.
 MAX_DUMP_BYTES = 1 << 30
 
 RankEvents = dict[RankKey, list[DumpEvent]]
 
 
 class Recovery:
-    """One start-up recovery. Only from the thread of the loop.
+    """One start-up recovery. Used only on the loop's thread.
 
-    `blocks`, `skipped_events` and `skipped_ranks` describe the dump that was used.
-    """
+    `blocks`, `skipped_events` and `skipped_ranks` describe the dump that was used."""
 
     def __init__(
         self,
@@ -120,7 +116,7 @@ class Recovery:
         timeout_s: float,
         client: OutboundClient,
     ) -> None:
-        """`timeout_s` bounds the fetching from all peers together."""
+        """`timeout_s` bounds the time for fetching from all peers."""
         self._client = client
         self.blocks = 0
         self.skipped_events = 0
@@ -130,10 +126,10 @@ class Recovery:
         self._peers = peers
         self._timeout_s = timeout_s
         self._pause = Pauses()
-        self._ended: Set[RankKey] = frozenset()  # ranks whose source ended while this runs
+        self._ended: Set[RankKey] = frozenset()  # ranks whose source has ended during the recovery
 
     async def run(self) -> bool:
-        """Recover from the first peer that can be used; False if there is none."""
+        """Recover from the first usable peer; False if there is none."""
         try:
             with (
                 self._subscriptions.holding(MAX_HOLD_S),
@@ -151,7 +147,7 @@ class Recovery:
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                # With --api 1.6 a dump has names and watermarks only if `detail` is requested.
+                # With --api 1.6, a dump has names and watermarks only if `detail` is requested.
                 url = peer.rstrip("/") + "/dump?detail=true"
                 peers_left = len(self._peers) - at
                 dump = await fetched(
@@ -174,7 +170,7 @@ class Recovery:
         return False
 
     async def forget_unclaimed(self, after_s: float = RECOVERED_LIFE_S) -> None:
-        """Wait so long, then drop recovered blocks that no complete worker has claimed (D3)."""
+        """Wait this long, then drop recovered blocks that have no complete worker (D3)."""
         await asyncio.sleep(after_s)
         dropped, workers = 0, 0
         for partition in list(self._catalog.partitions.values()):
@@ -192,7 +188,7 @@ class Recovery:
     async def _read(
         self, peer: str, dumped: list[DumpedPartition], problems: list[str]
     ) -> list[tuple[DumpedPartition, RankEvents]]:
-        """Every event of the dump, by partition and rank. Raises PeerFailed if none is usable."""
+        """All events of the dump, by partition and rank. Raises PeerFailed if none is usable."""
         self.skipped_events = 0
         partitions: list[tuple[DumpedPartition, RankEvents]] = []
         events = 0
@@ -231,8 +227,8 @@ class Recovery:
             return
         self.skipped_ranks += len(left_alone)
         # Only after all blocks are applied, so that a source that starts at its watermark misses
-        # none. One that is already connected may have batches from before the dump in its queue, so
-        # it is restarted.
+        # none. A connected source is restarted, because it may have batches from before the dump in
+        # its queue.
         for rank in dumped.watermarks.keys() - left_alone:
             if not (self._subscriptions.is_listening(rank) or self._is_ahead(rank)):
                 partition.watermarks[rank] = dumped.watermarks[rank]
@@ -240,8 +236,8 @@ class Recovery:
     async def _apply_rank(
         self, dumped: DumpedPartition, rank: RankKey, events: list[DumpEvent]
     ) -> bool:
-        """False if the rank was skipped, from some point on."""
-        waiting: dict[int, list[StoredBlocks]] = {}  # by the missing parent
+        """Apply a rank's events; False if the rank was skipped, perhaps after some of them."""
+        waiting: dict[int, list[StoredBlocks]] = {}  # missing parent -> blocks below it
         ready = events[::-1]
         while ready:
             await self._pause()
@@ -270,11 +266,11 @@ class Recovery:
         return True
 
     def _is_ahead(self, rank: RankKey) -> bool:
-        """Whether its source's own state, delivered or ended, is newer than any dump."""
+        """Whether the rank's own source has a newer state than any dump."""
         return rank in self._ended or self._subscriptions.is_ahead(rank)
 
     def _partition(self, dumped: DumpedPartition) -> Partition | None:
-        """The partition that receives the blocks at this moment."""
+        """The partition that receives the blocks now."""
         key = dumped.model_name, dumped.tenant_id
         return self._catalog.recovered_partition(key, dumped.block_size)
 

@@ -1,11 +1,11 @@
-"""Runs a catch-up: fetches peers' live reservations and passes them to `core.replication.catch_up`.
+"""Run a catch-up: fetch peers' live reservations and pass them to `core.replication.catch_up`.
 
-At start it asks peers until one has a snapshot. After a subscription was made or restored, or
-events were missed, it asks all peers, because each is authoritative for the requests that it
-admitted (decision D24). It waits for the subscriptions first, so that no end is missed after a
-snapshot was taken. A peer without snapshots (404: the reference) is skipped. It reads and books in
-slices of the loop's turns, and retries ranks that are registered later, until the catch-up ends.
-"""
+At start, peers are queried until one returns a snapshot. After a subscription was made or restored,
+or events were missed, all peers are queried, because each is authoritative for the requests that it
+admitted (decision D24). The subscriptions must be made first, so that no end after a snapshot is
+missed. A peer without snapshots (404: the reference) is skipped. Reservations are read and booked
+in slices of the loop's turns, and retried for ranks that are registered later, until the catch-up
+ends."""
 
 import asyncio
 import contextlib
@@ -39,17 +39,17 @@ SESSIONS_PATH = "/replica_sync/sessions"
 MAX_SNAPSHOT_BYTES = 256 << 20  # 200 000 reservations of 64 blocks
 TIMEOUT_S = 10.0  # for all peers together, as in start-up recovery
 CONNECT_S = 2.0  # for the subscriptions; a peer that is down must not delay the others
-# Wait after the last handshake: the subscription may still be in flight, and libzmq polls about
-# every millisecond.
+# Wait after the last handshake, because the subscription may still be in flight, and libzmq polls
+# about every millisecond.
 SETTLE_S = 0.25
 STEPS = 16  # bookings between checks of the clock
 LOOK_AGAIN_S = 0.1
-AGAIN_S = 2.0  # least pause between two: bounds the cost of a peer that reconnects often
-# Snapshots cost loop time at both replicas: at most a fifth of the time.
+AGAIN_S = 2.0  # minimum pause between two, in case a peer reconnects often
+# Snapshots cost both replicas loop time: at most a fifth of the time.
 COST_PAUSE = 5
-# Pause between tries to close a gap that no peer could close.
+# Maximum pause before another attempt to close a gap that no peer could close.
 MEND_PAUSE_MAX_S = 60.0
-# A replica heard within this time counts as connected: three heartbeats.
+# A replica that was heard within this time counts as connected: three heartbeats.
 FOLLOWED_S = 3 * HEARTBEAT_S
 _LOOKS = 100
 _LOGGED_PROBLEMS = 10
@@ -59,16 +59,16 @@ T = TypeVar("T")
 
 
 class Occasion(Enum):
-    """Why snapshots are taken."""
+    """The reason for taking snapshots."""
 
     START = 0
     CONNECTED = 1  # a subscription was made or restored
-    MISSED = 2  # events of a peer that is connected
+    MISSED = 2  # events of a connected peer were missed
 
 
 class CatchingUp:
-    """Catches up for as long as `run` does; `tell(event, now)` applies an event that a peer would
-    have sent."""
+    """Catches up while `run` runs. `tell(event, now)` applies an event that a peer would have
+    sent."""
 
     def __init__(
         self,
@@ -90,18 +90,18 @@ class CatchingUp:
         self._tell = tell
         self._sessions = sessions
         self.fates = catch_up.fates
-        self._is_recording = True  # of events, while a catch-up is running or due
+        self._is_recording = True  # record events, while a catch-up is running or due
         self._again = asyncio.Event()
         self._occasion = Occasion.START  # of the next catch-up
-        self._took_s = 0.0  # time that the last one spent on snapshots
-        self._failed = False  # in the last one, a peer that may have a snapshot gave none
+        self._took_s = 0.0  # time that the last catch-up spent on snapshots
+        self._failed = False  # in the last catch-up, a peer that may have a snapshot returned none
         self._mending: asyncio.TimerHandle | None = None
         self._mend_not_before = 0.0
         self._mend_pause_s = 0.0
         self._is_mending = False  # the current or next catch-up is due to a gap
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """An event came from a peer, or, without a verdict, is published."""
+        """Record a peer's event, or one of ours (without a verdict)."""
         if self._is_recording:
             self._catch_up.note(event, verdict, now)
 
@@ -112,7 +112,7 @@ class CatchingUp:
         self._again.set()
 
     def missed(self) -> None:
-        """Events were missed. If the last try closed no gap, the next one waits longer."""
+        """Events were missed. If the last attempt closed no gap, the next one waits longer."""
         if self._mending is None:
             left_s = self._mend_not_before - time.monotonic()
             self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
@@ -124,7 +124,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """The peers' snapshots were taken; `mended`: they closed a gap."""
+        """Plan the next attempt, after snapshots were taken; `mended`: they closed a gap."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -139,7 +139,7 @@ class CatchingUp:
             self._mending.cancel()
 
     async def run(self) -> None:
-        """Catch up now, and again for each later occasion."""
+        """Catch up now, and again for each later reason."""
         self._occasion = Occasion.START
         while True:
             began = time.monotonic()
@@ -200,7 +200,8 @@ class CatchingUp:
             await pause()
 
     async def _take_from_first(self) -> None:
-        """Take everything from the first peer that has a snapshot: nothing is known here yet."""
+        """Take everything from the first peer that has a snapshot, because nothing is known here
+        yet."""
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
             live, _ = await self._read(url, asked_at, snapshot)
             await self._take(live)
@@ -209,15 +210,14 @@ class CatchingUp:
         log.warning("catch-up: no peer had a snapshot; going on without")
 
     async def _take_from_all(self, occasion: Occasion) -> bool:
-        """Take each peer's own requests, and what peers know of replicas that cannot be asked.
+        """Take each peer's own requests, and what peers know of replicas that cannot be queried.
 
-        For a replica that answers, or whose events had no gap, others may be outdated: they may
+        If a replica answers, or its events had no gap, what others know of it is ignored: they may
         have missed ends. The same holds for a replica that does not number its events, unless its
-        own connection may have been lost. Returns True if a gap was closed.
-        """
+        own connection may have been lost. Returns True if a gap was closed."""
         heard = self._sync.heard
         began = time.monotonic()
-        told: list[tuple[int, int]] = []  # replicas that answered, and their event numbers
+        told: list[tuple[int, int]] = []  # (router id, event number) of replicas that answered
         unasked: list[LiveBooking] = []
         answered = set()
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
@@ -238,7 +238,7 @@ class CatchingUp:
             and not heard.is_followed(booking.router_id, since)
         )
         closed = [heard.mended(router_id, sequence) for router_id, sequence in told]
-        if not self._failed:  # no other peer can be asked
+        if not self._failed:  # no other peer can be queried
             for publisher in heard.behind():
                 if publisher.router_id not in answered:
                     heard.mended(publisher.router_id, publisher.sequence)
@@ -247,7 +247,7 @@ class CatchingUp:
         return any(closed)
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:
-        """Take each peer's sessions: of two bindings the newer wins."""
+        """Take each peer's sessions; of two bindings the newer one wins."""
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list
         ):
@@ -262,9 +262,9 @@ class CatchingUp:
     async def _answers(
         self, name: str, path: str, read: Callable[[bytes], T]
     ) -> AsyncIterator[tuple[str, float, T]]:
-        """Yield for each peer that answers its URL, the time of the request, and the answer."""
+        """For each peer that answers: its URL, the time of the request, and the answer."""
         ends = time.monotonic() + TIMEOUT_S
-        urls = list(self._urls)  # peers may be added and removed meanwhile
+        urls = list(self._urls)  # a copy, because peers may be added and removed meanwhile
         for at, url in enumerate(urls):
             asked_at = time.monotonic()
             left_s = ends - asked_at
@@ -287,9 +287,8 @@ class CatchingUp:
     async def _read(
         self, url: str, asked_at: float, snapshot: SnapshotParts
     ) -> tuple[list[LiveBooking], bool]:
-        """Return the bookings, and whether all could be read. If so, also apply changes to
-        reservations that the peer admitted and that were missed here.
-        """
+        """The bookings, and whether all could be read. If so, also applies missed changes to
+        reservations that the peer admitted."""
         fetched_at = time.monotonic()
         live: list[LiveBooking] = []
         if await self._each(
@@ -313,7 +312,7 @@ class CatchingUp:
     async def _each(
         self, what: str, url: str, lines: list[bytes], take: Callable[[bytes], object]
     ) -> int:
-        """Take each line of an answer; return how many could not be read."""
+        """Call `take` with each line of an answer; returns how many could not be read."""
         pause = Pauses()
         problems = 0
         for line in lines:

@@ -1,4 +1,4 @@
-"""Runs all discoveries of a process: finders, rosters, and questions to engines."""
+"""Run all discoveries of a process: finders, rosters, and queries of engines."""
 
 import asyncio
 import time
@@ -31,7 +31,8 @@ LOOK_S = 0.5
 
 
 class Discoveries:
-    """Workers and peers by discovery. From the loop's thread, between start() and close()."""
+    """The discovery of workers and peers. Used only on the loop's thread, from start() to
+    close()."""
 
     def __init__(
         self,
@@ -41,7 +42,7 @@ class Discoveries:
         api: str = "",
         api_client: OutboundClient | None = None,
     ) -> None:
-        """`interval_s` is the refresh interval; `ask_service` is needed for SRV records, `api`, the
+        """`interval_s` is the refresh interval. `ask_service` is needed for SRV records; `api`, the
         URL of the API server, and its client for Kubernetes services."""
         self._resolve = resolve
         self._interval_s = interval_s
@@ -53,7 +54,7 @@ class Discoveries:
         self.workers: Roster | None = None
         self.peers: PeerRoster | None = None
         self._asking: Asking | None = None
-        self.sightings: list[tuple[str, Sighting]] = []  # with what they find
+        self.sightings: list[tuple[str, Sighting]] = []  # (workers or peers, state)
 
     # -- what to find --------------------------------------------------------------------------
 
@@ -121,7 +122,7 @@ class Discoveries:
     # -- running -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Call it in the running loop."""
+        """Call it on the running loop."""
         for sighting, run in self._finders:
             self._tasks.append(supervise("discovery", partial(_seen, sighting, run)))
         rosters = (self.workers, self.peers)
@@ -144,13 +145,13 @@ class Discoveries:
     # -- seen from outside ---------------------------------------------------------------------
 
     def worker_states(self) -> dict[str, int]:
-        """Number of workers in each state."""
+        """The number of workers in each state."""
         if self.workers is None:
             return {}
         return {state.value: count for state, count in by_state(self.workers).items()}
 
     def changes(self) -> dict[str, int]:
-        """Changes made to the catalog since the start."""
+        """Total changes to the catalog, by kind."""
         if self.workers is None:
             return {}
         roster = self.workers
@@ -190,7 +191,7 @@ class Discoveries:
 
 
 async def _seen(sighting: Sighting, run: Run) -> None:
-    """Run a finder; an exception is shown as the discovery's error until it succeeds again."""
+    """Run a finder; an exception is the discovery's error until it succeeds again."""
     try:
         await run()
     except Exception as error:

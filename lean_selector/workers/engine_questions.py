@@ -1,7 +1,6 @@
-"""Asks an engine for its model, block size and KV event endpoints, as vLLM and SGLang report them.
+"""Query an engine for its model, block size and KV event endpoints, as vLLM and SGLang report them.
 
-Values that an engine does not report, or not in a known form, are left out.
-"""
+Values that an engine does not report, or not in a known form, are left out."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -18,7 +17,7 @@ from lean_selector.workers.particulars import Particulars
 
 
 class Model(msgspec.Struct):
-    """A row of /v1/models. An adapter (LoRA) has the model that it adapts as its parent."""
+    """A row of /v1/models. An adapter (LoRA) has its base model as parent."""
 
     id: str
     owned_by: str | None = None
@@ -60,7 +59,7 @@ class KvEvents(msgspec.Struct):
 
 
 class EventsConfig(msgspec.Struct):
-    """A --kv-events-config: JSON text in SGLang's flag of that name; per rank in vLLM's GET
+    """A --kv-events-config: JSON text of the flag in SGLang; per rank in vLLM's GET
     /kv_event_sources."""
 
     publisher: str | None = None
@@ -85,12 +84,12 @@ class ServerInfo(msgspec.Struct):
 _CONFIG: Final = b"vllm:cache_config_info{"
 _LABEL: Final = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 _WILDCARDS: Final = frozenset({"*", "0.0.0.0", "::", "[::]"})
-# Speculative methods whose blocks are hashed over pairs of tokens.
+# Speculative methods that hash blocks over pairs of tokens.
 _EAGLES: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 
 
 def model_of(body: bytes) -> tuple[str | None, str | None]:
-    """From /v1/models: the first model that is not an adapter, and its owner."""
+    """From /v1/models: the first model that is no adapter, and its owner."""
     for model in msgspec.json.decode(body, type=Models).data:
         if model.parent is None:
             return model.id, model.owned_by
@@ -101,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Block size, number of blocks and of ranks; False if none is reported."""
+    """Read block size, number of blocks and number of ranks; False if none is reported."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:
@@ -139,7 +138,7 @@ def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
 
 
 def _vllm_sources(body: bytes) -> Iterator[EventSource]:
-    """A list, or, as in vLLM 0.32, a map from rank to configuration with that rank's ports."""
+    """A list; in vLLM 0.32 a map from rank to configuration with that rank's ports."""
     if body.lstrip().startswith(b"["):
         yield from msgspec.json.decode(body, type=list[EventSource])
         return
@@ -159,7 +158,7 @@ def _line(body: bytes, at: int) -> bytes:
 
 
 def read_sglang_info(body: bytes, host: str, into: Particulars) -> None:
-    """From /server_info."""
+    """Read /server_info."""
     info = msgspec.json.decode(body, type=ServerInfo)
     into.block_size = info.page_size
     into.max_num_batched_tokens = info.max_prefill_tokens
@@ -180,7 +179,7 @@ def _read_kv_events(told: KvEvents, host: str, into: Particulars) -> None:
         into.block_size = told.block_size
     if told.dp_size and told.dp_size > 1:
         into.data_parallel_size = told.dp_size
-    if told.load_endpoint_port_base is not None:  # always on the host of its API
+    if told.load_endpoint_port_base is not None:  # always on the host of the engine's API
         into.load_endpoint = reachable(f"tcp://*:{told.load_endpoint_port_base}", host)
     if told.publishers:
         into.kv_events_endpoints = {
@@ -218,7 +217,7 @@ def _each_rank(endpoint: str, size: int) -> dict[str, str]:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """A bound endpoint as this host reaches it: a wildcard is replaced by the engine's host."""
+    """A bound endpoint as we can reach it: a wildcard is replaced by the engine's host."""
     if not endpoint.startswith("tcp://"):
         return endpoint
     bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -228,7 +227,7 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def _cover(into: Particulars, ranks: Iterable[int]) -> None:
-    """Set the range that covers all these ranks; rank 0 alone is the default."""
+    """Set the range of ranks that covers all of these; rank 0 alone is the default."""
     found = set(ranks)
     if not found or found == {0}:
         return
@@ -249,9 +248,8 @@ _NOT_SERVED: Final = (404, 405, 501)
 
 
 async def ask_engine(client: OutboundClient, base: str) -> Particulars:
-    """The description of the engine at `base` (`http://host:port`); what it does not report is left
-    out. Raises OutboundFailed if it does not answer, or in an unknown form.
-    """
+    """The description of the engine at `base` (`http://host:port`), without values that it does not
+    report. Raises OutboundFailed if it does not answer, or in an unknown form."""
     told = Particulars()
     try:
         told.model_name, owner = model_of(
@@ -284,7 +282,7 @@ async def _is_vllm(client: OutboundClient, base: str, told: Particulars) -> bool
 
 
 async def _first(client: OutboundClient, base: str, paths: tuple[str, ...]) -> bytes | None:
-    """The response of the first of these paths that is served."""
+    """The response of the first of these paths that exists."""
     for path in paths:
         try:
             return await client.text(base + path, timeout_s=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Finds workers and peers: files that list them, and names in DNS."""
+"""Find workers and peers in files that list them, and by names in DNS."""
 
 import asyncio
 import importlib
@@ -24,8 +24,8 @@ WARN_EVERY_S: Final = 60.0
 
 
 class Sighting:
-    """The state of a discovery. Its last result holds until the next one: a failure changes only
-    `error`."""
+    """The state of a discovery. Its last result stays in effect until the next one: a failure only
+    changes `error`."""
 
     def __init__(self, name: str) -> None:
         """`name` is the target as given in the flag."""
@@ -50,7 +50,7 @@ class Sighting:
         self.error = None
 
     def failed(self, reason: str) -> None:
-        """May be called for every failed try: the first is logged, then one a minute."""
+        """Note a failed attempt; the first one is logged, then one a minute."""
         now = time.monotonic()
         self.failures += 1
         if self.error is None:
@@ -63,7 +63,7 @@ class Sighting:
             log.warning(text, self.name, reason, extra={"discovery": self.name})
 
 
-# Entries that are found, and endpoints that are reported as terminating.
+# Called with the found endpoints, and with those reported as terminating.
 OnPlaces = Callable[[Iterable[Place], Iterable[Place]], None]
 
 
@@ -77,7 +77,7 @@ class Registrations(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ListedEndpoint(msgspec.Struct):
-    """An endpoint of llm-d's file discovery. Its other fields are for llm-d's router."""
+    """An endpoint of llm-d's file discovery. Other fields are for llm-d's router."""
 
     address: str
     port: int | str
@@ -98,17 +98,16 @@ class ListedEndpoints(msgspec.Struct):
 
 
 MOST_WORKERS: Final = 16_384
-MOST_LEVELS: Final = 100  # libyaml uses C stack for each, without a limit of its own
+MOST_LEVELS: Final = 100  # libyaml uses C stack for each level, without a limit of its own
 _TOO_DEEP: Final = "lists and objects are nested too deeply, or within themselves"
 
 
 def listed_workers(text: bytes, is_yaml: bool) -> Found:
-    """The workers that a file lists. Raises ValueError, naming the place; then the whole file is
-    ignored.
+    """The workers that a file lists. Raises ValueError that names the position; the whole file is
+    then ignored.
 
     Accepted forms: a list of registrations, or an object with such a list as `workers:` or with
-    llm-d's `endpoints:`.
-    """
+    llm-d's `endpoints:`."""
     try:
         return _listed(text, is_yaml)
     except RecursionError:
@@ -121,7 +120,7 @@ def _listed(text: bytes, is_yaml: bool) -> Found:
         content = {"workers": content}
     if not isinstance(content, dict) or not {"workers", "endpoints"} & content.keys():
         raise ValueError("expected a list of workers, or an object with `workers` or `endpoints`")
-    # Convert through JSON: YAML's keys may be numbers, as in maps by rank.
+    # Convert through JSON, because YAML keys may be numbers, as in maps by rank.
     try:
         again = msgspec.json.encode(content)
     except TypeError:
@@ -157,7 +156,7 @@ def _content(text: bytes, is_yaml: bool) -> Any:
     except (
         AttributeError,
         LookupError,
-    ) as error:  # from the YAML parser: value and tag disagree
+    ) as error:  # from the YAML parser, if value and tag disagree
         raise ValueError(f"a value is not what its tag says: {error!r}") from None
 
 
@@ -183,9 +182,9 @@ MOST_BYTES: Final = 16 << 20
 
 @dataclass(eq=False)
 class FileFinder:
-    """Checks a file periodically, and reads it when it has changed. Names ending in .json are JSON,
-    all others YAML. Replace the file atomically (rename): a half-written file is an error, or half
-    a fleet."""
+    """Checks a file periodically, and reads it when it has changed. Names that end in .json are
+    JSON, all others YAML. Users must replace the file atomically (rename): a partly written file is
+    an error, or lists half of a fleet."""
 
     sighting: Sighting
     path: str
@@ -203,13 +202,13 @@ class FileFinder:
                 text, is_new = self._file.read()
                 if is_new:
                     fault = None
-                    # In a thread: parsing thousands of workers in YAML takes a second.
+                    # In a thread, because parsing thousands of workers in YAML takes a second.
                     found = await asyncio.to_thread(listed_workers, text, self._is_yaml)
                     self.sighting.found(len(found.entries))
                     self.on_found(found)
                 elif fault is not None:
                     self.sighting.failed(fault)
-                elif self.sighting.error is not None:  # it was missing, and is back unchanged
+                elif self.sighting.error is not None:  # the file was missing, and is back unchanged
                     self.sighting.found(self.sighting.count or 0)
             except OSError as error:
                 self.sighting.failed(os.strerror(error.errno) if error.errno else str(error))
@@ -217,7 +216,7 @@ class FileFinder:
                 fault = str(error)
                 self.sighting.failed(fault)
             except Exception:
-                self._file.forget()  # whether it changed is unknown
+                self._file.forget()  # it may have changed
                 raise
             await asyncio.sleep(self.interval_s)
 
@@ -226,16 +225,18 @@ class FileFinder:
 
 SocketAddress = tuple[int, tuple[Any, ...] | bytes]
 Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
-AskService = Callable[[str], Awaitable[list[tuple[str, int]]]]  # target and port; raises OSError
+AskService = Callable[
+    [str], Awaitable[list[tuple[str, int]]]
+]  # name -> (target, port) of each record; raises OSError
 
 MOST_PLACES: Final = 4096
 
 
 @dataclass(eq=False)
 class DnsFinder:
-    """Resolves a name periodically: its addresses if a `port` is given, else its SRV records.
+    """Resolves a name periodically: its addresses if a `port` is given, otherwise its SRV records.
 
-    An answer without addresses is a failure, like an unknown name: DNS has no way to report an
+    An answer without addresses is a failure, like an unknown name, because DNS cannot report an
     empty fleet."""
 
     sighting: Sighting
@@ -265,7 +266,7 @@ class DnsFinder:
             found = {Place(host, port, self.is_secure) for host, port in services}
         else:
             addresses = await self.resolve(self.name, self.port)
-            # Both families name the same worker: use IPv4.
+            # Both families name the same worker; IPv4 is used.
             families = {family for family, _ in addresses}
             wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
             found = {
@@ -286,9 +287,9 @@ _LIFETIME_S: Final = 10.0
 class SrvRecords:
     """Looks up SRV records at the system's name servers or the given ones.
 
-    The system's resolver does not support SRV, so dnspython is used. It runs in daemon threads that
-    nothing waits for, like other look-ups (D29), because its coroutines do not stop when cancelled.
-    """
+    The system's resolver does not support SRV, so dnspython is used. It runs in daemon threads
+    which, as for other look-ups, are never waited for (D29), because its coroutines do not stop
+    when cancelled."""
 
     def __init__(self, servers: list[str] | None = None, port: int = 53) -> None:
         import dns.resolver  # of the extra `discovery`
@@ -299,15 +300,14 @@ class SrvRecords:
             self._resolver.port = port
 
     async def ask(self, name: str) -> list[tuple[str, int]]:
-        """Target and port of each record. Raises OSError.
+        """(target, port) of each record. Raises OSError.
 
-        Priorities and weights are ignored: all records are candidates.
-        """
+        Priorities and weights are ignored: all records are candidates."""
         try:
             return await in_thread("srv look-up", lambda: self._ask(name))
         except OSError:
             raise
-        except Exception as error:  # whatever the error, the look-up is repeated
+        except Exception as error:  # for any error, the look-up is repeated
             raise OSError(f"SRV of {name}: {type(error).__name__}: {error}") from None
 
     def _ask(self, name: str) -> list[tuple[str, int]]:
@@ -320,5 +320,5 @@ class SrvRecords:
         return [
             (record.target.to_text(omit_final_dot=True).lower(), record.port)
             for record in answer
-            if record.target.to_text() != "."  # RFC 2782: there is no such service
+            if record.target.to_text() != "."  # RFC 2782: the service does not exist
         ]

@@ -1,9 +1,8 @@
-"""Finds workers or peers behind a Kubernetes service: lists its EndpointSlices, then watches them.
+"""Find workers or peers behind a Kubernetes service: list its EndpointSlices, then watch them.
 
 A watch starts at the resource version of the list, and is resumed at that of the last event or
-bookmark. After 410 (Gone) a new list is needed. The last result holds while the API server cannot
-be reached.
-"""
+bookmark. After 410 (Gone) a new list is needed. The last result stays in effect while the API
+server cannot be reached."""
 
 import asyncio
 import logging
@@ -34,7 +33,7 @@ class ListMetadata(msgspec.Struct, rename="camel"):
 
 
 class Conditions(msgspec.Struct):
-    """None: an older server does not report it; the endpoint then counts as ready."""
+    """None: an older server does not report it; then the endpoint counts as ready."""
 
     ready: bool | None = None
     terminating: bool | None = None
@@ -65,7 +64,7 @@ class SliceList(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """The reason why a watch ends, in an event of type ERROR."""
+    """Why a watch ends, in an event of type ERROR."""
 
     code: int | None = None
     message: str = ""
@@ -82,7 +81,7 @@ class WatchEvent(msgspec.Struct):
 # -- which endpoints count -------------------------------------------------------------------------
 
 _SECURE: Final = frozenset({"https", "kubernetes.io/https"})
-# Ports used if none is named, in this order; else the first port.
+# Ports used if none is given, in this order; otherwise the first port.
 _USUAL: Final = ("http", "https")
 
 
@@ -136,11 +135,11 @@ log = logging.getLogger("lean_selector.discovery")
 
 GONE: Final = 410
 LIST_TIMEOUT_S: Final = 30.0
-PAGE: Final = 500  # slices; each has up to a hundred endpoints, or a thousand if so configured
+PAGE: Final = 500  # slices; each has up to a hundred endpoints, or up to a thousand if configured
 MOST_LIST_BYTES: Final = 64 << 20
 MOST_SLICES: Final = 10_000
-# The server is asked to end a watch after this time. Bookmarks come every minute; a server that is
-# silent for longer than this is down, even if the connection looks alive.
+# The server is asked to end a watch after this time. Bookmarks arrive every minute; a server that
+# is silent for longer than this is down, even if the connection seems alive.
 WATCH_S: Final = 240
 SILENCE_S: Final = 300.0
 AGAIN_FIRST_S: Final = 0.2
@@ -149,7 +148,7 @@ AGAIN_LIMIT_S: Final = 30.0
 
 @dataclass(eq=False)
 class KubernetesFinder:
-    """Follows one service. `client` adds the service account's token and trusts its authority;
+    """Follows one service. `client` sends the service account's token and trusts its authority;
     `api` is the server's URL, `port` the name or number of the port to use."""
 
     sighting: Sighting
@@ -160,7 +159,7 @@ class KubernetesFinder:
     port: str | None
     on_places: OnPlaces
     again_first_s: float = AGAIN_FIRST_S
-    version: str = ""  # to watch from; empty before a list, and after 410
+    version: str = ""  # version to watch from; empty before a list and after 410
 
     def __post_init__(self) -> None:
         namespace = quote(self.namespace, safe="")
@@ -193,7 +192,7 @@ class KubernetesFinder:
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self.version = ""
                 self.sighting.failed(f"unknown form of response: {error}")
-            # Pause, so as not to flood a server that ends every watch at once.
+            # A pause, in case the server ends every watch at once.
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, AGAIN_LIMIT_S)
 
@@ -246,7 +245,7 @@ class KubernetesFinder:
             self._slices[told.metadata.name] = told
         elif event.type == "DELETED":
             self._slices.pop(told.metadata.name, None)
-        else:  # a bookmark
+        else:  # it is a bookmark
             return
         self._tell()
 

@@ -17,11 +17,11 @@ from lean_selector.wire.selection_bodies import RankText, WorkerFields, WorkerRe
 
 
 class Target(msgspec.Struct, frozen=True):
-    """`text` is the flag's value; the other fields are its parts."""
+    """A parsed target. `text` is the flag's value; the other fields are its parts."""
 
     text: str
     kind: Literal["file", "dns", "kubernetes", "url"]
-    name: str  # a path, a host's or a service's name, a URL
+    name: str  # a path, a URL, or the name of a host or service
     namespace: str = ""
     port: str | None = None  # for dns and kubernetes
     is_secure: bool = False
@@ -37,7 +37,7 @@ _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 def target_of(text: str) -> Target:
-    """Parse a target. Raises ValueError, saying what was expected."""
+    """Parse a target. Raises ValueError with what was expected."""
     kind, colon, rest = text.partition(":")
     if not colon or not rest:
         raise ValueError(f"`{text}`: expected {_FORMS}")
@@ -98,11 +98,10 @@ def _is_port(text: str) -> bool:
 
 
 class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
-    """The fields of a registration (POST /workers), all optional, and two ports beside them.
+    """The fields of a registration (POST /workers), all optional, and two ports.
 
     The ports are those of the first rank on the host of `endpoint`; each further rank has the next
-    port, as in vLLM and SGLang. They are used only if no endpoints are given.
-    """
+    port, as in vLLM and SGLang. They are used only if no endpoints are given."""
 
     worker_id: NonNegative | None = None
     model_name: str | None = None
@@ -125,7 +124,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} {port} is no port")
 
     def told(self) -> dict[str, object]:
-        """The fields that are set, by name."""
+        """name -> value of the fields that are set."""
         return {
             name: value
             for name in self.__struct_fields__
@@ -149,25 +148,24 @@ class Place(msgspec.Struct, frozen=True, order=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Everything that a discovery currently finds."""
+    """Everything that a discovery finds at the moment."""
 
     entries: tuple[Particulars, ...] = ()  # each with an endpoint
-    leaving: frozenset[str] = frozenset()  # terminating endpoints: removed without a grace period
+    leaving: frozenset[str] = frozenset()  # terminating endpoints, removed without a grace period
 
 
 # -- ids and keys ----------------------------------------------------------------------------------
 
-# 53 bits: JavaScript, Lua and jq read them exactly. Among 10 000 workers, the probability that two
-# share an id is one in a hundred million.
+# 53 bits, because JavaScript, Lua and jq read them exactly. The probability that two of 10 000
+# workers share an id is one in a hundred million.
 _BITS: Final = (1 << 53) - 1
 
 
 def endpoint_key(endpoint: str) -> str:
-    """Normalize an endpoint, with or without a scheme: `http://host:port`, plus its path without a
-    trailing /v1.
+    """A normalized endpoint: `http://host:port`, plus the path without a trailing /v1. The scheme
+    is optional in the input.
 
-    Text that is not a URL is returned unchanged.
-    """
+    Text that is not a URL is returned unchanged."""
     try:
         url = endpoint_url(endpoint)
     except ValueError:
@@ -176,7 +174,7 @@ def endpoint_key(endpoint: str) -> str:
 
 
 def worker_id_of(key: str) -> int:
-    """XXH3-64 (seed 0) of the UTF-8 bytes of an endpoint's key, its lowest 53 bits (D33)."""
+    """The lowest 53 bits of XXH3-64 (seed 0) of the UTF-8 bytes of an endpoint's key (D33)."""
     return xxhash.xxh3_64_intdigest(key.encode()) & _BITS
 
 
@@ -184,7 +182,7 @@ def worker_id_of(key: str) -> int:
 
 
 def defaults_of(text: str) -> Particulars:
-    """Parse a JSON object. Raises ValueError, saying what is wrong."""
+    """Parse a JSON object. Raises ValueError with the reason."""
     defaults = msgspec.json.decode(text, type=Particulars)
     for name in ("worker_id", "endpoint"):
         if getattr(defaults, name) is not None:
@@ -201,14 +199,15 @@ _REPLAYS: Final = ("replay_endpoint", "replay_endpoints")
 def spec_of(
     worker_id: int, entry: Particulars, engine: Particulars | None, defaults: Particulars
 ) -> WorkerSpec:
-    """The registration made from the three. Raises ValueError if they contradict each other."""
+    """The registration made from the three sources. Raises ValueError if they contradict each
+    other."""
     fields = defaults.told()
     fields.pop("worker_id", None)
     for more in (engine, entry):
         if more is not None:
             told = more.told()
             for pair in (_EVENTS, _REPLAYS):
-                if any(name in told for name in pair):  # either name sets the one value
+                if any(name in told for name in pair):  # either name sets the same value
                     for name in pair:
                         fields.pop(name, None)
             fields.update(told)
@@ -230,14 +229,14 @@ def spec_of(
 
 
 def is_complete(entry: Particulars, use_kv_events: bool) -> bool:
-    """Whether the entry has all required fields, so that the engine need not be asked."""
+    """Whether the entry has all required fields, so that the engine need not be queried."""
     told = entry.told()
     has_events = any(name in told for name in (*_EVENTS, "events_port"))
     return {"model_name", "block_size"} <= told.keys() and (has_events or not use_kv_events)
 
 
 def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
-    """Endpoints on the host of `endpoint`; each further rank has the next port."""
+    """rank -> endpoint on the host of `endpoint`; each further rank has the next port."""
     assert isinstance(port, int)
     try:
         url = endpoint_url(endpoint)

@@ -1,8 +1,7 @@
-"""Keeps the replica mesh in step with the peers that discoveries find; never adds this replica.
+"""Update the replica mesh with the peers that discoveries find; never adds this replica itself.
 
-Adds and removes peers by the same calls as the HTTP routes. Peers set by flag or over HTTP are not
-touched. A peer that was removed over HTTP stays removed until no discovery finds it.
-"""
+Peers are added and removed by the same calls as the HTTP routes use. Peers set by flag or over HTTP
+are not changed. A peer that was removed over HTTP stays removed until no discovery finds it."""
 
 import logging
 import socket
@@ -23,7 +22,7 @@ REFUSED: Final = "refused"
 
 
 class Mesh(Protocol):
-    """The part of the replica mesh that adds and removes peers."""
+    """What discovery needs of the replica mesh."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 
@@ -36,12 +35,12 @@ class Mesh(Protocol):
 
 @dataclass(eq=False)
 class KnownPeer:
-    """A discovered place, and its state as a peer."""
+    """A discovered endpoint, and its state as a peer."""
 
     place: Final[Place]
     state: str = ITSELF
-    error: str | None = None  # why it is not a peer, or cannot be used for catch-up
-    leaves_at: float | None = None  # monotonic; set while no discovery finds it
+    error: str | None = None  # why it is not a peer, or not usable for catch-up
+    leaves_at: float | None = None  # monotonic time; set while no discovery finds it
 
     @property
     def endpoint(self) -> str:
@@ -49,7 +48,7 @@ class KnownPeer:
 
 
 def is_own_address_here(host: str) -> bool:
-    """Whether the address belongs to this machine, tested by binding it. False for a name."""
+    """Whether the address belongs to this machine, tested by binding to it. False for a name."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.inet_pton(family, host)
@@ -62,9 +61,9 @@ def is_own_address_here(host: str) -> bool:
 
 @dataclass(eq=False)
 class PeerRoster:
-    """From the loop's thread only. This replica publishes on `own_port` and is advertised as
+    """Used only on the loop's thread. This replica publishes on `own_port` and is advertised as
     `own_endpoint`. Snapshots are requested from peers at `http_port`, unless discovery finds
-    another port, over TLS if `is_secure`; not if `refusal(url)` returns a reason."""
+    another port, with TLS if `is_secure`; but not if `refusal(url)` returns a reason."""
 
     mesh: Mesh
     own_port: int
@@ -86,7 +85,8 @@ class PeerRoster:
     def found(
         self, discovery: str, places: Iterable[Place], leaving: Iterable[Place], now: float
     ) -> None:
-        """Take a discovery's complete list; peers that are missing from it may leave."""
+        """Take a discovery's complete list. Peers that are missing in it are removed after a grace
+        period."""
         self._found[discovery] = set(places)
         named = set[Place]().union(*self._found.values())
         for place in sorted(named):
@@ -105,7 +105,8 @@ class PeerRoster:
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Remove peers whose grace is over, and note changes over HTTP; call about every second."""
+        """Remove peers whose grace period is over, and note changes over HTTP. Call it about every
+        second."""
         peers = set(self.mesh.peers())
         for known in list(self._known.values()):
             if known.state == REGISTERED and known.endpoint not in peers:
@@ -120,7 +121,7 @@ class PeerRoster:
             self.mesh.catch_up_from(urls)
 
     def _url(self, known: KnownPeer) -> str | None:
-        """The URL for its snapshot; None if it is not requested."""
+        """The URL for its snapshots; None if they are not requested."""
         if known.state not in (REGISTERED, KNOWN):
             return None
         scheme = "https" if self.is_secure else "http"

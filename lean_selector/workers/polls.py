@@ -1,8 +1,7 @@
 """Health checks of workers: GET a path of each, with bounded concurrency.
 
 Results go to the core's `WorkerHealth`, which ejects a worker after several consecutive failures.
-Polls are spread over the interval, with jitter.
-"""
+Polls are spread over the interval with jitter."""
 
 import asyncio
 import random
@@ -24,7 +23,7 @@ _LONGEST_FAULT: Final = 200
 
 @dataclass(eq=False)
 class WorkerPolls:
-    """From the loop's thread only. Call `look` twice a second, and `close` at the end."""
+    """Used only on the loop's thread. Call `look` twice a second, and `close` at the end."""
 
     catalog: Catalog
     health: WorkerHealth
@@ -35,13 +34,13 @@ class WorkerPolls:
     timeout_s: float  # for a whole response
 
     def __post_init__(self) -> None:
-        self._revision = -1  # revision of the catalog that `_next` reflects
-        self._next: dict[int, asyncio.TimerHandle] = {}  # the next poll of each worker
+        self._revision = -1  # revision of the catalog when `_next` was updated
+        self._next: dict[int, asyncio.TimerHandle] = {}  # worker id -> its next poll
         self._running: dict[int, asyncio.Task[None]] = {}
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
     def look(self) -> None:
-        """Schedule new workers, and drop those that are gone."""
+        """Schedule new workers, and forget removed ones."""
         if self._revision == self.catalog.revision:
             return
         self._revision = self.catalog.revision
@@ -56,8 +55,8 @@ class WorkerPolls:
             self._schedule(worker_id, self.rng.random() * self.interval_s)
 
     def soon(self, worker_id: int) -> None:
-        """Poll a worker now, because something else was learned about it."""
-        self.look()  # it may be new
+        """Poll a worker now, because its source has lost its connection, for example."""
+        self.look()  # the worker may be new
         if worker_id in self._next:
             self._next[worker_id].cancel()
             self._begin(worker_id)
@@ -99,6 +98,6 @@ class WorkerPolls:
                 fault = f"{url}: status {answer.status}"
         except OutboundFailed as error:
             fault = error.message.removeprefix("GET ")
-        if self.catalog.workers.get(worker_id) is worker:  # not replaced meanwhile
+        if self.catalog.workers.get(worker_id) is worker:  # the worker was not replaced meanwhile
             shown = None if fault is None else fault[:_LONGEST_FAULT]
             self.health.polled(worker_id, shown, time.monotonic())

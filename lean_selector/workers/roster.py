@@ -1,10 +1,9 @@
-"""Keeps the catalog in step with the workers that discoveries find.
+"""Update the catalog with the workers that discoveries find.
 
-Registers and removes workers by the same calls as POST and DELETE /workers, so that metrics,
+Workers are registered and removed by the same calls as POST and DELETE /workers, so metrics,
 sources and reservations follow. HTTP takes precedence: a worker that was registered, changed or
-deleted over HTTP is not touched here until no discovery finds it. `Roster` opens no sockets and
-never waits: time is an argument.
-"""
+deleted over HTTP is left alone until no discovery finds it. `Roster` opens no sockets and never
+waits: time is an argument."""
 
 import asyncio
 import logging
@@ -31,26 +30,26 @@ from lean_selector.workers.particulars import (
 
 
 class State(Enum):
-    ASKING = "asking"  # the engine has not described itself yet
-    REGISTERED = "registered"  # by discovery; its record says whether it can be scheduled
+    ASKING = "asking"  # the engine has not answered yet
+    REGISTERED = "registered"  # by discovery; its record tells whether it can be scheduled
     BY_HTTP = "by_http"  # registered or changed over HTTP, which takes precedence
-    REMOVED = "removed"  # deleted over HTTP; stays deleted until it is found anew
+    REMOVED = "removed"  # deleted over HTTP; stays deleted until no discovery finds it
     REFUSED = "refused"  # its description cannot be registered
 
 
 @dataclass(eq=False, slots=True)
 class KnownWorker:
-    """One endpoint. `spec` is set exactly while discovery owns the registration."""
+    """One endpoint. `spec` is set while discovery controls the registration, and only then."""
 
     key: Final[str]  # of the endpoint
     entry: Particulars
     worker_id: int = field(init=False)
     discoveries: list[str] = field(default_factory=list)
-    engine: Particulars | None = None  # its own description
+    engine: Particulars | None = None  # the engine's own description
     state: State = State.ASKING
     error: str | None = None
     spec: WorkerSpec | None = None
-    leaves_at: float | None = None  # monotonic; set while no discovery finds it
+    leaves_at: float | None = None  # monotonic time; set while no discovery finds it
     asking: asyncio.Task[None] | None = None
     warnings: Sequence[str] = ()  # of its last registration, as logged
     is_restored: bool = False  # not found since the process started
@@ -59,7 +58,7 @@ class KnownWorker:
         self.worker_id = self.id_by(self.entry)
 
     def id_by(self, entry: Particulars) -> int:
-        """Its worker id if `entry` describes it."""
+        """The worker id if `entry` describes the worker."""
         return worker_id_of(self.key) if entry.worker_id is None else entry.worker_id
 
     def takes(self, entry: Particulars) -> None:
@@ -73,8 +72,8 @@ log = logging.getLogger("lean_selector.discovery")
 
 @dataclass(eq=False)
 class Roster:
-    """From the loop's thread only. `register` and `remove` raise SelectorError; `register` returns
-    warnings about the registration."""
+    """Used only on the loop's thread. `register` and `remove` raise SelectorError; `register`
+    returns warnings about the registration."""
 
     catalog: Catalog
     register: Callable[[WorkerSpec], Sequence[str]]
@@ -82,18 +81,20 @@ class Roster:
     defaults: Particulars
     grace_s: float
     use_kv_events: bool
-    on_new: Callable[[KnownWorker], None]  # called for workers whose engines must be asked
+    on_new: Callable[[KnownWorker], None]  # called for workers whose engines must be queried
     on_gone: Callable[[KnownWorker], None]  # called for every worker that is dropped
-    # Returns why a worker at this endpoint is neither asked nor registered.
+    # Returns why a worker at this endpoint is neither queried nor registered, or None.
     refusal: Callable[[str], str | None] = lambda endpoint: None
     registrations: int = 0
     removals: int = 0
 
     def __post_init__(self) -> None:
-        self._found: dict[str, dict[str, Particulars]] = {}  # by discovery, by key
+        self._found: dict[str, dict[str, Particulars]] = {}  # discovery -> key -> entry
         self._known: dict[str, KnownWorker] = {}  # by key
         self._revision = -1  # revision of the catalog at the last comparison
-        self._others: dict[str, int] = {}  # ids of other workers, by endpoint
+        self._others: dict[
+            str, int
+        ] = {}  # endpoint -> id of workers that discovery does not control
 
     def __iter__(self) -> Iterator[KnownWorker]:
         return iter(self._known.values())
@@ -102,7 +103,8 @@ class Roster:
         return len(self._known)
 
     def found(self, discovery: str, found: Found, now: float) -> None:
-        """Take a discovery's complete list; workers that it no longer lists may leave."""
+        """Take a discovery's complete list. Workers that are missing in it are removed after a
+        grace period."""
         entries = {endpoint_key(entry.endpoint or ""): entry for entry in found.entries}
         before = self._found.get(discovery, {})
         self._found[discovery] = entries
@@ -116,19 +118,20 @@ class Roster:
         self.look(now)
 
     def heard(self, known: KnownWorker, engine: Particulars) -> None:
-        """An engine described itself."""
+        """Take an engine's description."""
         known.engine = engine
         known.error = None
         self._settle(known)
 
     def failed(self, known: KnownWorker, reason: str) -> None:
-        """An engine did not answer. Its last answer stays in use."""
+        """Note that an engine did not answer; its last answer stays in effect."""
         if known.error is None:
             log.warning("discovered worker %s does not describe itself: %s", known.key, reason)
         known.error = reason
 
     def look(self, now: float) -> None:
-        """Remove workers whose grace is over, and note changes over HTTP; about every second."""
+        """Remove workers whose grace period is over, and note changes over HTTP. Call it about
+        every second."""
         self._compare()
         for known in list(self._known.values()):
             if known.leaves_at is not None and known.leaves_at <= now:
@@ -139,7 +142,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Which discoveries currently find which workers, for `take_back` after a restart."""
+        """Which discoveries find which workers, for `take_back` after a restart."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -148,10 +151,11 @@ class Roster:
         ]
 
     def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None:
-        """Restore a worker after a restart; `spec` is the catalog's, None if deleted over HTTP.
+        """Restore a worker after a restart; `spec` is that in the catalog, None if it was deleted
+        over HTTP.
 
-        Its discoveries count as listing it until they report; one that fails changes nothing.
-        """
+        Its discoveries count as listing it until their first result; a failing discovery changes
+        nothing."""
         entry = Particulars(endpoint=kept.key, worker_id=kept.worker_id)
         known = KnownWorker(kept.key, entry)
         known.is_restored = True
@@ -165,7 +169,8 @@ class Roster:
     # -- found workers -------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
-        """A discovery lists it, or no longer does. The first that lists it decides."""
+        """Update a worker after a discovery added or removed it. The first discovery that lists it
+        determines its entry."""
         by = [name for name, entries in self._found.items() if key in entries]
         known = self._known.get(key)
         if not by:
@@ -202,7 +207,7 @@ class Roster:
     # -- registrations --------------------------------------------------------------------
 
     def _settle(self, known: KnownWorker) -> None:
-        """Register a worker once enough is known about it, and again when that has changed."""
+        """Register a worker once enough is known about it, and again after changes."""
         if known.state in (State.BY_HTTP, State.REMOVED):
             return
         if known.engine is None and not self._is_complete(known):
@@ -225,7 +230,7 @@ class Roster:
         self._warn(known, warnings)
 
     def _refuse(self, known: KnownWorker, reason: str) -> None:
-        """Its new description is not registered; an earlier registration stays."""
+        """Note that the new description cannot be registered; an earlier registration stays."""
         if known.error != reason:
             log.warning("discovered worker %s: %s", known.key, reason)
         known.error = reason
@@ -233,7 +238,7 @@ class Roster:
             known.state = State.REFUSED
 
     def _is_taken(self, known: KnownWorker) -> bool:
-        """Another worker has its id or its endpoint."""
+        """Whether another worker has its id or endpoint."""
         holder = self.catalog.workers.get(known.worker_id)
         if holder is not None and holder.spec is not known.spec:
             ours = [each for each in self._known.values() if each.spec is holder.spec]
@@ -247,7 +252,7 @@ class Roster:
         return False
 
     def _withdraw(self, known: KnownWorker) -> None:
-        """Remove its registration, if it is ours."""
+        """Remove the registration if discovery controls it."""
         spec, known.spec = known.spec, None
         known.state = State.ASKING
         if spec is None:
@@ -271,7 +276,7 @@ class Roster:
     # -- changes over HTTP ---------------------------------------------------------------
 
     def _compare(self) -> None:
-        """Attribute to HTTP every difference from our registrations."""
+        """Treat every difference from our registrations as a change over HTTP."""
         if self.catalog.revision == self._revision:
             return
         workers = self.catalog.workers
@@ -314,8 +319,8 @@ def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:
 
 
 # -- asking engines --------------------------------------------------------------------------------
-# An engine that is not up yet is asked again after a pause that doubles. One that has answered is
-# asked again periodically, because it may have been restarted with another configuration.
+# An engine that does not answer yet is queried again after a pause that doubles. One that has
+# answered is queried periodically, because it may have been restarted with another configuration.
 
 MOST_AT_ONCE: Final = 16  # engines
 AGAIN_FIRST_S: Final = 0.5
@@ -324,7 +329,8 @@ AGAIN_LIMIT_S: Final = 15.0
 
 @dataclass(eq=False)
 class Asking:
-    """Runs a task per engine, with bounded concurrency. `ask(base_url)` raises OutboundFailed."""
+    """Queries engines, one task each, with bounded concurrency. `ask(base_url)` raises
+    OutboundFailed."""
 
     ask: Callable[[str], Awaitable[Particulars]]
     on_heard: Callable[[KnownWorker, Particulars], None]
@@ -354,7 +360,7 @@ class Asking:
     async def _run(self, known: KnownWorker) -> None:
         pause_s = self.again_first_s
         while True:
-            if known.state in (State.BY_HTTP, State.REMOVED):  # no answer needed
+            if known.state in (State.BY_HTTP, State.REMOVED):  # no answer is needed
                 await asyncio.sleep(self.refresh_s)
                 continue
             try:
@@ -362,7 +368,7 @@ class Asking:
                     engine = await self.ask(known.key)
             except OutboundFailed as error:
                 self.on_failed(known, error.message)
-                # Jitter: the engines of a rack often start together.
+                # Jitter, because the engines of a rack often start together.
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, AGAIN_LIMIT_S)
                 continue
