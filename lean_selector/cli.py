@@ -11,7 +11,7 @@ from lean_selector.build_info import form
 from lean_selector.server.flags import OneLineParser, add_flags, load
 
 Config = TypeVar("Config")
-# The module with `main`, by command; imported when the command is used.
+# The module with `main` for each command; imported when the command is used.
 TOOLS: Final = {
     **{name: name for name in ("demo", "top", "simulate", "replay", "tune", "check", "keys")},
     "deploy": "recipes",
@@ -22,9 +22,8 @@ COMMANDS: Final = ("gateway", *TOOLS)
 def hold_standard_streams() -> None:
     """Open stdin, stdout and stderr on the null device if they were closed at start.
 
-    Otherwise the first socket gets such a descriptor: log lines are written into it, and libuv
-    aborts the process when it is closed.
-    """
+    Otherwise the first socket would get such a descriptor: log lines would be written into it, and
+    libuv would abort the process when it is closed."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -109,9 +108,8 @@ def _served(
 ) -> int:
     """Parse the flags of a service, and run it; return the exit status.
 
-    `run` names a module and its function, imported late, so that `--help` and bad flags are
-    answered at once.
-    """
+    `run` names a module and its function, imported late, so that `--help` and invalid flags are
+    answered at once."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=name, description=description, allow_abbrev=False)
     version = f"{name} {__version__} ({form()})" if "--version" in arguments else ""

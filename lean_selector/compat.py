@@ -1,8 +1,7 @@
-"""Runs programs written for Dynamo's SelectionService with this one: `compat.install()`.
+"""Run programs written for Dynamo's SelectionService with this one: `compat.install()`.
 
-Provides modules named `dynamo.llm` and `dynamo._core` if none are installed, with only the
-selection classes, which are imported at first use.
-"""
+Provides modules named `dynamo.llm` and `dynamo._core`, unless they are installed. They have only
+the selection classes, which are imported at first use."""
 
 import importlib.util
 import sys
@@ -18,7 +17,7 @@ _NAMES = {
 
 
 class _Shim(ModuleType):
-    """A stand-in module for one of Dynamo's."""
+    """Replaces one of Dynamo's modules."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "From lean_selector.compat: only the selection classes.")
@@ -34,8 +33,8 @@ class _Shim(ModuleType):
 
 
 def install() -> bool:
-    """Let `from dynamo.llm import SelectionService` find this project's class; return whether it
-    does. If Dynamo is installed, nothing changes, and the result is False."""
+    """Let `from dynamo.llm import SelectionService` import this project's class. If Dynamo is
+    installed, nothing changes, and the result is False."""
     if not isinstance(sys.modules.get("dynamo.llm"), _Shim) and _is_installed():
         return False
     for name in _NAMES:

@@ -1,10 +1,9 @@
-"""KV event publishing for custom engines: which blocks this rank holds, sent over ZeroMQ.
+"""KV event publishing for custom engines: reports the blocks of one rank over ZeroMQ.
 
-Owns the PUB socket of one (worker, dp_rank), the numbering of its batches, and the ROUTER that
-replays recent batches to a service that missed some. Knows nothing of the service: it needs only
-pyzmq and msgspec, so that an engine can import it alone. The wire is vLLM's ("KV Event Publishing
-for Custom Engines" of the router examples): `[topic, sequence u64 BE, msgpack [ts, events, rank]]`.
-"""
+Has the PUB socket of one (worker, dp_rank), the numbers of its batches, and the ROUTER socket that
+replays recent batches to a service that missed some. It needs only pyzmq and msgspec, so that an
+engine can import it alone. The format is vLLM's ("KV Event Publishing for Custom Engines" of the
+router examples): `[topic, sequence u64 BE, msgpack [ts, events, rank]]`."""
 
 import os
 import threading
@@ -30,17 +29,17 @@ from lean_selector.wire.kv_event_shapes import (
 if TYPE_CHECKING:
     from lean_selector.events.curve_keys import CurveGate
 
-# The three limits below are vLLM's defaults (buffer_steps, hwm), so that all engines offer the same
+# The next three limits are vLLM's defaults (buffer_steps, hwm), so that all engines offer the same
 # history and queue length.
-PUB_SEND_HWM = 100_000  # messages queued per slow subscriber; beyond it PUB drops
+PUB_SEND_HWM = 100_000  # messages queued per slow subscriber; above this PUB drops
 REPLAY_BATCHES = 10_000
-# vLLM bounds its replay buffer by count only; 10 000 batches of long prompts are over 600 MB.
+# vLLM bounds its replay buffer only by count; 10 000 batches of long prompts are over 600 MB.
 REPLAY_BYTES = 256 * 1024 * 1024
-# A reader of a replay that accepts no frames for this long is abandoned; others wait meanwhile.
+# A reader of a replay that accepts no frames for this long is abandoned, because others wait.
 REPLAY_SEND_TIMEOUT_MS = 2_000
 LINGER_MS = 1_000  # close() waits at most this long for queued messages
 
-DESCRIPTORS = 32  # that must be free at start; a publisher uses up to 16
+DESCRIPTORS = 32  # must be free at start; a publisher uses up to 16
 
 _END_OF_REPLAY = b"\xff" * 8
 _I64_MAX = 2**63 - 1
@@ -50,20 +49,18 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def signed_hashes(hashes: Sequence[int]) -> list[int]:
-    """64-bit hashes as signed integers, which is how hashes travel.
+    """64-bit hashes as signed integers, as they are sent.
 
-    Takes -2^63 to 2^64-1; raises ValueError beyond.
-    """
+    Accepts -2^63 to 2^64-1; raises ValueError outside of this range."""
     if hashes and not (min(hashes) >= -(2**63) and max(hashes) < 2**64):
         raise ValueError("a block hash does not fit into 64 bits")
     return [value - 2**64 if value > _I64_MAX else value for value in hashes]
 
 
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
-    """The endpoint of one data-parallel rank: port + rank for tcp, else a `_dp<rank>` suffix.
+    """The endpoint of one data-parallel rank: port + rank for tcp, otherwise a `_dp<rank>` suffix.
 
-    Rank 0 and a port chosen by the system (`0` or `*`) are left as they are.
-    """
+    Rank 0, and a port chosen by the system (`0` or `*`), leave the endpoint unchanged."""
     head, _, port = endpoint.rpartition(":")
     if dp_rank == 0 or (endpoint.startswith("tcp:") and port in ("0", "*")):
         return endpoint
@@ -75,7 +72,7 @@ def rank_endpoint(endpoint: str, dp_rank: int) -> str:
 
 
 class _EventSink:
-    """The three publish_ methods; subclasses decide where an event goes."""
+    """The three publish_ methods; subclasses send the events."""
 
     def __init__(self, kv_block_size: int) -> None:
         if kv_block_size <= 0:
@@ -104,15 +101,14 @@ class _EventSink:
         token_ids: the tokens of these blocks, kv_block_size for each of block_hashes.
         block_hashes: the engine's own cumulative hashes, signed or unsigned 64 bits.
         parent_hash: hash of the block before the first; None only at the start of a sequence.
-        num_block_tokens: when given, blocks from the first partial one on are left out, since
+        num_block_tokens: if given, blocks from the first partial one on are left out, since
             only full blocks can match. None: all are full.
         lora_name: the adapter, which is part of a block's identity. lora_id is only carried.
         medium: "GPU" (default), "CPU", "DISK".
         event_id has no effect: the batch's sequence number orders events. It is kept because
         the documented signature has it.
 
-        Raises ValueError when lengths disagree or a hash exceeds 64 bits; nothing is sent then.
-        """
+        Raises ValueError when lengths disagree or a hash exceeds 64 bits; nothing is sent then."""
         count = len(block_hashes)
         if num_block_tokens is not None:
             if len(num_block_tokens) != count:
@@ -154,12 +150,12 @@ class _EventSink:
             self._emit(PublishedRemoved(signed_hashes(block_hashes), medium))
 
     def publish_all_cleared(self) -> None:
-        """Announce that this rank holds nothing any more, on any medium."""
+        """Announce that this rank no longer has any blocks, on any medium."""
         self._emit(PublishedCleared())
 
 
 class SentBatch(_EventSink):
-    """Events that travel in one message. Made by KvEventPublisher.batch()."""
+    """Events that are sent in one message. Made by KvEventPublisher.batch()."""
 
     def __init__(self, kv_block_size: int) -> None:
         super().__init__(kv_block_size)
@@ -170,13 +166,11 @@ class SentBatch(_EventSink):
 
 
 class KvEventPublisher(_EventSink):
-    """Publishes the KV events of one (worker, dp_rank); usable from any thread, never blocks.
+    """Publishes the KV events of one (worker, dp_rank); usable from any thread; never blocks.
 
-    Both sockets bind, because the service connects to what is registered as
-    `kv_events_endpoints` and `replay_endpoint`. PUB drops for a subscriber that is more than
-    PUB_SEND_HWM messages behind or not there yet; with a replay endpoint the service asks for
-    what it missed.
-    """
+    Both sockets bind, because the service connects to the registered `kv_events_endpoints` and
+    `replay_endpoint`. PUB drops messages for a subscriber that is more than PUB_SEND_HWM messages
+    behind or not connected yet; with a replay endpoint, the service requests what it missed."""
 
     def __init__(
         self,
@@ -208,10 +202,10 @@ class KvEventPublisher(_EventSink):
         super().__init__(kv_block_size)
         self.worker_id = worker_id
         self.data_parallel_rank = dp_rank
-        self.sequence = 0  # number of the next batch; consecutive from 0 for each publisher
+        self.sequence = 0  # number of the next batch, counted from 0
         self._topic = topic.encode()
-        self._lock = threading.Lock()  # held over numbering, sending and keeping one batch
-        self._kept: deque[tuple[int, bytes]] = deque()  # newest batches, consecutive numbers
+        self._lock = threading.Lock()  # held while a batch is numbered, sent and stored
+        self._kept: deque[tuple[int, bytes]] = deque()  # newest batches, numbered consecutively
         self._kept_bytes = 0
         self._replay: threading.Thread | None = None
         self._gate: CurveGate | None = None
@@ -245,10 +239,9 @@ class KvEventPublisher(_EventSink):
 
     @contextmanager
     def batch(self) -> Iterator[SentBatch]:
-        """Collect events and send them as one message, also when the block raises.
+        """Collect events and send them as one message, even if the block raises.
 
-        Events before an exception have happened in the cache, so they are published.
-        """
+        Events before an exception have happened in the cache, so they are published."""
         batch = SentBatch(self.kv_block_size)
         try:
             yield batch
@@ -277,9 +270,9 @@ class KvEventPublisher(_EventSink):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _start_replay(self, endpoint: str) -> None:
-        """Bind the ROUTER here, so that a taken address raises, then give it to its thread."""
+        """Bind the ROUTER here, so that a used address raises, then pass it to its thread."""
         router = self._context.socket(zmq.ROUTER)
-        router.linger = 0  # a replay cut short by our end will be requested again
+        router.linger = 0  # a replay that our end interrupts will be requested again
         router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
         router.router_mandatory = True  # wait for a slow reader instead of dropping silently
         if self._gate is not None:
@@ -303,10 +296,10 @@ class KvEventPublisher(_EventSink):
                 except zmq.ContextTerminated:
                     return
                 except zmq.ZMQError:
-                    continue  # the reader went away or stopped reading; it will ask again
+                    continue  # the reader is gone or stopped reading; it may ask again
 
     def _answer(self, router: zmq.Socket[bytes], identity: bytes, start: int) -> None:
-        # Replies without a topic frame: the one shape that every known reader understands.
+        # Replies have no topic frame: every known reader supports this form.
         with self._lock:
             oldest = self._kept[0][0] if self._kept else 0
             wanted = list(islice(self._kept, max(0, start - oldest), None))
@@ -315,7 +308,7 @@ class KvEventPublisher(_EventSink):
         router.send_multipart([identity, b"", _END_OF_REPLAY, b""])
 
     def close(self) -> None:
-        """Send what is queued (at most a second), stop the replay thread, free the ports."""
+        """Send what is queued (for at most a second), stop the replay thread, free the ports."""
         with self._lock:
             self._pub.close()
         if self._gate is not None:
@@ -339,7 +332,7 @@ class KvEventPublisher(_EventSink):
 
 
 def _need_descriptors() -> None:
-    """Raise OSError if too few descriptors are free: libzmq would abort the process."""
+    """Raise OSError if too few descriptors are free, because libzmq would abort the process."""
     with ExitStack() as taken:
         for _ in range(DESCRIPTORS):
             taken.enter_context(open(os.devnull, "rb"))
@@ -348,7 +341,7 @@ def _need_descriptors() -> None:
 def _gate(
     context: "zmq.Context[zmq.Socket[bytes]]", secret_file: str, clients_file: str | None
 ) -> "CurveGate":
-    """The authenticator of services, in a thread. Raises OSError and ValueError for bad key
+    """The authenticator for services, in a thread. Raises OSError and ValueError for invalid key
     files."""
     from zmq.auth.thread import ThreadAuthenticator
 
@@ -361,7 +354,7 @@ def _gate(
 
 
 class ZmqKvEventPublisher(KvEventPublisher):
-    """The document's pure Python publisher, by its own name and signature; rank 0, no replay."""
+    """The document's pure Python publisher, with its name and signature; rank 0, no replay."""
 
     def __init__(self, zmq_endpoint: str, kv_block_size: int, topic: str = "") -> None:
         """Bind zmq_endpoint. Raises as KvEventPublisher does."""

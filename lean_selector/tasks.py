@@ -1,9 +1,7 @@
-"""Supervision of background tasks: failures are logged and counted, and permanent tasks are
-restarted.
+"""Supervise background tasks: failures are logged and counted, and permanent tasks are restarted.
 
-Without supervision, the work of a task that raises stops silently. The same holds for a callback of
-the loop, a thread, and a finaliser.
-"""
+Without supervision, a task that raises ends silently. The same holds for a callback of the loop, a
+thread, and a finaliser."""
 
 import asyncio
 import contextlib
@@ -18,12 +16,12 @@ from typing import Any, TypeVar, cast
 log = logging.getLogger("lean_selector.tasks")
 
 # Pause before a failed task is restarted; doubled each time up to the limit, and reset after a run
-# as long as the limit.
+# that was as long as the limit.
 AGAIN_FIRST_S = 0.1
 AGAIN_LIMIT_S = 30.0
 
-# Failures since the process started, by task name. Names are few: they name the kind of work, not
-# the worker or request. CALLBACK and the others are for work without a name.
+# Failures since the process started, by task name. There are few names: they are the kind of work,
+# not a worker or request. CALLBACK and the others are for work without a name.
 failures: Counter[str] = Counter()
 CALLBACK = "callback of the loop"
 TASK = "task without a name"
@@ -40,8 +38,7 @@ def supervise(
 
     An exception is logged and counted; the work is then restarted after a pause, unless `again` is
     false. A CancelledError that was not sent to this task counts as an exception. The task itself
-    never raises; keep a reference, the loop does not.
-    """
+    never raises. Keep a reference to it, because the loop does not."""
     return asyncio.get_running_loop().create_task(_supervised(name, work, again), name=name)
 
 
@@ -82,8 +79,8 @@ def failed(name: str, outcome: str, error: BaseException | None = None) -> None:
 
 
 def watched(name: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Run `work` once, in a task that need not be awaited: an exception is logged and counted. It
-    may be awaited. Keep a reference, the loop does not."""
+    """Run `work` once, in a task that need not be awaited: an exception is logged and counted. Keep
+    a reference to it, because the loop does not."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_look_at)
     return task
@@ -95,9 +92,9 @@ def _look_at(task: "asyncio.Task[Any]") -> None:
 
 
 def in_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
-    """The result of work that blocks, run in a daemon thread: the end of the process does not wait
-    for it. If cancelled, the thread continues and its result is dropped. Raises RuntimeError
-    without a free thread."""
+    """The result of blocking work, run in a daemon thread, for which the end of the process does
+    not wait. If cancelled, the thread continues and its result is dropped. Raises RuntimeError if
+    no thread can be started."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -115,7 +112,9 @@ def in_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
             result = work()
         except Exception as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the service has stopped
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the loop is closed, because the service has stopped
             loop.call_soon_threadsafe(finish, result, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -124,16 +123,15 @@ def in_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
 
 # -- work that rarely waits -----------------------------------------------------------------------
 #
-# A generator that yields futures to wait for, and is sent their results. If it need not wait, it
-# runs to its end in its caller's turn of the loop, without a task; and it can be compiled, which a
-# coroutine cannot.
+# A generator that yields futures and receives their results. If it need not wait, it runs to its
+# end in its caller's turn of the loop, without a task. Unlike a coroutine, it can be compiled.
 
 Steps = Generator[Awaitable[Any], Any, T]
 
 
 def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
-    """Run `steps` until they must wait. Return the task that runs the rest; None if they have
-    ended. If the task is cancelled before it ran, they are closed."""
+    """Run `steps` until they must wait. Returns the task that runs the rest, or None if they have
+    ended. If the task is cancelled before it has run, they are closed."""
     try:
         awaited = steps.send(None)
     except StopIteration:
@@ -150,7 +148,6 @@ def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
 
 
 async def finished(steps: Steps[T]) -> T:
-    """Run all steps and return their result."""
     try:
         awaited = steps.send(None)
     except StopIteration as end:
@@ -179,13 +176,12 @@ async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
         return await future
 
 
-# -- unsupervised work: callbacks, unawaited tasks, threads, finalisers
-# ------------------------------------
+# -- unsupervised work: callbacks, unawaited tasks, threads, finalisers ---------------------------
 
 
 def watch_process(loop: asyncio.AbstractEventLoop) -> None:
-    """From here on, also log and count exceptions of `loop`'s callbacks, unawaited tasks, threads
-    and finalisers. Only for our own processes: another program handles its own."""
+    """From now on, also log and count exceptions of `loop`'s callbacks, unawaited tasks, threads
+    and finalisers. Only for our own processes: other programs handle their own."""
     loop.set_exception_handler(_told_by_the_loop)
     threading.excepthook = _told_by_a_thread
     sys.unraisablehook = _told_by_a_finaliser
@@ -195,7 +191,7 @@ def _told_by_the_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) 
     name = TASK if "task" in context or "future" in context else CALLBACK
     error = context.get("exception")
     outcome = str(context.get("message") or "no message")
-    if error is None:  # such as a task that is collected while it waits
+    if error is None:  # for example, a pending task was garbage-collected
         failures[name] += 1
         log.critical("task failed: %s; %s", name, outcome, extra={"task": name})
     else:

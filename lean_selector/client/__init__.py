@@ -1,8 +1,7 @@
 """The client of the selection service: the router API of Dynamo's examples.
 
-Needs httpx, which the extra brings: `pip install "lean-selector[client]"`. KvRouter and
-SyncKvRouter select workers, stream from them and track their load. Errors: see `errors`.
-"""
+Requires httpx, which the extra installs: `pip install "lean-selector[client]"`. KvRouter and
+SyncKvRouter select workers, stream from them and track their load. Errors: see `errors`."""
 
 try:
     import httpx as httpx

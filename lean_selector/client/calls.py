@@ -1,8 +1,7 @@
-"""Requests to the selection service: their content, and the parsing of responses. No I/O.
+"""Requests to the selection service and the parsing of its responses. No I/O.
 
 Shapes follow spec selection.md 1.3 and 1.5; only the fields that the clients use are read. Each
-function makes a Call, ready to be sent.
-"""
+function returns a Call that is ready to be sent."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 def _bare(value: object) -> int:
-    """The plain int of an int subclass. Raises ValueError for any other type."""
+    """The plain int for an instance of an int subclass. Raises ValueError for other types."""
     if isinstance(value, int):
         return int(value)
     raise ValueError(f"{type(value).__name__} is no type of JSON's")
@@ -32,8 +31,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     """One request. `waits`: the service may delay the response until a worker is free.
 
     `has_prompt`: the route also accepts MessagePack, and hash lists in `fields` are bytes.
-    `content` is an encoded body.
-    """
+    `content` is an encoded body."""
 
     method: str
     path: str
@@ -75,12 +73,12 @@ class Selected(msgspec.Struct, frozen=True):
 
     @property
     def overlap_blocks(self) -> int:
-        """Device blocks of the prompt that the chosen rank holds."""
+        """Device blocks of the prompt on the chosen rank."""
         return self.overlap.dp.get(str(self.dp_rank), 0) // self.block_size
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """The part of a worker's record that routing needs."""
+    """The fields of a worker's record that routing needs."""
 
     worker_id: int
     model_name: str
@@ -90,7 +88,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """The workers that requests go to, and their block size; None: not known."""
+    """The workers that requests go to, and their block size; None: unknown."""
 
     model_name: str
     tenant_id: str
@@ -99,7 +97,7 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 def nothing(_: bytes) -> None:
-    """Reads a response that only reports success."""
+    """Parse a response that only reports success."""
 
 
 def post_prompt(
@@ -111,10 +109,10 @@ def post_prompt(
 def prompt_fields(
     token_ids: Sequence[int], scope: Scope, lora_name: str | None, cache_salt: str | None
 ) -> dict[str, object]:
-    """The prompt as packed hashes, or as token ids while the block size is not known.
+    """The prompt as packed hashes, or as token ids while the block size is unknown.
 
-    Hashing here saves work in the service's one thread. Raises ValueError for tokens outside u32.
-    """
+    Hashing here saves work on the service's only thread. Raises ValueError for tokens outside
+    u32."""
     fields: dict[str, object] = {"model_name": scope.model_name, "tenant_id": scope.tenant_id}
     if scope.block_size is None:
         named = {"lora_name": lora_name, "cache_salt": cache_salt}
@@ -143,7 +141,8 @@ def select(fields: Mapping[str, object]) -> Call[Selected]:
 
 
 def select_and_reserve(reservation_id: str, fields: Mapping[str, object]) -> Call[Selected]:
-    # The reservation's id in 1.6, which ignores the other name; 1.3 echoes it.
+    # 1.6 reads the reservation's id from the second name, and ignores the first; 1.3 echoes the
+    # second.
     body = {**fields, "reservation_id": reservation_id, "selection_id": reservation_id}
     return post_prompt("/select_and_reserve", body, _read_selected, waits=True)
 

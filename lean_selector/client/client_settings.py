@@ -1,4 +1,4 @@
-"""Settings of a client: access to the service, time-outs, back-off, router settings."""
+"""Settings of a client: access to the service, timeouts, backoff, router settings."""
 
 import random
 import ssl
@@ -17,7 +17,7 @@ Token = str | Callable[[], str]
 
 
 class Access:
-    """TLS and the bearer token for requests to the service; not used for workers."""
+    """TLS and the bearer token for requests to the service; not for workers."""
 
     def __init__(
         self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
@@ -37,7 +37,7 @@ class Access:
             _checked(token)
 
     def context(self) -> ssl.SSLContext:
-        """Raises OSError for files that cannot be used."""
+        """Raises OSError for unusable files."""
         if isinstance(self.verify, ssl.SSLContext):
             context = self.verify
         else:
@@ -56,7 +56,7 @@ class Access:
         return context
 
     def headers(self) -> dict[str, str]:
-        """Headers of one request. Raises ValueError as __init__ does."""
+        """The headers of one request. Raises ValueError as __init__ does."""
         token = self._token
         if token is None:
             return {}
@@ -69,7 +69,7 @@ class _Locked(Exception):
 
 
 def _no_passphrase() -> NoReturn:
-    """OpenSSL would ask for it on the terminal, and wait."""
+    """Raise instead of letting OpenSSL prompt on the terminal."""
     raise _Locked
 
 
@@ -93,10 +93,9 @@ class Backoff(msgspec.Struct, frozen=True):
     def wait_s(
         self, attempt: int, rng: random.Random, retry_after_s: float | None = None
     ) -> float | None:
-        """Seconds before retry number `attempt` (from 0), or None for no further retry.
+        """Seconds before retry number `attempt` (from 0), or None to stop.
 
-        A longer retry_after_s of the service is honoured, up to longest_s.
-        """
+        If the service asks for a longer wait, that is used, up to longest_s."""
         if attempt >= self.max_retries:
             return None
         wait = self.first_s * 2.0**attempt + rng.uniform(0.0, self.first_s)
@@ -104,16 +103,17 @@ class Backoff(msgspec.Struct, frozen=True):
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds. None waits for ever."""
+    """Seconds; None waits forever."""
 
     connect_s: float = 5.0
     service_s: float = 10.0  # for the selector's ordinary responses
     queue_s: float | None = 60.0  # for a selection, which may wait in the selector's queue
-    worker_s: float | None = 300.0  # for the next piece of a worker's response
+    worker_s: float | None = 300.0  # for the next bytes of a worker's response
 
 
-# Settings of Dynamo's in-process router that belong to the service, or to parts that do not exist
-# here (NATS snapshots, remote indexers). See `lean-selector --help` for the service's own.
+# Settings of Dynamo's in-process router that belong to the service here, or to parts that this
+# project lacks (NATS snapshots, remote indexers). `lean-selector --help` lists the service's
+# settings.
 WITHOUT_EFFECT = frozenset(
     {
         "host_cache_hit_weight",
@@ -142,11 +142,10 @@ WITHOUT_EFFECT = frozenset(
 
 
 class KvRouterConfig:
-    """Defaults of this router's requests; a request's own router_config_override takes precedence.
+    """Defaults for this router's requests; a request's own router_config_override takes precedence.
 
-    Settings that a request may override are sent with this router's requests. The others belong to
-    the service; they are accepted without effect, so that programs need no change.
-    """
+    Settings that a request may override are sent with the requests. The others belong to the
+    service; they are accepted without effect, so that programs need no change."""
 
     def __init__(
         self,
@@ -193,5 +192,6 @@ class KvRouterConfig:
             raise ValueError(str(error).removeprefix("__all__: ")) from None
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
-        """The router_config_override to send: ours, updated by the request's; None if empty."""
+        """The router_config_override to send: our settings, updated with the request's; None if
+        empty."""
         return {**self._override, **(of_request or {})} or None

@@ -1,8 +1,8 @@
-"""The engine's side: the body of /v1/completions, and the reader of its event stream. No I/O.
+"""Requests to engines: the body of /v1/completions, and the parser of its event stream. No I/O.
 
-Speaks the OpenAI-compatible API with token ids as the prompt, and vLLM's `return_token_ids` where
-the engine has it. Names in stop_conditions and sampling_options are those of the router examples.
-"""
+Uses the OpenAI-compatible API with token ids as the prompt, and vLLM's `return_token_ids` if the
+engine supports it. Names in stop_conditions and sampling_options are those of the router
+examples."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -34,12 +34,12 @@ _encode = msgspec.json.Encoder().encode
 Chunk = dict[str, Any]
 Option = Mapping[str, object] | None
 
-# Names of the router document that differ in the completions API.
+# Names in the router document that differ from the completions API.
 _API_NAMES = {"stop_token_ids_hidden": "stop_token_ids"}
 
 
 class MalformedStream(Exception):
-    """The engine's response is not a stream of completions; the message says why."""
+    """The engine's response is not a stream of completions; the message has the reason."""
 
 
 def completion_body(
@@ -50,11 +50,11 @@ def completion_body(
     return_token_ids: bool = True,
     cache_salt: str | None = None,
 ) -> bytes:
-    """A streaming request. Later options win; those that are None are left out.
+    """The body of a streaming request. Later options take precedence; options that are None are
+    left out.
 
-    The salt is sent with a marker: otherwise vLLM's events do not distinguish it from other keys,
-    and its blocks would count as blocks without a salt.
-    """
+    The salt is sent with a prefix, because otherwise vLLM's events would not distinguish it from
+    other keys, and its blocks would be treated as blocks without a salt."""
     body: dict[str, object] = {
         "model": model,
         "prompt": list(token_ids),
@@ -76,12 +76,11 @@ _decode_event = msgspec.json.Decoder(CompletionEvent).decode
 
 
 class CompletionStream:
-    """Bytes of a text/event-stream in, chunks out.
+    """Converts the bytes of a text/event-stream into chunks.
 
     A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs`, `usage` if the engine
     sent them. `output_tokens` counts generated tokens: token ids, or the engine's usage; without
-    either, one per piece of text. Data after `[DONE]` is ignored.
-    """
+    either, one per piece of text. Data after `[DONE]` is ignored."""
 
     def __init__(self) -> None:
         self.output_tokens = 0
@@ -90,7 +89,7 @@ class CompletionStream:
         self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """Chunks that `data` completes. Raises MalformedStream, also if the engine reports an
+        """The chunks that `data` completes. Raises MalformedStream, also if the engine reports an
         error."""
         if self.state == "done":
             return
@@ -136,7 +135,7 @@ class CompletionStream:
 
 
 def error_text(body: bytes) -> str:
-    """The message of an error body, in the shape of OpenAI, of the selector, or raw."""
+    """The message in an error body of OpenAI's or the selector's format, or the raw body."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -157,8 +156,8 @@ def _completion_tokens(usage: Mapping[str, object]) -> int:
 
 
 def _cached_tokens(usage: Mapping[str, object]) -> int | None:
-    """`prompt_tokens_details.cached_tokens`: of vLLM with --enable-prompt-tokens-details, of SGLang
-    with --enable-cache-report."""
+    """`prompt_tokens_details.cached_tokens`: sent by vLLM with --enable-prompt-tokens-details, by
+    SGLang with --enable-cache-report."""
     details = usage.get("prompt_tokens_details")
     tokens = details.get("cached_tokens") if isinstance(details, dict) else None
     return tokens if isinstance(tokens, int) and tokens >= 0 else None

@@ -35,18 +35,18 @@ from lean_selector.client.transport import (
 
 T = TypeVar("T")
 
-# A stream's end waits for its reservation to be freed, which takes a millisecond; when the service
-# is away, it goes on in the background after this long.
+# At the end of a stream, the caller waits for the release, which takes a millisecond. If the
+# service is unreachable, the release continues in the background after this time.
 RELEASE_WAIT_S = 1.0
-LAST_FREE_S = 1.0  # for the last try when the event loop ends
-CLOSE_WAIT_S = 10.0  # longer than all tries of one release together
-# A booking cancelled while in flight waits this long for its response, so that it can be freed;
-# after that the connection is closed, which removes it from the queue.
+LAST_FREE_S = 1.0  # for the last attempt when the event loop ends
+CLOSE_WAIT_S = 10.0  # longer than all attempts of one release
+# If a booking is cancelled in flight, wait this long for its response, so that it can be freed;
+# then close the connection, which removes the request from the queue.
 BOOKING_GRACE_S = 0.5
 
 
 class Driver:
-    """For one router. Not thread-safe: everything happens on the loop that uses it."""
+    """The driver of one router. Not thread-safe: it is used only on its own loop."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Driver:
         self.pause = asyncio.sleep if sleep is None else sleep
         self._rng = random.Random()
         self._service = ServiceConnection(endpoint, timeouts, access)
-        self._loop: asyncio.AbstractEventLoop | None = None  # the first loop that used it
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that first used it
         # Reservations of streams and placements, with the worker's response.
         self._held: dict[Reservation, Opened | None] = {}
         self._bookings: dict[Reservation, asyncio.Task[Any]] = {}  # in flight
@@ -96,13 +96,14 @@ class Driver:
             raise OtherEventLoop
 
     async def book(self, call: Call[T], reservation: Reservation) -> T:
-        """Run a booking that outlives its caller's cancellation, because its outcome must be known.
+        """Run a booking that continues after its caller's cancellation, because its outcome must be
+        known.
 
-        Raises ClientClosed also if close() came while it was in flight; it is released then.
-        """
+        Raises ClientClosed also if close() was called while it was in flight; it is released
+        then."""
         self._check_loop()
         while (earlier := self._releasing.get(reservation.id)) is not None:
-            await asyncio.wait({earlier})  # otherwise its free could hit this booking
+            await asyncio.wait({earlier})  # otherwise its free could free this booking
         self._check_open()
         task = asyncio.create_task(self._service.exchange(call))
         self._bookings[reservation] = task
@@ -111,7 +112,7 @@ class Driver:
         except asyncio.CancelledError:
             if reservation.ended and not _is_cancelled():
                 raise self.closed() from None  # close() cancelled the booking
-            raise  # the release will look up the outcome
+            raise  # the release will find out the outcome
         except BaseException:
             self._bookings.pop(reservation, None)
             raise
@@ -141,7 +142,7 @@ class Driver:
                 if len(body) > MAX_ERROR_BYTES:
                     break
         except httpx.HTTPError:
-            pass  # the status is what counts
+            pass  # the body is optional: the status is enough
         finally:
             await response.aclose()
         raise worker_refused(step, response.status_code, body)
@@ -149,7 +150,7 @@ class Driver:
     # -- reservations --------------------------------------------------------------------------
 
     def hold(self, reservation: Reservation, opened: Opened) -> None:
-        """From now on, releasing the reservation stops the stream."""
+        """Register an open stream: releasing the reservation stops it."""
         self._held[reservation] = opened
 
     def hand_over(self, reservation: Reservation) -> None:
@@ -157,7 +158,7 @@ class Driver:
         self._held.pop(reservation, None)
 
     def report(self, reservation: Reservation) -> None:
-        """Report its progress to the service, without delaying the stream."""
+        """Report the progress to the service without delaying the stream."""
         if reservation not in self._reporting and reservation.next_report() is not None:
             self._reporting.add(reservation)
             self._spawn(self._reported(reservation))
@@ -169,7 +170,7 @@ class Driver:
             self._reporting.discard(reservation)
 
     def release(self, reservation: Reservation) -> None:
-        """Stop its stream and free it, once, in the background."""
+        """Stop the stream and free the reservation, once, in the background."""
         if not reservation.ended:
             reservation.ended = True
             opened = self._held.pop(reservation, None)
@@ -182,10 +183,10 @@ class Driver:
                 self._loop.call_soon_threadsafe(self.release, reservation)
 
     async def release_now(self, reservation: Reservation) -> None:
-        """Release it, and wait a limited time for that."""
+        """Release it, and wait for that for a limited time."""
         self.release(reservation)
         if (task := self._releasing.get(reservation.id)) is not None:
-            await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # which does not cancel it
+            await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # does not cancel it
 
     async def _released(self, reservation: Reservation, opened: Opened | None) -> None:
         try:
@@ -195,7 +196,7 @@ class Driver:
             if booking is None or await self._may_exist(reservation, booking):
                 await release(reservation, self.ask, self.pause, self._rng)
         except asyncio.CancelledError:
-            # This task is cancelled only by the end of the loop, or by aclose() at its time limit.
+            # Only the end of the loop, or aclose() at its time limit, cancels this task.
             with contextlib.suppress(ClientError, TimeoutError):
                 async with asyncio.timeout(LAST_FREE_S):
                     await self._service.exchange(reservation.freeing())
@@ -205,7 +206,7 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Whether a booking of a cancelled caller may exist: False if the service refused it."""
+        """Whether the booking of a cancelled caller may exist; False if the service refused it."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()
@@ -223,8 +224,7 @@ class Driver:
         return task
 
     async def close(self) -> None:
-        """Release all reservations, also those in flight, wait for that, and close all
-        connections."""
+        """Release all reservations, including those in flight, then close all connections."""
         self._check_loop()
         self._is_closing = True
         for reservation in [*self._held, *self._bookings]:
@@ -256,7 +256,7 @@ class LoopThread:
         self._is_closed = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, run on the loop. An exception in the caller, such as Ctrl-C,
+        """The result of `work`, run on the loop. An exception in the caller, such as Ctrl-C,
         cancels it."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._running())
@@ -300,12 +300,13 @@ class LoopThread:
 
 
 def _run_loop(runner: asyncio.Runner) -> None:
-    with runner:  # its exit cancels running tasks
+    with runner:  # leaving the context cancels running tasks
         runner.get_loop().run_forever()
 
 
 def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures.Future[None]":
-    """Close the driver, then its loop. Never waits: garbage collection calls it in any thread."""
+    """Close the driver, then its loop. Never blocks, because garbage collection may call it in any
+    thread."""
 
     async def ended() -> None:
         try:

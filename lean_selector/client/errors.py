@@ -35,7 +35,8 @@ class ServiceUnreachable(ClientError):
 
 
 class ServiceRefused(ClientError):
-    """`retry_after_s` is the value of the response's retry-after header."""
+    """The service answered with an error. `retry_after_s` is the value of the retry-after
+    header."""
 
     def __init__(self, status: int, error: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {error}")
@@ -69,7 +70,7 @@ _BY_STATUS: dict[int, type[ServiceRefused]] = {
 
 
 def service_refusal(status: int, error: str, retry_after_s: float | None = None) -> ServiceRefused:
-    """The class that fits the status."""
+    """The error of the class for this status."""
     return _BY_STATUS.get(status, ServiceRefused)(status, error, retry_after_s)
 
 
@@ -83,7 +84,8 @@ class WorkerError(ClientError):
 
 
 class WorkerUnreachable(WorkerError):
-    """`never_connected`: the connection was refused, or timed out."""
+    """The worker did not accept the request. `never_connected`: the connection was refused or timed
+    out."""
 
     def __init__(
         self, worker_id: int, endpoint: str, reason: str, *, never_connected: bool = False

@@ -1,8 +1,7 @@
-"""One reservation: its progress, and which progress was reported to the service.
+"""One reservation: its progress, and the part of it that was reported to the service.
 
-The stream records progress; the difference to the last report is sent next. So reports never queue
-up, keep their order, and a lost one is repaired by the next.
-"""
+The stream records progress; a report sends the difference to the previous one. So reports never
+queue up or change order, and the next report replaces a lost one."""
 
 import random
 import uuid
@@ -24,7 +23,7 @@ from lean_selector.client.errors import (
 
 
 class Reservation:
-    """Ids are random and unique, unless the user gives one."""
+    """A reservation. Its id is random and unique, unless the user gives one."""
 
     def __init__(
         self,
@@ -35,9 +34,9 @@ class Reservation:
     ) -> None:
         self.id = str(uuid.uuid4()) if reservation_id is None else reservation_id
         self.is_named = reservation_id is not None
-        self.ambiguous = False  # the service may book it after our free
-        self.ended = False  # no more reports
-        self.outcome: str | None = None  # of its worker: refused, failed, ok; None: not known
+        self.ambiguous = False  # the service may book it after it was freed
+        self.ended = False  # no further reports
+        self.outcome: str | None = None  # of its worker: refused, failed, ok; None: unknown
         self.cached_tokens: int | None = None  # of the prompt, as reported by the engine
         self._isl_tokens = isl_tokens
         self._expected_output_tokens = expected_output_tokens
@@ -45,19 +44,19 @@ class Reservation:
         self._output_tokens = 0
         self._has_output = False
         self._told_prefill = False
-        self._told_blocks = 0  # <= output blocks filled
+        self._told_blocks = 0  # output blocks reported
 
     def track_output(self, block_size: int) -> None:
-        """From here on, also report output blocks."""
+        """Report output blocks too, from now on."""
         self._block_size = block_size
 
     def output(self, tokens: int) -> None:
-        """The prefill is complete, and `tokens` have been generated so far."""
+        """The prefill is complete, and `tokens` output tokens have been generated so far."""
         self._has_output = True
         self._output_tokens = max(tokens, self._output_tokens)
 
     def next_report(self) -> Call[None] | None:
-        """The first report that is due."""
+        """The next report that is due, or None."""
         if self.ended or not self._has_output:
             return None
         if not self._told_prefill:
@@ -65,26 +64,26 @@ class Reservation:
         size = self._block_size
         if size is None:
             return None
-        # A block is full when prompt and output together reach its end: the prompt's hashes cover
-        # only its full blocks.
+        # A block is full when prompt and output together reach its end, because the prompt's hashes
+        # cover only its full blocks.
         filled = (self._isl_tokens + self._output_tokens) // size - self._isl_tokens // size
         if self._told_blocks >= filled:
             return None
         return calls.output_block(self.id, self._decay_fraction(size))
 
     def _decay_fraction(self, size: int) -> float | None:
-        """The fraction of the expected output that remains, as in the reference."""
+        """The remaining fraction of the expected output, as in the reference."""
         if self._expected_output_tokens is None:
             return None
         done = (self._told_blocks + 1) * size
         return max(0.0, 1.0 - done / max(1, self._expected_output_tokens))
 
     def freeing(self) -> Call[None]:
-        """Its end, and its worker's outcome."""
+        """The call that frees it and reports the worker's outcome."""
         return calls.free(self.id, self.outcome, self.cached_tokens)
 
     def reported(self) -> None:
-        """The report that next_report() returned has reached the service."""
+        """The report that next_report() returned has been received by the service."""
         if self._told_prefill:
             self._told_blocks += 1
         else:
@@ -148,7 +147,7 @@ Outcome = Literal["refused", "failed", "ok"]
 
 
 class Placed:
-    """Where a prompt was placed. Tokens and blocks are those of the chosen rank."""
+    """The chosen rank for a prompt. Tokens and blocks are those of this rank."""
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         self.worker_id = selected.worker_id
@@ -163,8 +162,8 @@ class Placed:
         self._reservation = reservation
 
     def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
-        """The worker's outcome, sent with the end of the reservation: a failing worker is
-        temporarily ejected. cached_tokens: of the prompt, as reported by the engine."""
+        """Set the worker's outcome, which is sent when the reservation ends: a failing worker is
+        temporarily ejected. cached_tokens: prompt tokens that the engine reports as cached."""
         self._reservation.outcome = outcome
         self._reservation.cached_tokens = cached_tokens
 
@@ -176,14 +175,15 @@ class ChunkIntake(Placed):
         super().__init__(selected, reservation)
         self._completion = CompletionStream()
         self._ready: deque[Chunk] = deque()  # the chunks of one read
-        self._failure: WorkerStreamBroken | None = None  # raised after those chunks
+        self._failure: WorkerStreamBroken | None = None  # to be raised after those chunks
 
     @property
     def _is_over(self) -> bool:
         return self._reservation.ended or self._completion.state == "done"
 
     def _take(self, data: bytes | None) -> None:
-        """Take bytes that were read; None is the end of the response. Raises WorkerStreamBroken."""
+        """Handle bytes that were read; None is the end of the response. Raises
+        WorkerStreamBroken."""
         if data is None:
             if self._completion.state == "open":
                 raise self._broken("the stream ended before it was finished")
@@ -199,7 +199,7 @@ class ChunkIntake(Placed):
             self._reservation.output(self._completion.output_tokens)
 
     def _note(self, error: BaseException) -> None:
-        """Note the error that ended the stream."""
+        """Record the error that ended the stream."""
         if isinstance(error, WorkerStreamBroken):
             self.went("failed")
 

@@ -94,18 +94,17 @@ class Routing:
         self._backoff = backoff
         self._rng = rng or random.Random()
         self._clock = clock
-        self._served: dict[str, Scope] = {}  # by model; empty: not looked up yet
-        self._absent: set[str] = set()  # models that were not among them
+        self._served: dict[str, Scope] = {}  # by model; empty before the first look-up
+        self._absent: set[str] = set()  # models that the last look-up did not find
         self._looked_at = 0.0
 
     # -- scope -------------------------------------------------------------------------
 
     async def scope(self, model: str | None = None) -> Scope:
-        """The workers that requests go to; looks up at the selector what is not set.
+        """The workers that requests go to, looked up at the selector if not set.
 
-        The model is the one given to the router, else the only one that is served, else `model`.
-        Raises ModelNotNamed when that is not enough.
-        """
+        The model is the one given to the router, otherwise the only one served, otherwise `model`.
+        Raises ModelNotNamed if that is not sufficient."""
         name = self._model_name
         if name is None or self._block_size is None:
             served = await self._look(name or model)
@@ -127,7 +126,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """Scopes of the served models, looked up again when stale."""
+        """The scopes of the served models, looked up again if outdated."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -147,7 +146,8 @@ class Routing:
         return self._served
 
     async def _again_if_changed(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """If the workers' block size has changed since the look-up, look it up again, once."""
+        """Run `attempt`; if the workers' block size has changed since the look-up, look it up and
+        repeat, once."""
         try:
             return await attempt()
         except WrongBlockSize:
@@ -233,7 +233,7 @@ class Routing:
             self.driver.release(reservation)
 
     async def place(self, prompt: Prompt, terms: Wishes) -> Reserved:
-        """Select and reserve; retry while no worker is free or the service is absent."""
+        """Select and reserve; retry while no worker is free or the service is unreachable."""
 
         async def attempt() -> Reserved:
             scope = await self.scope()
@@ -242,7 +242,7 @@ class Routing:
         return await self._again_if_changed(lambda: self._until_free(attempt))
 
     async def route(self, path: str, body: bytes | Mapping[str, object]) -> Reserved:
-        """Place a raw request; the service reads its prompt."""
+        """Place a raw request, whose prompt the service reads."""
 
         async def attempt() -> Reserved:
             reservation = Reservation(0)
@@ -252,7 +252,8 @@ class Routing:
         return await self._until_free(attempt)
 
     async def _until_free(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Retry, as set by the backoff, while no worker is free or the service is absent."""
+        """Run `attempt`; retry as set by the backoff while no worker is free or the service is
+        unreachable."""
         tries = 0
         while True:
             try:
@@ -272,7 +273,7 @@ class Routing:
         return selected, reservation
 
     async def _pause(self, attempt: int, error: ClientError) -> None:
-        """Wait before the next try, or raise `error` if there is none."""
+        """Wait before the next attempt, or raise `error` if there is none."""
         asked = error.retry_after_s if isinstance(error, ServiceRefused) else None
         wait_s = self._backoff.wait_s(attempt, self._rng, asked)
         if wait_s is None:
@@ -294,7 +295,7 @@ class Routing:
         self, prompt: Prompt, terms: Wishes, model: str, body: bytes
     ) -> tuple[Selected, Reservation, Opened]:
         scope: Scope | None = None
-        avoided: dict[int, WorkerError] = {}  # worker_id -> why
+        avoided: dict[int, WorkerError] = {}  # worker_id -> error
         attempt = 0
         while True:
             try:
@@ -356,15 +357,15 @@ class Routing:
 
 
 def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
-    """True if a worker did not accept the request, such as one that sheds load or is starting up:
-    another may."""
+    """Whether a worker did not accept the request, as when it sheds load or is starting up: another
+    worker may."""
     if isinstance(error, WorkerRefused):
         return error.status in NOT_FREE
     return isinstance(error, WorkerUnreachable)
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """The worker's outcome that an error implies; None: none."""
+    """The worker's outcome that an error implies, or None."""
     if isinstance(error, WorkerRefused):
         return outcome_of_status(error.status)
     if isinstance(error, WorkerUnreachable):
@@ -375,6 +376,6 @@ def outcome_of(error: BaseException) -> str | None:
 def _stream(selected: Selected, body: bytes) -> OpenStream:
     headers = {"content-type": "application/json", "accept-encoding": "identity"}
     if len(selected.overlap.dp) > 1:
-        # One vLLM server in front of several data-parallel ranks takes the choice from here.
+        # A vLLM server in front of several data-parallel ranks uses the rank given here.
         headers["x-data-parallel-rank"] = str(selected.dp_rank)
     return OpenStream(selected.worker_id, selected.endpoint, body, headers)

@@ -1,7 +1,6 @@
-"""HTTP through httpx: calls to a service, streams from workers.
+"""HTTP with httpx: calls to a service, and streams from workers.
 
-Parses a service's address, and maps httpx's errors to ours. `routing` decides on retries.
-"""
+Parses a service's address, and converts httpx's errors to ours. `routing` decides on retries."""
 
 import asyncio
 import contextlib
@@ -27,15 +26,16 @@ from lean_selector.client.errors import (
 
 T = TypeVar("T")
 
-# Connections to the service. A selection that waits in the service's queue holds one.
+# Connections to the service. A selection in the service's queue occupies one.
 SERVICE_LIMITS = httpx.Limits(max_connections=512, max_keepalive_connections=64)
-# A stream holds a connection for as long as it runs, so the caller's own concurrency is the bound.
-# Shorter than uvicorn's five seconds, so that no request is sent on a closing connection.
+# A stream occupies a connection while it runs, so the caller's concurrency is the limit. Idle
+# connections are kept for less than uvicorn's five seconds, so that no request is sent on a closing
+# one.
 WORKER_LIMITS = httpx.Limits(
     max_connections=None, max_keepalive_connections=256, keepalive_expiry=3.0
 )
 MAX_ERROR_BYTES = 64 * 1024  # of a worker's error body
-DRAIN_S = 0.2  # for the few bytes that follow an engine's [DONE]
+DRAIN_S = 0.2  # for the few bytes after an engine's [DONE]
 
 MSGPACK = "application/msgpack"
 
@@ -66,8 +66,8 @@ def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:
     )
 
 
-# Errors of an exchange, including a TLS 1.3 refusal of our certificate, which comes after the
-# handshake and which httpx does not wrap.
+# Errors of an exchange. A TLS 1.3 refusal of our certificate comes after the handshake; httpx does
+# not wrap it.
 CALL_ERRORS = (httpx.HTTPError, ssl.SSLError)
 # Errors of opening a stream; InvalidURL: the worker's registered endpoint is invalid.
 OPEN_ERRORS = (httpx.HTTPError, httpx.InvalidURL)
@@ -75,7 +75,8 @@ STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)
 
 
 def not_opened(wanted: OpenStream, error: Exception) -> WorkerUnreachable | WorkerStreamBroken:
-    """A worker that times out has accepted the request; one that closes the connection has not."""
+    """The error for a stream that was not opened. A worker that times out has accepted the request;
+    one that closes the connection has not."""
     if isinstance(error, httpx.ReadTimeout):
         return stream_broken(wanted, error)
     never_connected = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
@@ -99,7 +100,7 @@ def _reason(error: Exception) -> str:
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:
-    """Seconds of a retry-after header; a date, the other form, is not honoured."""
+    """The seconds in a retry-after header; dates, its other form, are ignored."""
     text = response.headers.get("retry-after", "").strip()
     return float(text) if text.isdigit() else None
 
@@ -114,7 +115,7 @@ def _stream_timeout(timeouts: Timeouts) -> httpx.Timeout:
 
 
 class Opened:
-    """A worker's response whose status was 200."""
+    """A worker's response with status 200."""
 
     def __init__(self, asked: OpenStream, response: httpx.Response) -> None:
         self.is_done = False  # the engine has signalled the end
@@ -130,7 +131,7 @@ class Opened:
             raise stream_broken(self._asked, error) from error
 
     async def close(self) -> None:
-        """Stop the engine; or, if it is done, leave the connection reusable."""
+        """Stop the engine; if it is done, leave the connection reusable."""
         with contextlib.suppress(*STREAM_ERRORS, ClientError, OSError):
             try:
                 if self.is_done:
@@ -142,8 +143,8 @@ class Opened:
 
 
 class ServiceConnection:
-    """To a selection service or a slot tracker, from the first exchange to close(): at
-    `http://host:port`, or `unix:PATH` for a UNIX socket."""
+    """A connection pool for a selection service or slot tracker, at `http://host:port`, or at
+    `unix:PATH` for a UNIX socket; used until close()."""
 
     def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
         """Raises ValueError for other endpoints, TypeError if it is not a string, and OSError for
@@ -171,7 +172,7 @@ class ServiceConnection:
         self._http = httpx.AsyncClient(transport=transport, trust_env=False)
 
     async def exchange(self, call: Call[T]) -> T:
-        """Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
+        """Send a call. Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
         if self._http.is_closed:
             raise ClientClosed(f"{self._endpoint}: the client is closed")
         try:
@@ -189,7 +190,7 @@ class ServiceConnection:
 
     def request(self, call: Call[T]) -> httpx.Request:
         timeout = _call_timeout(self._timeouts, call.waits)
-        # The body is sent unchanged; a POST without one has no content type.
+        # The body is sent unchanged; a POST without a body has no content type.
         if call.has_prompt and self._takes_msgpack:
             body: bytes | None = call.msgpack()
             headers = {"content-type": MSGPACK}
@@ -207,8 +208,7 @@ class ServiceConnection:
         )
 
     def _wants_json(self, response: httpx.Response) -> bool:
-        """True if the service does not support MessagePack, like the reference: send it again as
-        JSON."""
+        """True if the service, like the reference, does not support MessagePack: send JSON."""
         if response.status_code != 415:
             return False
         was_msgpack: bool = response.request.headers.get("content-type") == MSGPACK
@@ -220,7 +220,7 @@ class ServiceConnection:
 
 
 def answer_of(call: Call[T], response: httpx.Response) -> T:
-    """The result that the call reads from a finished response. Raises ServiceRefused."""
+    """The result that the call parses from a response. Raises ServiceRefused."""
     if not response.is_success:
         raise service_refusal(
             response.status_code, error_text(response.content), _retry_after_s(response)
@@ -232,10 +232,9 @@ def answer_of(call: Call[T], response: httpx.Response) -> T:
 
 
 class AsyncClosing:
-    """Used as `async with`, or ended with aclose()."""
+    """Supports `async with`, which calls aclose()."""
 
     async def aclose(self) -> None:
-        """Close what it holds."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:
@@ -246,7 +245,7 @@ class AsyncClosing:
 
 
 class Closing:
-    """Used as `with`, or ended with close()."""
+    """Supports `with`, which calls close()."""
 
     def close(self) -> None:
         raise NotImplementedError

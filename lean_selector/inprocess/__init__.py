@@ -1,1 +1,1 @@
-"""The class of Dynamo 1.6's Python bindings, over this project's selector."""
+"""SelectionService as in Dynamo 1.6's Python bindings, backed by this project's selector."""

@@ -1,8 +1,7 @@
-"""Arguments, results and exceptions of SelectionService: the HTTP API of 1.6 in Python's form.
+"""Arguments, results and exceptions of SelectionService: the HTTP API of 1.6 as Python objects.
 
-Maps by rank have int keys, and any sequence may stand for a list. Only Python's types are checked
-here; the values are checked where HTTP's are.
-"""
+Maps by rank have int keys, and any sequence is accepted as a list. Only Python types are checked
+here; values are checked as for HTTP."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from lean_selector.core.selection.shapes import BY_RANK
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """None keeps the default: 120 seconds, 4096 selections, 256 MiB. 0 switches the cache off."""
+    """None keeps the default: 120 seconds, 4096 selections, 256 MiB. 0 disables the cache."""
 
     ttl_secs: float | None = None
     max_entries: int | None = None
@@ -23,11 +22,10 @@ class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelectionServiceError(Exception):
-    """A refusal that depends on the state. `status_code` is what HTTP would answer.
+    """A refusal that depends on the state. `status_code` is the status in HTTP.
 
     `kind`: not_found, conflict, scheduler (no worker is free now), not_ready (no worker at all, or
-    the service is shut down), sequence (the worker has no such rank).
-    """
+    the service is shut down), sequence (the worker has no such rank)."""
 
     def __init__(self, message: str, status_code: int, kind: str) -> None:
         super().__init__(message)
@@ -36,7 +34,7 @@ class SelectionServiceError(Exception):
 
 
 _KINDS = {404: "not_found", 409: "conflict", 429: "scheduler", 503: "scheduler"}
-# HTTP responses have no kind: these messages mean `not_ready`.
+# HTTP responses have no kind; these messages mean `not_ready`.
 _NOT_READY = ("no schedulable workers", "selection service is shutting down")
 _NO_SUCH_RANK = "Worker WorkerWithDpRank"
 
@@ -69,18 +67,18 @@ def shut_down() -> SelectionServiceError:
 Fields = dict[str, Any]
 Done = tuple[()]  # the result of methods that only report success
 
-_PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 for each hash
+_PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 per hash
 
 
 def fields_of(name: str, given: object) -> Fields:
-    """A copy of a request, as a dict of JSON types. Raises ValueError."""
+    """A copy of a request as a dict of JSON types. Raises ValueError."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
     return {key: _plain(str(key), value) for key, value in given.items()}
 
 
 def _plain(name: str, value: object) -> object:
-    """Convert maps and sequences of any kind to dicts and lists, recursively. Raises ValueError for
+    """Convert maps and sequences of any type to dicts and lists, recursively. Raises ValueError for
     a type that JSON lacks."""
     if value is None or isinstance(value, (str, bytes, bytearray)):
         return value
@@ -99,13 +97,13 @@ def _plain(name: str, value: object) -> object:
     if not isinstance(value, (Sequence, set, frozenset)):
         raise ValueError(f"{name}: {type(value).__name__} is no type of JSON's")
     items = value if isinstance(value, (list, tuple)) else list(value)
-    if items and type(items[0]) is int:  # many tokens or hashes: their reader checks them
+    if items and type(items[0]) is int:  # many tokens or hashes, whose reader checks them
         return items
     return [_plain(f"{name}[{place}]", each) for place, each in enumerate(items)]
 
 
 def _number(value: int | float) -> int | float:
-    """A plain value without a subclass's additions, which are not sent."""
+    """A plain int or float, because attributes of subclasses are not sent."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, int) else float(value)
@@ -139,7 +137,9 @@ def check_text(name: str, given: object) -> None:
             check_text(f"{name}.{key}" if isinstance(key, str) else name, value)
     elif isinstance(given, (list, tuple)):
         for first in given:
-            if isinstance(first, int):  # tokens and hashes are many; a string among them is refused
+            if isinstance(
+                first, int
+            ):  # a list of tokens or hashes is long; a string in it is refused
                 return
             break
         for value in given:
@@ -147,7 +147,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def record(decoded: Fields) -> Fields:
-    """A worker's record, from its JSON."""
+    """The record of a worker, from its JSON."""
     for field in BY_RANK:
         if field in decoded:
             decoded[field] = {int(rank): value for rank, value in decoded[field].items()}

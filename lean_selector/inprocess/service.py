@@ -1,8 +1,7 @@
-"""SelectionService: the selector inside the calling program, without HTTP.
+"""SelectionService: the selector in the calling program, without HTTP.
 
-A method's arguments become the body of the HTTP route, whose handler is called, and the response
-becomes a dict: so both give the same results (spec selection_16.md 11.1).
-"""
+A method converts its arguments into the body of the HTTP route, calls the route's handler, and
+returns the response as a dict, so both have the same results (spec selection_16.md 11.1)."""
 
 import asyncio
 import contextlib
@@ -59,14 +58,14 @@ from lean_selector.wire.selection_bodies import OutputBlockRequest, PromptFields
 
 T = TypeVar("T")
 
-# A non-waiting call from another thread takes microseconds; a loop that has not answered by then is
-# stopped, or is waiting for its caller.
+# Limit for a call from another thread, which takes microseconds; a loop that does not answer by
+# then is stopped, or waits for its caller.
 ANSWERS_WITHIN_S = 10.0
 
 
 class _Context(zmq.asyncio.Context):
-    """A context with strong references to its sockets. pyzmq's has weak ones, which are cleared
-    before a finaliser runs: it would close no socket, and wait for all."""
+    """A context with strong references to its sockets. pyzmq's weak ones are cleared before a
+    finaliser runs, so it would close no socket and wait for all of them."""
 
     kept: list[zmq.asyncio.Socket] = []
     looked_through_at: int = 64
@@ -84,17 +83,16 @@ class _Context(zmq.asyncio.Context):
         return made
 
 
-# Contexts whose sockets may be open. A context that is garbage-collected with open sockets waits
-# for them forever; so each is referenced here until it is destroyed.
+# Contexts whose sockets may be open. If a context is garbage-collected with open sockets it waits
+# for them forever, so each one is referenced here until it is destroyed.
 _open: set["Running"] = set()
 
 
 class Running:
-    """Runs from construction, on the running loop, to `stopped`. Raises StartError.
+    """A selector on the running loop, from construction to `stopped`. Raises StartError.
 
-    If its loop is closed without ending its tasks, open sockets are closed when the owner is
-    collected, or when the next selector starts.
-    """
+    If the loop is closed without ending its tasks, open sockets are closed when the owner is
+    garbage-collected, or when the next selector starts."""
 
     def __init__(self, config: SelectorConfig) -> None:
         for other in list(_open):
@@ -119,7 +117,7 @@ class Running:
     # -- calls from any thread -------------------------------------------------------------
 
     def at_once(self, work: Callable[[], T]) -> T:
-        """The result of `work`, called in the loop's thread."""
+        """The result of `work`, called on the loop's thread."""
         if threading.get_ident() == self._thread:
             return work()
         done: Future[T] = Future()
@@ -136,8 +134,8 @@ class Running:
     async def in_time(
         self, work: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], None] | None = None
     ) -> T:
-        """The result of `work`, run on the loop. If the caller was cancelled, `undo` reverts the
-        result there."""
+        """The result of `work`, run on the loop. If the caller is cancelled meanwhile, `undo`
+        reverts the result on the loop."""
         if asyncio.get_running_loop() is self._loop:
             return await work()
         if threading.get_ident() == self._thread:
@@ -175,7 +173,7 @@ class Running:
     # -- the end -------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Refuse queued requests, and stop listening; further calls have no effect."""
+        """Refuse queued requests and stop listening; further calls have no effect."""
         if self._loop.is_closed():
             self._destroy()
         elif self._stopping is None:
@@ -183,13 +181,13 @@ class Running:
             self.parts.refuse_new()
             self.parts.begin_no_links()
             self._stopping = watched("selection service stop", self._close())
-            # Runs even if the loop ends before its first step.
+            # Called even if the loop ends before its first step.
             self._stopping.add_done_callback(lambda _: self._destroy())
 
     async def _close(self) -> None:
         try:
             await self.parts.close()
-        except asyncio.CancelledError:  # the loop ends: close the rest, too
+        except asyncio.CancelledError:  # the loop ends: close the rest too
             await self.parts.close()
             raise
         self._destroy()  # before the caller continues, so that the port is free
@@ -208,7 +206,7 @@ class Running:
             await asyncio.shield(self._stopping)
 
     def abandoned(self) -> None:
-        """Its last user is gone, perhaps in another thread, or after the loop."""
+        """The last user is gone, perhaps in another thread or after the end of the loop."""
         try:
             self._loop.call_soon_threadsafe(self.stop)
         except RuntimeError:  # the loop is closed
@@ -216,11 +214,10 @@ class Running:
 
 
 # -- its configuration ----------------------------------------------------------------------------
-#
-# The arguments of the class map to flags of `lean-selector`, so that ranges and defaults are
+# The arguments of the class correspond to flags of `lean-selector`, so that ranges and defaults are
 # defined once; other settings come from the same environment variables, DYN_*.
 
-# Flags whose names differ from the arguments'.
+# Flags whose names differ from the arguments.
 _ARGUMENTS = {
     "--threads": "indexer_threads",
     "--selection-cache-ttl-secs": "selection_cache.ttl_secs",
@@ -292,7 +289,7 @@ def texts_of(name: str, values: object) -> list[str]:
 
 Handler = Callable[..., object]
 
-# Hash lists of a prompt may also be packed: bytes, 8 per hash.
+# Hash lists of a prompt may be packed: bytes, 8 per hash.
 _SELECT: type[SelectRequest16] = binary_form(SelectRequest16)
 _SELECT_AND_RESERVE: type[SelectAndReserveRequest16] = binary_form(SelectAndReserveRequest16)
 _RESERVATION: type[ReservationRequest16] = binary_form(ReservationRequest16)
@@ -302,14 +299,13 @@ _PROJECTION: type[ProjectionRequest16] = binary_form(ProjectionRequest16)
 class SelectionService:
     """A selector on the caller's event loop.
 
-    It starts with the first call under a running loop (the constructor, if there is one), and stays
-    on that loop: calls from other threads and loops are forwarded to it. Router settings come from
-    the environment, as for the service. Requests and responses are those of HTTP with `--api 1.6`,
-    but maps by rank have int keys.
+    It starts with the first call under a running loop (the constructor, if a loop runs then), and
+    stays on that loop; calls from other threads and loops are forwarded to it. Router settings come
+    from the environment, as for the service. Requests and responses are those of HTTP with `--api
+    1.6`, except that maps by rank have int keys.
 
     Raises ValueError where HTTP answers 400 or 422, SelectionServiceError for other error
-    responses, TypeError and OverflowError for an invalid id.
-    """
+    responses, TypeError and OverflowError for an invalid id."""
 
     def __init__(
         self,
@@ -321,11 +317,10 @@ class SelectionService:
         selection_cache: SelectionCacheConfig | None = None,
         session_affinity_ttl_secs: float | None = None,
     ) -> None:
-        """`indexer_threads` is accepted for compatibility: one thread does everything.
+        """`indexer_threads` is accepted for compatibility; there is one thread.
 
-        Raises ValueError, also for a bad variable of the environment, TypeError for a cache or
-        peers of a wrong type, and OSError when the replica port cannot be bound.
-        """
+        Raises ValueError, also for an invalid environment variable; TypeError for a cache or peers
+        of a wrong type; and OSError if the replica port cannot be bound."""
         self._config = config_of(
             indexer_threads,
             indexer_peers,
@@ -340,13 +335,13 @@ class SelectionService:
             self._start()
 
     def _start(self) -> Running:
-        """The selector, made on the running loop the first time."""
+        """The selector; the first call creates it on the running loop."""
         if self._running is None:
             try:
                 self._running = running = Running(self._config)
             except StartError as error:
                 raise OSError(str(error)) from None
-            # The loop references only `running`, so that this object can be collected.
+            # The loop references only `running`, so that this object can be garbage-collected.
             weakref.finalize(self, running.abandoned).atexit = False
         return self._running
 
@@ -364,7 +359,7 @@ class SelectionService:
         *arguments: object,
         undo: Callable[[Fields], None] | None = None,
     ) -> Fields:
-        """The handler's response, perhaps later, from its JSON."""
+        """The handler's response, parsed from its JSON; waits if the handler answers later."""
         running = self._start()
         answer: Fields = await running.in_time(lambda: _awaited(handler, arguments, undo), undo)
         return answer
@@ -372,8 +367,8 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """The response of a handler that does not wait; `before` is the result while there is no
-        loop."""
+        """The response of a handler that does not wait; `before` is the result before the selector
+        has started."""
         if self._running is None and not _is_on_a_loop():
             return before
         running = self._start()
@@ -416,14 +411,14 @@ class SelectionService:
     # -- selections and reservations -----------------------------------------------------------
 
     async def select(self, request: object) -> Fields:
-        """Choose a rank. With a selection_id, the choice is kept for create_reservation."""
+        """Choose a rank. With a selection_id, the choice is cached for create_reservation."""
         self._check_open()
         body = _body(_SELECT, fields_of("request", request))
         return await self._asked(self._handlers.select, body)
 
     async def select_and_reserve(self, request: object) -> Fields:
-        """Choose a rank and reserve it, in one step. May wait in the queue, if enabled; a cancelled
-        caller leaves it, and nothing stays reserved."""
+        """Choose a rank and reserve it, in one step. May wait in the queue, if enabled; if the
+        caller is cancelled, the request leaves the queue, and nothing stays reserved."""
         self._check_open()
         body = _body(_SELECT_AND_RESERVE, fields_of("request", request))
         service = self._handlers
@@ -435,14 +430,14 @@ class SelectionService:
         return await self._asked(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
-        """Reserve the selection with this selection_id; or, with a worker_id and the prompt, the
-        caller's rank."""
+        """Reserve the selection with this selection_id; or, with a worker_id and a prompt, that
+        rank."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
         return await self._asked(self._handlers.reserve, body)
 
     async def prefill_complete(self, selection_id: str) -> Done:
-        """Report the first token: the prefill is complete."""
+        """Report the first token, which ends the prefill."""
         name = selection_id_of(selection_id)
         await self._asked(self._handlers.prefill_complete, name)
         return ()
@@ -456,7 +451,7 @@ class SelectionService:
             raise refusal(NotFound(f"reservation {name} not found"))
 
     async def free_reservation(self, selection_id: str) -> Done:
-        """The request has ended."""
+        """Free the reservation of a request that has ended."""
         name = selection_id_of(selection_id)
         await self._asked(self._handlers.free, name, None)
         return ()
@@ -480,12 +475,12 @@ class SelectionService:
         return list(rows)
 
     async def overlap_scores(self, request: object) -> Fields:
-        """How many blocks of this prompt each rank has cached, by tier."""
+        """The number of cached blocks of this prompt on each rank, by tier."""
         body = _body(_PROJECTION, fields_of("request", request))
         return await self._asked(self._handlers.overlap_scores, body)
 
     async def indexer_snapshot(self) -> Fields:
-        """The index, in the form of GET /dump. The loop serves other calls while it is made."""
+        """The index, in the format of GET /dump. The loop serves other calls meanwhile."""
         running = self._start()
 
         async def made() -> bytes:
@@ -501,9 +496,8 @@ class SelectionService:
     # -- replicas ------------------------------------------------------------------------------
 
     async def register_replica_peer(self, endpoint: str) -> bool:
-        """Subscribe to a replica; return whether that is new. Raises ValueError, or RuntimeError
-        while
-        replica sync is off."""
+        """Subscribe to a replica; False if it was a peer already. Raises ValueError, or
+        RuntimeError if replica sync is off."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.register_peer(endpoint))
 
@@ -537,7 +531,7 @@ class SelectionService:
 
     def shutdown(self) -> None:
         """Disconnect from engines and replicas, and refuse queued requests. Reservations can still
-        be freed. The loop ends the rest; `shutdown_async` waits for that."""
+        be freed. The loop ends the remaining tasks; `shutdown_async` waits for that."""
         self._is_shut_down = True
         if self._running is not None:
             self._running.at_once(self._running.stop)
@@ -570,7 +564,7 @@ def _body(kind: type[T], fields: Fields) -> T:
 
 
 def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
-    """The body for HTTP's handlers: a routing group under its older name (D2)."""
+    """The query for the HTTP handlers; a routing group has its older name there (D2)."""
     filters = {"model_name": model_name, "tenant_id": routing_group}
     return {name: value for name, value in filters.items() if value is not None}
 
@@ -583,7 +577,7 @@ def _called(handler: Handler, *arguments: object) -> object:
         except SelectorError:
             body = arguments[-1] if arguments else None
             if isinstance(body, PromptFields):
-                body.check_shape()  # a wrong shape is named before any other fault
+                body.check_shape()  # a wrong shape is reported before other errors
             raise
     except SelectorError as error:
         raise refusal(error) from None
@@ -600,14 +594,14 @@ def _decoded(result: object) -> Any:
 async def _awaited(
     handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
 ) -> Any:
-    """A handler's response, now or later; `undo` reverts the result of a cancelled caller."""
+    """A handler's response, now or later; `undo` reverts the result if the caller is cancelled."""
     result = _called(handler, *arguments)
     if not isinstance(result, LaterReply):
         return _decoded(result)
     answered: asyncio.Future[tuple[int, object]] = asyncio.get_running_loop().create_future()
     result.take = lambda status, said: answered.set_result((status, said))
     try:
-        # Not cancelled with us: a request that leaves the queue meanwhile is reserved, then undone.
+        # Shielded: a request that leaves the queue meanwhile is reserved, then undone.
         status, said = await asyncio.shield(answered)
     except asyncio.CancelledError:
         result.hang_up()
