@@ -1,9 +1,9 @@
 """An engine in virtual time: continuous batching, chunked prefill, a bounded cache.
 
-As vLLM schedules: in each iteration every running request decodes one token, and beside them up to
-so many prompt tokens are computed, in order of arrival. A prompt starts when the cache has room for
-it beside those that run. Output is not cached: a trace has no tokens of it.
-"""
+Scheduling is as in vLLM: in each iteration every running request decodes one token, and in addition
+a bounded number of prompt tokens is computed, in order of arrival. A prompt starts when the cache
+has room for it besides the running requests. Output is not cached, because a trace does not contain
+its tokens."""
 
 import heapq
 import math
@@ -16,18 +16,18 @@ from lean_selector.tools.simulated_engines import BlockCache
 
 
 class IterationTimes(msgspec.Struct, frozen=True):
-    """What an iteration takes; the defaults are those of an 8B model on one large GPU."""
+    """The duration of an iteration; the defaults are those of an 8B model on one large GPU."""
 
     base_s: float = 0.008
     prompt_token_s: float = 1 / 14_000
     running_request_s: float = 0.000_08
-    context_token_s: float = 4e-9  # for each token in the context of a running request
+    context_token_s: float = 4e-9  # per token in the context of a running request
     most_prompt_tokens: int = 4_096
     most_running: int = 256
 
 
 class SimulatedRequest:
-    """A request of a trace, and what becomes of it. Times are seconds since the trace began."""
+    """A request of a trace and its outcome. Times are seconds since the start of the trace."""
 
     __slots__ = (
         "allowed",
@@ -61,15 +61,15 @@ class SimulatedRequest:
         self.output_tokens = max(1, output_tokens)
         self.local_hashes = local_hashes  # of full blocks
         self.chain = chain  # their sequence hashes
-        self.pinned: int | None = None  # the worker that it insists on
+        self.pinned: int | None = None  # the worker that it must go to
         self.allowed: frozenset[int] | None = None
         self.request_id = ""
         self.worker_id = -1
         self.held = 0  # leading blocks in the cache while it runs
-        self.hit = 0  # of those, already there when it started
-        self.found_tokens = 0  # that the index had when it was placed
-        self.hit_tokens = 0  # of the prompt, not computed
-        self.to_compute = -1  # prompt tokens; -1 until it starts
+        self.hit = 0  # of those, blocks that were cached when it started
+        self.found_tokens = 0  # prompt tokens that the index predicted as cached when it was placed
+        self.hit_tokens = 0  # cached prompt tokens, which are not computed
+        self.to_compute = -1  # remaining prompt tokens; -1 until it starts
         self.first_token_at = self.ended_at = math.nan
 
     @property
@@ -78,12 +78,12 @@ class SimulatedRequest:
 
     @property
     def token_gap_s(self) -> float:
-        """Mean time between its output tokens."""
+        """Mean time between output tokens."""
         return (self.ended_at - self.first_token_at) / max(1, self.output_tokens - 1)
 
 
 class Iteration(msgspec.Struct):
-    """What came of an iteration, or of several in a row in which nothing but decoding was done."""
+    """The results of one iteration, or of several consecutive ones that only decoded."""
 
     evicted: list[int] = []
     first_tokens: list[SimulatedRequest] = []
@@ -91,7 +91,7 @@ class Iteration(msgspec.Struct):
 
 
 class BatchingEngine:
-    """One engine. `due` is when its iteration ends, None while it is idle."""
+    """One engine. `due`: the end of its iteration, None while it is idle."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class BatchingEngine:
         times: IterationTimes,
         slowness: float = 1.0,
     ) -> None:
-        """`slowness`: how many times as long everything takes here."""
+        """`slowness`: factor on all durations of this engine."""
         self.worker_id = worker_id
         self.cache = BlockCache(capacity_blocks)
         self.due: float | None = None
@@ -112,7 +112,7 @@ class BatchingEngine:
         self._waiting: deque[SimulatedRequest] = deque()
         # (iteration in which it ends, serial, request)
         self._running: list[tuple[int, int, SimulatedRequest]] = []
-        self._context_tokens = 0  # of those that run
+        self._context_tokens = 0  # of the running requests
         self._iterations = 0
         self._serial = 0
         self._now: Iteration = Iteration()
@@ -121,14 +121,14 @@ class BatchingEngine:
         self._is_decoding_only = False
 
     def submit(self, request: SimulatedRequest, now: float) -> None:
-        """Queue a request. If the engine only decodes, its prefill joins at the next token."""
+        """Queue a request. If the engine only decodes, the prefill starts at the next token."""
         self._waiting.append(request)
         if self.due is not None and self._is_decoding_only:
             self._count = min(self._count, max(1, math.ceil((now - self._began_at) / self._each_s)))
             self.due = self._began_at + self._count * self._each_s
 
     def start(self, now: float) -> None:
-        """Begin an iteration, if there is anything to do."""
+        """Begin an iteration if there is work."""
         times, made = self._times, Iteration()
         left = times.most_prompt_tokens
         while self._waiting and left:
@@ -157,7 +157,7 @@ class BatchingEngine:
         self.due = now + self._count * self._each_s
 
     def _admit(self, request: SimulatedRequest, made: Iteration) -> bool:
-        """Place a prompt in the cache; False while there is no room for it."""
+        """Place a prompt in the cache; False if there is no room for it."""
         busy = len(self._running) + len(made.first_tokens)
         if busy and (
             busy >= self._times.most_running or not self.cache.has_room_for(request.chain)
@@ -166,13 +166,13 @@ class BatchingEngine:
         placed = self.cache.hold(request.chain)
         made.evicted += placed.evicted
         request.hit, request.held = placed.hit, placed.hit + placed.stored
-        # The last token is always computed: its output is the first token of the answer.
+        # The last token is always computed, because its output is the first token of the answer.
         request.hit_tokens = min(placed.hit * self._block_size, request.isl_tokens - 1)
         request.to_compute = request.isl_tokens - request.hit_tokens
         return True
 
     def finish(self, now: float) -> Iteration:
-        """What the iteration that is due brought; `start` follows."""
+        """The results of the iteration that is due; call `start` next."""
         made = self._now
         self._iterations += self._count
         self._context_tokens += self._count * len(self._running)

@@ -1,9 +1,8 @@
-"""Engines of a simulation that behave as those of a decision log did, as far as it tells.
+"""Calibrate simulated engines to behave like those of a decision log, as far as it has data.
 
-The capacity is the one with which caches of the recorded choices would have had as many hits as the
-index found. The speeds are those with which a simulation of the recorded choices has the mean time
-to first token, and the mean time from there to the end, that were observed.
-"""
+The capacity is the one at which caches would have as many hits with the recorded choices as the
+index predicted. The speeds are those at which a simulation of the recorded choices has the observed
+mean time to first token, and the observed mean time from there to the end."""
 
 import math
 from collections.abc import Sequence
@@ -18,18 +17,18 @@ from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import BlockCache
 from lean_selector.tools.simulation import BLOCK_SIZE, Fleet, Policy, Simulation, requests_of
 
-_MOST_REQUESTS = 4_000  # that speeds are fitted with
+_MOST_REQUESTS = 4_000  # used to fit speeds
 _MOST_PLAYS = 8
 _CLOSE = 0.01
-_NO_MORE = 0.002  # of the hits
-_TYPICAL_GAP_S = 0.02  # between output tokens, of the engine that IterationTimes describes
-_ALIKE = 1.25  # engines whose speeds differ by less are taken for equally fast
-_FEW = 20  # requests of an engine tell nothing of its speed
+_NO_MORE = 0.002  # share of the hits
+_TYPICAL_GAP_S = 0.02  # between output tokens, for the engine that IterationTimes describes
+_ALIKE = 1.25  # engines whose speeds differ by less than this factor count as equally fast
+_FEW = 20  # below this number of requests, the speed of an engine is unknown
 _DEFAULT = IterationTimes()
 
 
 class Engines(msgspec.Struct, frozen=True):
-    """What stands for the engines of a log, and for the lengths of its answers."""
+    """The calibrated engines of a log, and the lengths of its answers."""
 
     fleet: Fleet
     output_tokens: list[int]
@@ -41,7 +40,7 @@ def calibrated(
     prefill_tokens_per_s: float | None = None,
     token_s: float | None = None,
 ) -> Engines:
-    """Estimates what is not given. Raises ServiceError where the log does not tell."""
+    """Estimate the values that are not given. Raises ServiceError if the log lacks the data."""
     chains = [request.chain for request in requests_of(recording.lines, 1.0)]
     if capacity is None:
         capacity = capacity_of(recording, chains)
@@ -78,10 +77,10 @@ def _times(prompt_token_s: float, pace: float) -> IterationTimes:
 
 
 def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
-    """In blocks of 512 tokens, by bisection: more room, more hits."""
+    """The capacity in blocks of 512 tokens, by bisection: hits increase with the capacity."""
     lines = recording.lines
     observed = sum(found_tokens(line) or 0 for line in lines)
-    steps: list[tuple[float, int, int]] = []  # (time, 0 to look or 1 to store, which request)
+    steps: list[tuple[float, int, int]] = []  # (time, 0: look up or 1: store, index of the request)
     for at, line in enumerate(lines):
         placed = line.timestamp + line.waited_ms
         first_s = ttft_s(line)
@@ -105,7 +104,7 @@ def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
 
     low = max(1, max(len(chain) for chain in chains))
     high = max(low, len({block for chain in chains for block in chain}))
-    # The most room with which there are no more hits: what never filled seems to have no bounds.
+    # The largest capacity with about the observed hits; the upper bound if no cache ever filled.
     while low < high:
         middle = (low + high + 1) // 2
         if found(middle) <= observed * (1 + _NO_MORE):
@@ -119,8 +118,8 @@ def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
 
 
 def _ratios(recording: Recording) -> dict[int, list[float]]:
-    """Of each engine, seconds to a first token for each token that was computed until then."""
-    waiting: dict[int, list[tuple[float, float]]] = {}  # (end of prefill, tokens) by engine
+    """By engine: the seconds to each first token, per token that was computed until then."""
+    waiting: dict[int, list[tuple[float, float]]] = {}  # engine -> (end of prefill, tokens)
     ratios: dict[int, list[float]] = {}
     for line in recording.lines:
         first_s = ttft_s(line)
@@ -149,7 +148,8 @@ def _slowness(
 
 
 def _gap_s(recording: Recording) -> float | None:
-    """Between output tokens, by the requests whose output was reported; None: by none."""
+    """The time between output tokens, over requests whose output was reported; None if there are
+    none."""
     gaps = [
         decode_s(line) / line.output_length
         for line in recording.lines
@@ -161,7 +161,7 @@ def _gap_s(recording: Recording) -> float | None:
 def play_recorded(
     recording: Recording, engines: Engines, most: int | None = None
 ) -> tuple[Simulation, list[SimulatedRequest]]:
-    """Simulate the recorded choices, as of when they were made."""
+    """Simulate the recorded choices, at their recorded times."""
     requests = requests_of(recording.lines, 1.0)[:most]
     for request, line, tokens in zip(
         requests, recording.lines, engines.output_tokens, strict=False
@@ -179,13 +179,13 @@ def play_recorded(
 def _fitted(
     recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
 ) -> Fleet:
-    """The fleet at the speeds that meet both means: by secants, of their logarithms."""
+    """The fleet with speeds that reproduce both means, found by the secant method on logarithms."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)
     wanted_decode_s = fmean(decode_s(lines[at]) for at, _ in timed)
     best, least = fleet, math.inf
-    before: tuple[float, float] | None = None  # logarithms of speed and of what came of it
+    before: tuple[float, float] | None = None  # logarithms of the speed and of the result
     for _ in range(_MOST_PLAYS):
         tried = msgspec.structs.replace(fleet, times=_times(prompt_token_s, pace))
         _, played = play_recorded(recording, Engines(tried, output_tokens), _MOST_REQUESTS)

@@ -1,7 +1,7 @@
-"""`lean-selector check URL`: asks a selector, its engines and their event ports, and judges.
+"""`lean-selector check URL`: queries a selector, its engines and their event ports, and reports
+findings.
 
-It changes nothing there; a probe adds a prompt to the cache of each engine.
-"""
+It changes nothing, except that a probe adds a prompt to the cache of each engine."""
 
 import argparse
 import asyncio
@@ -48,12 +48,13 @@ from lean_selector.workers.engine_questions import ask_engine
 
 # -- the order of questions ------------------------------------------------------------------------
 
-MOST_AT_ONCE: Final = 16  # engines that are asked
+MOST_AT_ONCE: Final = 16  # engines queried at a time
 
 
 @dataclass(eq=False)
 class Examination:
-    """A check of one selector. `patience_s`: for each answer, and for events after a completion."""
+    """A check of one selector. `patience_s`: timeout for each answer, and for events after a
+    completion."""
 
     selector: AskedSelector
     engines: OutboundClient
@@ -66,12 +67,12 @@ class Examination:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def run(self) -> list[Finding]:
-        """Raises NotASelector."""
+        """The findings. Raises NotASelector."""
         facts = await self.selector.facts()
         probed: list[Finding] = []
         if self.may_probe:
             probed = await self._probe(facts)
-            facts = await self.selector.facts()  # a source that was silent may have told something
+            facts = await self.selector.facts()  # a source that was silent may have published since
         sources = facts.sources or []
         asked = [self._ask(worker, sources) for worker in facts.workers if worker.endpoint]
         knocked = [self._knock(source) for source in sources]
@@ -101,7 +102,7 @@ class Examination:
                 found.append(await port("replay_endpoint", source.replay_endpoint))
                 if found[-1].level == Level.OK:
                     found.append(await self._ask_replay(subject, source.replay_endpoint))
-            elif source.state != NO_REPLAY:  # else the selector's own word says so
+            elif source.state != NO_REPLAY:  # otherwise the source's state already reports it
                 found.append(
                     Finding(
                         Level.WARNING,
@@ -119,7 +120,7 @@ class Examination:
             await self.replays.stored_since(endpoint, BEYOND_ALL, self.patience_s)
             what = "answers"
         except NoReplay as error:
-            if is_about_keys(str(error)):  # whether the selector has the right ones, it says itself
+            if is_about_keys(str(error)):  # the selector itself reports whether its keys are right
                 level, what = Level.NOTE, f"not asked from here: {error}"
                 mend = f"give this check {SERVERS} and {SECRET} as the selector has them"
             else:
@@ -136,7 +137,7 @@ class Examination:
 
 
 def as_json(findings: Iterable[Finding]) -> bytes:
-    """For scripts: one object per finding."""
+    """One object per finding, for scripts."""
     return msgspec.json.format(msgspec.json.encode(list(findings)), indent=2)
 
 
@@ -147,8 +148,8 @@ _LEAST_WIDTH: Final = 60
 
 
 def table(findings: Sequence[Finding], width: int) -> Iterator[str]:
-    """Lines of at most `width` characters, where words are no longer than that; what is wrong
-    stands first, with what mends it below."""
+    """Lines of at most `width` characters, if words are no longer than that. Errors come first,
+    each with what to do below it."""
     subject_width = max((len(finding.subject) for finding in findings), default=0)
     margin = len(Level.WARNING) + 2 + subject_width + 2
     room = max(width, _LEAST_WIDTH, margin + 30)
@@ -181,7 +182,7 @@ DEFAULT_URL = "http://127.0.0.1:8092"
 
 
 def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the selector to ask, and the credentials for it."""
+    """Add the arguments for the selector's URL and the credentials for it."""
     parser.add_argument(
         "url",
         nargs="?",
@@ -196,8 +197,8 @@ def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selector_credentials(args: argparse.Namespace) -> Credentials:
-    """The credentials that `add_selector_arguments` declares. Raises OSError and ValueError for
-    files that cannot be used."""
+    """The credentials from the arguments of `add_selector_arguments`. Raises OSError and ValueError
+    for unusable files."""
     if args.key_file is not None and args.cert_file is None:
         raise ValueError("--key-file requires --cert-file")
     trust = Trust(args.ca_file, args.cert_file, args.key_file)
@@ -206,7 +207,6 @@ def selector_credentials(args: argparse.Namespace) -> Credentials:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the check."""
     add_selector_arguments(parser)
     parser.add_argument(
         "--probe",
@@ -239,7 +239,8 @@ patience = within(float, 0.001, 3600)
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 without errors (warnings are none), 1 with errors, 2 when no selector answers."""
+    """Returns 0 without errors (warnings are not errors), 1 with errors, 2 if no selector
+    answers."""
     parser = argparse.ArgumentParser(
         prog="lean-selector check",
         description="Ask a running selector and its engines, and tell what mends what is wrong.",
@@ -272,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _client_keys(servers_file: str | None, secret_file: str | None) -> CurveClient | None:
-    """None: engines are asked in plain text. Raises OSError and ValueError."""
+    """None: engines are queried without encryption. Raises OSError and ValueError."""
     if servers_file is None:
         if secret_file is not None:
             raise ValueError(f"{SECRET} requires {SERVERS}")

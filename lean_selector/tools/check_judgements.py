@@ -1,4 +1,5 @@
-"""What an engine says of itself, against its registration: findings. Asks nothing."""
+"""Findings from an engine's description of itself, compared with its registration. Sends no
+requests."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +10,7 @@ from lean_selector.workers.particulars import Particulars
 
 
 def judge_engine(worker: WorkerRecord, told: Particulars) -> Iterator[Finding]:
-    """`told` is what the engine at the worker's endpoint says of itself."""
+    """`told` is the description from the engine at the worker's endpoint."""
     subject = f"worker {worker.worker_id}"
     faults = list(_faults(worker, told, subject))
     yield from faults
@@ -56,10 +57,10 @@ def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[F
 def judge_ports(
     worker: WorkerRecord, told: Particulars, sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """Where the engine says that it publishes and replays, against what is registered for it.
+    """Compare the endpoints for events and replay that the engine reports with the registered ones.
 
-    Another port may be right, as where a container's is mapped; that of another engine is wrong.
-    """
+    A different port may be right, for example if a container's port is mapped; the port of another
+    engine is wrong."""
     for source in sources:
         if source.worker_id == worker.worker_id:
             rank = str(source.dp_rank)

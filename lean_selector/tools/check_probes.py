@@ -1,9 +1,9 @@
-"""`check --probe`: a completion at each engine, then where the events of its blocks arrived.
+"""`check --probe`: sends a completion to each engine, then checks where the events of its blocks
+arrive.
 
-Each engine gets a prompt of its own, so that events, replays or endpoints of two engines that were
-taken for one another are seen. The first block is the same for all, so that the names that engines
-give it can be compared. Token ids are small ones, which every vocabulary has.
-"""
+Each engine gets a different prompt, which reveals events, replays or endpoints that are registered
+for the wrong engine. The first block is the same for all, to compare the hashes that engines give
+it. Token ids are small, so that every vocabulary has them."""
 
 import asyncio
 import random
@@ -22,15 +22,15 @@ from lean_selector.wire.findings import Finding, SelectorFacts, WorkerRecord
 from lean_selector.wire.selection_bodies import KvSource
 
 _TOKEN_IDS: Final = range(10, 100)
-_LEAST_OWN: Final = 16  # tokens of each engine's own, more than chance makes equal
+_LEAST_OWN: Final = 16  # tokens that only this engine gets; too many to be equal by chance
 _LOOK_EVERY_S: Final = 0.1
 _SAID_CHARACTERS: Final = 200
-_MOST_ASKED: Final = 16  # engines whose batches a replay endpoint is asked for
+_MOST_ASKED: Final = 16  # engines whose batches are requested from a replay endpoint
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked, and how many at once. `patience_s`: for an answer, and for the events."""
+    """Settings of the probes. `patience_s`: timeout for an answer, and for the events."""
 
     selector: AskedSelector
     engines: OutboundClient
@@ -40,8 +40,8 @@ class Asked:
 
 
 class Probe:
-    """One worker's prompt: the first block, whole blocks of its own, and a token, so that an
-    engine keeps all of them."""
+    """One worker's prompt: the common first block, blocks of its own, and one more token, so that
+    an engine caches all of the blocks."""
 
     def __init__(self, worker: WorkerRecord, first: list[int]) -> None:
         self.worker = worker
@@ -56,12 +56,12 @@ class Probe:
         return f"worker {self.worker.worker_id}"
 
     def is_in(self, stored: list[BlockStored]) -> bool:
-        """Whether its own tokens were stored by these."""
+        """Whether these events stored the worker's own tokens."""
         tokens = b"".join([_packed(list(event.token_ids)) for event in stored])
         return _packed(self.own) in tokens
 
     def first_hash(self, stored: list[BlockStored]) -> int | None:
-        """What the engine calls the first block."""
+        """The engine's hash of the first block."""
         for event in stored:
             if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
                 return event.block_hashes[0]
@@ -73,12 +73,12 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 class Probes:
-    """Of all workers whose engine and block size are known. Once."""
+    """The probes of all workers whose engine and block size are known; used once."""
 
     def __init__(self, asked: Asked, facts: SelectorFacts) -> None:
         self._asked = asked
-        self._sources = facts.sources or []  # as they were before
-        self._exchanged: set[int] = set()  # workers whose events or endpoint are another's
+        self._sources = facts.sources or []  # before the probes
+        self._exchanged: set[int] = set()  # workers whose events or endpoint belong to another one
         known = [each for each in facts.workers if each.endpoint and each.block_size]
         firsts = {
             each.block_size or 1: random.choices(_TOKEN_IDS, k=each.block_size or 1)
@@ -87,7 +87,7 @@ class Probes:
         self._probes = {each.worker_id: Probe(each, firsts[each.block_size or 1]) for each in known}
 
     async def run(self) -> list[Finding]:
-        """Raises NotASelector."""
+        """The findings. Raises NotASelector."""
         probes = list(self._probes.values())
         found = dict(
             zip(self._probes, await asyncio.gather(*map(self._probe, probes)), strict=True)
@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """None: its blocks did not come into the index in time."""
+        """None: its blocks are not in the index in time."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)
@@ -140,7 +140,7 @@ class Probes:
             cached = await ask(probe.worker, probe.prompt)
             as_registered = {each for each, blocks in cached.items() if blocks >= probe.blocks}
             if worker_id in as_registered:
-                return _came(probe)  # late
+                return _came(probe)  # they arrived late
             if as_registered:
                 self._exchanged.add(worker_id)
                 return _taken_for(probe, min(as_registered))
@@ -181,7 +181,8 @@ class Probes:
     # -- replays -----------------------------------------------------------------------------------
 
     async def _replays(self) -> list[Finding]:
-        """Replay endpoints of another engine, and whether engines name a block alike."""
+        """Findings about replay endpoints of the wrong engine, and about engines that hash a block
+        differently."""
         sources = [
             each
             for each in self._sources
@@ -195,7 +196,7 @@ class Probes:
                 size = self._probes[source.worker_id].worker.block_size or 1
                 names.setdefault(size, {})[subject_of(source)] = name
             if source.worker_id in self._exchanged:
-                continue  # what its replay tells follows from that
+                continue  # its replay would only repeat that finding
             if owner is not None and not self._is_engine_of(owner, source.worker_id):
                 findings.append(
                     Finding(
@@ -210,7 +211,7 @@ class Probes:
         return [*findings, *(each for each in alike if each is not None)]
 
     async def _replay(self, source: KvSource) -> tuple[int | None, int | None]:
-        """Whose prompt is in this replay, and what the first block is called there."""
+        """The worker whose prompt is in this replay, and the hash of the first block there."""
         own = self._probes[source.worker_id]
         starts = [source, *(each for each in self._sources if each.worker_id != source.worker_id)]
         firsts = dict.fromkeys(0 if each.last_seq is None else each.last_seq + 1 for each in starts)
@@ -258,7 +259,7 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
 
 
 def judge_hashes(hashes: dict[str, int]) -> Finding | None:
-    """`hashes`: of one block, by engine."""
+    """`hashes`: engine -> hash of the same block."""
     if len(hashes) < 2:
         return None
     if len(set(hashes.values())) == 1:

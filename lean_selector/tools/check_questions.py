@@ -1,4 +1,4 @@
-"""What the check asks: the selector, event ports and replay endpoints."""
+"""The requests of `check`: to the selector, to event ports and to replay endpoints."""
 
 import asyncio
 from typing import Final, TypeVar
@@ -35,16 +35,16 @@ class OverlapScores(msgspec.Struct):
 
 T = TypeVar("T")
 
-_MOST_BYTES: Final = 256 << 20  # of an answer: a record takes a kilobyte
+_MOST_BYTES: Final = 256 << 20  # of an answer; a record takes a kilobyte
 _NOT_SERVED: Final = (404, 405)
 
 
 class NotASelector(Exception):
-    """Nothing answers there, or no selection service; the message says which."""
+    """No selection service answers; the message has the reason."""
 
 
 class AskedSelector:
-    """A running selection service at `url`, ours or the reference's."""
+    """A running selection service at `url`: ours or the reference."""
 
     def __init__(self, client: OutboundClient, url: str, timeout_s: float) -> None:
         self.url: Final = url.rstrip("/")
@@ -61,7 +61,7 @@ class AskedSelector:
                 )
             try:
                 readiness = msgspec.json.decode(ready.body, type=Readiness)
-            except msgspec.DecodeError:  # that of another service may be anything
+            except msgspec.DecodeError:  # another service may answer anything
                 readiness = Readiness()
             workers = await self._told("/workers?detail=true", list[WorkerRecord])
             return SelectorFacts(
@@ -82,7 +82,7 @@ class AskedSelector:
             raise NotASelector(error.message) from None
 
     async def _told_if_served(self, path: str, kind: type[T]) -> T | None:
-        """None where it has no such route. Raises OutboundFailed and NotASelector."""
+        """None if the service lacks the route. Raises OutboundFailed and NotASelector."""
         try:
             return await self._told(path, kind)
         except OutboundFailed as error:
@@ -104,15 +104,14 @@ class AskedSelector:
     async def cached_blocks(
         self, worker: WorkerRecord, token_ids: list[int], is_eagle: bool | None = None
     ) -> dict[int, int]:
-        """Cached blocks of this prompt by worker_id, as the selector's index has it; `is_eagle`
-        in place of what is registered.
+        """worker_id -> cached blocks of this prompt, according to the selector's index. `is_eagle`
+        overrides the registered value.
 
-        Raises OutboundFailed, and DecodeError of msgspec.
-        """
+        Raises OutboundFailed, and DecodeError of msgspec."""
         body: dict[str, object] = {
             "model_name": worker.model_name,
             "tenant_id": worker.tenant_id,
-            "routing_group": worker.tenant_id,  # the reference reads one name or the other
+            "routing_group": worker.tenant_id,  # the reference reads one of the two names
             "token_ids": token_ids,
         }
         if is_eagle is not None:
@@ -135,7 +134,7 @@ class AskedSelector:
 async def judge_port(
     resolve: Resolve, subject: str, field: str, endpoint: str, timeout_s: float
 ) -> Finding:
-    """Whether ZMQ listens at `endpoint`, which stands in the worker's `field`."""
+    """Whether ZMQ listens at `endpoint`, from the worker's `field`."""
     level, what, mend = await _judged_port(resolve, endpoint, timeout_s)
     return Finding(level, subject, f"{field} {endpoint}{what}", mend)
 
@@ -186,27 +185,27 @@ def _place(endpoint: str) -> tuple[str, int] | None:
 
 # -- replay endpoints ------------------------------------------------------------------------------
 
-# No engine has numbered so many batches: the answer is the end alone.
+# No engine has so many batches, so the answer is only the end marker.
 BEYOND_ALL: Final = 1 << 62
 _MOST_BATCHES: Final = 10_000
 
 
 class NoReplay(Exception):
-    """No end of a replay came; the message says why in a few words."""
+    """The replay did not end; the message has the reason in a few words."""
 
 
 class Replays:
-    """Over links of its own. From the thread of the loop only."""
+    """Requests replays over links of its own. Used only on the loop's thread."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._turns = IngestTurns()
 
     async def stored_since(self, endpoint: str, first: int, idle_s: float) -> list[BlockStored]:
-        """What batches from number `first` on stored; the engine may be silent for `idle_s`.
+        """The blocks stored by batches from number `first` on; the engine may be silent for
+        `idle_s`.
 
-        Raises NoReplay.
-        """
+        Raises NoReplay."""
         payloads: list[bytes] = []
 
         def on_reply(frames: list[bytes]) -> bool:

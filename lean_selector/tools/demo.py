@@ -1,8 +1,7 @@
 """`lean-selector demo`: the service as a child process, simulated engines, live traffic.
 
-Start, register, play until time or a signal, drain, stop, summarise. Whatever happens, the child
-process and the sockets are gone when it returns.
-"""
+Starts and registers them, plays traffic until the time is over or a signal arrives, drains, stops,
+and prints a summary. The child process and the sockets are always closed when it returns."""
 
 import argparse
 import asyncio
@@ -31,18 +30,17 @@ from lean_selector.tools.traffic import (
 )
 
 USERS_PER_WORKER = 10
-# Room for the conversations once over all engines, not for each of them on every engine.
+# Room for each conversation on one engine, but not on every engine.
 CAPACITY_BLOCKS = 2_000
-MAX_WORKERS = 64  # three threads and two sockets each, in one process
+MAX_WORKERS = 64  # each has three threads and two sockets, in one process
 REDRAW_S = 0.25
-DRAIN_S = 3.0  # for requests under way at the end; their waits are cut short
+DRAIN_S = 3.0  # for running requests at the end, whose delays are cut short
 
 
 # -- the command line ------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the demo."""
     workers = within(int, 1, MAX_WORKERS)
     parser.add_argument(
         "--seconds", type=within(float, 0.001, 86_400), default=20.0, help="default: 20"
@@ -55,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; 0 after a run without errors, also one ended by Ctrl-C or SIGTERM, else 1."""
+    """Run the demo. Returns 0 after a run without errors, even if Ctrl-C or SIGTERM ended it;
+    otherwise 1."""
     parser = argparse.ArgumentParser(
         prog="lean-selector demo",
         description="Watch the service choose workers for multi-turn traffic on simulated engines.",
@@ -72,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         print("lean-selector demo: stopped at once", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whatever read our output is gone; keep the interpreter from tripping over it at exit.
+        # The reader of our output is gone; avoid an error message of the interpreter at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return 1 if errors else 0
@@ -82,17 +81,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Demo:
-    """One run. Signals only set `_stop`; everything else follows from that."""
+    """One run. Signals only set `_stop`; everything else checks it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._stop = asyncio.Event()
         self._screen = Screen(sys.stdout) if sys.stdout.isatty() else None
-        self._next_line_s = 1.0  # where there is no terminal: one line a second
+        self._next_line_s = 1.0  # without a terminal: one line a second
         self._engines: dict[int, SimulatedEngine] = {}
 
     async def run(self) -> tuple[list[str], int]:
-        """The summary's lines and the number of errors. Raises ServiceError."""
+        """The lines of the summary, and the number of errors. Raises ServiceError."""
         self._catch_signals()
         options, stopping = self._options, self._stop.is_set
         port = check_port(options.port)
@@ -117,7 +116,7 @@ class Demo:
         return ["", *player.report(left)], player.error_count
 
     def _catch_signals(self) -> None:
-        """The first signal ends the traffic, a second one cancels whatever is still going on."""
+        """The first signal ends the traffic; the second one cancels all running requests."""
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
         assert running is not None
 
@@ -130,7 +129,7 @@ class Demo:
             loop.add_signal_handler(number, end)
 
     async def _traffic(self, player: Player, service: ServiceProcess) -> None:
-        """Users converse until the time is over; then what is under way comes to its end."""
+        """Run the users' conversations until the time is over, then let running requests finish."""
         users = range(USERS_PER_WORKER * len(self._engines))
         tasks = [asyncio.create_task(self._user(player, user)) for user in users]
         try:
@@ -152,7 +151,7 @@ class Demo:
     async def _watch(
         self, player: Player, service: ServiceProcess, tasks: Sequence[asyncio.Task[None]]
     ) -> None:
-        """Redraw until the time is over. Raises what ended the service or a user's task."""
+        """Redraw until the time is over. Raises the error of the service or of a user's task."""
         loop, seconds = asyncio.get_running_loop(), self._options.seconds
         started = drawn = loop.time()
         calls = 0
@@ -170,7 +169,7 @@ class Demo:
             await self._draw(player, now - started, rate)
 
     async def _draw(self, player: Player, elapsed_s: float, calls_per_s: float) -> None:
-        """The totals: on a terminal over the fleet, as `lean-selector top` has it."""
+        """Draw the totals; on a terminal above the fleet, as `lean-selector top` shows it."""
         recent = sorted(list(player.latency_s["select_and_reserve"])[-1_000:])
         p50_ms, p99_ms = percentile(recent, 0.50) * 1e3, percentile(recent, 0.99) * 1e3
         totals = (

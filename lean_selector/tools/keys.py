@@ -1,4 +1,4 @@
-"""`lean-selector keys`: makes a key pair for CURVE."""
+"""`lean-selector keys`: creates a key pair for CURVE."""
 
 import argparse
 import os
@@ -27,7 +27,6 @@ curve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
     parser.add_argument(
         "name",
         metavar="NAME",
@@ -36,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes both files, mode 0600, and prints the public key; 1 where that cannot be, with nothing
-    written."""
+    """Writes both files with mode 0600, and prints the public key. Returns 1, with nothing written,
+    if that fails."""
     parser = argparse.ArgumentParser(
         prog="lean-selector keys",
         description="Makes a key pair for CURVE, the encryption of ZeroMQ, as "
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_pair(name: str, pair: KeyPair) -> None:
-    """NAME.key and NAME.key_secret, or neither. Raises OSError where one of them exists."""
+    """Write NAME.key and NAME.key_secret, or neither. Raises OSError if one of them exists."""
     public, secret = pair.public.decode(), pair.secret.decode()
     written: list[str] = []
     try:

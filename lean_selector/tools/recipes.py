@@ -1,8 +1,6 @@
-"""`lean-selector deploy`: prints the files of `deploy/`, which every installation carries.
+"""`lean-selector deploy`: prints the files of `deploy/`, which every installation contains.
 
-In a checkout they lie beside the package, where one looks for them; `setup.py` puts them inside it
-in a wheel.
-"""
+In a checkout they are beside the package; `setup.py` copies them into it for a wheel."""
 
 import argparse
 import sys
@@ -11,12 +9,12 @@ from difflib import get_close_matches
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parents[1]
-# The first that is there. A checkout has only the second, a wheel only the first.
+# The first one that exists is used. A checkout has only the second, a wheel only the first.
 _HOMES = (_PACKAGE / "deploy", _PACKAGE.parent / "deploy")
 
 
 def recipes() -> dict[str, Path]:
-    """Files by name, such as `systemd/lean-selector.service`, in order of name."""
+    """name, such as `systemd/lean-selector.service` -> path, sorted by name."""
     home = next(home for home in _HOMES if home.is_dir())
     return {
         str(path.relative_to(home)): path
@@ -26,14 +24,13 @@ def recipes() -> dict[str, Path]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--list", action="store_true", help="the names of all files, one a line")
     what.add_argument("--print", metavar="NAME", help="a file, as --list names it")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints to stdout; 2 for a name that there is not."""
+    """Prints files to stdout; returns 2 for an unknown name."""
     parser = argparse.ArgumentParser(
         prog="lean-selector deploy",
         description="Files to run the services with: a container image, Kubernetes, systemd, "
@@ -57,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _near(name: str, known: list[str]) -> list[str]:
-    """At most three names that hold this one, or are spelled almost like it."""
+    """At most three names that contain this one or have a similar spelling."""
     wanted = name.strip("/").lower()
     holding = [each for each in known if wanted and wanted in each.lower()]
     return (holding or get_close_matches(name, known, n=3))[:3]

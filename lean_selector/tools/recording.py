@@ -1,4 +1,4 @@
-"""A decision log, read to be played again: requests, who served them, and what was observed."""
+"""A decision log, read to be replayed: requests, the workers that served them, and observations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,16 +17,17 @@ _LEAST_REQUESTS = 20
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """One model's part of a log. Engine n of a simulation, from 1, is the nth of `workers`."""
+    """The requests of one model in a log. Engine n of a simulation, counted from 1, is the nth of
+    `workers`."""
 
-    lines: list[DecisionLine]  # by their arrival
+    lines: list[DecisionLine]  # by arrival
     settings: RouterSettings
-    workers: list[tuple[int, int]]  # and ranks
-    notes: list[str]  # what to know before believing it
+    workers: list[tuple[int, int]]  # (worker, rank)
+    notes: list[str]  # remarks about the data for the user
 
     @property
     def is_shadow(self) -> bool:
-        """Another balancer chose."""
+        """Whether another balancer made the choices."""
         return any(line.selected is not None for line in self.lines)
 
     def engine_of(self, line: DecisionLine) -> int:
@@ -34,7 +35,7 @@ class Recording(msgspec.Struct, frozen=True):
         return self.workers.index((line.worker, line.rank)) + 1
 
     def requests(self, output_tokens: Sequence[int]) -> list[SimulatedRequest]:
-        """To be placed anew, with the constraints that they had."""
+        """The requests, to be placed again, with their original constraints."""
         made = requests_of(self.lines, 1.0)
         for request, line, output in zip(made, self.lines, output_tokens, strict=True):
             request.output_tokens = output
@@ -47,24 +48,24 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def ttft_s(line: DecisionLine) -> float | None:
-    """As observed; None: it was not."""
+    """The observed time to first token; None if it was not observed."""
     at_ms = line.prefill_ms if line.ttft_ms is None else line.ttft_ms
     return None if at_ms is None else at_ms / 1e3
 
 
 def decode_s(line: DecisionLine) -> float:
-    """From its first token to its end; 0 where that was not observed."""
+    """The time from the first token to the end; 0 if it was not observed."""
     first = ttft_s(line)
     return 0.0 if first is None or line.ended_ms is None else max(0.0, line.ended_ms / 1e3 - first)
 
 
 def found_tokens(line: DecisionLine) -> int | None:
-    """Of the prompt, cached on its rank when it was placed there."""
+    """Prompt tokens that were cached on its rank when it was placed."""
     return None if line.cached is None else min(line.cached, line.input_length)
 
 
 def read_log(paths: Sequence[Path], model: str | None) -> Recording:
-    """The requests of a model, of all files together. Raises ServiceError, which names the line."""
+    """The requests of a model from all files. Raises ServiceError that names the line."""
     headers: list[LogHeader] = []
     lines: list[DecisionLine] = []
     settings = RouterSettings()

@@ -1,5 +1,6 @@
-"""`lean-selector replay LOG`: what other settings would have brought the traffic of a decision log,
-in virtual time, on engines that are calibrated from the log itself."""
+"""`lean-selector replay LOG`: how other settings would have served the traffic of a decision log.
+
+Simulated in virtual time, on engines that are calibrated from the log itself."""
 
 import argparse
 import random
@@ -21,27 +22,27 @@ from lean_selector.tools.traffic import percentile
 
 _PLAYS = 3
 _DRAWS = 1_000
-PARTS = 40  # of the log, in a row: requests near each other are not independent
-_EACH_SIDE = 0.025  # of the draws, left out of an interval
+PARTS = 40  # of the log: the bootstrap draws parts, as nearby requests are not independent
+_EACH_SIDE = 0.025  # share of the resamples on each side of an interval
 NONE = "none"
 
 # -- figures ---------------------------------------------------------------------------------------
 
 
 class Row(msgspec.Struct, frozen=True):
-    """How requests were served, or would be. Tokens are those of prompts."""
+    """The results for a set of requests. Tokens are prompt tokens."""
 
     name: str
-    ttft_s: list[float]  # by the order of arrival
+    ttft_s: list[float]  # in order of arrival
     p50_s: float
     p99_s: float
     hit_tokens: float
     computed_tokens: float
-    imbalance: float  # tokens computed by the busiest engine over the average
+    imbalance: float  # computed tokens of the busiest engine, relative to the average
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Of a mean, as a share of what it is compared with; 95 % of the draws lie between."""
+    """The relative change of a mean, with its 95 % interval."""
 
     mean: float
     low: float
@@ -53,7 +54,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> Change:
-    """A bootstrap over stretches of the log, each of which has both values of its requests."""
+    """The change and its interval, by a bootstrap over parts of the log. A part has both values of
+    each of its requests."""
     size = -(-len(ours) // PARTS)
     pairs = [
         (sum(ours[at : at + size]), sum(others[at : at + size])) for at in range(0, len(ours), size)
@@ -80,7 +82,7 @@ def _made(name: str, ttft_s: list[float], hits: int, work: Sequence[int]) -> Row
 
 
 def _average(rows: Sequence[Row]) -> Row:
-    """Of plays of the same requests."""
+    """The average of several plays of the same requests."""
     return Row(
         rows[0].name,
         [fmean(each) for each in zip(*(row.ttft_s for row in rows), strict=True)],
@@ -93,7 +95,7 @@ def _average(rows: Sequence[Row]) -> Row:
 
 
 def observed(recording: Recording) -> Row:
-    """What the log says of the requests themselves."""
+    """The results that the log itself records."""
     work = [0] * len(recording.workers)
     hits = 0
     for line in recording.lines:
@@ -105,7 +107,7 @@ def observed(recording: Recording) -> Row:
 
 
 def infinite_cache_tokens(requests: Sequence[SimulatedRequest]) -> int:
-    """Prompt tokens to compute if every block that any engine ever computed were everywhere."""
+    """Prompt tokens to compute if every engine had every block that any engine has computed."""
     seen, computed = set[int](), 0
     for request in requests:
         hit = next((n for n, each in enumerate(request.chain) if each not in seen), None)
@@ -123,8 +125,9 @@ def play(
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
 ) -> tuple[Row, list[SimulatedRequest]]:
-    """The requests of the log, placed anew under these settings, several times: equal costs are
-    drawn. With the requests of the last time."""
+    """Place the requests of the log again under these settings. Because ties are broken at random,
+    this is repeated, and the rows are averaged. Also returns the requests of the last
+    repetition."""
     rows, requests = list[Row](), list[SimulatedRequest]()
     for play_seed in range(seed, seed + _PLAYS):
         requests = recording.requests(engines.output_tokens)
@@ -138,7 +141,7 @@ def play(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that both commands have."""
+    """Add the options that both commands have."""
     parser.add_argument("log", metavar="LOG", type=Path, nargs="+", help="files of a decision log")
     parser.add_argument("--model", help="whose requests, where the log has several models")
     parser.add_argument(
@@ -182,7 +185,7 @@ def run(
 
 
 def settings_of(base: RouterSettings, given: Sequence[str]) -> RouterSettings:
-    """`base` with `NAME=VALUE` each. Raises ServiceError."""
+    """`base` with settings from `NAME=VALUE` texts. Raises ServiceError."""
     fields: dict[str, object] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -210,7 +213,7 @@ def _about(recording: Recording, engines: Engines) -> list[str]:
     ]
 
 
-_WIDTH = 38  # of names
+_WIDTH = 38  # for names
 HEAD = [
     f"| {'':<{_WIDTH}} |  mean TTFT |     p50 |     p99 |  hits | imbalance |",
     f"|{'-' * (_WIDTH + 2)}|-----------:|--------:|--------:|------:|----------:|",
@@ -226,7 +229,7 @@ def table_line(row: Row, prompt_tokens: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints tables; 0, 1 for a log or setting that cannot be used, 130 after Ctrl-C."""
+    """Prints tables. Returns 0; 1 for an unusable log or setting; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector replay",
         description="Play the requests of a decision log in virtual time: as they were placed, "
@@ -247,9 +250,9 @@ class Replayed(msgspec.Struct, frozen=True):
     """The figures of a replay."""
 
     rows: list[Row]
-    ttft_change: Change  # of the other settings against the recorded ones
+    ttft_change: Change  # of the other settings relative to the recorded ones
     infinite_cache_tokens: int
-    diverges_after: float  # share of the requests
+    diverges_after: float  # as a share of the requests
 
 
 def _replay(options: argparse.Namespace, recording: Recording, engines: Engines) -> Replayed:
@@ -270,7 +273,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
             rows.append(row)
             print(table_line(row, prompt_tokens), flush=True)
     best = infinite_cache_tokens(requests)
-    # Where another balancer chose, nothing was placed under the settings: its choices count.
+    # If another balancer chose, no request was placed under the settings: compare with its choices.
     base = modelled if recording.is_shadow else rows[2]
     pairs = zip(as_placed, requests, strict=True)
     differs = [one.hit_tokens != other.hit_tokens for one, other in pairs]
@@ -298,7 +301,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
 
 
 def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
-    """What the choices of `base` cost."""
+    """The costs of the choices of `base`."""
     tokens = base.computed_tokens - other.computed_tokens
     waited_s = sum(base.ttft_s) - sum(other.ttft_s)
     more = base.computed_tokens - best

@@ -1,4 +1,4 @@
-"""The selection service as a child process: started, asked over HTTP, and stopped for sure."""
+"""The selection service as a child process: start it, query it over HTTP, and stop it reliably."""
 
 import argparse
 import asyncio
@@ -19,13 +19,13 @@ from lean_selector.http.outbound import Exchange, OutboundFailed, SocketAddress,
 
 # -- asking it -------------------------------------------------------------------------------------
 
-# Longer than any answer should take; a request parked in the service's queue may come close.
+# Longer than any answer should take; a request in the service's queue may come close.
 ANSWER_TIMEOUT_S = 60.0
-_MOST_ANSWER_BYTES = 1 << 30  # dumps
+_MOST_ANSWER_BYTES = 1 << 30  # for dumps
 
 
 class ServiceError(Exception):
-    """The service did not answer, or not with the status that was expected. A readable line."""
+    """The service did not answer, or not with the expected status. The text is one line."""
 
 
 Number = TypeVar("Number", int, float)
@@ -34,7 +34,7 @@ Number = TypeVar("Number", int, float)
 def within(
     kind: Callable[[str], Number], least: Number, most: float = math.inf
 ) -> Callable[[str], Number]:
-    """The type of an argument of a command: a finite number from `least` to `most`."""
+    """A parser for an argument: a finite number from `least` to `most`."""
 
     def read(text: str) -> Number:
         try:
@@ -50,7 +50,7 @@ def within(
 
 
 class HttpClient:
-    """Requests to one service. As many connections as the caller has requests under way."""
+    """Requests to one service, with one connection per simultaneous request."""
 
     def __init__(self, url: str) -> None:
         """url: `http://host:port`."""
@@ -58,10 +58,9 @@ class HttpClient:
         self._head_end = b" HTTP/1.1\r\n" + self._upstream.host_line + b"\r\n"
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """Status and body of the answer. body, if any, is sent as JSON.
+        """The status and body of the answer. A body is sent as JSON.
 
-        Raises ServiceError when there is no answer, whatever the reason.
-        """
+        Raises ServiceError if there is no answer, for any reason."""
         head = method.encode() + b" " + path.encode() + self._head_end
         if body:
             head += b"content-type: application/json\r\n"
@@ -79,7 +78,7 @@ class HttpClient:
                     await exchange.head()
                     return exchange.status, await exchange.body(_MOST_ANSWER_BYTES)
                 except BaseException:
-                    connection.drop()  # what it answers later is not wanted
+                    connection.drop()  # a late answer is not wanted
                     raise
         except TimeoutError as error:
             raise ServiceError(f"{method} {path}: no answer in {ANSWER_TIMEOUT_S:.0f} s") from error
@@ -87,7 +86,7 @@ class HttpClient:
             raise ServiceError(f"{method} {path}: {error}") from error
 
     async def call(self, method: str, path: str, body: object = None) -> bytes:
-        """The body of a 2xx answer; raises ServiceError with the service's words otherwise."""
+        """The body of a 2xx answer; raises ServiceError with the service's message otherwise."""
         encoded = b"" if body is None else msgspec.json.encode(body)
         status, answer = await self.request(method, path, encoded)
         if not 200 <= status < 300:
@@ -96,7 +95,7 @@ class HttpClient:
         return answer
 
     def close(self) -> None:
-        """Close the connections; call it when no request is under way."""
+        """Close the connections. Call it while no request is running."""
         self._upstream.close()
 
 
@@ -109,12 +108,12 @@ async def _resolve(host: str, port: int) -> list[SocketAddress]:
 # -- the process -----------------------------------------------------------------------------------
 
 HOST = "127.0.0.1"
-START_TIMEOUT_S = 30.0  # a cold interpreter on a busy machine takes a few
+START_TIMEOUT_S = 30.0  # a cold interpreter on a busy machine takes a few seconds
 STOP_TIMEOUT_S = 8.0  # the service drains for up to 5 s on SIGTERM
 
 
 def check_port(port: int) -> int:
-    """The port itself, or one that the system finds free for 0. Raises ServiceError if taken."""
+    """The port, or a free one if it is 0. Raises ServiceError if it is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the service binds
         try:
@@ -126,14 +125,14 @@ def check_port(port: int) -> int:
 
 
 class ServiceProcess:
-    """A running child. Its output goes to a file, so that it can never block on a pipe."""
+    """A running child. Its output goes to a file, so that it never blocks on a pipe."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: IO[bytes]) -> None:
         self._process = process
         self._output = output
 
     def check(self) -> None:
-        """Raises ServiceError, with the child's last line, once it has ended."""
+        """Raises ServiceError with the child's last line if the child has ended."""
         code = self._process.returncode
         if code is not None:
             end = self._output.seek(0, os.SEEK_END)
@@ -144,10 +143,9 @@ class ServiceProcess:
             raise ServiceError(f"the service ended with exit code {code}{words}")
 
     async def stop(self) -> None:
-        """SIGTERM to the child and its own children, SIGKILL to what takes too long.
+        """Send SIGTERM to the child and its own children, and SIGKILL if they take too long.
 
-        Also when cancelled meanwhile: nothing is left running.
-        """
+        Also if cancelled meanwhile: nothing is left running."""
         self._signal(signal.SIGTERM)
         try:
             with suppress(TimeoutError):
@@ -158,14 +156,14 @@ class ServiceProcess:
             await self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        # The group, which outlives a leader that died before its children.
+        # The process group, which exists even if the child has ended before its children.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
 
 @asynccontextmanager
 async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProcess]:
-    """Start a child in a process group of its own, so that Ctrl-C reaches us alone."""
+    """Start a child in its own process group, so that Ctrl-C reaches only us."""
     with tempfile.TemporaryFile() as output:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -181,7 +179,7 @@ async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProces
         try:
             yield service
         except ServiceError:
-            # A broken connection is often seen before its cause: say the cause.
+            # A broken connection is often noticed before its cause: report the cause.
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.5):
                     await process.wait()
@@ -195,7 +193,7 @@ async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProces
 async def answering_service(
     port: int, stopping: Callable[[], bool]
 ) -> AsyncIterator[tuple[HttpClient, ServiceProcess]]:
-    """Our own service on this port of loopback, once it answers, or is `stopping`."""
+    """Our own service on this port of loopback, once it answers or is `stopping`."""
     command = [sys.executable, "-m", "lean_selector", "--host", HOST, "--port", str(port)]
     async with running_service(command) as service:
         with closing(HttpClient(f"http://{HOST}:{port}")) as client:
@@ -206,7 +204,8 @@ async def answering_service(
 async def wait_until_healthy(
     client: HttpClient, service: ServiceProcess, stopping: Callable[[], bool]
 ) -> None:
-    """Return when /health says 200, or when stopping() says so. Raises ServiceError otherwise."""
+    """Return when /health answers 200, or when stopping() is true. Raises ServiceError
+    otherwise."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_TIMEOUT_S
     while not stopping():

@@ -1,4 +1,4 @@
-"""`lean-selector simulate TRACE`: which way of choosing serves a trace best, in virtual time."""
+"""`lean-selector simulate TRACE`: compares policies on a trace, in virtual time."""
 
 import argparse
 import os
@@ -24,7 +24,7 @@ from lean_selector.tools.simulation import (
 from lean_selector.tools.simulation_figure import Curves, curves_of, draw
 from lean_selector.tools.trace import trace_lines
 
-# What a name stands for, of the settings of the router.
+# name -> settings of the router
 _SETTINGS: dict[str, dict[str, str]] = {"dynamo": {}, "latency": {"policy": "latency"}}
 _DEFAULT = (
     "round-robin",
@@ -34,11 +34,11 @@ _DEFAULT = (
     "dynamo:prefill_load_scale=10",
     "latency",
 )
-_PROGRESS_S = (0.5, 10.0)  # between two lines of it, on a terminal and elsewhere
+_PROGRESS_S = (0.5, 10.0)  # interval of progress lines, on a terminal and elsewhere
 
 
 def policy_of(text: str) -> Policy:
-    """`NAME` or `NAME:setting=value,...`. Raises ArgumentTypeError."""
+    """Parse `NAME` or `NAME:setting=value,...`. Raises ArgumentTypeError."""
     name, _, given = text.partition(":")
     if name in RULES:
         if given:
@@ -58,7 +58,7 @@ def policy_of(text: str) -> Policy:
 
 
 def settings_with(base: RouterSettings, given: Mapping[str, object]) -> RouterSettings:
-    """`base` with these put in their places, also from text. Raises ValueError."""
+    """`base` with these settings, whose values may be text. Raises ValueError."""
     for field in given:
         if field not in RouterSettings.__struct_fields__:
             known = ", ".join(RouterSettings.__struct_fields__)
@@ -83,7 +83,6 @@ def _sync_ms(text: str) -> float | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of the command."""
     parser.add_argument(
         "trace",
         metavar="TRACE",
@@ -144,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print a table; 0, 1 for a trace that cannot be read, 130 after Ctrl-C."""
+    """Prints a table. Returns 0; 1 for an unreadable trace; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector simulate",
         description="Serve a trace in virtual time with each policy in turn: the selector's own "
@@ -156,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def status_of(prog: str, work: Callable[[], None]) -> int:
-    """0, 1 for what cannot be read or written, 130 after Ctrl-C; the reason is on stderr."""
+    """0; 1 for unreadable or unwritable data; 130 after Ctrl-C. The reason is on stderr."""
     try:
         work()
     except (ServiceError, OSError) as error:
@@ -169,7 +168,8 @@ def status_of(prog: str, work: Callable[[], None]) -> int:
 
 
 class Progress:
-    """How far a run is, on stderr: in one line on a terminal, elsewhere a line now and then."""
+    """The progress of a run on stderr: one updated line on a terminal, elsewhere a line now and
+    then."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -190,7 +190,7 @@ class Progress:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """All rows, each printed when it is known. Raises ServiceError and OSError."""
+    """Print each row as soon as it is known. Raises ServiceError and OSError."""
     lines = list(trace_lines(options.trace, options.requests))
     if not lines:
         raise ServiceError("the trace has no request")
@@ -217,7 +217,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def header(options: argparse.Namespace, width: int, requests: int) -> list[str]:
-    """What was simulated, and the head of a table in Markdown."""
+    """A description of the simulation, and the head of a Markdown table."""
     name = "made up" if options.trace is None else os.path.basename(options.trace)
     more = (
         ""

@@ -1,8 +1,8 @@
 """Simulated inference engines: requests, a bounded KV cache, a timing model, and real KV events.
 
-`EngineModel` is pure: what one engine does with a request and how long it takes, with `now` as an
-argument. `SimulatedEngine` runs it in real time and publishes changes of the cache as vLLM does.
-"""
+`EngineModel` is pure: it computes what an engine does with a request and how long that takes, with
+`now` as an argument. `SimulatedEngine` runs it in real time and publishes cache changes as vLLM
+does."""
 
 import asyncio
 import struct
@@ -14,18 +14,17 @@ import msgspec
 from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
 from lean_selector.publisher import KvEventPublisher
 
-# An engine names blocks by hashes of its own; ours are the sequence hashes with these bits
-# flipped, so that nothing works by the two being equal. Below 2^63: signed stays signed.
+# Engines have hashes of their own for blocks. These are the sequence hashes with these bits
+# flipped, so that nothing depends on both being equal. Below 2^63: signed numbers stay signed.
 _ENGINE_BITS = 0x2545_F491_4F6C_DD1D
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """A prompt and what is generated for it.
+    """A prompt and the output generated for it.
 
-    tokens: prompt, then the output as far as it is known beforehand. The hash lists have one
-    entry per full block of tokens, signed 64 bits as HTTP takes them; the first prompt_blocks are
-    the prompt's. output_blocks: blocks that decoding fills.
-    """
+    tokens: the prompt, then the output as far as it is known beforehand. The hash lists have one
+    entry per full block of tokens, as signed 64-bit numbers; the first prompt_blocks are the
+    prompt's. output_blocks: blocks that decoding fills."""
 
     request_id: str
     tokens: Sequence[int]
@@ -57,10 +56,9 @@ def make_request(
 
 
 class HeldChain(msgspec.Struct, frozen=True):
-    """What holding a chain did: blocks [0, hit) were there, [hit, hit + stored) are new.
+    """The result of holding a chain: blocks [0, hit) were cached, [hit, hit + stored) are new.
 
-    The rest of the chain found no room. evicted: hashes that had to go, in order.
-    """
+    There was no room for the rest of the chain. evicted: the evicted hashes, in order."""
 
     hit: int
     stored: int
@@ -70,11 +68,9 @@ class HeldChain(msgspec.Struct, frozen=True):
 class BlockCache:
     """A paged KV cache: blocks by their chained hash, `len(cache) <= capacity` at all times.
 
-    A block is in `_users` while at least one sequence holds it and in `_idle` otherwise, oldest
-    first. A chain is released from its end to its start, so a parent never stands before its
-    child in `_idle`, nor outside `_users` while its child is inside: evicting the oldest idle
-    block therefore always takes a leaf, the least recently used one.
-    """
+    A block is in `_users` while a sequence holds it and in `_idle` otherwise, oldest first. A chain
+    is released from its end to its start. So a parent is never before its child in `_idle`, and
+    never in `_idle` while its child is in `_users`: the oldest idle block is always a leaf."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, "an engine has at least one block"
@@ -89,16 +85,15 @@ class BlockCache:
         return block in self._users or block in self._idle
 
     def has_room_for(self, chain: Sequence[int]) -> bool:
-        """Whether `hold` can store all of it."""
+        """Whether `hold` can store the whole chain."""
         users = self._users
         return sum(block not in users for block in chain) <= self.capacity - len(users)
 
     def hold(self, chain: Sequence[int]) -> HeldChain:
-        """Pin the resident prefix of a chain and store the rest, as far as there is room.
+        """Pin the cached prefix of a chain and store the rest, as far as there is room.
 
-        chain: distinct chained hashes that start at a sequence's first block, or continue one
-        of which the caller holds every block before.
-        """
+        chain: distinct chained hashes from a sequence's first block on, or the continuation of a
+        chain that the caller holds."""
         users, idle = self._users, self._idle
         hit = 0
         for block in chain:
@@ -117,7 +112,7 @@ class BlockCache:
         return HeldChain(hit, stored, evicted)
 
     def release(self, chain: Sequence[int]) -> None:
-        """Let go of a held chain; its blocks stay until they are evicted."""
+        """Release a held chain; its blocks stay cached until they are evicted."""
         for block in reversed(chain):
             self._users[block] -= 1
             if not self._users[block]:
@@ -129,14 +124,14 @@ class BlockCache:
 
 
 class EngineSpeed(msgspec.Struct, frozen=True):
-    """How fast an engine computes. One prompt is prefilled at a time, decodes run together."""
+    """The speed of an engine. Prompts are prefilled one at a time; decodes run concurrently."""
 
     prefill_tokens_per_s: float = 8_000.0
     decode_tokens_per_s: float = 160.0  # of one request
 
 
 class RunningRequest(msgspec.Struct):
-    """A request inside an engine. held is the number of its leading blocks in the cache."""
+    """A request in an engine. held: the number of its leading blocks in the cache."""
 
     request: EngineRequest
     held: int
@@ -145,20 +140,20 @@ class RunningRequest(msgspec.Struct):
 
 
 class EngineModel:
-    """One engine: admit, decode_block as often as the request has output blocks, finish."""
+    """One engine: call admit, then decode_block once per output block, then finish."""
 
     def __init__(self, capacity_blocks: int, block_size: int, speed: EngineSpeed) -> None:
         self.cache = BlockCache(capacity_blocks)
         self.block_size = block_size
         self.speed = speed
-        self.active = 0  # requests admitted and not finished
+        self.active = 0  # admitted requests that are not finished
         self.prompt_blocks = 0
-        self.hit_blocks = 0  # of prompt_blocks, found in the cache; <= prompt_blocks
+        self.hit_blocks = 0  # prompt blocks that were cached; <= prompt_blocks
         self._prefill_free_at = 0.0
 
     @property
     def decode_block_s(self) -> float:
-        """Seconds in which one request fills one block of output."""
+        """Seconds for one block of one request's output."""
         return self.block_size / self.speed.decode_tokens_per_s
 
     def admit(self, request: EngineRequest, now: float) -> tuple[RunningRequest, HeldChain]:
@@ -191,15 +186,14 @@ class EngineModel:
 
 
 def hit_rate(engines: Sequence[EngineModel]) -> float:
-    """Prompt blocks found in the caches, as a fraction of all prompt blocks; 0 before any."""
+    """Cached prompt blocks as a fraction of all prompt blocks; 0 if there are none."""
     return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
 
 
 class SimulatedEngine(EngineModel):
     """An EngineModel that waits in real time and publishes on sockets of its own.
 
-    sleep waits the given seconds, or less when the program stops; None: computing takes no time.
-    """
+    sleep waits the given seconds, or less if the program stops; None: computing takes no time."""
 
     def __init__(
         self,
@@ -223,14 +217,14 @@ class SimulatedEngine(EngineModel):
 
     @property
     def published_batches(self) -> int:
-        """Event messages sent so far; they are numbered from 0."""
+        """The number of event messages sent; they are numbered from 0."""
         return self._publisher.sequence
 
     def registration(self) -> dict[str, object]:
-        """The body with which this engine is registered as a worker."""
+        """The registration body of this engine as a worker."""
         return {
             "worker_id": self.worker_id,
-            "endpoint": f"http://127.0.0.1:{9_000 + self.worker_id}",  # named, never contacted
+            "endpoint": f"http://127.0.0.1:{9_000 + self.worker_id}",  # never connected to
             "block_size": self.block_size,
             "max_num_batched_tokens": 8_192,
             "total_kv_blocks": self.cache.capacity,
@@ -239,13 +233,13 @@ class SimulatedEngine(EngineModel):
         }
 
     def begin(self, request: EngineRequest, now: float) -> RunningRequest:
-        """Admit a request and publish what that changed."""
+        """Admit a request and publish the changes of the cache."""
         running, placed = self.admit(request, now)
         self._publish(request, 0, placed)
         return running
 
     async def prefill(self, request: EngineRequest) -> RunningRequest:
-        """`begin` now, and wait until the prompt is computed."""
+        """Call `begin` now, and wait until the prompt is computed."""
         now = asyncio.get_running_loop().time()
         running = self.begin(request, now)
         if self._sleep is not None:
@@ -261,7 +255,7 @@ class SimulatedEngine(EngineModel):
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
     def _publish(self, request: EngineRequest, first: int, placed: HeldChain) -> None:
-        """Tell what placing request's blocks from `first` on changed, in one message."""
+        """Publish the changes from placing the request's blocks from `first` on, in one message."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit
         stop = start + placed.stored
@@ -274,5 +268,4 @@ class SimulatedEngine(EngineModel):
             )
 
     def close(self) -> None:
-        """Close the sockets."""
         self._publisher.close()

@@ -1,9 +1,8 @@
 """A trace in virtual time: the selector's core, or a simple rule, in front of simulated engines.
 
-The core is driven as the service drives it: each choice books, KV events of the engines change the
-index when an iteration ends, `prefill_complete` comes with the first token and `free` with the
-last. Rules choose from the same load and index, and book the rank that they chose.
-"""
+The core is driven as by the service: each choice is booked, KV events of the engines change the
+index when an iteration ends, the first token calls `prefill_complete`, and the last one `free`.
+Rules choose from the same loads and index, and book the chosen rank."""
 
 import heapq
 import random
@@ -39,9 +38,9 @@ from lean_selector.tools.traffic import percentile
 from lean_selector.wire.decision_lines import DecisionLine
 
 MODEL = "simulated"
-TICK_S = 1.0  # between looks at what no event tells, as in the service
+TICK_S = 1.0  # interval of periodic work, as in the service
 BLOCK_SIZE = TRACE_BLOCK_TOKENS
-_SPREAD = 0x9E37_79B9_7F4A_7C15  # odd: distinct ids stay distinct modulo 2^64
+_SPREAD = 0x9E37_79B9_7F4A_7C15  # odd, so that distinct ids stay distinct modulo 2^64
 
 # -- requests --------------------------------------------------------------------------------------
 
@@ -51,8 +50,7 @@ def requests_of(
 ) -> list[SimulatedRequest]:
     """Requests, `load` times as fast as in the trace. Partial blocks are never cached.
 
-    `spread`: those of one moment come one after another, until the next moment that has some.
-    """
+    `spread`: requests with the same arrival time are spread until the next arrival time."""
     made = []
     times = sorted(line.timestamp for line in lines)
     times = [at - times[0] for at in times]
@@ -73,7 +71,7 @@ _timestamp = attrgetter("timestamp")
 
 
 def _spread(times: Sequence[float]) -> list[float]:
-    """Sorted times, equal ones apart; those of the last moment stay together."""
+    """Sorted times, with equal ones spread; those at the last time are unchanged."""
     spread: list[float] = []
     for at, later in pairwise(dict.fromkeys(times)):
         equal = bisect_right(times, at) - bisect_left(times, at)
@@ -81,20 +79,19 @@ def _spread(times: Sequence[float]) -> list[float]:
     return spread + [at for at in times if at == times[-1]]
 
 
-# -- who chooses -----------------------------------------------------------------------------------
+# -- policies --------------------------------------------------------------------------------------
 
-# The worker that a request goes to, by a rule that is none of the core's.
+# A rule that is not part of the core: returns the worker for a request.
 Rule = Callable[[Partition, SimulatedRequest, int, float], int]
 
 
 def round_robin(partition: Partition, request: SimulatedRequest, turn: int, now: float) -> int:
-    """One worker after the other."""
     workers = list(partition.workers)
     return workers[turn % len(workers)]
 
 
 def _cheapest(partition: Partition, turn: int, cost: Callable[[tuple[int, int]], float]) -> int:
-    """The worker with the lowest cost; among equals the next in turn."""
+    """The worker with the lowest cost; ties go to the next in turn."""
     keys = list(partition.slots.ranks)
     size = len(keys)
     return keys[min(range(size), key=lambda at: (cost(keys[at]), (at - turn) % size))][0]
@@ -107,7 +104,8 @@ def least_loaded(partition: Partition, request: SimulatedRequest, turn: int, now
 
 
 def lmetric(partition: Partition, request: SimulatedRequest, turn: int, now: float) -> int:
-    """The least product of prefill tokens, with its own, and active requests, with itself."""
+    """The worker with the lowest product of prefill tokens and active requests, both with this
+    request included."""
     ranks, matches = partition.slots.ranks, match_by_rank(partition, request.local_hashes)
 
     def cost(key: tuple[int, int]) -> float:
@@ -137,32 +135,32 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """The engines of a run. `slowness` is dealt out to them in turn."""
+    """The engines of a run. Values of `slowness` are assigned to them in turn."""
 
     engines: int = 8
     capacity_blocks: int = 3_000
     slowness: Sequence[float] = (1.0,)
-    selectors: int = 1  # requests go to them in turn; each has all engines
-    sync_s: float | None = 0.001  # until they hear of each other's bookings; None: never
+    selectors: int = 1  # requests go to them in turn; each one has all engines
+    sync_s: float | None = 0.001  # delay of replication between them; None: no replication
     times: IterationTimes = IterationTimes()
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """How a policy served a trace."""
+    """The results of a policy on a trace."""
 
     policy: str
     requests: int
-    hit_rate: float  # of the prompts' tokens
-    imbalance: float  # prompt tokens computed by the busiest engine over the average
+    hit_rate: float  # share of the prompt tokens
+    imbalance: float  # computed prompt tokens of the busiest engine, relative to the average
     ttft_mean_s: float
     ttft_p50_s: float
     ttft_p99_s: float
-    within_share: float  # of requests, with their first token within the wanted time
-    token_gap_p99_s: float  # of the requests' mean times between tokens
+    within_share: float  # share of requests whose first token came within the given time
+    token_gap_p99_s: float  # over the mean token gaps of the requests
 
 
 class _NoSources:
-    """Nothing is subscribed to: KV events are applied to the index directly."""
+    """Subscribes to nothing, because KV events are applied to the index directly."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
@@ -177,7 +175,7 @@ class _NoSources:
 
 
 class _Router:
-    """One selector. `publish` sends what it did to the others."""
+    """One selector. `publish` sends its events to the others."""
 
     def __init__(
         self,
@@ -202,7 +200,7 @@ class _Router:
 
 
 class Simulation:
-    """One policy, one fleet, one trace. Same input, same outcome."""
+    """One policy, one fleet, one trace. Deterministic."""
 
     def __init__(self, policy: Policy, fleet: Fleet, seed: int = 0) -> None:
         self._rule = policy.rule
@@ -222,7 +220,7 @@ class Simulation:
             WorkerSpec(
                 worker_id=worker_id,
                 model_name=MODEL,
-                endpoint=f"http://engine-{worker_id}",  # named, never contacted
+                endpoint=f"http://engine-{worker_id}",  # never connected to
                 kv_events_endpoints={0: f"tcp://engine-{worker_id}:5557"},
                 block_size=BLOCK_SIZE,
                 max_num_batched_tokens=fleet.times.most_prompt_tokens,
@@ -238,13 +236,14 @@ class Simulation:
         self._now = 0.0
         self._next_tick = TICK_S
         self._turn = 0
-        self._order = count()  # makes equal times fall in the order in which they were planned
+        self._order = count()  # orders events with equal times as they were scheduled
         self._plan: list[tuple[float, int, Callable[[], None]]] = []
 
     def run(
         self, requests: Sequence[SimulatedRequest], on_request: Callable[[int], None] | None = None
     ) -> None:
-        """Serve them all, in order of arrival. `on_request` hears how many have arrived."""
+        """Serve all requests in order of arrival. `on_request` is called with the number of arrived
+        ones."""
         for number, request in enumerate(requests, 1):
             while self._next_tick < request.arrived_at:
                 self._advance(self._next_tick)
@@ -324,7 +323,7 @@ class Simulation:
 
     def _iteration_ends(self, engine: BatchingEngine, due: float) -> None:
         if engine.due != due:
-            return  # a request that came meanwhile has ended it sooner
+            return  # the iteration ended earlier, because a request arrived
         made, now, key = engine.finish(due), due, (engine.worker_id, 0)
         for router in self._routers:
             if not router.selector.settings.use_kv_events:
@@ -352,7 +351,7 @@ def outcome(
     engines: Iterable[BatchingEngine],
     within_s: float,
 ) -> Outcome:
-    """The figures of a run that is over."""
+    """The results of a finished run."""
     ttft = sorted(request.ttft_s for request in requests)
     gaps = sorted(request.token_gap_s for request in requests if request.output_tokens > 1)
     work = [engine.computed_tokens for engine in engines]

@@ -1,7 +1,6 @@
 """Simulated runs as an SVG document: time to first token, cache hits and load over time.
 
-Written by hand, so that nothing has to be installed.
-"""
+Written without a plotting library, so that nothing must be installed."""
 
 import math
 from bisect import bisect_right
@@ -12,7 +11,7 @@ import msgspec
 
 from lean_selector.tools.batching_engine import SimulatedRequest
 
-WINDOWS = 60  # of the time that a trace takes
+WINDOWS = 60  # intervals of a trace's duration
 _WIDTH, _LEFT, _PANEL_HEIGHT = 900, 60, 180
 _PLOT_WIDTH = _WIDTH - _LEFT - 20
 _COLOURS = ("#8a8a8a", "#b58900", "#6a9f3f", "#c8743c", "#a0489c", "#2f6fb3", "#d1495b", "#17807e")
@@ -22,16 +21,16 @@ Points = list[tuple[float, float]]
 
 
 class Curves(msgspec.Struct, frozen=True):
-    """What is drawn of a run: points of each panel."""
+    """The curves of a run, with points for each panel."""
 
     policy: str
     ttft: Points  # (seconds, share of requests)
     hits: Points  # (seconds, share of prompt tokens)
-    load: Points  # (seconds, requests on the engine that has most)
+    load: Points  # (seconds, requests on the engine with the most)
 
 
 def curves_of(policy: str, requests: Sequence[SimulatedRequest]) -> Curves:
-    """Of a run that is over. `requests` are in order of arrival."""
+    """The curves of a finished run. `requests` are in order of arrival."""
     ttft = sorted(request.ttft_s for request in requests)
     step = max(1, len(ttft) // 400)
     shares = [(ttft[at], (at + 1) / len(ttft)) for at in range(0, len(ttft), step)]
@@ -110,7 +109,8 @@ def _panel(
     y_ticks: Sequence[tuple[float, str]],
     scaled: Callable[[float], float] = float,
 ) -> list[str]:
-    """Axes from the first tick to the last, and a line for each run; `scaled` is of the x axis."""
+    """The axes from the first tick to the last, and one line per run; `scaled` scales the x
+    axis."""
     first, last = scaled(x_ticks[0][0]), scaled(x_ticks[-1][0])
     highest = y_ticks[-1][0]
     bottom = top + 20 + _PANEL_HEIGHT

@@ -1,4 +1,4 @@
-"""Traces in the Mooncake format, and decision logs, whose lines are more of the same."""
+"""Traces in the Mooncake format, and decision logs, which extend it."""
 
 import gzip
 import random
@@ -13,11 +13,11 @@ from lean_selector.tools.simulated_engines import EngineRequest, make_request
 from lean_selector.wire.decision_lines import HEADER_START, SPAN_TOKENS, DecisionLine, LogHeader
 
 TRACE_BLOCK_TOKENS = SPAN_TOKENS
-MADE_UP_REQUESTS = 12_000  # about as many as the published conversation trace has
+MADE_UP_REQUESTS = 12_000  # about as many as in the published conversation trace
 
 
 def prompt_tokens(line: DecisionLine) -> list[int]:
-    """Tokens of the prompt: equal hash ids have equal tokens."""
+    """The tokens of the prompt; equal hash ids have equal tokens."""
     tokens: list[int] = []
     for hash_id in line.hash_ids:
         first = hash_id * TRACE_BLOCK_TOKENS % 2**32
@@ -26,10 +26,10 @@ def prompt_tokens(line: DecisionLine) -> list[int]:
 
 
 def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[DecisionLine]:
-    """The first `limit` requests of a trace or log, gzip or not; made up without a path.
+    """The first `limit` requests of a trace or log, which may be gzipped; generated ones without a
+    path.
 
-    Raises ServiceError, which names a line that cannot be read.
-    """
+    Raises ServiceError that names an unreadable line."""
     if path is None:
         yield from islice(made_up_lines(), limit)
         return
@@ -38,7 +38,7 @@ def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[Decisio
 
 
 def log_lines(path: Path) -> Iterator[tuple[int, LogHeader | DecisionLine]]:
-    """All lines of a trace or log with their numbers. Raises ServiceError, as `trace_lines`."""
+    """All lines of a trace or log with their numbers. Raises ServiceError as `trace_lines` does."""
     decode = msgspec.json.Decoder(DecisionLine).decode
     decode_header = msgspec.json.Decoder(LogHeader).decode
     try:
@@ -64,7 +64,7 @@ def log_lines(path: Path) -> Iterator[tuple[int, LogHeader | DecisionLine]]:
 
 
 def made_up_lines() -> Iterator[DecisionLine]:
-    """Conversations over one system prompt, long as those of the published trace, seeded."""
+    """Conversations with a common system prompt and lengths as in the published trace; seeded."""
     rng = random.Random("versus")
     fresh = 1
     talks: list[list[int]] = []
@@ -82,10 +82,9 @@ def made_up_lines() -> Iterator[DecisionLine]:
 def read_trace(
     path: Path, block_size: int, limit: int | None = None
 ) -> Iterator[tuple[float, EngineRequest]]:
-    """Arrival in seconds and request of the first `limit` lines, one at a time.
+    """(arrival in seconds, request) for the first `limit` lines, one at a time.
 
-    The tokens of the output are not in the trace, so no engine caches them. Raises ServiceError.
-    """
+    The trace lacks the tokens of the output, so no engine caches them. Raises ServiceError."""
     for number, line in enumerate(trace_lines(path, limit), 1):
         tokens = prompt_tokens(line)
         name, output_blocks = f"trace-{number}", line.output_length // block_size

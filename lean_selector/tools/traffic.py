@@ -1,4 +1,4 @@
-"""Requests for the demo: conversations, played against the service."""
+"""Traffic for the demo: conversations, played against the service."""
 
 import time
 from collections import deque
@@ -20,8 +20,8 @@ from lean_selector.tools.simulated_engines import (
 from lean_selector.wire.fleet import Fleet
 
 # -- made-up multi-turn conversations --------------------------------------------------------------
-# A turn's prompt is the whole conversation so far: the engine that had the turn before computed its
-# prefix.
+# The prompt of a turn is the whole conversation so far, so the engine of the previous turn has
+# computed its prefix.
 
 BLOCK_SIZE = 16  # tokens
 VOCABULARY = range(32_000)
@@ -34,14 +34,14 @@ THINKING_S = (0.1, 0.6)
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A request, and the pause of its user before it."""
+    """A request, and the user's pause before it."""
 
     thinking_s: float
     request: EngineRequest
 
 
 def conversations(seed: int, user: int) -> Iterator[Turn]:
-    """Endless turns of one user: conversation after conversation, independent of other users."""
+    """Endless turns of one user, conversation after conversation, independent of other users."""
     for number in count():
         rng = Random(f"{seed}/{user}/{number}")
         system = f"{seed}/system/{rng.randrange(SYSTEM_PROMPTS)}"
@@ -75,7 +75,7 @@ class Selection(msgspec.Struct):
 
 
 class PartitionLoad(msgspec.Struct):
-    """One partition of /loads, with what waits in its queue."""
+    """One partition of /loads, with the state of its queue."""
 
     loads: list[RankLoadRow]
     pending_count: int
@@ -84,19 +84,18 @@ class PartitionLoad(msgspec.Struct):
 
 # -- playing requests ------------------------------------------------------------------------------
 
-LATENCY_LIMIT = 200_000  # newest answers per kind of call that count in percentiles
-ERROR_LIMIT = 5  # error texts kept; all are counted
+LATENCY_LIMIT = 200_000  # newest latencies per kind of call that percentiles use
+ERROR_LIMIT = 5  # stored error texts; all errors are counted
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value at a fraction of the sorted list (nearest rank); 0 for an empty one."""
+    """The value at a fraction of the sorted list (nearest rank); 0 for an empty list."""
     return values[min(len(values) - 1, int(len(values) * fraction))] if values else 0.0
 
 
 class Player:
-    """Drives requests as a router would: select_and_reserve, prefill on the chosen engine,
-    prefill_complete, output_block for each block decoded, DELETE. Counters are for views to read.
-    """
+    """Plays requests as a router would: select_and_reserve, prefill on the chosen engine,
+    prefill_complete, output_block for each decoded block, DELETE. Views read its counters."""
 
     def __init__(
         self,
@@ -105,17 +104,16 @@ class Player:
         stopping: Callable[[], bool],
         model_name: str,
     ) -> None:
-        """model_name: keeps our workers apart from others that the service may know.
+        """model_name: separates our workers from others that the service may have.
 
-        stopping: once it says so, decoding ends early and reservations are freed.
-        """
+        stopping: once it returns True, decoding ends early and reservations are freed."""
         self._client = client
         self._engines = engines
         self._stopping = stopping
         self._model_name = model_name
-        self.calls = 0  # answers of the service to play()
-        self.finished = 0  # requests played to their end
-        self.expected_blocks = 0  # overlap that the service announced for the chosen engines
+        self.calls = 0  # the service's answers to play()
+        self.finished = 0  # completed requests
+        self.expected_blocks = 0  # cached blocks that the service predicted on the chosen engines
         self.error_count = 0
         self.errors: list[str] = []
         self.latency_s: dict[str, deque[float]] = {
@@ -135,20 +133,19 @@ class Player:
                 raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
 
     async def fleet(self) -> Fleet:
-        """What the page shows."""
+        """The fleet as the page shows it."""
         return msgspec.json.decode(await self._client.call("GET", "/fleet"), type=Fleet)
 
     async def loads(self) -> list[PartitionLoad]:
-        """What GET /loads says of our model."""
+        """The loads of our model from GET /loads."""
         query = f"/loads?model_name={quote(self._model_name, safe='')}"
         answer = await self._client.call("GET", query)
         return msgspec.json.decode(answer, type=list[PartitionLoad])
 
     async def load_left(self) -> int:
-        """Requests, prefill tokens and decode blocks that /loads still counts, added up.
+        """The sum of requests, prefill tokens and decode blocks that /loads still counts.
 
-        0 when every reservation was freed and nothing waits.
-        """
+        0 if every reservation was freed and no request is queued."""
         return sum(
             part.pending_count
             + sum(
@@ -159,7 +156,7 @@ class Player:
         )
 
     def report(self, left: int) -> list[str]:
-        """The score as text lines. left: what load_left() said at the end."""
+        """The summary as text lines. left: the result of load_left() at the end."""
         engines = list(self._engines.values())
         prompt_blocks = max(1, sum(engine.prompt_blocks for engine in engines))
         lines = [
@@ -177,7 +174,7 @@ class Player:
         return lines
 
     async def play(self, request: EngineRequest) -> None:
-        """One whole request. Errors of the service are counted and kept, never raised."""
+        """Play one whole request. Errors of the service are counted and stored, never raised."""
         try:
             await self._play(request)
         except ServiceError as error:
@@ -205,7 +202,7 @@ class Player:
             await self._timed("free", "DELETE", reservation)
 
     async def _serve(self, request: EngineRequest, selection: Selection, reservation: str) -> None:
-        """Compute the request on the chosen engine, reporting each step."""
+        """Compute the request on the chosen engine, and report each step."""
         engine = self._engines.get(selection.worker_id)
         if engine is None:
             raise ServiceError(f"the service chose worker {selection.worker_id}, which is not ours")

@@ -1,4 +1,4 @@
-"""`lean-selector tune LOG`: which settings suit the traffic of a decision log best."""
+"""`lean-selector tune LOG`: finds the best settings for the traffic of a decision log."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -35,14 +35,14 @@ def _grid() -> Iterator[dict[str, object]]:
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """What to set, and what it brings in mean TTFT."""
+    """The recommended settings, and their effect on the mean TTFT."""
 
     settings: dict[str, object]
     ttft_change: Change
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table and what to set; statuses as of `replay`."""
+    """Prints a table and the recommended settings; exit status as of `replay`."""
     parser = argparse.ArgumentParser(
         prog="lean-selector tune",
         description="Play the requests of a decision log under a small grid of settings, and say "
@@ -65,8 +65,8 @@ def _tune(options: argparse.Namespace, recording: Recording, engines: Engines) -
 
     print("\n".join(HEAD))
     base = played("recorded settings", recording.settings)
-    # Every second stretch of the log chooses, the others say what it brings: whatever wins where it
-    # is chosen had some luck there.
+    # Every second part of the log selects the best settings; the other parts measure their effect,
+    # because the winner on the first parts was partly lucky there.
     size = -(-len(recording.lines) // PARTS)
     ours = [at for at in range(len(recording.lines)) if at // size % 2 == 0]
     others = [at for at in range(len(recording.lines)) if at // size % 2]
