@@ -18,10 +18,10 @@ from lean_selector.publisher import (
     signed_hashes,
 )
 from loadtest.child_service import ChildService, free_port, plain_environment
-from tests.support.running_service import wait_until
+from tests.support.running_service import DEADLINE_S, wait_until
 
 ANY_PORT = "tcp://127.0.0.1:0"
-DEADLINE_S = 20
+DEADLINE_MS = int(1000 * DEADLINE_S)
 
 
 def decoded(payload: bytes) -> tuple[list[Any], int]:
@@ -48,7 +48,7 @@ class Listener:
             pass
 
     def frames(self) -> list[bytes]:
-        assert self.sub.poll(DEADLINE_S * 1000), "no message"
+        assert self.sub.poll(DEADLINE_MS), "no message"
         return self.sub.recv_multipart()
 
     def events(self) -> list[Any]:
@@ -87,7 +87,7 @@ def replay(publisher: KvEventPublisher, *request: bytes) -> list[list[bytes]]:
         dealer.send_multipart(request)
         got = []
         while True:
-            assert dealer.poll(DEADLINE_S * 1000), "no answer"
+            assert dealer.poll(DEADLINE_MS), "no answer"
             frames = dealer.recv_multipart()
             if frames == [b"", b"\xff" * 8, b""]:
                 break
@@ -212,7 +212,7 @@ def test_replay_survives_malformed_requests(publisher: KvEventPublisher) -> None
         stranger.send_multipart([b"", b"short"])
         stranger.send_multipart([b"\0" * 8])
         stranger.send_multipart([b"", b"\0" * 8])
-        assert stranger.poll(DEADLINE_S * 1000)
+        assert stranger.poll(DEADLINE_MS)
         assert stranger.recv_multipart()[1] == b"\0" * 8  # the answer to the good one
     context.term()
     assert len(replay(publisher, *start_at(0))) == 1
@@ -234,7 +234,7 @@ def test_a_reader_that_stops_reading_does_not_hold_the_publisher_or_others(
         assert publisher.replay_endpoint is not None
         stalled.connect(publisher.replay_endpoint)
         stalled.send_multipart(start_at(0))
-        assert stalled.poll(DEADLINE_S * 1000)  # its replay is under way
+        assert stalled.poll(DEADLINE_MS)  # its replay is under way
         publisher.publish_all_cleared()
         assert [frames[1] for frames in replay(publisher, *start_at(3_000))] == [
             (3_000).to_bytes(8, "big")

@@ -28,10 +28,9 @@ from lean_selector.events.kv_listener import KvListener
 from lean_selector.events.link import LinkState
 from lean_selector.events.links import MAX_WAITING_BYTES, Backlogs, Links
 from lean_selector.tasks import failures
-from tests.support.on_loop import on_loop, until
+from tests.support.on_loop import DEADLINE_S, on_loop, until
 from tests.support.running_service import free_port
 
-DEADLINE_S = 20.0
 END = b"\xff" * 8
 
 

@@ -21,11 +21,10 @@ from lean_selector.events.link import Link, LinkState, Message, Opening, check_l
 from lean_selector.events.links import Backlogs, Links
 from lean_selector.events.names import Address, Resolver
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
-from tests.support.on_loop import on_loop, until
+from tests.support.on_loop import DEADLINE_S, on_loop, until
 
 # What ZMTP 3 begins with, the NULL mechanism.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-DEADLINE_S = 20.0
 MAX_BYTES = 1 << 20
 
 

@@ -9,9 +9,7 @@ import pytest
 
 from lean_selector.events import names as module
 from lean_selector.events.names import Address, Resolver, look_up
-from tests.support.on_loop import on_loop
-
-DEADLINE_S = 20.0
+from tests.support.on_loop import DEADLINE_S, on_loop
 
 
 class Names:

@@ -13,9 +13,8 @@ from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.tls import TlsAcceptor
 from tests.support.certificates import Authority
-from tests.support.on_loop import until
+from tests.support.on_loop import DEADLINE_S, until
 
-DEADLINE_S = 20.0  # for the whole of a test; none waits for it
 MIB = 1024 * 1024
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 TOO_LARGE = encode_response(413, b'{"error":"too large"}')

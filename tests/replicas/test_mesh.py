@@ -26,10 +26,9 @@ from lean_selector.replicas.mesh import (
 from lean_selector.replicas.pub_socket import ReplicaSyncError
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
 from tests.support.bookings import changed, replica_event
-from tests.support.on_loop import inside, on_loop, until
+from tests.support.on_loop import DEADLINE_S, inside, on_loop, until
 from tests.support.running_service import free_port
 
-DEADLINE_S = 20.0
 EVENT = replica_event(
     EventKind.ADD, "llama", "t1", 16, "r", 7, 0, 1, None, struct.pack("<3Q", 1, 2, 3), True, 48
 )

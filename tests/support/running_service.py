@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from loadtest.child_service import JSON, ChildService, free_port, plain_environment
+from tests.support.on_loop import DEADLINE_S
 
 __all__ = ["DEADLINE_S", "RunningService", "free_port", "wait_until"]
-
-DEADLINE_S = 20.0  # generous: nothing here is expected to take a second
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
