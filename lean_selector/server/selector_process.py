@@ -328,8 +328,6 @@ class SelectorParts:
         if self._recovering is not None:
             self._recovering.cancel()
         self.selector.refuse_parked(Unavailable(SHUTDOWN))
-        if self.persister is not None:
-            self.persister.let_go()
 
     def _asked_page(self) -> "Page":
         if self._page is None:

@@ -127,14 +127,10 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
         if persister is not None:
             persister.look(now)
 
-    def refuse_new() -> None:
-        if persister is not None:
-            persister.let_go()
-
     async def close() -> None:
         expiry.stop()
         for part in reversed(parts):
             await part.close()
 
-    await server.serve(tick, refuse_new, close, log_state.doubts)
+    await server.serve(tick, lambda: None, close, log_state.doubts)
     context.destroy(linger=0)

@@ -388,7 +388,7 @@ def _log_problems(what: str, problems: list[str]) -> None:
 
 # -- wiring ----------------------------------------------------------------------------------------
 
-# The previous process releases the directory after it has stopped and written everything.
+# The previous process unlocks the directory at its end, when it has written everything.
 TAKE_WAIT_S = 2.0
 _LOOK_S = 0.05
 # Do not wait for a full or failing disk: it may recover later, and the service is needed now.
@@ -486,7 +486,6 @@ def _taken(directory: StateDirectory) -> str | None:
         except OSError as error:
             if error.errno not in _MAY_PASS:
                 raise StartError(f"--state-dir: {os_reason(error)}: {directory.path}") from None
-            directory.wish()
             return os_reason(error)
         time.sleep(_LOOK_S)
 

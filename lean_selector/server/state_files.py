@@ -5,7 +5,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -132,13 +131,12 @@ def opened(sealed: bytes) -> tuple[bytes, Stamp]:
 
 # -- the directory ---------------------------------------------------------------------------------
 # A process owns the directory by locking the file `lock`; the kernel unlocks it when the process
-# ends. Every method blocks on the disk.
+# ends, and no thread can write any more. Every method blocks on the disk.
 
 CATALOG: Final = "catalog"
 RESERVATIONS: Final = "reservations"
 LOCK: Final = "lock"
-_PATIENCE_S: Final = 0.5
-_TOKEN_BYTES: Final = 48  # constant, so that the next token fits on a full disk
+_PID: Final = b"%-19d\n"  # of one size, so that the next one fits on a full disk
 
 
 class DirectoryHeld(Exception):
@@ -153,10 +151,8 @@ class StateDirectory:
         self.path: Final = os.path.abspath(path)
         self._lock_path: Final = os.path.join(self.path, LOCK)
         self._fd: int | None = None
-        self._token = b""  # our last entry in the lock file
         self._is_missing = False  # the directory could not be created
-        self._is_wanted = False  # False after release: do not lock it again
-        self._taking = threading.Lock()
+        self._holding = threading.Lock()
         self.generation = 0  # changes when earlier files may be missing
 
     # -- the lock --------------------------------------------------------------------------------
@@ -168,48 +164,22 @@ class StateDirectory:
         self._is_missing = False
 
     def take(self) -> None:
-        """Lock the directory. Raises DirectoryHeld, or OSError."""
-        token = (b"%d %b" % (os.getpid(), secrets.token_hex(16).encode())).ljust(_TOKEN_BYTES - 1)
+        """Lock the directory. Raises DirectoryHeld, or OSError; then the next `write` tries
+        again."""
         fd = self._locked()
         try:
-            os.pwrite(fd, token + b"\n", 0)
+            os.pwrite(fd, _PID % os.getpid(), 0)
         except OSError:
             os.close(fd)
             raise
-        self._fd, self._token, self._is_wanted = fd, token + b"\n", True
+        self._fd = fd
         self.generation += 1
 
-    def wish(self) -> None:
-        """Request the lock, which could not be taken; the next `write` tries again."""
-        self._is_wanted = True
-
-    def let_go(self) -> None:
-        """Unlock the directory for a successor. A file that is still being written is not renamed
-        into place."""
-        self._is_wanted = False
-        # A hanging disk may block this forever; then the end of the process unlocks it.
-        if self._taking.acquire(timeout=_PATIENCE_S):
-            self._close()
-            self._taking.release()
-
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Unlock it. Nothing may be written any more."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-    def take_again(self) -> bool:
-        """Lock it again if no other process has had it since our release; otherwise do nothing."""
-        if self._fd is not None or not self._token:
-            return self._fd is not None
-        try:
-            fd = self._locked()
-            if os.pread(fd, _TOKEN_BYTES + 1, 0) == self._token:
-                self._fd, self._is_wanted = fd, True
-                return True
-            os.close(fd)
-        except (DirectoryHeld, OSError):
-            pass
-        return False
 
     def _locked(self) -> int:
         while True:
@@ -219,7 +189,7 @@ class StateDirectory:
                 if self._is_at_path(fd):
                     return fd
             except BlockingIOError:
-                holder = os.pread(fd, _TOKEN_BYTES, 0).split()
+                holder = os.pread(fd, 64, 0).split()
                 os.close(fd)
                 is_known = bool(holder) and holder[0].isdigit()
                 who = f"process {holder[0].decode()}" if is_known else "another process"
@@ -236,37 +206,23 @@ class StateDirectory:
             return False
         return os.path.samestat(at_path, os.fstat(fd))
 
-    @contextlib.contextmanager
-    def _ours(self) -> Iterator[None]:
-        """Hold the lock during a block. Raises OSError."""
-        with self._taking:
-            try:
-                self._hold()
-                yield
-            finally:
-                if not self._is_wanted:  # it was released meanwhile, without waiting
-                    self._close()
-
     def _hold(self) -> None:
         """Check whether a disk was unmounted, and perhaps replaced or mounted again. Raises
         OSError."""
-        if not self._is_wanted:
-            raise OSError(errno.EBUSY, "the directory was let go")
-        if self._fd is not None and self._is_at_path(self._fd):
-            return
-        self._close()
-        if self._is_missing:
-            self.create()
-        try:
-            self.take()
-        except DirectoryHeld as error:
-            raise OSError(errno.EBUSY, str(error)) from None
+        with self._holding:
+            if self._fd is not None and self._is_at_path(self._fd):
+                return
+            self.close()
+            if self._is_missing:
+                self.create()
+            try:
+                self.take()
+            except DirectoryHeld as error:
+                raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that the directory still exists and is ours, and whether these files exist. Raises
-        OSError."""
-        with self._ours():
-            pass
+        """Check that it still exists and is ours, and whether these files exist. Raises OSError."""
+        self._hold()
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1
 
@@ -302,18 +258,19 @@ class StateDirectory:
         unchanged."""
         path = os.path.join(self.path, name)
         new = f"{path}.new"
-        with self._ours():
-            fd = _created(new)
+        self._hold()
+        fd = _created(new)
         try:
             try:
                 size = _fill(fd, parts, stamp)
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            with self._ours():
-                os.rename(new, path)
+            self._hold()
+            os.rename(new, path)
         except BaseException:
-            with contextlib.suppress(OSError), self._ours():
+            with contextlib.suppress(OSError):
+                self._hold()
                 os.unlink(new)
             raise
         directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

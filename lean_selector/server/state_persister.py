@@ -3,7 +3,6 @@
 Work on the loop is done in slices; blocking disk operations run in the threads of `DiskThread`."""
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
@@ -85,9 +84,8 @@ class Contents(Protocol):
 
 
 class Persister:
-    """Keeps the files up to date. Used only on the loop's thread. Call `start`, `let_go` when a
-    shutdown begins, and `close` at its end. `on_fault` is called with the reason why state cannot
-    be written, and with None when it can again."""
+    """To be used from the loop's thread only. `on_fault` is called with the reason why state cannot
+    be written, and with None once it can."""
 
     def __init__(
         self,
@@ -105,8 +103,7 @@ class Persister:
         self._faults: dict[str, str] = {}  # by file
         self._files = {name: DiskThread(directory, name) for name in (CATALOG, RESERVATIONS)}
         self._tasks: list[asyncio.Task[None]] = []
-        self._letting_go: asyncio.Task[None] | None = None
-        self._patience_s: float | None = None  # how long to wait for a hanging disk
+        self._patience_s: float | None = None  # how long to wait for a disk that takes nothing
         self._changed = asyncio.Event()
         self._seen_revision = -1  # of the catalog
         self._change = 0  # increases with each change of the catalog
@@ -173,7 +170,7 @@ class Persister:
     def when_saved(self, then: Callable[[], None]) -> bool:
         """Call `then` once all noted changes are on disk, or writing them has failed. Returns
         False, without calling it, if there is nothing to wait for."""
-        if self._saved_change == self._change or CATALOG in self._faults or self._letting_go:
+        if self._saved_change == self._change or CATALOG in self._faults:
             return False
         self._waiting.append((self._change, then))
         return True
@@ -312,46 +309,20 @@ class Persister:
             supervise("state reservations", self._keep_reservations),
         ]
 
-    def let_go(self) -> None:
-        """Begin the shutdown: write everything, then release the directory to a successor."""
-        if self._letting_go is None:
-            self._letting_go = supervise("state hand-over", self._save_and_let_go, again=False)
-
-    async def _save_and_let_go(self) -> None:
+    async def close(self) -> None:
+        """Write everything, and unlock the directory. Continue while the disk takes data within
+        every LAST_S; else the end of the process unlocks it."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        try:
-            await self._save_all()
-        finally:
-            self._tell_waiting(self._change)
-            self._directory.let_go()
-
-    async def _save_all(self) -> None:
-        """Write until done, or until the disk accepts nothing for LAST_S."""
         self._patience_s = LAST_S
         try:
             for file in self._files.values():
                 await file.idle(LAST_S)  # for the write that was in progress when the tasks ended
             await self._save_catalog()
             await self._save_reservations()
+            self._directory.close()
         except DiskHangs:
             log.warning("state is not completely written", extra={"waited_s": LAST_S})
-
-    async def _take_again(self) -> bool:
-        """Lock the directory again, unless the disk hangs or another process has owned it."""
-        file = self._files[CATALOG]
-        with contextlib.suppress(DiskHangs):
-            await file.idle(LAST_S)
-            return await file.run(self._directory.take_again, LAST_S)
-        return False
-
-    async def close(self) -> None:
-        """End the shutdown. Changes since it began are written, unless a successor owns the
-        directory."""
-        self.let_go()
-        assert self._letting_go is not None
-        await asyncio.wait({self._letting_go})
-        if not self._faults and await self._take_again():
-            await self._save_all()
-            self._directory.let_go()
+        finally:
+            self._tell_waiting(self._change)

@@ -39,7 +39,7 @@ class Kept:
             self.directory.write(CATALOG, [self.contents.text()], stamp)
             self.directory.write(RESERVATIONS, self.lives.parts(now), stamp)
         finally:
-            self.directory.let_go()
+            self.directory.close()
 
     def restore(self, now: float, stamp: Stamp | None = None) -> tuple[int, int]:
         """How many reservations are live again, and how many were dropped."""

@@ -212,43 +212,26 @@ class Half:
             return answer
 
 
-def test_a_holder_that_drains_hands_over_and_writes_nothing_afterwards(tmp_path: Path) -> None:
-    with selector(tmp_path, *SLOW, "--drain-secs", "3600") as old:
-        assert old.post("/workers", worker())[0] == 201
-        assert old.post("/select_and_reserve", booking("r"))[0] == 200
-        free, more = Half(old, "DELETE", "/reservations/r"), Half(old, "DELETE", "/workers/1")
-        old.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: is_free(tmp_path), "it has let go")
-        with selector(tmp_path, *SLOW) as new:
-            assert active(new) == 1
-            wait_until(lambda: metric(new) == 0, "it writes")
-            assert new.post("/workers", worker(2))[0] == 201
-            files = {each: (tmp_path / each).read_bytes() for each in ("catalog", "reservations")}
-            assert free.finish().startswith(b"HTTP/1.1 200 ")
-            assert more.finish().startswith(b"HTTP/1.1 200 ")
-            assert old.stop()[0] == 0
-            now = {each: (tmp_path / each).read_bytes() for each in ("catalog", "reservations")}
-            assert now == files
-            assert not is_free(tmp_path)
-            kill(new)
-        with new:
-            assert [each["worker_id"] for each in new.get("/workers")[1]] == [1, 2]
-
-
-def test_without_a_successor_what_ended_while_it_drained_is_not_live_again(tmp_path: Path) -> None:
+def test_what_changes_while_it_drains_is_kept(tmp_path: Path) -> None:
     with selector(tmp_path, *SLOW, "--drain-secs", "3600") as service:
         assert service.post("/workers", worker())[0] == 201
+        assert service.post("/workers", worker(2))[0] == 201
         for reservation_id in ("r", "s"):
-            assert service.post("/select_and_reserve", booking(reservation_id))[0] == 200
-        free = Half(service, "DELETE", "/reservations/r")
+            booked = {**booking(reservation_id), "allowed_worker_ids": [1]}
+            assert service.post("/select_and_reserve", booked)[0] == 200
+        free, gone = (
+            Half(service, "DELETE", "/reservations/r"),
+            Half(service, "DELETE", "/workers/2"),
+        )
         service.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: is_free(tmp_path), "it has let go")
-        assert live(tmp_path) == {"r", "s"}
         assert free.finish().startswith(b"HTTP/1.1 200 ")
+        assert not is_free(tmp_path)
+        assert gone.finish().startswith(b"HTTP/1.1 200 ")
         assert service.stop()[0] == 0
     assert live(tmp_path) == {"s"}
     with service:
         assert active(service) == 1
+        assert [each["worker_id"] for each in service.get("/workers")[1]] == [1]
 
 
 # -- a disk that is gone ---------------------------------------------------------------------------

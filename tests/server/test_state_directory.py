@@ -2,14 +2,12 @@
 
 import contextlib
 import resource
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lean_selector.server.state_files import DirectoryHeld, Stamp, StateDirectory, opened
-from tests.support.on_loop import DEADLINE_S
 
 STAMP = Stamp(1.0, 1.0, "b")
 
@@ -24,15 +22,8 @@ def test_one_holds_it_and_the_next_after_it(tmp_path: Path) -> None:
     first = held(tmp_path)
     with pytest.raises(DirectoryHeld, match=r"is in use by process \d+"):
         StateDirectory(str(tmp_path)).take()
-    first.let_go()
-    second = held(tmp_path)
-    assert not first.take_again()
-    with pytest.raises(OSError, match="the directory was let go"):
-        first.write("x", [b"y"], STAMP)
-    second.let_go()
-    assert not first.take_again()  # somebody has held it
-    assert second.take_again()
-    second.let_go()
+    first.close()
+    held(tmp_path).close()
 
 
 @contextlib.contextmanager
@@ -56,53 +47,7 @@ def test_a_disk_without_room_leaves_the_file_that_was(tmp_path: Path) -> None:
     assert opened((tmp_path / "x").read_bytes()) == (b"after", STAMP)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "x"]
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o600
-    directory.let_go()
-
-
-def test_what_is_still_being_written_harms_no_successor(tmp_path: Path) -> None:
-    """A slow disk may have it for longer than the one who writes may wait."""
-    first = held(tmp_path)
-    later: list[StateDirectory] = []
-
-    def parts() -> Iterator[bytes]:
-        yield b"one half"
-        first.let_go()
-        later.append(held(tmp_path))
-        later[0].write("x", [b"the successor's"], STAMP)
-        yield b"the other half"
-
-    with pytest.raises(OSError, match="the directory was let go"):
-        first.write("x", parts(), STAMP)
-    assert opened((tmp_path / "x").read_bytes()) == (b"the successor's", STAMP)
-    later[0].let_go()
-
-
-def test_who_fails_after_it_let_go_leaves_what_a_successor_writes(tmp_path: Path) -> None:
-    first = held(tmp_path)
-    first_writes, second_writes = threading.Event(), threading.Event()
-
-    def of_the_first() -> Iterator[bytes]:
-        yield b"one half"
-        first_writes.set()
-        second_writes.wait(DEADLINE_S)
-
-    def write() -> None:
-        with contextlib.suppress(OSError):
-            first.write("x", of_the_first(), STAMP)
-
-    def of_the_second() -> Iterator[bytes]:
-        yield b"the successor's"
-        second_writes.set()
-        thread.join(DEADLINE_S)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    assert first_writes.wait(DEADLINE_S)
-    first.let_go()
-    second = held(tmp_path)
-    second.write("x", of_the_second(), STAMP)
-    assert opened((tmp_path / "x").read_bytes()) == (b"the successor's", STAMP)
-    second.let_go()
+    directory.close()
 
 
 def test_a_lock_file_of_garbage_is_somebodys_all_the_same(tmp_path: Path) -> None:
@@ -110,7 +55,7 @@ def test_a_lock_file_of_garbage_is_somebodys_all_the_same(tmp_path: Path) -> Non
     (tmp_path / "lock").write_bytes(b"\xff" * 48)
     with pytest.raises(DirectoryHeld, match="is in use by another process"):
         StateDirectory(str(tmp_path)).take()
-    directory.let_go()
+    directory.close()
 
 
 def test_who_gives_up_in_the_middle_leaves_the_file_that_was(tmp_path: Path) -> None:
@@ -124,7 +69,7 @@ def test_who_gives_up_in_the_middle_leaves_the_file_that_was(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="enough"):
         directory.write("x", parts(), STAMP)
     assert opened((tmp_path / "x").read_bytes()) == (b"before", STAMP)
-    directory.let_go()
+    directory.close()
 
 
 def test_a_directory_that_could_not_be_made_is_made_when_it_can_be(tmp_path: Path) -> None:
@@ -134,7 +79,6 @@ def test_a_directory_that_could_not_be_made_is_made_when_it_can_be(tmp_path: Pat
     directory = StateDirectory(str(above / "state"))
     with pytest.raises(OSError, match="Not a directory"):
         directory.create()
-    directory.wish()
     with pytest.raises(OSError, match="Not a directory"):
         directory.write("x", [b"y"], STAMP)
     above.unlink()
@@ -151,7 +95,7 @@ def test_a_lock_file_that_was_replaced_is_taken_anew(tmp_path: Path) -> None:
     directory.write("x", [b"y"], STAMP)
     with pytest.raises(DirectoryHeld):
         StateDirectory(str(tmp_path)).take()
-    directory.let_go()
+    directory.close()
 
 
 def test_a_directory_that_another_holds_now_is_not_written(tmp_path: Path) -> None:
@@ -161,4 +105,4 @@ def test_a_directory_that_another_holds_now_is_not_written(tmp_path: Path) -> No
     other = held(tmp_path)
     with pytest.raises(OSError, match="is in use by process"):
         directory.write("x", [b"y"], STAMP)
-    other.let_go()
+    other.close()
