@@ -112,9 +112,8 @@ def in_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
             result = work()
         except Exception as error:
             failure = error
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the loop is closed, because the service has stopped
+        # The loop is closed, because the service has stopped
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(finish, result, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()

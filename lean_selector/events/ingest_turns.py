@@ -20,9 +20,8 @@ SWEEP_SLICE_S = 0.0005  # per turn of the loop, in addition to the slice for eve
 _SWEEP_STEPS = 4  # between checks of the clock
 
 Drain = Callable[[float], bool]  # works until the deadline (perf_counter); True if work is left
-Done = Callable[
-    [Exception | None], None
-]  # called when no work is left, or with the exception of drain
+# Called when no work is left, or with the exception of drain
+Done = Callable[[Exception | None], None]
 
 
 class IngestTurns:

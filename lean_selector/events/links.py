@@ -207,9 +207,8 @@ class Links:
 
     def _step(self) -> None:
         for _ in range(min(len(self._steps), STEPS_PER_TURN)):
-            asyncio.get_running_loop().call_soon(
-                self._steps.popleft()
-            )  # a failing one does not affect the others
+            # A failing one does not affect the others
+            asyncio.get_running_loop().call_soon(self._steps.popleft())
         self._is_stepping = bool(self._steps)
         if self._is_stepping:
             asyncio.get_running_loop().call_soon(self._step)

@@ -305,9 +305,8 @@ class LogEnds:
         self._report = report
         self._clock = clock
         self._served = served
-        self._early: dict[
-            str, float
-        ] = {}  # reservation -> time of an end that came early, the oldest first
+        # Reservation -> time of an end that came early, the oldest first
+        self._early: dict[str, float] = {}
         self.results: Counter[str] = Counter(dict.fromkeys(RESULTS, 0))
         self.unknown_workers = 0  # lines about a worker that is not registered
 

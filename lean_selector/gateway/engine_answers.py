@@ -206,9 +206,8 @@ RENDER_PATHS: Final = {
     Kind.RESPONSES: "/v1/responses/render",
 }
 _LACKS_FOR_S: Final = 60.0  # how long a path that a worker lacks is not tried again
-_NO_ROUTE: Final = re.compile(
-    rb'^\s*+\{\s*+"detail"'
-)  # the status alone may also mean an unknown model
+# The status alone may also mean an unknown model
+_NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')
 
 
 class EngineTokenizer:
@@ -218,9 +217,8 @@ class EngineTokenizer:
         self._client = client
         self._timeout_s = timeout_s
         self._turn = 0
-        self._lacking: dict[
-            tuple[str, str], float
-        ] = {}  # (base URL, path) -> time until which it is not tried
+        # (base URL, path) -> time until which it is not tried
+        self._lacking: dict[tuple[str, str], float] = {}
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """The tokens of a prompt, 4 bytes each. Raises NotTokenized."""

@@ -60,11 +60,8 @@ _WITHOUT_OUTPUT: Final = ("/embeddings", "/rerank", "/score")
 
 # Fields that make the engine's prompt differ from the messages or the text.
 _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
-_KEPT_BY_ENGINE: Final = (
-    "previous_response_id",
-    "conversation",
-    "prompt",
-)  # of /v1/responses: the engine stores a part of the prompt
+# Of /v1/responses: the engine stores a part of the prompt
+_KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
@@ -297,9 +294,8 @@ def _without_odd_forms(text: Raw, kind: Kind) -> Raw:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
         empty = islice(_EMPTY.finditer(text), MOST_MESSAGES + 1)
-        if (
-            sum(1 for _ in empty) > MOST_MESSAGES
-        ):  # each would take twenty times the memory of its text
+        # Each would take twenty times the memory of its text
+        if sum(1 for _ in empty) > MOST_MESSAGES:
             raise msgspec.DecodeError("too many empty items")
     elif _CACHE_CONTROL.search(text) is not None:
         return Raw(_CACHE_CONTROL.sub(b"", text, _MOST_CACHE_CONTROLS))

@@ -384,9 +384,7 @@ class Placing:
             among = (
                 directory.may_serve(routed.model_name)
                 if routed.worker_ids is None
-                else directory.bases_of(
-                    routed.worker_ids
-                )  # otherwise only workers that have the adapter
+                else directory.bases_of(routed.worker_ids)  # workers that have the adapter
             )
         else:
             is_post = proxied.request.method == b"POST"

@@ -79,9 +79,8 @@ class Rotation:
         self._by_text: dict[str, Upstream] = {}  # by URL as registered
         self.in_turn: list[Upstream] = []
         self.ejected: frozenset[str] = frozenset()  # origins that the selector ejected
-        self.draining: frozenset[str] = (
-            frozenset()
-        )  # origins of draining workers, which get no new requests
+        # Origins of draining workers, which get no new requests
+        self.draining: frozenset[str] = frozenset()
 
     def endpoint(self, text: str) -> Upstream:
         """The upstream for a base URL, which need not be in rotation. Raises ValueError."""

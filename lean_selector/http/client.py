@@ -365,9 +365,8 @@ class ClientConnection(asyncio.Protocol):
     # -- called by the loop --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's transport does not inherit from it
+        # uvloop's transport does not inherit from it
+        self._transport = cast(asyncio.Transport, transport)
         self.upstream.open.add(self)
 
     def data_received(self, data: bytes) -> None:

@@ -48,9 +48,8 @@ _HOST: Final = re.compile(
 
 _MAX_HEADERS = 100  # as in hyper, which the reference uses
 
-_RESERVATION_ID_LENGTH: Final = len(
-    b"x-reservation-id"
-)  # the only varying header name of this length
+# The only varying header name of this length
+_RESERVATION_ID_LENGTH: Final = len(b"x-reservation-id")
 
 CHUNKED = -1  # in place of a content length
 

@@ -115,9 +115,8 @@ class HttpProtocol(asyncio.Protocol):
     # called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(
-            asyncio.Transport, transport
-        )  # uvloop's transport does not inherit from it
+        # uvloop's transport does not inherit from it
+        self.transport = cast(asyncio.Transport, transport)
         self._connections.admit(self)
 
     def data_received(self, data: bytes) -> None:

@@ -173,9 +173,8 @@ class RequestReader:
                 return
             line = _REQUEST_LINE.match(data, at)
             if line is None:
-                blank = _BLANK_LINES.match(
-                    data, at
-                )  # RFC 9112 section 2.2: blank lines are skipped
+                # RFC 9112 section 2.2: blank lines are skipped
+                blank = _BLANK_LINES.match(data, at)
                 if blank is None:
                     self._hold_head(data, at)
                     return

@@ -137,9 +137,8 @@ class TlsConnection(asyncio.Protocol):
     # called by the loop's transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._raw = cast(
-            asyncio.Transport, transport
-        )  # uvloop's transport does not inherit from it
+        # uvloop's transport does not inherit from it
+        self._raw = cast(asyncio.Transport, transport)
         self._door.connections.greet(self)
 
     def data_received(self, data: bytes) -> None:
@@ -438,9 +437,8 @@ class TlsConnection(asyncio.Protocol):
         return self._raw.get_extra_info(name, default)
 
     def _say_farewell(self) -> None:
-        with contextlib.suppress(
-            ssl.SSLError
-        ):  # it nearly always raises, because it expects an answer
+        # It nearly always raises, because it expects an answer
+        with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         self._flush()
 

@@ -137,9 +137,8 @@ def check_text(name: str, given: object) -> None:
             check_text(f"{name}.{key}" if isinstance(key, str) else name, value)
     elif isinstance(given, (list, tuple)):
         for first in given:
-            if isinstance(
-                first, int
-            ):  # a list of tokens or hashes is long; a string in it is refused
+            # A list of tokens or hashes is long; a string in it is refused
+            if isinstance(first, int):
                 return
             break
         for value in given:

@@ -363,9 +363,8 @@ class DropWarnings:
     """Logs dropped events: at most one line per reason in WARN_EVERY_S."""
 
     def __init__(self) -> None:
-        self._said: dict[
-            str, tuple[float, int]
-        ] = {}  # reason -> (time of the last line, events since)
+        # Reason -> (time of the last line, events since)
+        self._said: dict[str, tuple[float, int]] = {}
 
     def judge(
         self, event: ReplicaEvent | SessionEvent, verdict: Verdict | SessionVerdict, now: float

@@ -46,9 +46,8 @@ class ReplicaLinks:
         self._peers: dict[str, Link] = {}
         self._states: dict[str, tuple[str, float]] = {}  # (state, since)
         self._turns = IngestTurns(MAX_TURN_S)
-        self._draining: set[Link] = (
-            set()
-        )  # links whose messages are being handled or wait for a turn
+        # Links whose messages are being handled or wait for a turn
+        self._draining: set[Link] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self._dropped = 0  # by peers that were removed since
 

@@ -154,9 +154,7 @@ class SelectorParts:
             replication = wiring.Replication(
                 context,
                 config,
-                lambda model, tenant_id: selector.scheduling_partition(
-                    model, tenant_id
-                ),  # set below
+                lambda *key: selector.scheduling_partition(*key),  # set below
                 lambda: established(selector.catalog, None, None),
                 on_applied,
                 links,

@@ -130,12 +130,7 @@ def not_after_of(path: str) -> int | None:
     try:
         shown: dict[str, Any] = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]
         return int(ssl.cert_time_to_seconds(shown["notAfter"]))
-    except (
-        AttributeError,
-        LookupError,
-        OSError,
-        ValueError,
-    ):  # ssl has no public function for this
+    except (AttributeError, LookupError, OSError, ValueError):  # ssl has no public function for it
         return None
 
 

@@ -342,9 +342,8 @@ class DiskThread:
 
         self._moved_at = time.monotonic()
         job = self._job = in_thread(f"state {self._name}", timed)
-        job.add_done_callback(
-            asyncio.Future.exception
-        )  # no caller may be left to retrieve the exception
+        # No caller may be left to retrieve the exception
+        job.add_done_callback(asyncio.Future.exception)
         await self.idle(patience_s)
         result: T = job.result()
         return result

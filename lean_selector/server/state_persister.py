@@ -110,9 +110,8 @@ class Persister:
         self._saved_change = 0
         self._saved_text = b""
         self._generation = directory.generation  # of the directory when the files were saved
-        self._waiting: deque[tuple[int, Callable[[], None]]] = (
-            deque()
-        )  # (change, callback), oldest first
+        # (change, callback), oldest first
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._saved_revision: Revision | None = None
         self._loop_spent_s = 0.0
         self._saved_at = time.monotonic()  # the reservations on disk are those of this time

@@ -53,10 +53,8 @@ class FleetView:
         self.clock = clock
         self._wall = wall
         self._findings: list[Finding] = []
-        self._judged: tuple[int, list[tuple[str, str | None]]] = (
-            -1,
-            [],
-        )  # the catalog's revision, and the findings at that time
+        # The catalog's revision, and the findings at that time
+        self._judged: tuple[int, list[tuple[str, str | None]]] = (-1, [])
         self._judged_at = 0.0
 
     def empty(self) -> Fleet:

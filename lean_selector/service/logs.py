@@ -19,9 +19,8 @@ from types import TracebackType
 
 import msgspec
 
-MOST_WAITING_BYTES = (
-    4 * 1024 * 1024
-)  # some 20 000 lines: a few seconds of an access log at full load
+# Some 20 000 lines: a few seconds of an access log at full load
+MOST_WAITING_BYTES = 4 * 1024 * 1024
 FLUSH_S = 1.0  # seconds allowed for the waiting lines at exit
 
 

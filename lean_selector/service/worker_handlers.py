@@ -73,13 +73,11 @@ class WorkerRecords:
         """`record` makes the API's view of a worker."""
         self._catalog = catalog
         self._record = record
-        self._encoded: dict[
-            int, tuple[Worker, bytes]
-        ] = {}  # by worker id; some may have been removed
+        # By worker id; some may have been removed
+        self._encoded: dict[int, tuple[Worker, bytes]] = {}
         self._all = b"[]"
-        self._revision = (
-            catalog.revision
-        )  # the catalog's revision when `_all` was made; a new catalog is empty
+        # The catalog's revision when `_all` was made; a new catalog is empty
+        self._revision = catalog.revision
 
     def one(self, worker: Worker) -> JsonText:
         """The record of a worker in the catalog. A changed worker is a new object."""

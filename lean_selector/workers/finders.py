@@ -153,10 +153,7 @@ def _content(text: bytes, is_yaml: bool) -> Any:
         return yaml.load(text, Loader=loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
-    except (
-        AttributeError,
-        LookupError,
-    ) as error:  # from the YAML parser, if value and tag disagree
+    except (AttributeError, LookupError) as error:  # of the parser: value and tag disagree
         raise ValueError(f"a value is not what its tag says: {error!r}") from None
 
 
@@ -225,9 +222,8 @@ class FileFinder:
 
 SocketAddress = tuple[int, tuple[Any, ...] | bytes]
 Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
-AskService = Callable[
-    [str], Awaitable[list[tuple[str, int]]]
-]  # name -> (target, port) of each record; raises OSError
+# name -> (target, port) of each record; raises OSError
+AskService = Callable[[str], Awaitable[list[tuple[str, int]]]]
 
 MOST_PLACES: Final = 4096
 

@@ -92,9 +92,8 @@ class Roster:
         self._found: dict[str, dict[str, Particulars]] = {}  # discovery -> key -> entry
         self._known: dict[str, KnownWorker] = {}  # by key
         self._revision = -1  # revision of the catalog at the last comparison
-        self._others: dict[
-            str, int
-        ] = {}  # endpoint -> id of workers that discovery does not control
+        # Endpoint -> id of workers that discovery does not control
+        self._others: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[KnownWorker]:
         return iter(self._known.values())

@@ -57,9 +57,8 @@ class Ejections:
 
     def __init__(self, settings: EjectionSettings) -> None:
         self._settings = settings
-        self._looks_at = (
-            math.inf
-        )  # time of the next return, or of the next recovery without a success
+        # Time of the next return, or of the next recovery without a success
+        self._looks_at = math.inf
         self.ranks: dict[RankKey, RankHealth] = {}  # ranks with any failure state
         self.out: set[RankKey] = set()
         # When each rank returned that is back in service; readers drop old entries.

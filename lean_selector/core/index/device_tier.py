@@ -325,6 +325,7 @@ class DeviceTier:
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
             position += 1
+            # The end of a prompt that only this rank holds: the case of a decoding engine.
             if (
                 position << 3 == len(run.label)
                 and run.whole == 1 << rank.bit
@@ -332,7 +333,7 @@ class DeviceTier:
                 and run.children is None
                 and run.after is None
                 and run.start + position + (len(names) >> 3) <= STRAND_BLOCKS
-            ):  # The end of a prompt that only this rank holds: the case of a decoding engine.
+            ):
                 run.label += local
                 rank.names.add(parent + 1, names)
                 rank.blocks += len(names) >> 3

@@ -34,17 +34,15 @@ class EngineHashes:
         # strand -> 8 bytes per position, oldest strand first. An OrderedDict, because finding the
         # oldest of a plain dict steps over the holes of removed ones.
         self.rows: OrderedDict[int, bytearray] = OrderedDict()
-        self.listed: dict[
-            int, list[int]
-        ] = {}  # names of several blocks, and name 0; newest place last
+        # Names of several blocks, and name 0; newest place last
+        self.listed: dict[int, list[int]] = {}
         # Further names of blocks, oldest first, and the names by place.
         self.aliases: OrderedDict[int, int] = OrderedDict()
         self.alias_at: dict[int, list[int]] = {}
         self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
         self.extra = 0  # number of further names and copies
-        self.renamed: list[
-            int
-        ] = []  # strands with a block that lost its first name and took a further one
+        # Strands with a block that lost its first name and took a further one
+        self.renamed: list[int] = []
 
     def find(self, name: int) -> int:
         """The place that `name` stands for, or NOWHERE."""

@@ -282,7 +282,8 @@ class KvCursor:
                 self.lost += self._asked_missing - self.unknown
             elif self._asked_next == self._missing_from or (
                 self._holds_top and not self._asks_again
-            ):  # not even the batch that we already have
+            ):
+                # It has not even the batch that we already have.
                 self._restarted()
                 self._missing_from = 0
                 return BatchVerdict.RESTART

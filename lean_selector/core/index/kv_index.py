@@ -119,9 +119,8 @@ class KvIndex:
         self._dp_ranks: dict[int, set[int]] = {}
         self._ranks: dict[RankKey, Holdings] = {}  # ranks with a block, no others
         self._sweeps = Sweeps()
-        self._until_review = (
-            holes.REVIEW_AFTER
-        )  # device blocks still to be dropped before the next review of holes
+        # Device blocks still to be dropped before the next review of holes
+        self._until_review = holes.REVIEW_AFTER
         self._is_reviewed = False  # a review runs now, as one of the sweeps
         self.on_sweep = on_sweep
         # Numbers of the ranks with a block, and of any other keys that a user numbers here.

@@ -45,9 +45,8 @@ _WHOLE = EventPart.WHOLE
 
 MAX_RANKS = 4096  # per source; the largest data_parallel_size that registration accepts (D6)
 MAX_GROUPS = 1024  # per rank; hybrid models have fewer than ten
-MAX_SALTED_BLOCKS = (
-    1 << 20
-)  # per rank and tier; 16 M tokens of 16-token blocks, the oldest are dropped first
+# Per rank and tier; 16 M tokens of 16-token blocks, the oldest are dropped first
+MAX_SALTED_BLOCKS = 1 << 20
 
 
 class EventCounts:

@@ -41,9 +41,8 @@ class LoadOrder:
         self.everyone = self.moved = 0
         self.ranks: dict[int, RankLoad] = {}
         self.loads: list[LoadBucket] = []
-        self._places: list[
-            tuple[float, int, float]
-        ] = []  # (key, tokens, standing) of each load in `loads`
+        # (key, tokens, standing) of each load in `loads`
+        self._places: list[tuple[float, int, float]] = []
         self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by (tokens, standing)
         # The sorted keys of `_by_load`, built on first use.
         self._by_tokens: list[tuple[int, float]] | None = None

@@ -329,9 +329,8 @@ class Catalog:
         self.revision = 0  # incremented on each visible change of `workers`
         # Every model and tenant that had a worker here, up to a bound.
         self.known: dict[PartitionKey, None] = {}
-        self._order: list[
-            tuple[str, str, int]
-        ] = []  # keys of all workers, as `matching` sorts them
+        # Keys of all workers, as `matching` sorts them
+        self._order: list[tuple[str, str, int]] = []
         self.partitions: dict[PartitionKey, Partition] = {}
         self.refusals = Refusals(self, settings.dialect)
 

@@ -138,9 +138,8 @@ class Pricing:
         most /= cell.factor
         credit = cell.credit
         if self._decays:
-            credit -= (
-                self._terms.credit * cell.match.device
-            )  # decay may remove all of the device credit
+            # Decay may remove all of the device credit
+            credit -= self._terms.credit * cell.match.device
         prefill = max(0.0, cell.tokens / self.block_size - credit)
         rest = self.scale * prefill + cell.blocks
         if self.credits_blocks:

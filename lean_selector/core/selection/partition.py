@@ -157,10 +157,8 @@ class ParkedQueue:
         """`workers` are the partition's; call `worker_changed` on each change of them."""
         self._workers = workers
         self._policy = policy
-        self.asks_work = policy in (
-            "wspt",
-            "least-work",
-        )  # whether the policy needs each request's work
+        # Whether the policy needs each request's work
+        self.asks_work = policy in ("wspt", "least-work")
         self._lines: dict[Ties, Line] = {}
         self.serial = 0  # serial of the last queued request
         self._size = 0
@@ -308,9 +306,8 @@ class Partition:
         self.speeds = Speeds()
         self.slots.on_reports = self.speeds.reported
         self.fullness = Fullness(index, self.order, self.workers)
-        self.members: set[int] = (
-            set()
-        )  # workers whose record names this partition and was once complete
+        # Workers whose record names this partition and was once complete
+        self.members: set[int] = set()
         self.parked = ParkedQueue(self.workers, queue_policy)
         self.room = None if queue_threshold is None else Headroom(queue_threshold)
         self._gone = RankCounts()  # totals of removed ranks
@@ -319,9 +316,8 @@ class Partition:
         self.everyone = self.candidates = self.busy = self.draining = 0
         self.health = Ejections(EjectionSettings() if ejection is None else ejection)
         self.tainted: dict[str, int] = {}
-        self._allowed: dict[
-            frozenset[int], int
-        ] = {}  # recently used sets of allowed workers, with their ranks
+        # Recently used sets of allowed workers, with their ranks
+        self._allowed: dict[frozenset[int], int] = {}
         self._limits: dict[RankKey, RankLimits] = {}  # by rank; empty without a threshold
         self._listen()
 
@@ -411,9 +407,8 @@ class Partition:
         self.candidates = candidates
         if self.room is not None:
             self.room.avoided = self.everyone & ~candidates
-            self.room.came_free |= (
-                self.everyone
-            )  # queued requests may have other eligible ranks now
+            # Queued requests may have other eligible ranks now
+            self.room.came_free |= self.everyone
         return True
 
     # -- busy ----------------------------------------------------------------------------------

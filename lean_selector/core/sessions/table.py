@@ -88,12 +88,10 @@ class SessionTable:
         self._bindings: dict[str, Binding] = {}
         # Each binding is in one of these. OrderedDicts, because finding the oldest of a plain dict
         # steps over the holes of removed ones.
-        self._idle: OrderedDict[str, Binding] = (
-            OrderedDict()
-        )  # without leases; the next to expire first
-        self._held: OrderedDict[str, Binding] = (
-            OrderedDict()
-        )  # with leases; the least recently published first
+        # Without leases; the next to expire first
+        self._idle: OrderedDict[str, Binding] = OrderedDict()
+        # With leases; the least recently published first
+        self._held: OrderedDict[str, Binding] = OrderedDict()
         self._leases: dict[str, Lease] = {}  # by reservation id
 
     def __len__(self) -> int:
