@@ -199,13 +199,17 @@ _CHAT: Final = (
     *("add_special_tokens", "chat_template"),
 )
 _TEXT: Final = ("prompt", "add_special_tokens")
-# These paths accept the request itself and return its tokens. vLLM has them from 0.29 and 0.30 on,
-# with --enable-scale-out.
-RENDER_PATHS: Final = {
-    Kind.MESSAGES: "/v1/messages/render",
-    Kind.RESPONSES: "/v1/responses/render",
+# The paths that return the tokens of a prompt, best first. /render accepts the request itself: vLLM
+# has it with --enable-scale-out, for messages from 0.29 on, for responses from 0.30 on.
+_TOKENIZE: Final = "/tokenize"
+_TOKEN_PATHS: Final = {
+    Kind.TEXT: (_TOKENIZE,),
+    Kind.CHAT: ("/v1/chat/completions/render", _TOKENIZE),
+    Kind.MESSAGES: ("/v1/messages/render",),
+    Kind.RESPONSES: ("/v1/responses/render",),
 }
 _LACKS_FOR_S: Final = 60.0  # how long a path that a worker lacks is not tried again
+_OFF: Final = frozenset({403, 405, 501})  # 403: vLLM 0.33 without --enable-scale-out
 # The status alone may also mean an unknown model
 _NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')
 
@@ -222,67 +226,66 @@ class EngineTokenizer:
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """The tokens of a prompt, 4 bytes each. Raises NotTokenized."""
-        bases = list(workers.values())
-        if not bases:
-            raise NotTokenized(Why.FAILED, "no worker has a URL to ask for tokens")
-        path, now = RENDER_PATHS.get(request.kind, "/tokenize"), time.monotonic()
-        bases = [base for base in bases if self._lacking.get((base, path), 0.0) <= now]
+        failed = NotTokenized(Why.FAILED, "no worker has a URL to ask for tokens")
+        now = time.monotonic()
         self._turn += 1
-        body = tokenize_body(request, model)
-        why, text = Why.REFUSED, f"the workers lack POST {path}"
-        for attempt in range(min(2, len(bases))):
-            base = bases[(self._turn + attempt) % len(bases)]
-            try:
-                answer = await self._client.request(
-                    "POST",
-                    base + path,
-                    body,
-                    timeout_s=self._timeout_s,
-                    most_bytes=MOST_ID_BYTES,
-                )
-            except OutboundFailed as error:
-                why = Why.TIMEOUT if isinstance(error, OutboundTimedOut) else Why.FAILED
-                text = error.message
-                continue
-            if answer.status == 200:
-                return _read(base + path, answer.body)
-            why, text = Why.REFUSED, f"POST {base}{path}: status {answer.status}"
-            if answer.status not in (405, 501) and not _NO_ROUTE.match(answer.body):
-                break  # another worker would refuse it too
-            if len(self._lacking) >= _FROM:
-                self._lacking.clear()
-            self._lacking[base, path] = now + _LACKS_FOR_S
-        raise NotTokenized(why, text)
+        for path in _TOKEN_PATHS[request.kind] if workers else ():
+            able = [
+                each for each in workers.values() if self._lacking.get((each, path), 0.0) <= now
+            ]
+            body = tokens_body(request, model, path)
+            failed = NotTokenized(Why.REFUSED, f"the workers lack POST {path}")
+            for attempt in range(min(2, len(able))):
+                base = able[(self._turn + attempt) % len(able)]
+                url = base + path
+                try:
+                    answer = await self._client.request(
+                        "POST", url, body, timeout_s=self._timeout_s, most_bytes=MOST_ID_BYTES
+                    )
+                except OutboundFailed as error:
+                    why = Why.TIMEOUT if isinstance(error, OutboundTimedOut) else Why.FAILED
+                    failed = NotTokenized(why, error.message)
+                    continue
+                if answer.status == 200:
+                    if tokens := _tokens(answer.body):
+                        return tokens
+                    failed = NotTokenized(Why.FAILED, f"POST {url}: an answer without tokens")
+                    is_lacking = path is not _TOKENIZE  # early forms of /render
+                else:
+                    failed = NotTokenized(Why.REFUSED, f"POST {url}: status {answer.status}")
+                    is_lacking = answer.status in _OFF or bool(_NO_ROUTE.match(answer.body))
+                if not is_lacking:
+                    raise failed  # another worker would refuse it too
+                if len(self._lacking) >= _FROM:
+                    self._lacking.clear()
+                self._lacking[base, path] = now + _LACKS_FOR_S
+            if failed.unknown.why is Why.TIMEOUT:
+                break
+        raise failed
 
     def close(self) -> None:
         """Nothing to close."""
 
 
-def _read(url: str, body: bytes) -> bytes:
+def _tokens(body: bytes) -> bytes | None:
     try:
         answer = msgspec.json.decode(body, type=TokenizeAnswer)
-        tokens = packed_u32(bytes(answer.token_ids)) or packed_u32(bytes(answer.tokens))
     except msgspec.DecodeError:
-        tokens = None
-    if not tokens:
-        raise NotTokenized(Why.FAILED, f"POST {url}: an answer without tokens")
-    return tokens
+        return None
+    return packed_u32(bytes(answer.token_ids)) or packed_u32(bytes(answer.tokens))
 
 
-def tokenize_body(request: ModelRequest, model: str) -> bytes:
-    """The body with which vLLM's /tokenize treats the prompt like the request; for RENDER_PATHS,
-    the request itself."""
-    fields: dict[str, object]
-    if request.kind in RENDER_PATHS:
-        fields = {**request.fields, "model": model}
+def tokens_body(request: ModelRequest, model: str, path: str) -> bytes:
+    """The request itself; for vLLM's /tokenize, what makes it treat the prompt like the request."""
+    if path != _TOKENIZE:
+        fields: dict[str, object] = {**request.fields, "model": model}
         fields.pop("stream", None)
+        fields.pop("stream_options", None)
         return msgspec.json.encode(fields)
     names = _CHAT if request.kind is Kind.CHAT else _TEXT
     fields = {name: request.fields[name] for name in names if request.has(name)}
     if request.kind is Kind.TEXT:
         fields["prompt"] = request.text
-    else:
-        arguments = template_arguments(request)
-        if arguments:
-            fields["chat_template_kwargs"] = arguments
+    elif arguments := template_arguments(request):
+        fields["chat_template_kwargs"] = arguments
     return msgspec.json.encode({"model": model, **fields})

@@ -20,8 +20,13 @@ from jinja2.ext import loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lean_selector.gateway.engine_answers import RENDER_PATHS, NotTokenized
-from lean_selector.gateway.model_request import Kind, ModelRequest, template_arguments
+from lean_selector.gateway.engine_answers import NotTokenized
+from lean_selector.gateway.model_request import (
+    COMPLETIONS,
+    Kind,
+    ModelRequest,
+    template_arguments,
+)
 from lean_selector.gateway.prompt_shapes import Why
 from lean_selector.wire.body_text import has_costly_numbers
 from lean_selector.wire.scalars import packer
@@ -245,7 +250,7 @@ class LocalTokenizer:
         texts."""
         if has_costly_numbers(request.body):
             raise NotTokenized(Why.REFUSED, "it has numbers that are slow to read")
-        if request.kind in RENDER_PATHS:
+        if request.kind not in COMPLETIONS:
             raise NotTokenized(Why.REFUSED, "messages of this path are rendered by engines alone")
         if request.kind is Kind.TEXT:
             return msgspec.json.decode(request.text, type=str), request.flag(

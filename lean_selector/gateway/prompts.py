@@ -14,7 +14,6 @@ from lean_selector.core.numbers import MAX_ISL_TOKENS
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.gateway.answers import Additions, AnswerReader
 from lean_selector.gateway.engine_answers import (
-    RENDER_PATHS,
     EngineAnswers,
     EngineTokenizer,
     NotTokenized,
@@ -204,7 +203,7 @@ class Prompts:
             return _prompt_of(known.hashes, known.tokens, lora_name), None, b""
         why_not = BEGINNING if known.hashes else NEW
         ask_from = self._settings.ask_from_bytes
-        if request.kind in RENDER_PATHS and self._settings.mode is Mode.LEARN:
+        if request.kind not in COMPLETIONS and self._settings.mode is Mode.LEARN:
             ask_from = self._settings.render_from_bytes
         if known.unknown_bytes >= ask_from:
             workers = served.workers

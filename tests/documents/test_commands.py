@@ -48,6 +48,7 @@ OTHER_FLAGS |= {"--enable-cache-report", "--enable-prompt-tokens-details"}  # of
 OTHER_FLAGS |= {"--kv-events-config", "--block-size", "--page-size", "--enable-prefix-caching"}
 OTHER_FLAGS |= {"--model-path", "--connector", "--publish-kv-events", "--load-publish-endpoint"}
 OTHER_FLAGS |= {"--default-chat-template-kwargs", "--prefix-match-unit", "--enable-scale-out"}
+OTHER_FLAGS |= {"--exclude-tools-when-tool-choice-none", "--reasoning-effort-map"}
 
 
 @pytest.mark.parametrize("line", STARTS)

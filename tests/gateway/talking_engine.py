@@ -112,7 +112,8 @@ class TalkingEngine:
         self.make = "vllm"
         self.adapters = [ADAPTER]
         self.models_status = self.tokenize_status = 200
-        self.is_silent = False  # at /tokenize
+        self.render: tuple[int, object] = 404, {"detail": "Not Found"}  # 200: the tokens of a chat
+        self.is_silent = False  # at /tokenize and /render
         self.tells_tokens = True
         self.served: Served | None = None
 
@@ -141,18 +142,21 @@ class TalkingEngine:
             rows = [{"id": MODEL, "owned_by": self.make, "parent": None}]
             rows += [{"id": a, "owned_by": self.make, "parent": MODEL} for a in self.adapters]
             writer.write(response(compact({"object": "list", "data": rows})))
-        elif path == "/tokenize" and self.is_silent:
+        elif path.endswith(("/tokenize", "/render")) and self.is_silent:
             await asyncio.Event().wait()
         elif path == "/tokenize" and self.tokenize_status == 200:
             body: dict[str, Any] = json.loads(raw)
             text = body["prompt"] if "prompt" in body else rendered(body)
             tokens = tokens_of(text)
-            told: dict[str, Any] = {"count": len(tokens), "max_model_len": 9_999}
-            told["tokens"] = tokens if self.tells_tokens else []
-            writer.write(response(compact(told)))
+            answer: dict[str, Any] = {"count": len(tokens), "max_model_len": 9_999}
+            answer["tokens"] = tokens if self.tells_tokens else []
+            writer.write(response(compact(answer)))
+        elif path == "/tokenize":
+            writer.write(response(b"{}", f"{self.tokenize_status} No"))
         else:
-            status = self.tokenize_status if path == "/tokenize" else 404
-            writer.write(response(b"{}", f"{status} No"))
+            status, told = self.render
+            told = told or {"request_id": "r", "token_ids": chat_tokens(json.loads(raw))}
+            writer.write(response(compact(told), f"{status} Yes or no"))
 
 
 @asynccontextmanager

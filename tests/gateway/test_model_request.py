@@ -13,7 +13,7 @@ from xxhash import xxh3_128_hexdigest
 
 from lean_selector.core.errors import BadRequest
 from lean_selector.gateway.answers import Additions
-from lean_selector.gateway.engine_answers import tokenize_body
+from lean_selector.gateway.engine_answers import tokens_body
 from lean_selector.gateway.learned_prompts import Chain, PromptMemory
 from lean_selector.gateway.model_request import (
     MEDIA,
@@ -85,8 +85,8 @@ def test_any_json_is_read_or_refused_by_the_field(
     if request.why_not is None and request.kind is not Kind.IDS:
         memory = PromptMemory(1 << 20)
         assert memory.look(Chain(SERVED, None, request)).tokens >= 1
-        asked = json.loads(tokenize_body(request, "m"))
-        assert asked["model"] == "m"
+        for asked in ("/tokenize", f"{path}/render"):
+            assert json.loads(tokens_body(request, "m", asked))["model"] == "m"
     additions.ask_for_ids(request, lambda prompt, output: None)
     additions.ask_for_usage(request)
     sent = json.loads(additions.body(request))

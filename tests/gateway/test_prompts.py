@@ -216,6 +216,49 @@ async def test_a_chat_is_tokenized_as_the_engine_will(fields: dict[str, Any]) ->
 
 
 @on_loop
+async def test_an_engine_that_renders_chats_gets_the_whole_request() -> None:
+    async with door(Mode.TOKENIZE) as (prompts, engine):
+        engine.render = 200, None
+        fields = {"tool_choice": "none", "documents": [{"text": "two"}]}
+        routed = await prompts.of(CHAT, chat(stream=True, stream_options={}, **fields))
+        assert is_exactly(routed, chat_tokens({"messages": MESSAGES, **fields}))
+        whole = {"model": MODEL, "messages": MESSAGES, **fields}
+        assert engine.asked(f"{CHAT}/render") == [whole]
+        assert engine.asked("/tokenize") == []
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    [
+        (404, {"detail": "Not Found"}),
+        (403, {"error": {"type": "PermissionDeniedError"}}),  # vLLM without --enable-scale-out
+        (200, [[], [{"prompt_token_ids": [1]}]]),  # vLLM 0.16
+    ],
+)
+@on_loop
+async def test_an_engine_that_does_not_render_chats_is_asked_once(
+    lacking: tuple[int, object],
+) -> None:
+    async with door(Mode.TOKENIZE) as (prompts, engine):
+        engine.render = lacking
+        for content in ("one two", "three four five"):
+            messages = [{"role": "user", "content": content}]
+            routed = await prompts.of(CHAT, chat(messages))
+            assert is_exactly(routed, chat_tokens({"messages": messages}))
+        asked = [len(engine.asked(path)) for path in (f"{CHAT}/render", "/tokenize")]
+        assert asked == [2, 2]  # the first for both workers, by the first chat
+
+
+@on_loop
+async def test_a_chat_that_is_not_rendered_in_time_is_not_tokenized_either() -> None:
+    async with door(Mode.TOKENIZE, ask_timeout_s=0.05) as (prompts, engine):
+        engine.is_silent, engine.render = True, (200, None)
+        routed = await prompts.of(CHAT, chat())
+        assert routed.why_not is not None
+        assert (routed.why_not.why, engine.asked("/tokenize")) == (Why.TIMEOUT, [])
+
+
+@on_loop
 async def test_a_text_is_tokenized_alone_and_as_the_only_one_of_a_list() -> None:
     async with door(Mode.TOKENIZE) as (prompts, engine):
         words = "one two three four five"
@@ -243,7 +286,7 @@ async def test_a_worker_that_refuses_leaves_what_was_known_of_the_beginning() ->
 async def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
     async with door(Mode.TOKENIZE, ask_timeout_s=0.05) as (prompts, engine):
         engine.is_silent = True
-        routed = await prompts.of(CHAT, chat())
+        routed = await prompts.of(TEXT, text("one two"))
         late = Unknown(Why.TIMEOUT, f"POST {engine.url}/tokenize: no answer in 0.05 s")
         assert is_load_only(routed, late)
 
