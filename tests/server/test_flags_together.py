@@ -8,7 +8,7 @@ import pytest
 from lean_selector.events.names import Resolver
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
 from lean_selector.http.outbound import OutboundClient
-from lean_selector.server.flags import OneLineParser, add_flags, load
+from lean_selector.server.flags import OneLineParser, add_flags, fields_of, load
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.gateway_routes import prompts_of
 from lean_selector.server.host import StartError
@@ -38,56 +38,17 @@ def selector(words: str) -> SelectorConfig:
         ("--prompts-tokenize-from -1", "expected 0 to"),
         ("--prompts-tokenize-timeout-secs 0", "expected at least"),
         ("--lifecycle-from tcp:127.0.0.1:1", "--lifecycle-from: invalid value"),
-        ("--lifecycle-allow 10.0.0.0/8", "--lifecycle-allow requires --lifecycle-from"),
         (
             "--lifecycle-from syslog:127.0.0.1:1 --lifecycle-allow 10.0.0.1/8",
             "--lifecycle-allow: invalid value `10.0.0.1/8`",
         ),
-        ("--tls-cert x", "--tls-cert requires --tls-key"),
-        ("--tls-key x", "--tls-key requires --tls-cert"),
-        ("--tls-client-ca x", "--tls-client-ca requires --tls-cert"),
-        ("--peer-cert-file x", "--peer-cert-file requires --peer-key-file"),
-        ("--worker-key-file x", "--worker-key-file requires --worker-cert-file"),
-        (
-            "--replica-sync-curve-secret-key-file a",
-            "--replica-sync-curve-secret-key-file requires"
-            " --replica-sync-bind or --replica-sync-port",
-        ),
-        (
-            "--replica-sync-port 9092 --replica-sync-curve-peer-keys-file a",
-            "--replica-sync-curve-peer-keys-file requires --replica-sync-curve-secret-key-file",
-        ),
-        (
-            "--kv-events-curve-secret-key-file a",
-            "--kv-events-curve-secret-key-file requires --kv-events-curve-server-keys-file",
-        ),
-        ("--replica-sync-peers tcp://a:1", "--replica-sync-port"),
         (
             "--replica-sync-port 9092 --replica-sync-peers tcp://a:1,foo",
             "invalid replica peer endpoint `foo`",  # as the reference has it
         ),
-        *(
-            (f"{words} 9", f"{words} requires {needed}")
-            for words, needed in (
-                ("--prompts-memory-mb", "--prompts"),
-                ("--prompts-tokenize-from", "--prompts"),
-                ("--prompts-tokenize-timeout-secs", "--prompts"),
-                ("--prompts-tokenizer", "--prompts"),
-                ("--discover-refresh-secs", "--discover"),
-                ("--queue-max-wait-secs", "--queue-threshold"),
-                ("--state-interval-secs", "--state-dir"),
-                ("--replica-sync-discover-http-port", "--replica-sync-discover"),
-                ("--worker-health-timeout-secs", "--worker-health-interval-secs"),
-                ("--worker-health-failures", "--worker-health-interval-secs"),
-            )
-        ),
-        ("--discover-defaults {}", "--discover-defaults requires --discover"),
         ('--discover-defaults {"worker_id":1}', "worker_id is a worker's own"),
         ("--discover etcd:a", "expected file:PATH"),
-        ("--replica-sync-discover dns:a:1", "requires --replica-sync-bind or --replica-sync-port"),
         ("--replica-sync-port 1 --replica-sync-discover file:a", "peers are found by"),
-        ("--replica-sync-advertise tcp://a:1", "requires --replica-sync-bind"),
-        ("--replica-sync-catch-up http://a:1", "requires --replica-sync-bind"),
         ("--replica-sync-bind nonsense", "missing scheme"),
         ("--replica-sync-port 9 --replica-sync-bind tcp://*:9", "give only one"),
         (
@@ -101,10 +62,6 @@ def selector(words: str) -> SelectorConfig:
             "--replica-sync-peers: `tcp://198.51.100.1:5557` is not allowed by --allow-endpoint",
         ),
         ("--allow-endpoint 198.51.100.0/24", "is not SCHEME://HOST:PORT"),
-        (
-            "--worker-health-path /x",
-            "--worker-health-path requires --worker-health-interval-secs",
-        ),
         ("--no-router-assume-kv-reuse --router-assume-kv-reuse on", "exclude each other"),
         ("--router-predicted-ttl-secs 5 --use-kv-events off", "use_kv_events=true"),
         ("--router-approximate-cache-policy lru", "lru"),
@@ -118,6 +75,15 @@ def test_what_cannot_go_together_ends_the_start(
     line = capsys.readouterr().err
     assert (ended.value.code, line.count("\n")) == (2, 1)
     assert said in line
+
+
+def test_what_a_flag_needs_is_a_flag() -> None:
+    """That it is refused without it: test_flags.py."""
+    flags = {each.flag.name: each.flag for each in fields_of(GatewayConfig)}
+    flags |= {each.flag.name: each.flag for each in fields_of(SelectorConfig)}
+    needs = {need for flag in flags.values() for need in flag.needs}
+    assert len(needs) > 10
+    assert sorted(needs - flags.keys()) == []
 
 
 # -- the gateway's workers -------------------------------------------------------------------------
