@@ -1,9 +1,5 @@
-"""Runs of the comparison, with tiny rounds; we ourselves play the reference.
+"""What ends the comparison. Each of its cases is run by `.ci/compiled`, with the references."""
 
-Each of its cases is run by `.ci/compiled`, with the references themselves.
-"""
-
-import json
 import os
 import shlex
 import signal
@@ -11,7 +7,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,14 +16,7 @@ from tests.support.running_service import wait_until
 
 LIMIT_S = 240.0
 OURSELVES = shlex.join([sys.executable, "-m", "lean_selector", "--port", "{port}"])
-WITHOUT_REPLICAS = """
-import os, sys
-if "--replica-sync-port" in sys.argv:
-    sys.exit("no replicas here")
-os.execv(sys.executable, [sys.executable, "-m", "lean_selector", *sys.argv[1:]])
-"""
 SELECT = "select, 8 blocks, 16 workers"
-REPLICAS = "lifecycle with a replica, trace prompts at 16, 16 workers"
 COMMAND = [sys.executable, "loadtest/versus.py", "--quick"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "LEAN_SELECTOR_TRACE"}
 
@@ -42,30 +30,6 @@ def versus(*flags: str) -> subprocess.CompletedProcess[str]:
         timeout=LIMIT_S,
         check=False,
     )
-
-
-def figures(tmp_path: Path, status: int, *flags: str) -> tuple[dict[str, Any], str, str]:
-    """Of a run, and what it printed to stdout and stderr."""
-    path = tmp_path / "f.json"
-    run = versus("--json", str(path), *flags)
-    assert run.returncode == status, run.stderr
-    return json.loads(path.read_text()), run.stdout, run.stderr
-
-
-def test_what_a_reference_cannot_do_is_skipped_and_the_others_figures_stay(tmp_path: Path) -> None:
-    program = tmp_path / "other.py"
-    program.write_text(WITHOUT_REPLICAS)
-    reference = shlex.join([sys.executable, str(program), "--port", "{port}"])
-    flags = ["--reference", reference, "--cases", f"^({SELECT}|{REPLICAS})$"]
-    found, out, errors = figures(tmp_path, 1, *flags)
-    *told, last = errors.splitlines()
-    assert [line.split("s  ", 1)[1] for line in told] == [f"{SELECT}: round 1"]
-    reason = last.removeprefix("versus: ")
-    assert reason.endswith(" ended with 1: no replicas here")
-    assert set(found["results"]["rounds"]) == {SELECT}
-    assert found["results"]["skipped"] == {REPLICAS: f"skipped: {reason}"}
-    assert f"{REPLICAS}: skipped: {reason}" in out
-    assert f"| {SELECT} " in out
 
 
 def has_ended(pid: int) -> bool:
