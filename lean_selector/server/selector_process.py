@@ -6,7 +6,7 @@ passes each one the few others that it uses (decision D14)."""
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import zmq.asyncio
@@ -18,7 +18,7 @@ from lean_selector.core.replication.shapes import ReplicaEvent
 from lean_selector.core.selection.inspection import established
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import ROUTE, PartitionKey
+from lean_selector.core.selection.shapes import ROUTE
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_6
 from lean_selector.events.ingest_turns import IndexSweeps
@@ -64,49 +64,6 @@ if TYPE_CHECKING:
     from lean_selector.service.ui import Page
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
-
-_MOST_LATE_S = 0.5
-_LATE = 1 / 40  # fraction of a block's lifetime
-_LEAST_S = 0.01
-
-CallLater = Callable[[float, Callable[[], None]], asyncio.TimerHandle]
-
-
-class RoutedExpiry:
-    """Expires routed prompts in the approximate indexes of all partitions: slightly after their
-    TTL, never before, and more often than the host's tick if the TTL is only seconds."""
-
-    def __init__(
-        self,
-        partitions: Mapping[PartitionKey, Partition],
-        ttl_s: float,
-        call_later: CallLater,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`ttl_s` above 0; `call_later` is the loop's."""
-        self.interval_s = min(_MOST_LATE_S, max(_LEAST_S, ttl_s * _LATE))
-        self._partitions = partitions
-        self._call_later = call_later
-        self._clock = clock
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        self._timer = self._call_later(self.interval_s, self._turn)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _turn(self) -> None:
-        self.start()
-        now = self._clock()
-        for partition in list(self._partitions.values()):
-            if partition.routed is not None:
-                partition.routed.expire(now)
-
-
-# -- selector parts ------------------------------------------------------------------------------
 
 # Per model, twice a second; takes 5 ms at most.
 SESSION_STEPS = 1_000
@@ -277,10 +234,6 @@ class SelectorParts:
             subscriptions.on_lost = self._polls.soon
         self._lifecycle = SelectorLog(selector)
         self._expiry = ExpirySweep(self._expire, selector.arrived, loop.call_soon)
-        self._forgetting: RoutedExpiry | None = None
-        if (ttl_s := config.settings.routed_ttl_s) > 0.0:
-            self._forgetting = RoutedExpiry(selector.catalog.partitions, ttl_s, loop.call_later)
-            self._forgetting.start()
 
     def engine_client(self) -> "OutboundClient":
         """The client for requests to engines. Raises StartError."""
@@ -315,6 +268,9 @@ class SelectorParts:
             self._polls.look()
         if self.decisions is not None:
             self.decisions.hand_over()
+        for partition in self.selector.catalog.partitions.values():
+            if partition.routed is not None:
+                partition.routed.expire(now)
         self.selector.admit_waiting(now)
         if self.sessions is not None:
             self.sessions.tend(now, SESSION_STEPS)
@@ -348,8 +304,6 @@ class SelectorParts:
         if self.persister is not None:
             await self.persister.close()
         self._expiry.stop()
-        if self._forgetting is not None:
-            self._forgetting.stop()
         if self.finding is not None:
             await self.finding.close()
         if self._polls is not None:

@@ -32,12 +32,9 @@ from lean_selector.server.state_files import (
     Damaged,
     DirectoryHeld,
     PartitionRow,
-    Stamp,
     StateDirectory,
     StoredThreshold,
-    elapsed_s,
     opened,
-    stamp_now,
 )
 from lean_selector.server.state_persister import LiveBookings, Persister
 from lean_selector.service.worker_handlers import ServiceState
@@ -308,21 +305,21 @@ def restore_reservations(
     expiry_s: float,
     copies_expire_s: float,
     now: float,
-    stamp: Stamp,
+    wall_now: float,
 ) -> tuple[int, int]:
     """Restore reservations; returns the numbers of restored ones and of dropped ones, which have
     expired or whose rank is gone.
 
     `book` is called for each, oldest first, with the peer that admitted it (None: this replica).
-    `now` is in monotonic seconds, `stamp` the same moment by the clocks for files."""
+    `now` is in monotonic seconds, `wall_now` the same moment by the wall clock."""
     problems: list[str] = []
 
-    def read(text: bytes, written: Stamp) -> tuple[int, list[LiveBooking]]:
+    def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:
         try:
             snapshot = split_snapshot(text)
         except BadSnapshot as error:
             raise Damaged(str(error)) from None
-        then = now - elapsed_s(written, stamp)
+        then = now - max(0.0, wall_now - written_at)
         found: list[LiveBooking] = []
         for line in snapshot.lines:
             try:
@@ -348,7 +345,7 @@ def restore_reservations(
     return booked, dropped
 
 
-def _read(directory: StateDirectory, name: str, read: Callable[[bytes, Stamp], T]) -> T | None:
+def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T]) -> T | None:
     """Read a file; None if it does not exist or was moved aside."""
     try:
         sealed = _tried(lambda: directory.read(name))
@@ -455,7 +452,7 @@ def _kept(
     except OtherService as error:
         raise StartError(f"--state-dir: {error}") from None
     booked, dropped = restore_reservations(
-        directory, book, expiry_s, copies_expire_s(expiry_s), time.monotonic(), stamp_now()
+        directory, book, expiry_s, copies_expire_s(expiry_s), time.monotonic(), time.time()
     )
 
     def on_fault(reason: str | None) -> None:

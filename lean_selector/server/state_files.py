@@ -23,15 +23,6 @@ _U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Stamp(msgspec.Struct, frozen=True):
-    """A moment by two clocks: the wall clock, which may be set, and the boot clock, which counts
-    suspensions and is valid only within one boot."""
-
-    wall_s: float  # since 1970
-    boot_s: float
-    boot_id: str  # empty if the system has none
-
-
 class PartitionRow(msgspec.Struct, frozen=True):
     """A partition whose block size is fixed, and the workers that fix it."""
 
@@ -66,33 +57,19 @@ class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
 
 # -- the last line of a file: when it was written, and a checksum ----------------------------------
 
-# A clock that counts suspensions, if the system has one.
-_SINCE_BOOT = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-_BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _END = b'"}\n'
 _SUM_BYTES = 16  # XXH3-64 in hexadecimal
-_decode = msgspec.json.Decoder(Stamp).decode
+
+
+class _LastLine(msgspec.Struct):
+    wall_s: float  # since 1970
+
+
+_decode = msgspec.json.Decoder(_LastLine).decode
 
 
 class Damaged(ValueError):
     """The content is not what was written; the message has the reason."""
-
-
-def stamp_now() -> Stamp:
-    try:
-        with open(_BOOT_ID, encoding="ascii") as file:
-            boot_id = file.read().strip()
-    except OSError:
-        boot_id = ""
-    return Stamp(time.time(), time.clock_gettime(_SINCE_BOOT), boot_id)
-
-
-def elapsed_s(since: Stamp, now: Stamp) -> float:
-    """Seconds from `since` to `now`, at least 0: by the boot clock within one boot, otherwise by
-    the wall clock."""
-    if since.boot_id and since.boot_id == now.boot_id:
-        return max(0.0, now.boot_s - since.boot_s)
-    return max(0.0, now.wall_s - since.wall_s)
 
 
 class Checksum:
@@ -104,18 +81,15 @@ class Checksum:
     def add(self, part: bytes) -> None:
         self._sum.update(part)
 
-    def end(self, stamp: Stamp) -> bytes:
-        line = b'\n{"wall_s":%.3f,"boot_s":%.3f,"boot_id":"%b","xxh3":"' % (
-            stamp.wall_s,
-            stamp.boot_s,
-            stamp.boot_id.encode(),
-        )
+    def end(self, written_at: float) -> bytes:
+        line = b'\n{"wall_s":%.3f,"xxh3":"' % written_at
         self._sum.update(line)
         return line + self._sum.hexdigest().encode() + _END
 
 
-def opened(sealed: bytes) -> tuple[bytes, Stamp]:
-    """Verify the checksum; returns the text and when it was written. Raises Damaged."""
+def opened(sealed: bytes) -> tuple[bytes, float]:
+    """Verify the checksum; returns the text and when it was written, by the wall clock. Raises
+    Damaged."""
     at = len(sealed) - len(_END) - _SUM_BYTES
     if at <= 0 or not sealed.endswith(_END):
         raise Damaged("its end is missing")
@@ -124,7 +98,7 @@ def opened(sealed: bytes) -> tuple[bytes, Stamp]:
         raise Damaged("its checksum is wrong")
     text, _, line = covered.rpartition(b"\n")
     try:
-        return text, _decode(line + _END)
+        return text, _decode(line + _END).wall_s
     except msgspec.DecodeError as error:
         raise Damaged(f"its last line: {error}") from None
 
@@ -251,7 +225,7 @@ class StateDirectory:
         os.link(os.path.join(self.path, name), copy)
         return copy
 
-    def write(self, name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
+    def write(self, name: str, parts: Iterable[bytes], written_at: float) -> int:
         """Replace a file by these parts and their checksum; returns its size in bytes.
 
         The file is on disk on return. Raises OSError, and any error of `parts`, with the old file
@@ -262,7 +236,7 @@ class StateDirectory:
         fd = _created(new)
         try:
             try:
-                size = _fill(fd, parts, stamp)
+                size = _fill(fd, parts, written_at)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -289,12 +263,12 @@ def _created(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
-def _fill(fd: int, parts: Iterable[bytes], stamp: Stamp) -> int:
+def _fill(fd: int, parts: Iterable[bytes], written_at: float) -> int:
     checksum, size = Checksum(), 0
     for part in parts:
         checksum.add(part)
         size += _write(fd, part)
-    return size + _write(fd, checksum.end(stamp))
+    return size + _write(fd, checksum.end(written_at))
 
 
 def _write(fd: int, part: bytes) -> int:
@@ -358,7 +332,7 @@ class DiskThread:
                 raise DiskHangs
 
     async def write(
-        self, parts: Iterable[bytes], stamp: Stamp, patience_s: float | None = None
+        self, parts: Iterable[bytes], written_at: float, patience_s: float | None = None
     ) -> None:
         """Replace the file; it is on disk on return. Raises OSError and DiskHangs."""
 
@@ -368,5 +342,5 @@ class DiskThread:
                 self._moved_at = time.monotonic()
 
         self.bytes = await self.run(
-            lambda: self._directory.write(self._name, each(), stamp), patience_s
+            lambda: self._directory.write(self._name, each(), written_at), patience_s
         )

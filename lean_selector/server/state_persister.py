@@ -18,7 +18,6 @@ from lean_selector.server.state_files import (
     DiskHangs,
     DiskThread,
     StateDirectory,
-    stamp_now,
 )
 from lean_selector.service.exposition import Families, by, table
 from lean_selector.tasks import supervise
@@ -250,7 +249,7 @@ class Persister:
     async def _write(self, file: DiskThread, parts: Iterable[bytes]) -> None:
         """Make the text in slices of the loop's turns, then write it. Raises OSError and
         DiskHangs."""
-        stamp = stamp_now()
+        written_at = time.time()
         slices: list[bytes] = []
         made: list[bytes] = []
         began = time.thread_time()
@@ -264,7 +263,7 @@ class Persister:
                 began = time.thread_time()
         slices.append(b"".join(made))
         self._loop_spent_s += time.thread_time() - began
-        await file.write(slices, stamp, self._patience_s)
+        await file.write(slices, written_at, self._patience_s)
 
     # -- faults -------------------------------------------------------------------------
 

@@ -73,22 +73,23 @@ class WorkerRecords:
         """`record` makes the API's view of a worker."""
         self._catalog = catalog
         self._record = record
-        # By worker id; some may have been removed
-        self._encoded: dict[int, tuple[Worker, bytes]] = {}
+        self._encoded: dict[Worker, bytes] = {}  # some may have been removed
         self._all = b"[]"
-        # The catalog's revision when `_all` was made; a new catalog is empty
-        self._revision = catalog.revision
+        self._revision = catalog.revision  # of `_all`; a new catalog is empty
 
     def one(self, worker: Worker) -> JsonText:
         """The record of a worker in the catalog. A changed worker is a new object."""
-        return JsonText(self._text(worker))
+        if len(self._encoded) > 2 * len(self._catalog.workers):  # most are gone
+            self._encoded.clear()
+        text = self._encoded[worker] = self._text(worker)
+        return JsonText(text)
 
     def all(self) -> JsonText:
         """The list of all records, in the catalog's order."""
         if self._revision != self._catalog.revision:
             workers = self._catalog.matching(None, None)
-            self._forget_gone(len(workers))
-            self._all = b"[%b]" % b",".join(map(self._text, workers))
+            self._encoded = {worker: self._text(worker) for worker in workers}
+            self._all = b"[%b]" % b",".join(self._encoded.values())
             self._revision = self._catalog.revision
         return JsonText(self._all)
 
@@ -99,23 +100,7 @@ class WorkerRecords:
         return JsonText(b"[%b]" % b",".join(map(self._text, workers)))
 
     def _text(self, worker: Worker) -> bytes:
-        worker_id = worker.spec.worker_id
-        known = self._encoded.get(worker_id)
-        if known is not None and known[0] is worker:
-            return known[1]
-        text = json_form(self._record(worker))
-        self._encoded[worker_id] = worker, text
-        return text
-
-    def _forget_gone(self, registered: int) -> None:
-        """Drop records of removed workers, once these outnumber the registered ones."""
-        if len(self._encoded) > 2 * registered:
-            current = self._catalog.workers
-            self._encoded = {
-                worker_id: known
-                for worker_id, known in self._encoded.items()
-                if current.get(worker_id) is known[0]
-            }
+        return self._encoded.get(worker) or json_form(self._record(worker))
 
 
 # -- health ---------------------------------------------------------------------------------------

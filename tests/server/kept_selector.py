@@ -12,7 +12,7 @@ from lean_selector.server.state import (
     restore_catalog,
     restore_reservations,
 )
-from lean_selector.server.state_files import CATALOG, RESERVATIONS, Stamp, StateDirectory, stamp_now
+from lean_selector.server.state_files import CATALOG, RESERVATIONS, StateDirectory
 from lean_selector.server.state_persister import LiveBookings
 from tests.support.driven_selector import DrivenSelector
 
@@ -32,21 +32,19 @@ class Kept:
             lambda: established(self.selector.catalog, None, None), 7, lambda: 0
         )
 
-    def save(self, now: float, stamp: Stamp | None = None) -> None:
+    def save(self, now: float, wall_s: float = 0.0) -> None:
         self.directory.take()
         try:
-            stamp = stamp_now() if stamp is None else stamp
-            self.directory.write(CATALOG, [self.contents.text()], stamp)
-            self.directory.write(RESERVATIONS, self.lives.parts(now), stamp)
+            self.directory.write(CATALOG, [self.contents.text()], wall_s)
+            self.directory.write(RESERVATIONS, self.lives.parts(now), wall_s)
         finally:
             self.directory.close()
 
-    def restore(self, now: float, stamp: Stamp | None = None) -> tuple[int, int]:
+    def restore(self, now: float, wall_s: float = 0.0) -> tuple[int, int]:
         """How many reservations are live again, and how many were dropped."""
-        stamp = stamp_now() if stamp is None else stamp
         restore_catalog(self.directory, self.contents, now)
         return restore_reservations(
-            self.directory, self._book, EXPIRY_S, EXPIRY_S + 60.0, now, stamp
+            self.directory, self._book, EXPIRY_S, EXPIRY_S + 60.0, now, wall_s
         )
 
     def _book(self, live: LiveBooking, router_id: int | None) -> bool:

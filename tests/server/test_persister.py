@@ -16,10 +16,8 @@ from lean_selector.server.state_files import (
     RESERVATIONS,
     DiskHangs,
     DiskThread,
-    Stamp,
     StateDirectory,
     opened,
-    stamp_now,
 )
 from lean_selector.server.state_persister import (
     HANGS_AFTER_S,
@@ -71,11 +69,11 @@ class Disk(StateDirectory):
         self.checks += 1
         super().check(names)
 
-    def write(self, name: str, parts: Iterable[bytes], stamp: Stamp) -> int:
+    def write(self, name: str, parts: Iterable[bytes], written_at: float) -> int:
         self.written.append((name, time.monotonic()))
         self.answers.wait()
         try:
-            return super().write(name, parts, stamp)
+            return super().write(name, parts, written_at)
         finally:
             self.ended += 1
 
@@ -335,7 +333,7 @@ async def test_a_disk_that_goes_on_taking_a_large_file_has_not_failed(tmp_path: 
         go_on.wait()
         yield b"another"
 
-    writing = asyncio.create_task(file.write(parts(), stamp_now(), patience_s=3600.0))
+    writing = asyncio.create_task(file.write(parts(), 1.0, patience_s=3600.0))
     await until(lambda: file.moved_at is not None, "it has begun")
     began = file.moved_at
     begin.set()

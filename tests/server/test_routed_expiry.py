@@ -1,65 +1,21 @@
-"""The approximate index is made to forget a little after it is due, and not after a stop."""
-
-import asyncio
-from collections.abc import Callable
-from typing import Any
+"""What is assumed of a routed prompt is forgotten when its time is over."""
 
 import pytest
 
-from lean_selector.core.selection.shapes import PartitionKey
-from lean_selector.server.selector_process import RoutedExpiry
-from tests.support.driven_selector import DrivenSelector
+from tests.support.running_service import RunningService, wait_until
+
+PROMPT = {"model_name": "m", "token_ids": list(range(64))}
 
 
-class Loop:
-    """`call_later` by hand."""
-
-    def __init__(self) -> None:
-        self.due: list[tuple[float, Callable[[], None]]] = []
-
-    def call_later(self, delay: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        entry = (delay, callback)
-        self.due.append(entry)
-        handle: Any = type("Handle", (), {"cancel": lambda _: self.due.remove(entry)})()
-        return handle  # type: ignore[no-any-return]
-
-    def turn(self) -> None:
-        (entry,) = self.due
-        self.due.remove(entry)
-        entry[1]()
+def cached(service: RunningService) -> int:
+    rows = service.post("/overlap_scores", PROMPT)[1]["workers"]
+    return sum(row["device_blocks"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("ttl_s", "interval_s"),
-    [
-        pytest.param(120.0, 0.5, id="never later than half a second"),
-        pytest.param(2.0, 0.05, id="a fortieth of what is short"),
-        pytest.param(0.001, 0.01, id="and no busy loop"),
-    ],
-)
-def test_it_is_asked_for_often_enough(ttl_s: float, interval_s: float) -> None:
-    loop = Loop()
-    RoutedExpiry({}, ttl_s, loop.call_later).start()
-    assert [delay for delay, _ in loop.due] == [interval_s]
-
-
-def test_every_partition_forgets_until_it_is_stopped() -> None:
-    driven = DrivenSelector(ttl_s=10.0)
-    driven.register(1)
-    driven.register(2, model_name="other")
-    driven.book("a", hashes=[1, 2], isl_tokens=8)
-    partitions = driven.selector.catalog.partitions
-    key: PartitionKey = ("other", "default")
-    driven.reserve("b", (2, 0), hashes=[1], key=key)
-    loop = Loop()
-    expiry = RoutedExpiry(partitions, 10.0, loop.call_later, lambda: driven.now)
-    expiry.start()
-    driven.now = 9.9
-    loop.turn()
-    assert [each.index.total_blocks for each in partitions.values()] == [2, 1]
-    driven.now = 10.0
-    loop.turn()
-    assert [each.index.total_blocks for each in partitions.values()] == [0, 0]
-    expiry.stop()
-    expiry.stop()
-    assert loop.due == []
+@pytest.mark.parametrize(("ttl_s", "left"), [("3600", 4), ("0.1", 0)])
+def test_a_routed_prompt_is_assumed_cached_for_so_long(ttl_s: str, left: int) -> None:
+    with RunningService("--use-kv-events", "false", "--router-ttl-secs", ttl_s) as service:
+        worker = {"worker_id": 1, "model_name": "m", "endpoint": "http://w", "block_size": 16}
+        assert service.post("/workers", worker)[0] == 201
+        assert service.post("/select_and_reserve", PROMPT)[0] == 200
+        wait_until(lambda: cached(service) == left, "as many blocks are left")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lean_selector.server.state_files import DirectoryHeld, Stamp, StateDirectory, opened
+from lean_selector.server.state_files import DirectoryHeld, StateDirectory, opened
 
-STAMP = Stamp(1.0, 1.0, "b")
+STAMP = 1.0
 
 
 def held(path: Path) -> StateDirectory:
