@@ -282,9 +282,9 @@ def tokens_body(request: ModelRequest, model: str, path: str) -> bytes:
         fields.pop("stream", None)
         fields.pop("stream_options", None)
         return msgspec.json.encode(fields)
-    names = _CHAT if request.kind is Kind.CHAT else _TEXT
+    names = _CHAT if request.kind == Kind.CHAT else _TEXT
     fields = {name: request.fields[name] for name in names if request.has(name)}
-    if request.kind is Kind.TEXT:
+    if request.kind == Kind.TEXT:
         fields["prompt"] = request.text
     elif arguments := template_arguments(request):
         fields["chat_template_kwargs"] = arguments

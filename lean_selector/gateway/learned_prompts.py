@@ -28,7 +28,7 @@ class Chain:
         self.block_size: Final = served.block_size
         self.is_eagle: Final = served.is_eagle
         self.model: Final = model_key(served, lora_name)
-        shape = (self.model, request.kind.value, self.block_size, self.is_eagle)
+        shape = (self.model, request.kind, self.block_size, self.is_eagle)
         key = rendering_key(request, shape, self.seed)
         end = request.tools_bytes
         self.keys = [key]

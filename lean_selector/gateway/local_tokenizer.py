@@ -252,7 +252,7 @@ class LocalTokenizer:
             raise NotTokenized(Why.REFUSED, "it has numbers that are slow to read")
         if request.kind not in COMPLETIONS:
             raise NotTokenized(Why.REFUSED, "messages of this path are rendered by engines alone")
-        if request.kind is Kind.TEXT:
+        if request.kind == Kind.TEXT:
             return msgspec.json.decode(request.text, type=str), request.flag(
                 "add_special_tokens", True
             )

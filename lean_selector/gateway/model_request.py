@@ -6,7 +6,6 @@ without a usable model is refused here."""
 import contextlib
 import re
 from codecs import getincrementaldecoder
-from enum import Enum
 from itertools import islice
 from typing import Final, TypeVar
 from urllib.parse import unquote
@@ -86,13 +85,15 @@ _read_metadata: Final = msgspec.json.Decoder(Metadata).decode
 _read_texts: Final = msgspec.json.Decoder(Texts).decode
 
 
-class Kind(Enum):
-    CHAT = "messages"
-    TEXT = "text"
-    IDS = "token ids"
-    MESSAGES = "messages of Anthropic's API"
-    RESPONSES = "items of /v1/responses"
-    NONE = "none"
+class Kind:
+    """The form of a prompt. No Enum: reading a member of one costs as much as a call."""
+
+    CHAT: Final = "messages"
+    TEXT: Final = "text"
+    IDS: Final = "token ids"
+    MESSAGES: Final = "messages of Anthropic's API"
+    RESPONSES: Final = "items of /v1/responses"
+    NONE: Final = "none"
 
 
 COMPLETIONS: Final = frozenset({Kind.CHAT, Kind.TEXT, Kind.IDS})
@@ -215,15 +216,15 @@ class ModelRequest:
         fields: dict[str, object] = {**self.fields, **changed}
         return msgspec.json.encode(fields)
 
-    def _read_chat(self, kind: Kind, name: str, system: str | None = None) -> None:
+    def _read_chat(self, kind: str, name: str, system: str | None = None) -> None:
         """Read the messages from the field `name`, and a message before them from the field
         `system`."""
         text = self.fields.get(name, Raw(b""))
         try:
-            if kind is not Kind.CHAT:
+            if kind != Kind.CHAT:
                 text = _without_odd_forms(text, kind)
             messages: list[Message] = (
-                [*_read_items(text)] if kind is Kind.RESPONSES else _read_messages(text)
+                [*_read_items(text)] if kind == Kind.RESPONSES else _read_messages(text)
             )
             if len(messages) > MOST_MESSAGES:
                 self.why_not = TOO_MANY_MESSAGES
@@ -236,7 +237,7 @@ class ModelRequest:
                 self.read_messages.insert(0, _read_message(first))
             for message in messages:
                 self._read_content(message.content, kind)
-            if kind is not Kind.CHAT:
+            if kind != Kind.CHAT:
                 self._media = sum(1 for _ in _MEDIA_PART.finditer(text))
         except msgspec.DecodeError:
             self.why_not = UNKNOWN_FORM
@@ -245,13 +246,13 @@ class ModelRequest:
         if self._media:
             self.why_not = MEDIA
 
-    def _read_content(self, content: Raw, kind: Kind) -> None:
+    def _read_content(self, content: Raw, kind: str) -> None:
         if bytes(memoryview(content)[:1]) != b"[" or _TYPE.search(content) is None:
             return
         for part in _read_parts(content):
             if bytes(part.type) in _TEXT_PARTS:
                 self._part_text_bytes += size_of(part.text)
-            elif kind is Kind.CHAT:
+            elif kind == Kind.CHAT:
                 self._media += 1
 
     def _read_prompt(self) -> None:
@@ -288,9 +289,9 @@ class ModelRequest:
             raise BadRequest(f"{name}: expected {expected}") from None
 
 
-def _without_odd_forms(text: Raw, kind: Kind) -> Raw:
+def _without_odd_forms(text: Raw, kind: str) -> Raw:
     """The messages as a list, each in the same form in every turn."""
-    if kind is Kind.RESPONSES:
+    if kind == Kind.RESPONSES:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
         empty = islice(_EMPTY.finditer(text), MOST_MESSAGES + 1)

@@ -79,6 +79,7 @@ class Prompts:
         self.memory = PromptMemory(settings.memory_bytes)
         self.unknown: Counter[str] = Counter()  # prompts whose blocks are unknown, by reason
         self._settings = settings
+        self._is_off, self._learns = settings.mode is Mode.OFF, settings.mode is Mode.LEARN
         self._fleet = fleet
         self._engines = EngineAnswers(fleet, client)
         self._tokenizer: Tokenizer = local or EngineTokenizer(client, settings.ask_timeout_s)
@@ -96,13 +97,13 @@ class Prompts:
         and answer, so fields may be added. Raises BadRequest and UnknownModel."""
         request = ModelRequest(path, body)
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
-        if self._settings.mode is Mode.OFF:
+        if self._is_off:
             request.why_not = OFF
             forwards = False
         additions = Additions()
         is_unmarked = not additions.mark_salt(request, forwards)
         chain = None
-        if request.why_not is None and request.kind is not Kind.IDS:
+        if request.why_not is None and request.kind != Kind.IDS:
             chain = Chain(served, lora_name, request)
         prompt, why_not, known = yield from self._prompt(
             request, served, lora_name, worker_ids, chain
@@ -113,14 +114,14 @@ class Prompts:
             self.unknown[why_not.why] += 1
         if forwards and request.kind in COMPLETIONS:
             make = yield from self._engines.make(served)
-            if chain is not None and self._settings.mode is Mode.LEARN and make == "vllm":
+            if chain is not None and self._learns and make == "vllm":
                 additions.ask_for_ids(request, self._learning(chain))
             if make in _KNOW_USAGE:
                 additions.ask_for_usage(request)
         averages = self.memory.averages(model_key(served, lora_name))
         output, most = round(averages.output_tokens), request.most_output_tokens
         answers = request.answers
-        text_bytes = request.text_bytes if request.kind is Kind.TEXT or request.kind in CHATS else 0
+        text_bytes = request.text_bytes if request.kind == Kind.TEXT or request.kind in CHATS else 0
         return Routed(
             served.model_name,
             served.tenant_id,
@@ -134,7 +135,7 @@ class Prompts:
             answer=additions.reader(),
             on_lengths=lambda prompt, output: averages.had(text_bytes, prompt, output // answers),
             takes_reports=request.kind in COMPLETIONS,
-            opens_early=request.kind is Kind.RESPONSES,
+            opens_early=request.kind == Kind.RESPONSES,
             known_tokens=None if why_not is None else len(known) // 8 * served.block_size,
         )
 
@@ -203,7 +204,7 @@ class Prompts:
             return _prompt_of(known.hashes, known.tokens, lora_name), None, b""
         why_not = BEGINNING if known.hashes else NEW
         ask_from = self._settings.ask_from_bytes
-        if request.kind not in COMPLETIONS and self._settings.mode is Mode.LEARN:
+        if request.kind not in COMPLETIONS and self._learns:
             ask_from = self._settings.render_from_bytes
         if known.unknown_bytes >= ask_from:
             workers = served.workers
