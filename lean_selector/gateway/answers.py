@@ -16,9 +16,13 @@ from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest
 from lean_selector.gateway.prompt_shapes import Unknown, Why
 
 _USAGE_BYTES: Final = 4096  # at the end of an answer, which has its usage
+_MOST_LAST_BYTES: Final = 4 * _USAGE_BYTES  # kept of it: a stream arrives in small pieces
 _NAMES: Final = (b'"prompt_token_ids":', b'"token_ids":')  # followed by a list
 _LONGEST_NAME: Final = 24  # including some blanks
 _IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[')
+_PROMPT_NAME: Final = b'"prompt_token_ids":'
+# A whole list behind its name: the bracket comes first, since it is found faster.
+_LIST: Final = re.compile(rb'\[(?:(?<="token_ids":\[)|(?<="prompt_token_ids":\[))([^\]]*+)\]')
 _BEGINNINGS: Final = frozenset(
     name[:length] for name in _NAMES for length in range(1, len(name) + 1)
 )
@@ -36,19 +40,14 @@ _BESIDE: Final = tuple(
 _OUTPUT: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
 
 
-class UsageReader:
+class Usage:
     """The usage in an answer, None if absent. Only the last bytes are searched."""
 
-    __slots__ = ("_last",)
+    __slots__ = ("_begin", "_last")
 
-    def __init__(self) -> None:
-        self._last = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        self._last += data
-        # not each time, because a stream arrives in small pieces
-        if len(self._last) > 4 * _USAGE_BYTES:
-            del self._last[:-_USAGE_BYTES]
+    def __init__(self, last: bytes | bytearray) -> None:
+        self._last = last
+        self._begin = last.rfind(b'"usage"', max(0, len(last) - _MOST_LAST_BYTES))
 
     @property
     def cached_tokens(self) -> int | None:
@@ -64,7 +63,7 @@ class UsageReader:
         return prompt + sum(self._said(field) or 0 for field in _BESIDE), output
 
     def _said(self, field: re.Pattern[bytes]) -> int | None:
-        found = field.findall(self._last, max(0, self._last.rfind(b'"usage"')))
+        found = field.findall(self._last, self._begin) if self._begin >= 0 else ()
         return int(found[-1]) if found else None
 
 
@@ -86,7 +85,7 @@ class AnswerReader:
         self._strips = strips
         self._drops_usage = drops_usage
         self._event = b""  # an incomplete event, if events may be dropped
-        self.usage: Final = UsageReader()
+        self.last: Final = bytearray()  # the end of the answer so far, without ids
         self._held = b""  # possibly the beginning of a list's name
         self._array: bytearray | None = None  # the current list
         self._is_of_prompt = False
@@ -96,15 +95,27 @@ class AnswerReader:
 
     def feed(self, data: bytes) -> bytes:
         """The bytes to send to the client for this piece of the answer, possibly none."""
-        text: bytes | None = None
-        if self._array is None and not self._held and data.endswith(b"\n"):
-            text = self._without_one_list(data)
-        if text is None:
+        pieces = _LIST.split(data)  # every second one is a list
+        is_whole = data.endswith(b"\n") and len(pieces) // 2 == data.count(b"token_ids")
+        if is_whole and self._array is None and not self._held:  # as nearly all
+            for at in range(1, len(pieces), 2):
+                self._is_of_prompt = pieces[at - 1].endswith(_PROMPT_NAME)
+                self._took(pieces[at])
+            text = b"null".join(pieces[::2])
+        else:
             text = self._without_ids(self._held + data)
-        self.usage.feed(text)
+        last = self.last
+        last += text
+        if len(last) > _MOST_LAST_BYTES:
+            del last[:-_USAGE_BYTES]
         if not self._strips:
             text = data
-        return self._without_usage(text) if self._drops_usage else text
+        # `in` tries the name as a number first, which costs an exception
+        if self._drops_usage and (
+            self._event or text.find(b'"usage"') >= 0 or not text.endswith(b"\n\n")
+        ):
+            return self._without_usage(text)
+        return text
 
     def rest(self) -> bytes:
         """The bytes left at the end; empty for a well-formed answer."""
@@ -118,20 +129,6 @@ class AnswerReader:
         if self._on_ids is not None and self._array is None and not self._is_too_long:
             self._on_ids(self._prompt, b",".join(self._output))
         return rest
-
-    def _without_one_list(self, data: bytes) -> bytes | None:
-        """`_without_ids` for the usual case: complete events with at most one list of the answer.
-        None: not that case."""
-        lists = data.count(b"token_ids")
-        if not lists:
-            return data
-        before, name, rest = data.partition(b'"token_ids":[')
-        ids, end, after = rest.partition(b"]")
-        if lists > 1 or not name or not end:
-            return None
-        if ids:
-            self._output.append(ids)
-        return b'%b"token_ids":null%b' % (before, after)
 
     def _without_ids(self, data: bytes) -> bytes:
         """`data` with `null` in place of each list; its end may be buffered until the next
@@ -161,8 +158,6 @@ class AnswerReader:
 
     def _without_usage(self, data: bytes) -> bytes:
         """`data` up to the end of its last complete event, without the usage event."""
-        if not self._event and data.endswith(b"\n\n") and b'"usage"' not in data:
-            return data
         data = self._event + data
         end = data.rfind(b"\n\n") + 2
         if end < 2:
@@ -183,6 +178,9 @@ class AnswerReader:
     def _close(self) -> None:
         assert self._array is not None
         ids, self._array = bytes(self._array), None
+        self._took(ids)
+
+    def _took(self, ids: bytes) -> None:
         if self._is_of_prompt:
             if self._prompt is None:
                 self._prompt = ids

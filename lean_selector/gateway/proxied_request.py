@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Final
 
 from lean_selector.core.health.ejections import FAILED, NOT_FREE, OK, REFUSED, outcome_of_status
-from lean_selector.gateway.answers import AnswerReader, UsageReader
+from lean_selector.gateway.answers import AnswerReader, Usage
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.genai_metrics import Timing
 from lean_selector.gateway.headers import answer_lines, id_line, refusal, request_lines
@@ -208,21 +208,24 @@ class ProxiedRequest:
     def on_body(self, data: bytes, is_last: bool) -> None:
         counts = self._counts
         counts.pieces += 1
-        if self._shedding is not None:
-            self._shedding += data[: _MOST_SHED_BYTES - len(self._shedding)]
-            return
-        if not self.reply.begun:
-            self._begin(data, is_last)
+        reply, reader = self.reply, self._reader
+        if not reply.begun:
+            if self._shedding is None:
+                self._begin(data, is_last)
+            else:
+                self._shedding += data[: _MOST_SHED_BYTES - len(self._shedding)]
             return
         counts.passed_on_bytes += len(data)
         if self._waits_for_token and b".delta" in data:
             self._prefilled()
-        reader = self._reader
-        self._last_pieces.append(data)
         if reader is None:
-            self.reply.write(data)
-        elif text := self._text(reader, data, is_last):
-            self.reply.write(text)
+            self._last_pieces.append(data)
+            reply.write(data)
+        elif is_last or not self._is_chunking:
+            if text := self._text(reader, data, is_last):
+                reply.write(text)
+        elif text := reader.feed(data):  # as `_text`, without a call
+            reply.write(b"%x\r\n%b\r\n" % (len(text), text))
 
     def on_end(self) -> None:
         self._connection = None
@@ -318,9 +321,8 @@ class ProxiedRequest:
         self.request.body = b""  # no retry is possible any more
         if self.routed is not None:
             self.routed.body = b""
-        if data:
-            self._last_pieces.append(data)
         if reader is None:
+            self._last_pieces.append(data)
             parts.append(data)
         else:
             parts.append(self._text(reader, data, is_last))
@@ -361,7 +363,7 @@ class ProxiedRequest:
     def _hung_up(self) -> None:
         """The client has disconnected, perhaps after a complete stream, as OpenAI's own client
         does."""
-        last = b"".join(self._last_pieces)
+        last = self._last()
         is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
         self._counts.hung_up += not is_whole
         self._let_go()
@@ -401,9 +403,9 @@ class ProxiedRequest:
         self.is_over = True
         self.outcome = outcome
         self._counts.active -= 1
-        usage = self._usage() if outcome == OK else None
         cached = None
-        if usage is not None and self.routed is not None:
+        if outcome == OK and self.routed is not None and self.status == 200:
+            usage = Usage(self._last())  # the engine's counts, from a complete answer
             cached, lengths = usage.cached_tokens, usage.lengths
             if lengths is not None and self.routed.on_lengths is not None:
                 self.routed.on_lengths(*lengths)
@@ -415,15 +417,9 @@ class ProxiedRequest:
                 self._compare(self.lease, cached)
         self._on_over(self)
 
-    def _usage(self) -> UsageReader | None:
-        """The engine's counts, if the answer is complete."""
-        if self._reader is not None:
-            return self._reader.usage
-        if self.routed is None or self.status != 200:
-            return None
-        usage = UsageReader()
-        usage.feed(b"".join(self._last_pieces))
-        return usage
+    def _last(self) -> bytes | bytearray:
+        """The end of the answer so far."""
+        return b"".join(self._last_pieces) if self._reader is None else self._reader.last
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:
         """Compare the predicted cached tokens with the engine's count."""

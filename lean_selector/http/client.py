@@ -83,22 +83,26 @@ class ChunkedRelay(ChunkedBody):
 
     def relay(self, data: bytes, payload: list[bytes] | None) -> int:
         """Like `SizedRelay.relay`. Stops where `error` is set."""
-        self._payload = payload
         at, size = 0, len(data)
-        while at < size and self._state == _SIZE and not self._line:
-            line = _SIZE_LINE.match(data, at)
-            if line is None:
-                break
-            begin = line.end()
-            stop = begin + int(line[1], 16)
-            if stop == begin or data[stop : stop + 2] != b"\r\n":
-                break
-            if payload is not None:
-                payload.append(data[begin:stop])
-            at = stop + 2
-        if at < size:
-            at = self.feed(data, at)
-        return at
+        if self._state == _SIZE and not self._line:
+            while at < size:
+                line = _SIZE_LINE.match(data, at)
+                if line is None:
+                    break
+                begin = line.end()
+                stop = begin + int(line[1], 16)
+                if data[stop : stop + 2] != b"\r\n":
+                    break
+                at = stop + 2
+                if stop == begin:  # the last chunk, without trailers
+                    self.is_done = True
+                    return at
+                if payload is not None:
+                    payload.append(data[begin:stop])
+            else:
+                return at
+        self._payload = payload
+        return self.feed(data, at)
 
     def _keep(self, piece: bytes) -> None:
         if self._payload is not None:
@@ -387,8 +391,7 @@ class ClientConnection(asyncio.Protocol):
             payload: list[bytes] = []
             stop = relay.relay(data, payload)
             if payload:
-                piece = payload[0] if len(payload) == 1 else b"".join(payload)
-                receiver.on_body(piece, relay.is_done)
+                receiver.on_body(b"".join(payload), relay.is_done)
         else:
             stop = relay.relay(data, None)
             if stop:

@@ -2,10 +2,11 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.gateway.answers import AnswerReader, UsageReader
+from lean_selector.gateway.answers import AnswerReader, Usage
 from lean_selector.gateway.model_request import MOST_ID_BYTES
 from tests.gateway.talking_engine import stream, tokens_of, whole_answer
 
@@ -53,7 +54,7 @@ def test_a_stream_cut_anywhere_reads_as_if_nobody_had_asked_for_ids_and_usage(
     sent, learned, reader = read(cut(asked, places), strips=strips, drops_usage=usage and strips)
     assert sent == (plain if strips else asked)
     assert (learned.prompt, learned.output) == (PROMPT, OUTPUT)
-    assert reader.usage.cached_tokens == (32 if usage else None)
+    assert Usage(reader.last).cached_tokens == (32 if usage else None)
 
 
 @given(PLACES)
@@ -63,7 +64,7 @@ def test_a_whole_answer_cut_anywhere_reads_as_if_nobody_had_asked(places: list[i
     sent, learned, reader = read(cut(asked, places))
     assert sent == whole_answer(PROMPT, text, output, asked=False)
     assert (learned.prompt, learned.output) == (PROMPT, output)
-    assert reader.usage.cached_tokens == 48
+    assert Usage(reader.last).cached_tokens == 48
 
 
 def test_every_event_is_sent_on_at_once() -> None:
@@ -99,29 +100,40 @@ def test_an_answer_that_ends_within_its_ids_teaches_nothing() -> None:
     assert learned.times == 0
 
 
-def test_usage_is_read_without_ids() -> None:
-    usage = UsageReader()
-    for event in stream(PROMPT, WORDS, asked=False, usage=True):
-        usage.feed(event)
-    assert usage.cached_tokens == 32
-    assert UsageReader().cached_tokens is None
-    assert UsageReader().lengths is None
-    usage.feed(b'{"usage":{"prompt_tokens":7,"total_tokens": 9,"completion_tokens": 2}}')
-    assert usage.lengths == (7, 2)
-    usage.feed(b'{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":4},')
-    usage.feed(b'"output_tokens":3,"output_tokens_details":{"reasoning_tokens":1}}}')
-    assert (usage.lengths, usage.cached_tokens) == ((9, 3), 4)
-    usage.feed(b'{"usage":{"input_tokens":5,"output_tokens":6,"cache_read_input_tokens":32,')
-    usage.feed(b'"cache_creation_input_tokens":1}}')  # Anthropic's
-    assert (usage.lengths, usage.cached_tokens) == ((38, 6), 32)
+@pytest.mark.parametrize(
+    ("last", "lengths", "cached"),
+    [
+        (b"".join(stream(PROMPT, WORDS, asked=False, usage=True)), None, 32),
+        (b"", None, None),
+        (b'{"usage":{"prompt_tokens":7,"total_tokens": 9,"completion_tokens": 2}}', (7, 2), None),
+        (
+            b'{"usage":{"input_tokens":9,"input_tokens_details":{"cached_tokens":4},'
+            b'"output_tokens":3,"output_tokens_details":{"reasoning_tokens":1}}}',
+            (9, 3),
+            4,
+        ),
+        (  # Anthropic's
+            b'{"usage":{"input_tokens":5,"output_tokens":6,"cache_read_input_tokens":32,'
+            b'"cache_creation_input_tokens":1}}',
+            (38, 6),
+            32,
+        ),
+    ],
+)
+def test_usage_is_read_at_the_end_of_an_answer(
+    last: bytes, lengths: tuple[int, int] | None, cached: int | None
+) -> None:
+    usage = Usage(b'{"usage":{"prompt_tokens":1,"completion_tokens":1}}' * bool(last) + last)
+    assert (usage.lengths, usage.cached_tokens) == (lengths, cached)
 
 
 def test_of_a_long_answer_the_usage_at_its_end_is_found() -> None:
-    usage = UsageReader()
+    reader = AnswerReader(None, strips=True)
     for _ in range(1_000):
-        usage.feed(b'data: {"choices":[{"text":" and so on, for a hundred bytes or so"}]}\n\n')
-    usage.feed(b'data: {"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":4}}}')
-    assert usage.cached_tokens == 4
+        reader.feed(b'data: {"choices":[{"text":" and so on, for a hundred bytes or so"}]}\n\n')
+    reader.feed(b'data: {"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":4}}}')
+    assert Usage(reader.last).cached_tokens == 4
+    assert len(reader.last) < 32_768
 
 
 def test_each_event_of_a_stream_with_carriage_returns_is_sent_on_at_once() -> None:
