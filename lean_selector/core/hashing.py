@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 from types import FunctionType
+from typing import Final
 
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
@@ -98,15 +99,18 @@ def _step(width: int, count: int) -> struct.Struct:
     return struct.Struct(f"{width}s" * count)
 
 
+_eights: Final = struct.Struct("8s").iter_unpack
+
+
 def sequence_hashes_bytes(local: bytes) -> bytes:
     """Sequence hashes of a chain of local hashes; both 8 bytes per block.
 
     The first is the local hash itself. The seed stays 1337 with an adapter or a salt.
     """
     previous = local[:8]
-    chain = [previous] if previous else []
-    for start in range(8, len(local), 8):
-        previous = xxh3_64_digest(previous + local[start : start + 8], BASE_SEED)[::-1]
+    chain = [previous]
+    for (block,) in _eights(local[8:]):
+        previous = xxh3_64_digest(previous + block, BASE_SEED)[::-1]
         chain.append(previous)
     return b"".join(chain)
 

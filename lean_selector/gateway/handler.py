@@ -49,9 +49,13 @@ _OPENAI: Final = re.compile(
 )
 
 
+_PERCENT: Final = 0x25
+
+
 def resource_of(path: bytes) -> bytes:
     """A path as engines interpret it: unescaped, without a trailing slash."""
-    return (unquote_to_bytes(path) if b"%" in path else path).rstrip(b"/") or b"/"
+    # A byte is searched by its number: as bytes it costs an exception.
+    return (unquote_to_bytes(path) if _PERCENT in path else path).rstrip(b"/") or b"/"
 
 
 def http_refusal(error: HttpError) -> bytes:

@@ -4,6 +4,7 @@ Fields that concern one connection are removed: the hop-by-hop fields of RFC 911
 those named in `connection`. Sections are already validated: a line break is CRLF, and no line is
 folded."""
 
+import functools
 import os
 import re
 from itertools import count
@@ -65,6 +66,7 @@ def without_authorization(section: bytes) -> bytes:
     return _AUTHORIZATION.sub(b"", section)
 
 
+@functools.lru_cache(maxsize=256)  # servers repeat theirs
 def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
     """The header lines for the client, each after its CRLF, from those of an answer."""
     named = _named(lines)

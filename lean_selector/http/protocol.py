@@ -323,9 +323,8 @@ class HttpProtocol(asyncio.Protocol):
         parked.keep_alive = request.keep_alive
         self._parked, self._parked_request = reply, parked
         self._parked_bytes = reply.held_bytes
-        self._holds |= _PARKED
+        self._holds |= _PARKED  # `data_received` then updates reading
         reply.park(self._finish_parked)
-        self._update_reading()
 
     def _finish_parked(self, response: Response) -> None:
         """Write the pending answer, and continue with queued requests in a new pass."""

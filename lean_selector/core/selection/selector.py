@@ -588,8 +588,8 @@ class Selector:
     def expect_output(self, reservation_id: str, tokens: int, now: float) -> None:
         """Add the blocks expected for an answer of this many tokens to a new reservation."""
         for partition in self.bookings.holders(reservation_id):
-            blocks = tokens // partition.block_size
-            partition.ledger.output_block(reservation_id, now, blocks=blocks)
+            if blocks := tokens // partition.block_size:
+                partition.ledger.output_block(reservation_id, now, blocks=blocks)
 
     def end(
         self,
