@@ -36,7 +36,10 @@ _LAST_CHUNK: Final = b"0\r\n\r\n"
 _MOST_SHED_BYTES: Final = 64 * 1024  # buffered bytes of an answer that may be discarded
 _LAST_PIECES: Final = 4  # of an answer, to search for its usage
 # Final events in streams of completions, messages and responses.
-_LAST_EVENTS: Final = b"data: [DONE]", b'"message_stop"', b'"response.completed"'
+_LAST_EVENTS: Final = (
+    *(b"data: [DONE]", b'"message_stop"'),
+    *(b'"response.completed"', b'"response.incomplete"', b'"response.failed"'),
+)
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 

@@ -130,7 +130,12 @@ def test_a_request_goes_to_its_worker_in_the_turn_that_read_it_and_each_read_is_
 
 @pytest.mark.parametrize(
     ("last", "hung_up"),
-    [(EVENT, 1), (b"data: [DONE]\n\n", 0), (b'data: {"type":"message_stop"}\n\n', 0)],
+    [
+        (EVENT, 1),
+        (b"data: [DONE]\n\n", 0),
+        (b'data: {"type":"message_stop"}\n\n', 0),
+        (b'data: {"type":"response.incomplete"}\n\n', 0),  # vLLM at max_output_tokens
+    ],
 )
 def test_a_client_that_closes_at_the_last_event_has_had_its_answer(
     last: bytes, hung_up: int
