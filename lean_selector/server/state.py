@@ -385,8 +385,8 @@ def _log_problems(what: str, problems: list[str]) -> None:
 
 # -- wiring ----------------------------------------------------------------------------------------
 
-# The previous process unlocks the directory at its end, when it has written everything.
-TAKE_WAIT_S = 2.0
+# The previous process unlocks the directory at its end, after its drain: 5 s by default.
+TAKE_WAIT_S = 10.0
 _LOOK_S = 0.05
 # Do not wait for a full or failing disk: it may recover later, and the service is needed now.
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
