@@ -346,13 +346,17 @@ def test_a_router_that_was_used_before_a_fork_is_closed_in_the_child() -> None:
 
 
 def test_an_interrupted_wait_is_shown_to_the_caller(fleet: Fleet) -> None:
+    is_shown = threading.Event()
+
     def interrupted(_: float) -> None:
         _thread.interrupt_main()
+        is_shown.wait(60)
 
     fleet.workers[1].status = fleet.workers[2].status = 503
     with SyncKvRouter(fleet.endpoint, 4, sleep=interrupted) as router:
         with pytest.raises(KeyboardInterrupt):
             router.generate(TOKENS, MODEL)
+        is_shown.set()
         fleet.wait_until_free()
 
 

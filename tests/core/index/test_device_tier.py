@@ -71,7 +71,9 @@ class DeviceTierMachine(RuleBasedStateMachine):
         if key in self.ranks:
             held = sorted(self.held[key])
             gone = data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True))
-            names = [self.held[key].pop(path) for path in gone]
+            for path in gone:
+                del self.held[key][path]
+            names = [name_of(seed, path) for path in gone for seed in (1, 2)]  # all that it has
             assert self.tier.remove(self.ranks[key], pack([*names, 7])) == len(gone)
             self.release_if_empty(key)
 
