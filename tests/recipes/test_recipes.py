@@ -131,7 +131,7 @@ class Fleet:
     def served(self) -> list[int]:
         """Completions that each worker was asked for."""
         return [
-            sum("completions" in request["line"] for request in worker.seen()["requests"]) - before
+            sum("completions " in request["line"] for request in worker.seen()["requests"]) - before
             for worker, before in zip(self.workers, self._served_before, strict=True)
         ]
 
@@ -411,7 +411,7 @@ def test_nginx_with_njs_tells_the_rank_to_the_worker_that_was_booked_only(tmp_pa
     with Fleet(tmp_path, "nginx-njs", "unix") as fleet:
         fleet.ask(chat("hello", fake={"break_after": 0}))  # every worker breaks off
         seen = [each for worker in fleet.workers for each in worker.seen()["requests"]]
-        asked = [each["headers"] for each in seen if "completions" in each["line"]]
+        asked = [each["headers"] for each in seen if "completions " in each["line"]]
         ranks = sorted(headers.get("x-data-parallel-rank", "") for headers in asked)
         assert (ranks[0], ranks.count("0"), len(ranks) > 1) == ("", 1, True)
         assert {headers["host"] for headers in asked} == {"127.0.0.1"}

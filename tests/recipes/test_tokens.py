@@ -47,7 +47,7 @@ def heard(fleet: Fleet) -> list[str]:
         request["headers"].get("authorization", "")
         for worker in fleet.workers
         for request in worker.seen()["requests"]
-        if "completions" in request["line"]
+        if "completions " in request["line"]
     ]
 
 
