@@ -13,7 +13,7 @@ import pytest
 import trustme
 
 from tests.gateway.running_gateway import RunningGateway
-from tests.support.openai_worker import OpenAiWorker, rendered, said, tokens_of
+from tests.support.openai_worker import OpenAiWorker
 from tests.support.running_service import wait_until
 
 TEXT = "Tell me of the sea. " * 20
@@ -40,10 +40,6 @@ def small(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
         workers[0].url, "--max-body-mb", "1", "--pass-through", "all", knows=1
     ) as running:
         yield running
-
-
-def prompt_tokens(text: str) -> int:
-    return len(tokens_of(rendered([{"role": "user", "content": text}])))
 
 
 def request_text(path: str, body: bytes, *lines: str, version: str = "1.1") -> bytes:
@@ -73,31 +69,6 @@ def exchange(gateway: RunningGateway, sent: bytes) -> bytes:
 # -- answers --------------------------------------------------------------------------------------
 
 
-def test_a_chat_is_answered_and_says_by_whom(
-    gateway: RunningGateway, workers: list[OpenAiWorker]
-) -> None:
-    answer = gateway.chat(TEXT)
-    assert answer.status == 200
-    assert answer.json()["choices"][0]["message"]["content"] == said(prompt_tokens(TEXT), 4)
-    assert answer.headers["x-lean-worker"] in {each.url for each in workers}
-    assert answer.headers["x-lean-overlap"] == "0"
-
-
-def test_what_was_asked_before_goes_where_it_is_cached(gateway: RunningGateway) -> None:
-    text = "Once upon a time, " * 30
-    first = gateway.chat(text)
-    blocks = prompt_tokens(text) // 16
-    wait_until(
-        lambda: int(gateway.chat(text).headers["x-lean-overlap"]) >= 16 * (blocks - 1),
-        "the index has the prompt",
-    )
-    again = gateway.chat(text)
-    assert again.headers["x-lean-worker"] == first.headers["x-lean-worker"]
-    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16 * (blocks - 1)
-    assert gateway.metric("lean_selector_gateway_compared_cached_tokens_total") > 0
-    assert gateway.metric("lean_selector_gateway_compared_predicted_tokens_total") > 0
-
-
 def test_blocks_that_are_not_known_are_told_of_with_the_reason(gateway: RunningGateway) -> None:
     before = gateway.metric("lean_selector_unknown_prompts_total")
     text = "It was the best of times, " * 20
@@ -110,28 +81,6 @@ def test_blocks_that_are_not_known_are_told_of_with_the_reason(gateway: RunningG
     assert gateway.metric("lean_selector_unknown_prompts_total") == before + 2
     listed = gateway.ask("GET", "/echo")
     assert "x-lean-prompt" not in listed.headers
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_stream_has_what_was_asked_for_and_nothing_that_the_gateway_added(
-    gateway: RunningGateway, path: str
-) -> None:
-    body = {"model": "m", "max_tokens": 5, "stream": True}
-    body |= (
-        {"messages": [{"role": "user", "content": TEXT}]} if "chat" in path else {"prompt": TEXT}
-    )
-    answer = gateway.ask("POST", path, body)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    chunks = answer.events()
-    count = prompt_tokens(TEXT) if "chat" in path else len(tokens_of(TEXT))
-    texts = [
-        choice["delta"].get("content", "") if "chat" in path else choice["text"]
-        for chunk in chunks
-        for choice in chunk["choices"]
-    ]
-    assert "".join(texts) == said(count, 5)
-    assert not any(chunk.get("usage") for chunk in chunks)
-    assert b'token_ids":[' not in answer.body
 
 
 def test_the_client_s_request_id_goes_to_the_worker_and_back(gateway: RunningGateway) -> None:
