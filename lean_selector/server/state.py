@@ -385,8 +385,8 @@ def _log_problems(what: str, problems: list[str]) -> None:
 
 # -- wiring ----------------------------------------------------------------------------------------
 
-# The previous process unlocks the directory at its end, after its drain: 5 s by default.
-TAKE_WAIT_S = 10.0
+# The previous process unlocks the directory when it has drained and written everything.
+AFTER_DRAIN_S = 2.0
 _LOOK_S = 0.05
 # Do not wait for a full or failing disk: it may recover later, and the service is needed now.
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE}
@@ -446,7 +446,7 @@ def _kept(
     assert config.state.path is not None
     directory = StateDirectory(config.state.path)
     expiry_s = config.reservations.reservation_expiry_s
-    fault = _taken(directory)
+    fault = _taken(directory, config.listen.drain_s + AFTER_DRAIN_S)
     try:
         restore_catalog(directory, contents, time.monotonic())
     except OtherService as error:
@@ -469,9 +469,9 @@ def _kept(
     return persister
 
 
-def _taken(directory: StateDirectory) -> str | None:
+def _taken(directory: StateDirectory, patience_s: float) -> str | None:
     """Lock the directory, or return what prevents it. Raises StartError."""
-    gives_up_at = time.monotonic() + TAKE_WAIT_S
+    gives_up_at = time.monotonic() + patience_s
     while True:
         try:
             directory.create()

@@ -98,7 +98,11 @@ def test_what_another_process_has_taken_is_named(tmp_path: Path) -> None:
                 f"failed to bind replica publisher to `tcp://*:{port}`",
                 TRACKER,
             ),
-            (state, f"{tmp_path}/state is in use by process {running.process.pid}", TRACKER),
+            (
+                (*state, "--drain-secs", "0"),
+                f"{tmp_path}/state is in use by process {running.process.pid}",
+                TRACKER,
+            ),
             (other, f"{tmp_path}/selector has the state of a selector", TRACKER),
         ):
             status, log = failed_start(*flags, module=module)
