@@ -227,9 +227,8 @@ class KvRouter(AsyncClosing):
 
         With request_id the placement is reserved under that id, and belongs to the caller, who must
         call mark_prefill_complete() and free(), on this router or another; aclose() frees only
-        reservations of streams and placements. Raises NoWorkerAvailable at once, without retries.
-        When
-        it raises, the id is free again.
+        reservations of streams and placements. Raises NoWorkerAvailable at once, without retries;
+        the id is free again then.
         """
         terms = Wishes(
             router_config_override=router_config_override,
