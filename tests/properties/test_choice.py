@@ -18,7 +18,7 @@ from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
 from lean_selector.core.load.rank_load import RankLoad
 from lean_selector.core.load.shapes import BusyThreshold, EngineLoad
-from lean_selector.core.load.speeds import WINDOW
+from lean_selector.core.load.speeds import LEAST_TOKENS, WINDOW
 from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice, overlap
 from lean_selector.core.selection.choice import (
@@ -83,7 +83,7 @@ def teach(partition: Partition, load: RankLoad, seconds_per_token: float) -> Non
     """Lets the engine of a rank tell how fast it is."""
     before, after = (
         EngineLoad(0, 0, 0, None, None, None, None, tokens, tokens * seconds_per_token)
-        for tokens in (0, 1_000)
+        for tokens in (0, LEAST_TOKENS)
     )
     for turn in range(WINDOW):
         partition.speeds.reported(load, before, after, 10.0 * turn)

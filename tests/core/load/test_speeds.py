@@ -171,6 +171,11 @@ def test_an_engine_that_counts_its_prefill_tells_while_nothing_else_does() -> No
     ):
         slots.report_load((1, 0), engine(prefilled, busy_s), 1_000.0 + 6 * second)
     assert ranks.factors() == [1.0, 4.0]
+    ranks.now = 2_000.0
+    ranks.serve(1, 4e-4)  # completes here: what the engine reports right after it is not used
+    for turn in range(WINDOW):
+        slots.report_load((1, 0), engine(10_000 * turn, 1.0 * turn), ranks.now + 0.1 * turn)
+    assert ranks.factors() == [1.0, 4.0]
 
 
 @settings(max_examples=25, deadline=None)
