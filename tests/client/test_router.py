@@ -3,9 +3,9 @@
 A story without `router_of` is of one kind alone. What is retried and avoided is in test_flows.py.
 """
 
-import _thread
 import asyncio
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -347,17 +347,23 @@ def test_a_router_that_was_used_before_a_fork_is_closed_in_the_child() -> None:
 
 def test_an_interrupted_wait_is_shown_to_the_caller(fleet: Fleet) -> None:
     is_shown = threading.Event()
+    caller = threading.get_ident()
 
     def interrupted(_: float) -> None:
-        _thread.interrupt_main()
+        signal.pthread_kill(caller, signal.SIGINT)
         is_shown.wait(60)
 
     fleet.workers[1].status = fleet.workers[2].status = 503
-    with SyncKvRouter(fleet.endpoint, 4, sleep=interrupted) as router:
-        with pytest.raises(KeyboardInterrupt):
-            router.generate(TOKENS, MODEL)
-        is_shown.set()
-        fleet.wait_until_free()
+    # A shell starts what runs in the background with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with SyncKvRouter(fleet.endpoint, 4, sleep=interrupted) as router:
+            with pytest.raises(KeyboardInterrupt):
+                router.generate(TOKENS, MODEL)
+            is_shown.set()
+            fleet.wait_until_free()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # -- trouble with workers and the service ----------------------------------------------------------
