@@ -36,7 +36,7 @@ from lean_selector.client import (
 from lean_selector.client.transport import DRAIN_S
 from tests.client.fleet import MODEL, Fleet
 from tests.client.held_answers import HeldAnswers
-from tests.support.on_loop import until
+from tests.support.on_loop import on_loop, until
 from tests.support.running_service import free_port, wait_until
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one
@@ -81,46 +81,42 @@ def test_both_kinds_have_the_same_methods_with_the_same_arguments_and_text() -> 
 # -- generate --------------------------------------------------------------------------------------
 
 
-def test_generate_streams_tokens_and_leaves_no_load(router_of: Kind, fleet: Fleet) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4) as router:
-            for _ in range(3):
-                stream = await router.generate(TOKENS, MODEL, {"max_tokens": 3}, worker_id=1)
-                assert fleet.loads()[1, 0] == ONE_REQUEST
-                chunks = [chunk async for chunk in stream]
-                assert [chunk.get("token_ids") for chunk in chunks] == [
-                    [1000],
-                    [1001],
-                    [1002],
-                    None,
-                ]
-                assert [chunk.get("text") for chunk in chunks] == [" t0", " t1", " t2", None]
-                assert chunks[2]["finish_reason"] == "length"
-                assert chunks[3] == {"usage": {"prompt_tokens": 10, "completion_tokens": 3}}
-                assert fleet.total() == NOTHING  # freed before the iteration ended
-                assert [chunk async for chunk in stream] == []
-
-    run(main())
+@on_loop
+async def test_generate_streams_tokens_and_leaves_no_load(router_of: Kind, fleet: Fleet) -> None:
+    async with router_of(fleet.endpoint, 4) as router:
+        for _ in range(3):
+            stream = await router.generate(TOKENS, MODEL, {"max_tokens": 3}, worker_id=1)
+            assert fleet.loads()[1, 0] == ONE_REQUEST
+            chunks = [chunk async for chunk in stream]
+            assert [chunk.get("token_ids") for chunk in chunks] == [
+                [1000],
+                [1001],
+                [1002],
+                None,
+            ]
+            assert [chunk.get("text") for chunk in chunks] == [" t0", " t1", " t2", None]
+            assert chunks[2]["finish_reason"] == "length"
+            assert chunks[3] == {"usage": {"prompt_tokens": 10, "completion_tokens": 3}}
+            assert fleet.total() == NOTHING  # freed before the iteration ended
+            assert [chunk async for chunk in stream] == []
     assert fleet.workers[1].connections == 1  # which was used again
 
 
-def test_prefill_and_output_blocks_are_reported_while_the_stream_runs(
+@on_loop
+async def test_prefill_and_output_blocks_are_reported_while_the_stream_runs(
     router_of: Kind, fleet: Fleet
 ) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4) as router:
-            # Prompt of 10 in blocks of 4: full after 2, 6 and 10 tokens of output.
-            stream = await router.generate(TOKENS, MODEL, {"max_tokens": 20}, **fake(stall_after=6))
-            assert fleet.total() == ONE_REQUEST
+    async with router_of(fleet.endpoint, 4) as router:
+        # Prompt of 10 in blocks of 4: full after 2, 6 and 10 tokens of output.
+        stream = await router.generate(TOKENS, MODEL, {"max_tokens": 20}, **fake(stall_after=6))
+        assert fleet.total() == ONE_REQUEST
+        await anext(stream)
+        await until(lambda: fleet.total() == (0, 2, 1), "prefill is complete")
+        for _ in range(5):
             await anext(stream)
-            await until(lambda: fleet.total() == (0, 2, 1), "prefill is complete")
-            for _ in range(5):
-                await anext(stream)
-            await until(lambda: fleet.total() == (0, 4, 1), "two blocks are full")
-            await stream.aclose()
-            assert fleet.total() == NOTHING
-
-    run(main())
+        await until(lambda: fleet.total() == (0, 4, 1), "two blocks are full")
+        await stream.aclose()
+        assert fleet.total() == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -128,16 +124,14 @@ def test_prefill_and_output_blocks_are_reported_while_the_stream_runs(
     [({"never_ends": True}, WHOLE), ({"without": ["token_ids", "usage", "done"]}, [None, None])],
     ids=["the response stays open", "the response just ends"],
 )
-def test_a_stream_ends_at_the_engines_last_word(
+@on_loop
+async def test_a_stream_ends_at_the_engines_last_word(
     router_of: Kind, fleet: Fleet, manner: dict[str, Any], tokens: list[object]
 ) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4, timeouts=Timeouts(worker_s=None)) as router:
-            stream = await router.generate(TOKENS, MODEL, {"max_tokens": 2}, **fake(**manner))
-            assert [chunk.get("token_ids") async for chunk in stream] == tokens
-            assert fleet.total() == NOTHING
-
-    run(main())
+    async with router_of(fleet.endpoint, 4, timeouts=Timeouts(worker_s=None)) as router:
+        stream = await router.generate(TOKENS, MODEL, {"max_tokens": 2}, **fake(**manner))
+        assert [chunk.get("token_ids") async for chunk in stream] == tokens
+        assert fleet.total() == NOTHING
 
 
 def test_a_connection_whose_answer_ended_serves_a_slower_one_afterwards(fleet: Fleet) -> None:
@@ -160,31 +154,29 @@ def test_a_connection_whose_answer_ended_serves_a_slower_one_afterwards(fleet: F
         pytest.param({"error_after": 2}, "the fake fails", id="error event"),
     ],
 )
-def test_a_worker_that_fails_in_the_middle_raises_after_what_it_said(
+@on_loop
+async def test_a_worker_that_fails_in_the_middle_raises_after_what_it_said(
     router_of: Kind, fleet: Fleet, manner: dict[str, Any], reason: str
 ) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4) as router:
-            stream = await router.generate(TOKENS, MODEL, {"max_tokens": 5}, **fake(**manner))
-            assert [(await anext(stream))["text"] for _ in range(2)] == [" t0", " t1"]
-            with pytest.raises(WorkerStreamBroken, match=reason) as caught:
-                await anext(stream)
-            assert caught.value.worker_id == stream.worker_id
-            await freed(fleet)
-
-    run(main())
-
-
-def test_a_silent_worker_is_given_up_after_the_time_out(router_of: Kind, fleet: Fleet) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4, timeouts=Timeouts(worker_s=0.05)) as router:
-            stream = await router.generate(TOKENS, MODEL, **fake(stall_after=1))
+    async with router_of(fleet.endpoint, 4) as router:
+        stream = await router.generate(TOKENS, MODEL, {"max_tokens": 5}, **fake(**manner))
+        assert [(await anext(stream))["text"] for _ in range(2)] == [" t0", " t1"]
+        with pytest.raises(WorkerStreamBroken, match=reason) as caught:
             await anext(stream)
-            with pytest.raises(WorkerStreamBroken, match="ReadTimeout"):
-                await anext(stream)
-            await freed(fleet)
+        assert caught.value.worker_id == stream.worker_id
+        await freed(fleet)
 
-    run(main())
+
+@on_loop
+async def test_a_silent_worker_is_given_up_after_the_time_out(
+    router_of: Kind, fleet: Fleet
+) -> None:
+    async with router_of(fleet.endpoint, 4, timeouts=Timeouts(worker_s=0.05)) as router:
+        stream = await router.generate(TOKENS, MODEL, **fake(stall_after=1))
+        await anext(stream)
+        with pytest.raises(WorkerStreamBroken, match="ReadTimeout"):
+            await anext(stream)
+        await freed(fleet)
 
 
 Leave = Callable[[Any], Coroutine[Any, Any, None]]
@@ -234,38 +226,34 @@ async def _is_left(router: Any, fleet: Fleet, leave: Leave) -> None:
 @pytest.mark.parametrize(
     "leave", [_closed, _left_by_break, _left_by_with, _never_read, _never_read_in_a_cycle]
 )
-def test_however_a_stream_is_left_it_is_freed_and_the_engine_stopped(
+@on_loop
+async def test_however_a_stream_is_left_it_is_freed_and_the_engine_stopped(
     router_of: Kind, fleet: Fleet, leave: Leave
 ) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4) as router:
-            await _is_left(router, fleet, leave)
-
-    run(main())
+    async with router_of(fleet.endpoint, 4) as router:
+        await _is_left(router, fleet, leave)
 
 
-def test_a_stream_whose_reader_is_cancelled_is_left_too(fleet: Fleet) -> None:
-    async def main() -> None:
-        async with KvRouter(fleet.endpoint, 4) as router:
-            await _is_left(router, fleet, _cancelled_while_reading)
-
-    run(main())
+@on_loop
+async def test_a_stream_whose_reader_is_cancelled_is_left_too(fleet: Fleet) -> None:
+    async with KvRouter(fleet.endpoint, 4) as router:
+        await _is_left(router, fleet, _cancelled_while_reading)
 
 
-def test_closing_the_router_frees_what_its_streams_hold(router_of: Kind, fleet: Fleet) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4) as router:
-            stream = await router.generate(TOKENS, MODEL, **fake(stall_after=1))
-            await anext(stream)
-        assert fleet.total() == NOTHING
-        with pytest.raises(StopAsyncIteration):
-            await anext(stream)
-        with pytest.raises(ClientClosed):
-            await router.generate(TOKENS, MODEL)
-        with pytest.raises(ClientClosed):
-            await router.best_worker(TOKENS, request_id="r")
-
-    run(main())
+@on_loop
+async def test_closing_the_router_frees_what_its_streams_hold(
+    router_of: Kind, fleet: Fleet
+) -> None:
+    async with router_of(fleet.endpoint, 4) as router:
+        stream = await router.generate(TOKENS, MODEL, **fake(stall_after=1))
+        await anext(stream)
+    assert fleet.total() == NOTHING
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    with pytest.raises(ClientClosed):
+        await router.generate(TOKENS, MODEL)
+    with pytest.raises(ClientClosed):
+        await router.best_worker(TOKENS, request_id="r")
 
 
 @cancels_connections  # the router is not closed here
@@ -369,104 +357,101 @@ def test_an_interrupted_wait_is_shown_to_the_caller(fleet: Fleet) -> None:
 # -- trouble with workers and the service ----------------------------------------------------------
 
 
-def test_workers_that_do_not_take_a_request_are_avoided(router_of: Kind, fleet: Fleet) -> None:
+@on_loop
+async def test_workers_that_do_not_take_a_request_are_avoided(
+    router_of: Kind, fleet: Fleet
+) -> None:
     fleet.register(3, f"http://127.0.0.1:{free_port()}")
     fleet.register(4, "tcp://127.0.0.1:bad")
     fleet.register(5, "http://[::")
     fleet.workers[1].status = 503
-
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4, backoff=Backoff(max_retries=0)) as router:
-            for _ in range(8):
-                async with await router.generate(TOKENS, MODEL, {"max_tokens": 1}) as stream:
-                    assert stream.worker_id == 2
-            for worker_id in (3, 4, 5):
-                with pytest.raises(WorkerUnreachable, match=f"worker {worker_id} at "):
-                    await router.generate(TOKENS, MODEL, worker_id=worker_id)
-            with pytest.raises(WorkerRefused, match="the fake refuses") as caught:
-                await router.generate(TOKENS, MODEL, worker_id=2, **fake(status=400))
-            assert (caught.value.status, caught.value.worker_id) == (400, 2)
-            await freed(fleet)
-
-    run(main())
+    async with router_of(fleet.endpoint, 4, backoff=Backoff(max_retries=0)) as router:
+        for _ in range(8):
+            async with await router.generate(TOKENS, MODEL, {"max_tokens": 1}) as stream:
+                assert stream.worker_id == 2
+        for worker_id in (3, 4, 5):
+            with pytest.raises(WorkerUnreachable, match=f"worker {worker_id} at "):
+                await router.generate(TOKENS, MODEL, worker_id=worker_id)
+        with pytest.raises(WorkerRefused, match="the fake refuses") as caught:
+            await router.generate(TOKENS, MODEL, worker_id=2, **fake(status=400))
+        assert (caught.value.status, caught.value.worker_id) == (400, 2)
+        await freed(fleet)
 
 
-def test_a_booking_that_times_out_in_the_queue_is_freed(router_of: Kind, queueing: Fleet) -> None:
-    async def main() -> None:
-        timeouts, backoff = Timeouts(queue_s=0.1), Backoff(max_retries=0)
-        async with router_of(queueing.endpoint, 4, timeouts=timeouts, backoff=backoff) as router:
-            async with router.reserve(TOKENS):
-                with pytest.raises(ServiceUnreachable, match="ReadTimeout"):
-                    await router.generate(TOKENS, MODEL)
-                with pytest.raises(ServiceUnreachable, match="ReadTimeout"):
-                    await router.best_worker(TOKENS, request_id="r")
-            await router.best_worker(TOKENS, request_id="r")  # the id is free again
-        assert queueing.total() == ONE_REQUEST
+@on_loop
+async def test_a_booking_that_times_out_in_the_queue_is_freed(
+    router_of: Kind, queueing: Fleet
+) -> None:
+    timeouts, backoff = Timeouts(queue_s=0.1), Backoff(max_retries=0)
+    async with router_of(queueing.endpoint, 4, timeouts=timeouts, backoff=backoff) as router:
+        async with router.reserve(TOKENS):
+            with pytest.raises(ServiceUnreachable, match="ReadTimeout"):
+                await router.generate(TOKENS, MODEL)
+            with pytest.raises(ServiceUnreachable, match="ReadTimeout"):
+                await router.best_worker(TOKENS, request_id="r")
+        await router.best_worker(TOKENS, request_id="r")  # the id is free again
+    assert queueing.total() == ONE_REQUEST
 
-    run(main())
 
-
-def test_a_booking_in_the_queue_is_taken_out_when_its_caller_is_cancelled(queueing: Fleet) -> None:
-    async def main() -> None:
-        async with KvRouter(queueing.endpoint, 4) as router:
-            async with router.reserve(TOKENS):
-                waiting = asyncio.create_task(router.best_worker(TOKENS, request_id="r"))
-                await until(lambda: parked(queueing) == 1, "the second one waits")
-                waiting.cancel()
-                await asyncio.wait({waiting})
-                await until(lambda: parked(queueing) == 0, "it has left the queue")
-            await router.best_worker(TOKENS, request_id="r")  # the id can be booked at once
-        assert queueing.total() == ONE_REQUEST
-
-    run(main())
+@on_loop
+async def test_a_booking_in_the_queue_is_taken_out_when_its_caller_is_cancelled(
+    queueing: Fleet,
+) -> None:
+    async with KvRouter(queueing.endpoint, 4) as router:
+        async with router.reserve(TOKENS):
+            waiting = asyncio.create_task(router.best_worker(TOKENS, request_id="r"))
+            await until(lambda: parked(queueing) == 1, "the second one waits")
+            waiting.cancel()
+            await asyncio.wait({waiting})
+            await until(lambda: parked(queueing) == 0, "it has left the queue")
+        await router.best_worker(TOKENS, request_id="r")  # the id can be booked at once
+    assert queueing.total() == ONE_REQUEST
 
 
 # -- the other methods -----------------------------------------------------------------------------
 
 
-def test_what_is_booked_under_an_id_is_the_callers(router_of: Kind, fleet: Fleet) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint, 4) as other:
-            async with router_of(fleet.endpoint, 4) as router:
-                gold = {"required_taints": ["gold"]}
-                with pytest.raises(NoWorkerAvailable):
-                    await router.best_worker(TOKENS, request_id="a/b", routing_constraints=gold)
-                assert (await router.best_worker(TOKENS))[1:] == (0, 0)
-                assert fleet.total() == NOTHING
-                await router.best_worker(TOKENS, request_id="a/b")
-                with pytest.raises(AlreadyExists):
-                    await router.best_worker(TOKENS, request_id="a/b")
-            assert fleet.total() == ONE_REQUEST  # it outlives the router
-            await other.mark_prefill_complete("a/b")
-            assert fleet.total() == (0, 2, 1)
-            await other.free("a/b")
-            assert fleet.total() == NOTHING
-            with pytest.raises(NotFound):
-                await other.free("a/b")
-
-    run(main())
-
-
-def test_reserve_gives_a_placement_and_frees_at_the_end(router_of: Kind, fleet: Fleet) -> None:
-    async def main() -> None:
+@on_loop
+async def test_what_is_booked_under_an_id_is_the_callers(router_of: Kind, fleet: Fleet) -> None:
+    async with router_of(fleet.endpoint, 4) as other:
         async with router_of(fleet.endpoint, 4) as router:
-            async with router.reserve(TOKENS, worker_id=2, dp_rank=0) as placement:
-                assert (placement.worker_id, placement.dp_rank) == (2, 0)
-                assert placement.endpoint == fleet.workers[2].endpoint
-                assert placement.effective_prefill_tokens == 10
-                assert (placement.block_size, placement.overlap_blocks) == (4, 0)
-                await placement.prefill_complete()
-                await placement.output_block()
-                assert fleet.loads()[2, 0] == (0, 3, 1)
-                await placement.output_block(0.5)
-                assert fleet.loads()[2, 0] == (0, 2, 1)
+            gold = {"required_taints": ["gold"]}
+            with pytest.raises(NoWorkerAvailable):
+                await router.best_worker(TOKENS, request_id="a/b", routing_constraints=gold)
+            assert (await router.best_worker(TOKENS))[1:] == (0, 0)
             assert fleet.total() == NOTHING
-            with pytest.raises(RuntimeError, match="mine"):
-                async with router.reserve(TOKENS):
-                    raise RuntimeError("mine")
-            assert fleet.total() == NOTHING
+            await router.best_worker(TOKENS, request_id="a/b")
+            with pytest.raises(AlreadyExists):
+                await router.best_worker(TOKENS, request_id="a/b")
+        assert fleet.total() == ONE_REQUEST  # it outlives the router
+        await other.mark_prefill_complete("a/b")
+        assert fleet.total() == (0, 2, 1)
+        await other.free("a/b")
+        assert fleet.total() == NOTHING
+        with pytest.raises(NotFound):
+            await other.free("a/b")
 
-    run(main())
+
+@on_loop
+async def test_reserve_gives_a_placement_and_frees_at_the_end(
+    router_of: Kind, fleet: Fleet
+) -> None:
+    async with router_of(fleet.endpoint, 4) as router:
+        async with router.reserve(TOKENS, worker_id=2, dp_rank=0) as placement:
+            assert (placement.worker_id, placement.dp_rank) == (2, 0)
+            assert placement.endpoint == fleet.workers[2].endpoint
+            assert placement.effective_prefill_tokens == 10
+            assert (placement.block_size, placement.overlap_blocks) == (4, 0)
+            await placement.prefill_complete()
+            await placement.output_block()
+            assert fleet.loads()[2, 0] == (0, 3, 1)
+            await placement.output_block(0.5)
+            assert fleet.loads()[2, 0] == (0, 2, 1)
+        assert fleet.total() == NOTHING
+        with pytest.raises(RuntimeError, match="mine"):
+            async with router.reserve(TOKENS):
+                raise RuntimeError("mine")
+        assert fleet.total() == NOTHING
 
 
 @pytest.mark.parametrize("body", [b'{"prompt": "a b"}', {"prompt": "a b"}], ids=["bytes", "dict"])
@@ -489,19 +474,17 @@ def test_route_places_a_raw_request_and_frees_at_the_end(router_of: Kind, body: 
         run(main(fleet))
 
 
-def test_loads_and_scores_are_those_of_the_service(router_of: Kind, fleet: Fleet) -> None:
-    async def main() -> None:
-        async with router_of(fleet.endpoint) as router:
-            loads = await router.get_potential_loads(TOKENS)
-            assert [(row["worker_id"], row["potential_prefill_tokens"]) for row in loads] == [
-                (1, 10),
-                (2, 10),
-            ]
-            scores = await router.get_overlap_scores(TOKENS, {"overlap_score_credit": 0.5})
-            assert scores["num_blocks"] == 2
-            assert await router.dump_events() == "[]"
-
-    run(main())
+@on_loop
+async def test_loads_and_scores_are_those_of_the_service(router_of: Kind, fleet: Fleet) -> None:
+    async with router_of(fleet.endpoint) as router:
+        loads = await router.get_potential_loads(TOKENS)
+        assert [(row["worker_id"], row["potential_prefill_tokens"]) for row in loads] == [
+            (1, 10),
+            (2, 10),
+        ]
+        scores = await router.get_overlap_scores(TOKENS, {"overlap_score_credit": 0.5})
+        assert scores["num_blocks"] == 2
+        assert await router.dump_events() == "[]"
 
 
 def test_a_unix_socket_serves_as_well(router_of: Kind, tmp_path: Path) -> None:
@@ -535,47 +518,43 @@ def booking(router: KvRouter, request_id: str | None = None) -> "asyncio.Task[An
 
 @pytest.mark.parametrize("request_id", [None, "r"])
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_closing_frees_a_booking_whose_answer_is_still_on_its_way(
+@on_loop
+async def test_closing_frees_a_booking_whose_answer_is_still_on_its_way(
     fleet: Fleet, held: HeldAnswers, request_id: str | None, is_answered: bool
 ) -> None:
-    async def main() -> None:
-        router = KvRouter(held.endpoint, 4, model_name=MODEL)
-        call = booking(router, request_id)
-        await until(lambda: fleet.total() == ONE_REQUEST, "the service has booked it")
-        closing = asyncio.create_task(router.aclose())
-        await asyncio.sleep(0)
-        if is_answered:
-            held.let_go.set()
-        await closing
-        assert fleet.total() == NOTHING
-        with pytest.raises(ClientClosed):
-            await call
-
-    run(main())
+    router = KvRouter(held.endpoint, 4, model_name=MODEL)
+    call = booking(router, request_id)
+    await until(lambda: fleet.total() == ONE_REQUEST, "the service has booked it")
+    closing = asyncio.create_task(router.aclose())
+    await asyncio.sleep(0)
+    if is_answered:
+        held.let_go.set()
+    await closing
+    assert fleet.total() == NOTHING
+    with pytest.raises(ClientClosed):
+        await call
 
 
 @pytest.mark.parametrize(
     ("is_cancelled", "end"), [(False, ClientClosed), (True, asyncio.CancelledError)]
 )
-def test_closing_takes_a_booking_out_of_the_queue_of_the_service(
+@on_loop
+async def test_closing_takes_a_booking_out_of_the_queue_of_the_service(
     queueing: Fleet, is_cancelled: bool, end: type[BaseException]
 ) -> None:
-    async def main() -> None:
-        async with KvRouter(queueing.endpoint, 4) as other, other.reserve(TOKENS):
-            router = KvRouter(queueing.endpoint, 4)
-            waiting = booking(router)
-            await until(lambda: parked(queueing) == 1, "it waits")
-            closing = asyncio.create_task(router.aclose())
-            await asyncio.sleep(0)
-            if is_cancelled:
-                waiting.cancel()
-            await closing
-            assert parked(queueing) == 0
-            with pytest.raises(end):
-                await waiting
-        assert queueing.total() == NOTHING
-
-    run(main())
+    async with KvRouter(queueing.endpoint, 4) as other, other.reserve(TOKENS):
+        router = KvRouter(queueing.endpoint, 4)
+        waiting = booking(router)
+        await until(lambda: parked(queueing) == 1, "it waits")
+        closing = asyncio.create_task(router.aclose())
+        await asyncio.sleep(0)
+        if is_cancelled:
+            waiting.cancel()
+        await closing
+        assert parked(queueing) == 0
+        with pytest.raises(end):
+            await waiting
+    assert queueing.total() == NOTHING
 
 
 def test_a_booking_in_another_thread_is_freed_when_it_is_answered_after_the_close(

@@ -11,6 +11,7 @@ import pytest
 from lean_selector import KvRouter, SyncKvRouter
 from lean_selector.client.errors import NotFound, WorkerError
 from tests.client.fleet import MODEL, Fleet
+from tests.support.on_loop import on_loop
 from tests.support.prometheus_tools import parsed, scrape, value
 
 PROMPT = list(range(16))
@@ -61,26 +62,22 @@ def test_a_stream_that_ends_well_is_told_with_what_the_engine_had_cached(fleet: 
         ({"status": 400}, {"ok": 1}),
     ],
 )
-def test_what_goes_wrong_is_told_as_it_is(
+@on_loop
+async def test_what_goes_wrong_is_told_as_it_is(
     router_of: Callable[..., Any], fleet: Fleet, fake: dict[str, int], outcomes: dict[str, int]
 ) -> None:
-    async def run() -> None:
-        async with router_of(fleet.endpoint) as router:
-            with contextlib.suppress(WorkerError):
-                await finished(router, **fake)
-
-    asyncio.run(run())
+    async with router_of(fleet.endpoint) as router:
+        with contextlib.suppress(WorkerError):
+            await finished(router, **fake)
     assert told(fleet) == outcomes
 
 
-def test_a_stream_that_its_reader_gave_up_tells_nothing(fleet: Fleet) -> None:
-    async def run() -> None:
-        async with KvRouter(fleet.endpoint) as router:
-            options = {"max_tokens": 4, "fake": {"stall_after": 1}}
-            async with await router.generate(PROMPT, MODEL, options) as stream:
-                await anext(stream)
-
-    asyncio.run(run())
+@on_loop
+async def test_a_stream_that_its_reader_gave_up_tells_nothing(fleet: Fleet) -> None:
+    async with KvRouter(fleet.endpoint) as router:
+        options = {"max_tokens": 4, "fake": {"stall_after": 1}}
+        async with await router.generate(PROMPT, MODEL, options) as stream:
+            await anext(stream)
     fleet.wait_until_free()
     assert told(fleet) == {}
 
