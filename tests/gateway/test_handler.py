@@ -190,32 +190,6 @@ def test_what_is_no_http_is_refused_in_openai_s_form(gateway: RunningGateway) ->
 # -- leases ---------------------------------------------------------------------------------------
 
 
-def test_a_client_that_hangs_up_leaves_nothing_behind_and_the_worker_stops(
-    gateway: RunningGateway, workers: list[OpenAiWorker]
-) -> None:
-    for worker in workers:
-        worker.wait_until_idle()  # whoever hung up in earlier tests has been noticed
-    before = sum(each.seen()["hung_up"] for each in workers)
-    body = chat_body(TEXT, max_tokens=1_000, stream=True, fake={"stall_after": 0})
-    for half_closes in (False, True):
-        connection = socket.create_connection(("127.0.0.1", gateway.port))
-        connection.sendall(request_text("/v1/chat/completions", body))
-        assert connection.recv(1)
-        assert gateway.load() > 0
-        if half_closes:  # at this door that is a hang-up
-            connection.shutdown(socket.SHUT_WR)
-        else:
-            connection.close()
-        gateway.wait_until_free()
-        connection.close()
-    wait_until(
-        lambda: sum(each.seen()["hung_up"] for each in workers) == before + 2,
-        "the worker was told, too",
-    )
-    for worker in workers:
-        worker.wait_until_idle()
-
-
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_worker_that_breaks_before_the_first_byte_is_replaced(
     workers: list[OpenAiWorker], streams: bool
@@ -248,16 +222,6 @@ def test_an_answer_that_breaks_after_its_first_byte_is_visibly_broken(
     assert not received.endswith(b"0\r\n\r\n")
     gateway.wait_until_free()
     assert gateway.metric("lean_selector_gateway_broken_answers_total") >= 1
-
-
-def test_nobody_answers_when_all_workers_fail(workers: list[OpenAiWorker]) -> None:
-    with OpenAiWorker() as dead, RunningGateway(dead.url, knows=1) as gateway:
-        answer = gateway.chat(TEXT, fake={"break_after": 0})
-        assert answer.status == 502
-        assert dead.url in answer.json()["error"]["message"]
-        dead.kill()
-        assert gateway.chat(TEXT).status == 502
-        gateway.wait_until_free()
 
 
 def test_an_answer_without_length_or_chunks_passes_to_its_end(gateway: RunningGateway) -> None:

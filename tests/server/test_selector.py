@@ -243,24 +243,6 @@ def test_connections_beyond_the_most_are_refused_and_counted() -> None:
 # -- what the clock does --------------------------------------------------------------------------
 
 
-def test_reservations_expire_and_those_who_wait_too_long_are_told_so() -> None:
-    flags = ("--queue-threshold", "1", "--queue-max-wait-secs", "0.05")
-    with RunningService("--reservation-expiry-secs", "0.5", *flags, env=NO_EVENTS) as service:
-        service.post("/workers", worker())
-        assert service.post("/select_and_reserve", {**PROMPT, "reservation_id": "a"})[0] == 200
-        status, body = service.post("/select", PROMPT)
-        if status == 503:  # or else the first has expired, and made room
-            assert body == {"error": "no worker became free within 0.05 seconds"}
-        assert pending(service) == 0
-
-        def active() -> int:
-            count: int = service.get("/loads")[1][0]["loads"][0]["active_requests"]
-            return count
-
-        wait_until(lambda: active() == 0, "the reservation is gone")
-        assert service.request("DELETE", "/reservations/a")[0] == 404
-
-
 def test_ports_are_chosen_and_named_when_0_is_asked_for() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "lean_selector", "--port", "0", "--host", "127.0.0.1"],

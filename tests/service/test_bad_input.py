@@ -111,21 +111,6 @@ def test_each_route_judges_the_kind_of_a_body_then_its_text_then_its_shape(
         assert refused(service, 422, path, shape).startswith("Failed to deserialize the JSON body")
 
 
-@pytest.mark.parametrize("state", ["", '"model_name":"nobody",'])
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        '"block_hashes":5',
-        '"sequence_hashes":[1,"x"],"block_hashes":[1,2],"isl_tokens":1',
-        '"isl_tokens":18446744073709551616',
-        '"allowed_worker_ids":[18446744073709551616]',
-        '"pinned_worker":{"worker_id":18446744073709551616,"dp_rank":0}',
-    ],
-)
-def test_a_wrong_shape_is_named_before_the_state_of_the_service(state: str, wrong: str) -> None:
-    refused(SERVICE, 422, "/select", f"{{{state}{wrong}}}")
-
-
 # -- queries --------------------------------------------------------------------------------------
 
 

@@ -139,14 +139,3 @@ def test_nothing_is_said_of_a_source_that_is_well_or_quiet_without_requests(
     for worker_id, state, _ in LIES:
         wait_until(lambda: f"worker {worker_id} dp_rank 0: {state}" in fleet.log(), "a lie is told")  # noqa: B023
     assert not re.search(rf"WARNING .*worker ({WELL}|{QUIET}) ", fleet.log())
-
-
-def test_the_plain_route_shows_the_records_alone(fleet: RunningService) -> None:
-    service = fleet
-    plain, detailed = (service.get(f"/workers{query}")[1] for query in ("", "?detail=true"))
-    assert [each["worker_id"] for each in plain] == [each["worker_id"] for each in detailed]
-    for record, more in zip(plain, detailed, strict=True):
-        del more["kv_sources"], more["health"]
-        assert record == more
-    assert service.get("/workers?detail=perhaps")[0] == 400
-    assert service.get("/workers?detail=true&model_name=other") == (200, [])

@@ -101,29 +101,6 @@ def test_an_id_that_is_too_long_is_refused_before_all_else_that_is_wrong(
     assert fleet.select(too_long, affinity_target={"worker_id": 2}) == (2, 0)
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"session_id": 5}, "session_id"),
-        ({"session_context": "s"}, "session_context"),
-        ({"session_context": {}}, "session_id"),
-        ({"session_context": {"session_id": None}}, "session_context.session_id"),
-        ({"session_context": {"session_id": "a", "input_trigger": "typed"}}, "input_trigger"),
-        ({"session_context": {"session_id": "a", "agent_headers": {"k": "v"}}}, "agent_headers"),
-        ({"affinity_target": {}}, "worker_id"),
-        ({"affinity_target": {"worker_id": 2**64}}, "worker_id"),
-        ({"affinity_target": {"worker_id": 1, "dp_rank": -1}}, "dp_rank"),
-    ],
-)
-def test_a_field_of_the_wrong_shape_is_named(
-    fleet: Fleet, fields: dict[str, object], named: str
-) -> None:
-    body = {"model_name": "m", "token_ids": [1], **fields}
-    status, answer = fleet.request("POST", "/select", body)
-    assert status == 422
-    assert named in answer["error"]
-
-
 # -- peers ----------------------------------------------------------------------------------------
 
 
