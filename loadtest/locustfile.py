@@ -9,7 +9,6 @@ that the service knows, and only they are removed at the end. Prompts are a Moon
 in its order and then again, or made up. Statistics are by route template.
 """
 
-import http.client
 import itertools
 import random
 import sys
@@ -19,10 +18,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 import gevent
+import httpx
 import msgspec
 from locust import FastHttpUser, between, events, task
 from locust.argument_parser import LocustArgumentParser
@@ -220,20 +219,13 @@ def host_of(environment: Environment) -> str:
 
 def ask(host: str, method: str, path: str, body: object = None) -> tuple[int, bytes]:
     """One call outside the statistics. Raises SetupError when there is no answer."""
-    parts = urlsplit(host)
-    if parts.scheme != "http" or parts.hostname is None:
-        raise SetupError(f"not an http:// URL: {host}")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=SETUP_TIMEOUT_S)
     try:
-        connection.request(
-            method, path, msgspec.json.encode(body), {"content-type": "application/json"}
+        answer = httpx.request(
+            method, host + path, json=body, timeout=SETUP_TIMEOUT_S, trust_env=False
         )
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    except OSError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise SetupError(f"{host}: {error}") from error
-    finally:
-        connection.close()
+    return answer.status_code, answer.content
 
 
 def known_workers(host: str, service: str) -> list[dict[str, Any]]:

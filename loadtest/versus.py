@@ -19,8 +19,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 import msgspec
 
@@ -147,10 +145,8 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join([*names, *index.NAMES]))
         return 0
 
-    def end(signal_number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, end)  # the way out passes every `finally`, as Ctrl-C does
+    # As Ctrl-C does: the way out passes every `finally`.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _raise_descriptors()
     try:
         results, about = measure(args)
