@@ -35,8 +35,8 @@ from lean_selector.client import (
 )
 from lean_selector.client.transport import DRAIN_S
 from tests.client.fleet import MODEL, Fleet
-from tests.client.held_answers import HeldAnswers
 from tests.support.on_loop import on_loop, until
+from tests.support.recording_proxy import HeldAnswers
 from tests.support.running_service import free_port, wait_until
 
 TOKENS = list(range(1, 11))  # two full blocks of four, and a partial one

@@ -1,4 +1,4 @@
-"""A TCP proxy that keeps every byte that goes through it, either way."""
+"""TCP proxies: one keeps every byte that goes through, one holds the answers to bookings back."""
 
 import contextlib
 import socket
@@ -33,8 +33,12 @@ class RecordingProxy:
         with contextlib.suppress(OSError):
             while data := source.recv(65_536):
                 self._bytes += data
+                self._passes(data, source, sink)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
+
+    def _passes(self, data: bytes, source: socket.socket, sink: socket.socket) -> None:
+        """Called before data goes on."""
 
     def close(self) -> None:
         for each in (self._listener, *self._open):
@@ -47,3 +51,23 @@ class RecordingProxy:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class HeldAnswers(RecordingProxy):
+    """Until `let_go` is set, no booking is answered."""
+
+    def __init__(self, port: int) -> None:
+        self.let_go = threading.Event()
+        self._booking: set[socket.socket] = set()  # clients
+        super().__init__(port)
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    def _passes(self, data: bytes, source: socket.socket, sink: socket.socket) -> None:
+        if data.startswith(b"POST /select_and_reserve "):
+            self._booking.add(source)
+        if sink in self._booking:
+            self.let_go.wait()
+
+    def close(self) -> None:
+        self.let_go.set()
+        super().close()
