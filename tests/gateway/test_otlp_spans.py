@@ -2,9 +2,8 @@
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -13,43 +12,29 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.gateway.running_gateway import RunningGateway
 from tests.support.openai_worker import OpenAiWorker
 from tests.support.prometheus_tools import parsed, scrape, value
-from tests.support.running_service import free_port, wait_until
+from tests.support.running_service import wait_until
+from tests.support.threaded_server import ThreadedServer, body_of, send
 
 TEXT = "Tell me of the sea. " * 20
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-class Collector(ThreadingHTTPServer):
+class Collector(ThreadedServer):
     """Keeps the spans that it is sent."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", free_port()), _Take)
+        super().__init__(self._take)
         self.spans: list[Any] = []
         self.services: set[str] = set()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class _Take(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        assert self.path == "/v1/traces"
-        assert self.headers["content-type"] == "application/x-protobuf"
-        body = self.rfile.read(int(self.headers["content-length"]))
-        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.server.services.add(attributes(of_resource.resource)["service.name"])
+    def _take(self, handler: BaseHTTPRequestHandler) -> None:
+        assert handler.path == "/v1/traces"
+        assert handler.headers["content-type"] == "application/x-protobuf"
+        for of_resource in ExportTraceServiceRequest.FromString(body_of(handler)).resource_spans:
+            self.services.add(attributes(of_resource.resource)["service.name"])
             for scope in of_resource.scope_spans:
-                self.server.spans += scope.spans
-        self.send_response(200)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+                self.spans += scope.spans
+        send(handler, 200)
 
 
 def attributes(holder: Any) -> dict[str, Any]:
@@ -63,7 +48,6 @@ def _collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     with Collector() as collector:
         yield collector
-        collector.shutdown()
 
 
 def test_a_span_has_the_client_s_above_it_and_the_worker_s_below(collector: Collector) -> None:

@@ -82,13 +82,16 @@ class Gateway:
             raise
         return self
 
+    def connection(self) -> contextlib.closing[http.client.HTTPConnection]:
+        """A client's, which is closed at the end."""
+        return contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60))
+
     def _is_up(self) -> bool:
         assert self._process is not None
         assert self._process.poll() is None, self.log()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         with (
             contextlib.suppress(OSError, http.client.HTTPException),
-            contextlib.closing(connection),
+            self.connection() as connection,
         ):
             connection.request("GET", "/v1/models")
             return connection.getresponse().status == 200

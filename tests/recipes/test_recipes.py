@@ -1,16 +1,15 @@
 """Each recipe of `deploy/` on its gateway, before a selector and two workers: what users see."""
 
 import http.client
-import http.server
 import json
 import os
 import re
 import signal
 import socket
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -22,6 +21,7 @@ from tests.recipes.gateways import GATEWAYS, Gateway, Nginx, Places
 from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.prometheus_tools import scrape
 from tests.support.running_service import RunningService, wait_until
+from tests.support.threaded_server import ThreadedServer, body_of, send
 
 CHAT = "/v1/chat/completions"
 
@@ -119,8 +119,7 @@ class Fleet:
     def ask(
         self, body: object, path: str = CHAT, headers: dict[str, str] | None = None
     ) -> tuple[int, http.client.HTTPMessage, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.gateway.port, timeout=60)
-        with closing(connection):
+        with self.gateway.connection() as connection:
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
             connection.request(
                 "POST", path, raw, {"content-type": "application/json", **(headers or {})}
@@ -239,8 +238,7 @@ def test_a_clients_own_headers_end_nothing(peaceful: Fleet) -> None:
 
 def test_what_needs_no_choice_passes_through(peaceful: Fleet) -> None:
     fleet = peaceful
-    connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
-    with closing(connection):
+    with fleet.gateway.connection() as connection:
         connection.request("GET", "/v1/models")
         answer = connection.getresponse()
         assert (answer.status, json.loads(answer.read())["data"][0]["id"]) == (200, MODEL)
@@ -297,8 +295,7 @@ def test_whoever_hangs_up_frees_and_is_held_against_no_worker(peaceful: Fleet) -
     fleet = peaceful
     for number in range(6):
         body = chat(f"{number}", stream=True, max_tokens=2_000, fake={"stall_after": 1})
-        connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
-        with closing(connection):
+        with fleet.gateway.connection() as connection:
             connection.request("POST", CHAT, json.dumps(body))
             if number % 2:
                 connection.getresponse().read(1)
@@ -319,12 +316,7 @@ def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_clien
     nowhere = {"x-gateway-destination-endpoint": "127.0.0.1:1", "x-data-parallel-rank": "7"}
     with ExitStack() as stack:
         # Several at a time: who counts connections or requests has none to tell workers apart by.
-        connections = [
-            stack.enter_context(
-                closing(http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60))
-            )
-            for _ in range(8)
-        ]
+        connections = [stack.enter_context(fleet.gateway.connection()) for _ in range(8)]
         for number, connection in enumerate(connections):
             body = json.dumps(chat(f"{number}", max_tokens=200, stream=True))
             connection.request("POST", CHAT, body, nowhere)
@@ -354,42 +346,30 @@ def test_what_a_selector_says_to_the_gateway_alone_never_reaches_a_client(
     tmp_path: Path, gateway: str
 ) -> None:
     """An id that ended already, a selector that is told no --prompts or fails, and so on."""
+    statuses = [404, 405, 409, 500, 503]
+    asked = 0
 
-    class Says(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        status, asked = 0, 0
-
-        def do_POST(self) -> None:
-            Says.asked += 1
-            self.rfile.read(int(self.headers.get("content-length", "0")))
-            if "transfer-encoding" in self.headers:
-                while self.rfile.readline() != b"0\r\n":
-                    pass
-                self.rfile.readline()
-            self.send_response(Says.status)
-            self.send_header("content-length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            """Nothing."""
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        nonlocal asked
+        body_of(handler)
+        if "transfer-encoding" in handler.headers:
+            while handler.rfile.readline() != b"0\r\n":
+                pass
+            handler.rfile.readline()
+        asked += 1
+        send(handler, statuses[asked - 1])
 
     places = Places(tmp_path, "tcp")
     with ExitStack() as stack:
         workers = [stack.enter_context(OpenAiWorker()) for _ in range(2)]
-        server = stack.enter_context(
-            http.server.ThreadingHTTPServer(("127.0.0.1", places.selector_port), Says)
-        )
-        stack.callback(server.shutdown)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        stack.enter_context(ThreadedServer(answer, port=places.selector_port))
         running = GATEWAYS[gateway](tmp_path, places, [worker.port for worker in workers])
         stack.enter_context(running)
-        for number, status in enumerate((404, 405, 409, 500, 503)):
-            Says.status = status
-            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
-            with closing(connection):
+        for number, status in enumerate(statuses, 1):
+            with running.connection() as connection:
                 connection.request("POST", CHAT, json.dumps(chat("hello")))
                 assert connection.getresponse().status == 200, status
-            assert Says.asked == number + 1
+            assert asked == number
 
 
 def test_what_is_shed_is_told_to_come_back(tmp_path: Path, gateway: str) -> None:
@@ -421,8 +401,7 @@ def test_nginx_with_njs_tells_the_rank_to_the_worker_that_was_booked_only(tmp_pa
 def test_nginx_with_lua_tells_when_the_first_byte_comes(tmp_path: Path) -> None:
     with Fleet(tmp_path, "nginx-lua", "unix") as fleet:
         body = chat("hello", stream=True, max_tokens=2_000, fake={"stall_after": 1})
-        connection = http.client.HTTPConnection("127.0.0.1", fleet.gateway.port, timeout=60)
-        with closing(connection):
+        with fleet.gateway.connection() as connection:
             connection.request("POST", CHAT, json.dumps(body))
             connection.getresponse().read(1)
 
@@ -452,8 +431,7 @@ def test_a_script_that_haproxy_gives_up_as_its_client_left_ends_what_it_named(
         workers = [stack.enter_context(OpenAiWorker()) for _ in range(2)]
         gateway = GATEWAYS["haproxy"](tmp_path, places, [worker.port for worker in workers])
         stack.enter_context(gateway)
-        connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60.0)
-        with closing(connection):
+        with gateway.connection() as connection:
             connection.request("POST", CHAT, json.dumps(chat("hello")))
             asked = stack.enter_context(selector.accept()[0])
             assert b"x-reservation-id" in asked.recv(65_536).lower()

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from tests.support.gates import InProcess, selection_gate, selection_service
 from tests.support.prometheus_tools import scrape
 from tests.support.replica_member import BOOKED, HASHES, IDLE, MODEL, Loads, Member, mesh
 from tests.support.running_service import RunningService, free_port, wait_until
+from tests.support.threaded_server import ThreadedServer, send
 
 
 @contextmanager
@@ -111,36 +112,17 @@ def test_a_restarted_replica_catches_up_fully() -> None:
             shown_everywhere([*members, late], [(0, 0), (0, 0)])
 
 
-class _Answer(BaseHTTPRequestHandler):
-    """A peer that answers everything with what its server was given."""
-
-    def do_GET(self) -> None:
-        status, body = self.server.answer  # type: ignore[attr-defined] # set below
-        self.server.asked.append(self.path)  # type: ignore[attr-defined] # set below
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @contextmanager
 def peer_answering(status: int, body: bytes) -> Iterator[tuple[str, list[str]]]:
     """Its URL, and the paths that it was asked for."""
-    server = HTTPServer(("127.0.0.1", 0), _Answer)
     asked: list[str] = []
-    server.answer = status, body  # type: ignore[attr-defined] # read above
-    server.asked = asked  # type: ignore[attr-defined] # read above
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        asked.append(handler.path)
+        send(handler, status, body)
+
+    with ThreadedServer(answer) as server:
+        yield server.url, asked
 
 
 def test_peers_without_a_usable_snapshot_are_passed_over() -> None:

@@ -1,15 +1,14 @@
 """An engine as far as a selector asks it: real HTTP, and a real publisher of KV events."""
 
-import contextlib
 import json
 import ssl
-import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 
 from lean_selector.publisher import KvEventPublisher
 from tests.support.running_service import free_port
+from tests.support.threaded_server import ThreadedServer, body_of, send
 
 BLOCK_SIZE = 16
 
@@ -43,34 +42,16 @@ class FakeEngine:
             endpoint=f"tcp://{host}:{self.events_port}",
             **publisher,
         )
-        engine = self
+        # Once closed it answers nothing more: no connection is kept.
+        self._server = ThreadedServer(
+            self._respond, host=host, port=port, context=context, keeps=False
+        )
+        self.port, self.url = self._server.port, self._server.url
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                engine.asked[self.path] += 1
-                sent = self.rfile.read(int(self.headers.get("content-length", "0")))
-                status, body = engine.answer(self.path, self.headers.get("authorization"), sent)
-                with contextlib.suppress(OSError):  # who asked has gone
-                    self.send_response(status)
-                    self.send_header("content-length", str(len(body)))
-                    self.end_headers()
-                    self.wfile.write(body)
-
-            do_POST = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        self._server.daemon_threads = True
-        if context is not None:
-            self._server.socket = context.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
-            )
-        self.port = self._server.server_address[1]
-        scheme = "http" if context is None else "https"
-        self.url = f"{scheme}://{host}:{self.port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+    def _respond(self, handler: BaseHTTPRequestHandler) -> None:
+        self.asked[handler.path] += 1
+        sent = body_of(handler)
+        send(handler, *self.answer(handler.path, handler.headers.get("authorization"), sent))
 
     def answer(self, path: str, authorization: str | None, sent: bytes) -> tuple[int, bytes]:
         if self.token is not None and authorization != f"Bearer {self.token}":
@@ -113,8 +94,7 @@ class FakeEngine:
         )
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
         self._publisher.close()
 
     def __enter__(self) -> Self:

@@ -8,9 +8,11 @@ import json
 import ssl
 import threading
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.threaded_server import ThreadedServer, send
 
 NAMESPACE, SERVICE = "serving", "vllm"
 PATH = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
@@ -78,26 +80,8 @@ class KubeApi:
         self._events: list[tuple[int, dict[str, Any]]] = []
         self._generation = 0  # watches of an older one are cut off
         self._is_over = False
-        api = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                api._answer(self)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        if context is not None:
-            self._server.socket = context.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
-            )
-        scheme = "http" if context is None else "https"
-        self.url = f"{scheme}://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self._server = ThreadedServer(self._answer, context=context)
+        self.url = self._server.url
 
     # -- what the test does --------------------------------------------------------------------
 
@@ -147,8 +131,7 @@ class KubeApi:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
     def __enter__(self) -> Self:
         return self
@@ -177,11 +160,11 @@ class KubeApi:
         url = urlsplit(handler.path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         if handler.headers.get("authorization") != f"Bearer {self.token}":
-            self._send(handler, 401, {"kind": "Status", "code": 401, "message": "Unauthorized"})
+            _told(handler, 401, {"kind": "Status", "code": 401, "message": "Unauthorized"})
         elif self.fails_with is not None:
-            self._send(handler, self.fails_with, {"kind": "Status", "message": "on purpose"})
+            _told(handler, self.fails_with, {"kind": "Status", "message": "on purpose"})
         elif url.path != PATH:
-            self._send(handler, 404, {"kind": "Status", "code": 404})
+            _told(handler, 404, {"kind": "Status", "code": 404})
         elif "watch" in query:
             self._watch(handler, _service_of(query), int(query["resourceVersion"]))
         else:
@@ -194,14 +177,12 @@ class KubeApi:
             shown = [self._slices[name] for name in names[first : first + self.page]]
             following = str(first + self.page) if first + self.page < len(names) else ""
             metadata = {"resourceVersion": str(self._version), "continue": following}
-        self._send(
-            handler, 200, {"kind": "EndpointSliceList", "metadata": metadata, "items": shown}
-        )
+        _told(handler, 200, {"kind": "EndpointSliceList", "metadata": metadata, "items": shown})
 
     def _watch(self, handler: BaseHTTPRequestHandler, service: str, version: int) -> None:
         if version < self._oldest:
             status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
-            self._send(handler, 410, status)
+            _told(handler, 410, status)
             return
         handler.send_response(200)
         handler.send_header("transfer-encoding", "chunked")
@@ -232,13 +213,9 @@ class KubeApi:
             pass
         handler.close_connection = True
 
-    def _send(self, handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
-        content = json.dumps(body).encode()
-        handler.send_response(status)
-        handler.send_header("content-type", "application/json")
-        handler.send_header("content-length", str(len(content)))
-        handler.end_headers()
-        handler.wfile.write(content)
+
+def _told(handler: BaseHTTPRequestHandler, status: int, body: object) -> None:
+    send(handler, status, json.dumps(body).encode())
 
 
 def _service_of(query: dict[str, str]) -> str:
