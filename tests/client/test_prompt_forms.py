@@ -83,21 +83,6 @@ def test_calls_at_the_same_time_are_all_asked_again() -> None:
     asyncio.run(asked(at_once))
 
 
-def test_our_service_books_the_same_blocks_as_for_tokens() -> None:
-    with RunningService("--use-kv-events", "false") as service:
-        worker = {"worker_id": 1, "endpoint": "http://w", "block_size": 16}
-        assert service.post("/workers", worker)[0] == 201
-
-        async def book() -> None:
-            async with KvRouter(f"http://127.0.0.1:{service.port}", 16) as router:
-                await router.best_worker(TOKENS, request_id="packed")
-
-        asyncio.run(book())
-        service.post("/select_and_reserve", {"token_ids": TOKENS, "reservation_id": "tokens"})
-        (row,) = service.get("/loads")[1][0]["loads"]
-        assert (row["active_requests"], row["potential_decode_blocks"]) == (2, 2)
-
-
 def test_what_the_client_books_of_a_1_6_selector_it_can_free() -> None:
     with RunningService("--api", "1.6", "--use-kv-events=off") as service:
         service.post("/workers", {"worker_id": 1, "endpoint": "http://w", "block_size": 4})

@@ -18,6 +18,11 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
 UNIT = DEPLOY / "systemd" / "lean-selector.service"
 DEFAULTS = DEPLOY / "systemd" / "lean-selector.default"
+IN_CHECKOUT = sorted(
+    str(path.relative_to(DEPLOY))
+    for path in DEPLOY.rglob("*")
+    if path.is_file() and path.suffix != ".pyc"
+)
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
 MANIFESTS = sorted(name for name in TEXTS if name.startswith("kubernetes/"))
 

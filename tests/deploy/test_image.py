@@ -21,7 +21,7 @@ import pytest
 
 from lean_selector.build_info import form
 from loadtest.child_service import ChildService, free_port, plain_environment
-from tests.deploy.recipe_commands import DEPLOY, DOCKERFILE
+from tests.deploy.recipe_commands import DEPLOY, DOCKERFILE, IN_CHECKOUT
 from tests.support.running_service import DEADLINE_S, wait_until
 
 CHECKOUT = Path(__file__).parents[2]
@@ -71,22 +71,17 @@ def ran(image: Path, *words: str) -> str:
     return done.stdout
 
 
-def in_checkout() -> list[str]:
-    files = (path for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc")
-    return sorted(str(path.relative_to(DEPLOY)) for path in files)
-
-
 def test_the_wheel_carries_deploy(image: Path) -> None:
     (wheel,) = (image / "stages" / "build" / "wheels").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if n.startswith("lean_selector/deploy/")}
-        assert names == {f"lean_selector/deploy/{name}" for name in in_checkout()}
+        assert names == {f"lean_selector/deploy/{name}" for name in IN_CHECKOUT}
         (record,) = (n for n in archive.namelist() if n.endswith(".dist-info/RECORD"))
         assert all(name in archive.read(record).decode() for name in names)
 
 
 def test_what_it_installs_prints_the_recipes(image: Path) -> None:
-    assert ran(image, "deploy", "--list").splitlines() == in_checkout()
+    assert ran(image, "deploy", "--list").splitlines() == IN_CHECKOUT
     assert ran(image, "deploy", "--print", "docker/Dockerfile") == DOCKERFILE.read_text("utf-8")
 
 

@@ -130,7 +130,8 @@ def test_the_account_may_watch_the_services_that_are_discovered_and_nothing_else
 
 def ports_of(container: dict[str, Any]) -> list[int]:
     """That its command listens on."""
-    words = [word.replace("$(POD_IP)", "10.0.0.1") for word in command_of(container)[1:]]
+    program, *words = (word.replace("$(POD_IP)", "10.0.0.1") for word in command_of(container))
+    assert program == "lean-selector"
     own: list[int] = []
     if words[0] == "gateway":
         config = configured_gateway(words[1:])

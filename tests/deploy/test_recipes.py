@@ -16,21 +16,11 @@ from lean_selector.tools.check import add_arguments as add_check_arguments
 from lean_selector.tools.recipes import add_arguments, recipes
 from tests.deploy.recipe_commands import (
     DEPLOY,
-    MANIFESTS,
+    IN_CHECKOUT,
     TEXTS,
-    command_of,
     configured,
-    configured_gateway,
-    containers,
     flags_of,
-    is_ours,
     unit_command,
-)
-
-IN_CHECKOUT = sorted(
-    str(path.relative_to(DEPLOY))
-    for path in DEPLOY.rglob("*")
-    if path.is_file() and path.suffix != ".pyc"
 )
 
 
@@ -115,20 +105,3 @@ def test_the_unit_runs_with_the_flags_that_it_has_and_with_those_of_the_example(
     assert bare.listen.host == "127.0.0.1"
     more = configured(unit_command()[1:])
     assert more.discover is not None
-
-
-def test_the_manifests_run_commands_that_there_are() -> None:
-    commands = [
-        command_of(container)
-        for name in MANIFESTS
-        for container in containers(name)
-        if is_ours(container)
-    ]
-    assert commands
-    for program, *words in commands:
-        assert program == "lean-selector"
-        words = [word.replace("$(POD_IP)", "10.0.0.1") for word in words]
-        if words[0] == "gateway":
-            configured_gateway(words[1:])
-        else:
-            configured(words)

@@ -39,23 +39,14 @@ def post(body: bytes, content_type: bytes | None = b"application/json") -> Numbe
     return read_numbers(request("POST", "/", body, content_type=content_type))
 
 
-@pytest.mark.parametrize(
-    "content_type",
-    [
-        b"application/json",
-        b"Application/JSON; charset=utf-8",
-        *(b"application/vnd.api+json", b"application/json;", b"application/problem+JSON ; a=b"),
-    ],
-)
+# More names are in the recordings.
+@pytest.mark.parametrize("content_type", [b"application/json;", b"application/problem+JSON ; a=b"])
 def test_json_is_read_under_any_of_its_names(content_type: bytes) -> None:
     assert post(b'{"numbers":[1,2.5]}', content_type) == Numbers([1, 2.5])
 
 
-@pytest.mark.parametrize(
-    "content_type",
-    [None, b"", b"text/json", b"application/jsonp", b"application/json+x", b"json", MSGPACK],
-)
-def test_what_is_not_called_json_is_not_looked_at(content_type: bytes | None) -> None:
+@pytest.mark.parametrize("content_type", [b"application/json+x", b"json", MSGPACK])
+def test_what_is_not_called_json_is_not_looked_at(content_type: bytes) -> None:
     with pytest.raises(BadBody, match=NOT_JSON) as refused:
         post(b"\xff", content_type)
     assert refused.value.status == 415

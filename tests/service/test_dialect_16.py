@@ -101,23 +101,6 @@ def test_in_the_1_3_dialect_an_id_that_is_taken_leaves_the_selection() -> None:
     assert service.post("/reservations", {"selection_id": "a"})[0] == 201
 
 
-def test_a_selection_whose_rank_is_gone_waits_for_it() -> None:
-    service = Service()
-    service.register(2)
-    service.post(
-        "/select",
-        {"selection_id": "a", "token_ids": TOKENS, "pinned_worker": {"worker_id": 2, "dp_rank": 0}},
-    )
-    service.request("DELETE", "/workers/2")
-    where = "model=default routing_group=default"
-    assert service.post("/reservations", {"selection_id": "a"}) == (
-        404,
-        {"error": f"schedulable worker 2 (dp_rank 0) not found for {where}"},
-    )
-    service.register(2, endpoint="http://new")
-    assert service.post("/reservations", {"selection_id": "a"})[1]["endpoint"] == "http://new"
-
-
 def test_booking_anew_forgets_what_was_selected_under_the_id() -> None:
     """D43."""
     service = Service()
