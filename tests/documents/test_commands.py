@@ -1,11 +1,9 @@
 """The commands that documents print start, and name only flags that there are."""
 
-import argparse
 import json
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -17,6 +15,7 @@ from lean_selector.tools.replay import add_arguments as add_replay_arguments
 from lean_selector.tools.simulate import add_arguments as add_simulate_arguments
 from lean_selector.tools.top import add_arguments as add_top_arguments
 from loadtest.child_service import JSON, ChildService, plain_environment
+from tests.deploy.recipe_commands import flags_of
 from tests.documents.pages import OURS, blocks, commands
 from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.own_network import own_network
@@ -91,22 +90,16 @@ def test_every_printed_gateway_answers_a_chat_on_its_own_ports(line: str) -> Non
         wait_until(is_served, "a request is answered")
 
 
-def tool_flags(add_arguments: Callable[[argparse.ArgumentParser], None]) -> set[str]:
-    parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
-    return {name for action in parser._actions for name in action.option_strings}
-
-
 def test_flags_named_in_the_documents_exist() -> None:
     ours = {FILE, *(each.flag.name for each in fields_of(GatewayConfig))}
-    ours |= tool_flags(add_check_arguments) | tool_flags(add_simulate_arguments)
-    ours |= tool_flags(add_top_arguments) | {*tool_flags(add_replay_arguments), "--set"}
+    ours |= flags_of(add_check_arguments) | flags_of(add_simulate_arguments)
+    ours |= flags_of(add_top_arguments) | {*flags_of(add_replay_arguments), "--set"}
     named = {flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}
     assert named - ours - OTHER_FLAGS == set()
 
 
 def test_the_page_of_the_check_lists_its_options() -> None:
     page = OURS["docs/guide/check.md"]
-    assert set(re.findall(r"^\| `(--[a-z-]+)` \|", page, re.MULTILINE)) == tool_flags(
+    assert set(re.findall(r"^\| `(--[a-z-]+)` \|", page, re.MULTILINE)) == flags_of(
         add_check_arguments
     )

@@ -5,6 +5,7 @@ import itertools
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,17 @@ from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import wait_until
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 10
+
+
+def asked_to_stream(
+    running: ExitStack, gateway: RunningGateway, request_id: str = "r", **fields: Any
+) -> http.client.HTTPConnection:
+    """A connection, closed in the end, on which the gateway was sent a completion."""
+    client = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
+    running.callback(client.close)
+    body = {"model": "m", "prompt": TEXT, "stream": True, **fields}
+    client.request("POST", "/v1/completions", json.dumps(body), {"x-request-id": request_id})
+    return client
 
 
 class Fleet:
@@ -72,10 +84,8 @@ def test_a_request_that_two_workers_fail_is_not_given_to_a_third() -> None:
 
 
 def test_an_answer_that_does_not_begin_in_time_is_a_504_and_its_worker_is_let_go() -> None:
-    with ExitStack() as running:
-        worker = running.enter_context(OpenAiWorker())
-        flags = ("--request-timeout-secs", "0.2")
-        gateway = running.enter_context(RunningGateway(worker.url, *flags, knows=1))
+    flags = ("--request-timeout-secs", "0.2")
+    with OpenAiWorker() as worker, RunningGateway(worker.url, *flags, knows=1) as gateway:
         answer = gateway.chat(TEXT, fake={"stall_after": 0})
         assert (answer.status, answer.json()["error"]["code"]) == (504, "timeout")
         assert worker.url in answer.json()["error"]["message"]
@@ -91,10 +101,7 @@ def test_what_waited_too_long_is_to_come_again_after_as_long_a_time() -> None:
         worker = running.enter_context(OpenAiWorker())
         urls = (worker.url, *flags, "--queue-max-wait-secs", "1.2")
         gateway = running.enter_context(RunningGateway(*urls, knows=1))
-        client = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
-        running.callback(client.close)
-        body = json.dumps({"model": "m", "prompt": TEXT, "fake": {"stall_after": 0}})
-        client.request("POST", "/v1/completions", body)
+        asked_to_stream(running, gateway, fake={"stall_after": 0})
         wait_until(lambda: gateway.load() > 0, "the worker has all that it can take")
         answer = gateway.chat(TEXT)
         assert (answer.status, answer.headers["retry-after"]) == (503, "2")
@@ -112,11 +119,7 @@ def test_a_draining_worker_finishes_its_answers_and_is_asked_nothing_new(
         found = ("--discover", f"file:{listed}", "--discover-interval-secs", "0.1")
         flags = (*found, "--discover-grace-secs", "0", "--pass-through", "all")
         gateway = running.enter_context(RunningGateway(*flags, knows=2))
-        client = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
-        running.callback(client.close)
-        body = {"model": "m", "prompt": TEXT, "max_tokens": 20, "stream": True}
-        client.request("POST", "/v1/completions", json.dumps(body))
-        answer = client.getresponse()
+        answer = asked_to_stream(running, gateway, max_tokens=20).getresponse()
         busy = answer.headers["x-lean-worker"]
         left = [url for url in urls if url != busy]
         if by == "the API":
@@ -150,15 +153,10 @@ def test_a_killed_worker_is_one_line_of_the_log_and_each_request_has_its_own() -
         worker = running.enter_context(OpenAiWorker())
         flags = ("--access-log", "true", "--log-format", "json")
         gateway = running.enter_context(RunningGateway(worker.url, *flags, knows=1))
-        clients = []
-        for number in range(8):
-            body = json.dumps(
-                {"model": "m", "prompt": TEXT, "stream": True, "fake": {"stall_after": 2}}
-            )
-            client = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=60)
-            running.callback(client.close)
-            client.request("POST", "/v1/completions", body, {"x-request-id": f"r{number}"})
-            clients.append(client.getresponse())
+        clients = [
+            asked_to_stream(running, gateway, f"r{number}", fake={"stall_after": 2}).getresponse()
+            for number in range(8)
+        ]
         worker.kill()
         for answer in clients:
             with pytest.raises(http.client.HTTPException):

@@ -83,27 +83,20 @@ def test_a_worker_is_chosen_for_each_of_these_whatever_else_passes(path: str) ->
 
 
 @pytest.mark.parametrize(
-    ("pass_through", "passed"), [("all", True), ("openai", False), ("none", False)]
+    ("pass_through", "passed"),
+    [("all", {*OPENAI, *OWN_OF_ENGINES}), ("openai", {*OPENAI}), ("none", set())],
 )
-def test_an_engine_s_own_routes_pass_only_where_all_do(pass_through: str, passed: bool) -> None:
-    for path in OWN_OF_ENGINES:
+def test_openai_s_routes_pass_unless_none_do_and_an_engine_s_own_only_where_all_do(
+    pass_through: str, passed: set[str]
+) -> None:
+    for path in (*OPENAI, *OWN_OF_ENGINES):
         placing = Placing()
         answer = handler(placing, pass_through)(asked(path, b"{}", {}))
-        assert placing.begun == ([(path.encode(), False)] if passed else [])
-        if not passed:
+        assert placing.begun == ([(path.encode(), False)] if path in passed else [])
+        if path not in passed:
             assert isinstance(answer, bytes)
             status, _, body = parted(answer)
             assert (status, error(body)["code"]) == (404, "unknown_url")
-
-
-@pytest.mark.parametrize(
-    ("pass_through", "passed"), [("all", True), ("openai", True), ("none", False)]
-)
-def test_routes_of_openai_pass_unless_none_do(pass_through: str, passed: bool) -> None:
-    placing = Placing()
-    for path in OPENAI:
-        handler(placing, pass_through)(asked(path, b"{}", {}))
-    assert placing.begun == [(path.encode(), False) for path in OPENAI if passed]
 
 
 @pytest.mark.parametrize("pass_through", ["all", "openai", "none"])

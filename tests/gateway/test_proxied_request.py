@@ -292,66 +292,64 @@ OneRequest.TestCase.settings = settings(max_examples=100, stateful_step_count=25
 TestOneRequest = OneRequest.TestCase
 
 
-def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> None:
-    def place(errand: ProxiedRequest) -> Any:
+class Errand:
+    """A request that came in, whose workers a test chooses."""
+
+    def __init__(self, routed: Routed | None = None) -> None:
+        self.judged: list[str] = []
+        self._routed = routed
+        client, self.transport = (
+            StreamingProtocol(self._app, Connections(lambda _: None)),
+            Transport(),
+        )
+        client.connection_made(self.transport)
+        client.data_received(REQUEST)
+
+    def _app(self, request: Request) -> PendingReply:
+        judge: Any = lambda lease, outcome: self.judged.append(outcome)  # noqa: E731
+        given = (request, b"id", "lease", Counts(), self._place, judge, lambda _: None)
+        self.of = ProxiedRequest(*given)
+        return self.of.reply
+
+    def _place(self, proxied: ProxiedRequest) -> Any:
+        proxied.routed = self._routed
         return Placing()
 
-    errands: list[ProxiedRequest] = []
-    freed: list[BookedLease] = []
-    judged: list[str] = []
+    def sent_to(self, number: int) -> tuple[BookedLease, ClientConnection, Transport]:
+        """It goes to a worker of this number."""
+        lease = BookedLease(Upstream(f"http://w{number}:1", number, 0.0))
+        self.of.takes(lease)
+        worker, transport = ClientConnection(lease.endpoint), Transport()
+        worker.connection_made(transport)
+        self.of.sent(worker)
+        return lease, worker, transport
 
-    def app(request: Request) -> PendingReply:
-        ignore: Any = lambda *_: None  # noqa: E731
-        judge: Any = lambda lease, outcome: judged.append(outcome)  # noqa: E731
-        errands.append(ProxiedRequest(request, b"id", "lease", Counts(), place, judge, ignore))
-        return errands[0].reply
 
-    client, transport = StreamingProtocol(app, Connections(lambda call: None)), Transport()
-    client.connection_made(transport)
-    client.data_received(REQUEST)
+def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> None:
+    errand = Errand()
+    transport = errand.transport
     for number, status in enumerate((503, 429)):
-        freed.append(BookedLease(Upstream(f"http://w{number}:1", number, 0.0)))
-        errands[0].takes(freed[-1])
-        worker, worker_transport = ClientConnection(freed[-1].endpoint), Transport()
-        worker.connection_made(worker_transport)
-        errands[0].sent(worker)
+        lease, worker, _ = errand.sent_to(number)
         answer = b"HTTP/1.1 %d Busy\r\nretry-after: %d\r\ntransfer-encoding: chunked\r\n\r\n"
         worker.data_received(answer % (status, number) + b"4\r\nbusy\r\n0\r\n\r\n")
-        assert freed[-1].told == ["freed None"]
+        assert lease.told == ["freed None"]
         assert transport.writes == []
         assert worker.is_free
         assert worker.is_open
-    errands[0].fail(502, "none is left")
+    errand.of.fail(502, "none is left")
     head, _, body = b"".join(transport.writes).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 429 Busy\r\nretry-after: 1\r\n")
     assert {b"x-lean-worker: http://w1:1", b"content-length: 4"} <= set(head.split(b"\r\n"))
     assert b"transfer-encoding" not in head
-    assert (body, judged, errands[0].status) == (b"busy", [], 429)
+    assert (body, errand.judged, errand.of.status) == (b"busy", [], 429)
 
 
 def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:
     sent = Routed("m", "default", cast(Any, None), b"{}", why_not=None, streams=True)
-    errands: list[ProxiedRequest] = []
-
-    def app(request: Request) -> PendingReply:
-        def place(errand: ProxiedRequest) -> Any:
-            errand.routed = sent
-            return Placing()
-
-        ignore: Any = lambda *_: None  # noqa: E731
-        errands.append(ProxiedRequest(request, b"id", "lease", Counts(), place, ignore, ignore))
-        return errands[0].reply
-
-    client, transport = StreamingProtocol(app, Connections(lambda call: None)), Transport()
-    client.connection_made(transport)
-    client.data_received(REQUEST)
-    endpoint = Upstream("http://w:1", 0, 0.0)
-    errands[0].takes(BookedLease(endpoint))
-    worker, worker_transport = ClientConnection(endpoint), Transport()
-    worker.connection_made(worker_transport)
-    errands[0].sent(worker)
+    errand = Errand(sent)
+    _, worker, worker_transport = errand.sent_to(0)
     assert b"".join(worker_transport.writes).endswith(b"\r\n\r\n{}")
     worker.data_received(HEAD)
-    assert (errands[0].request.body, sent.body) == (b"{}", b"{}")
+    assert (errand.of.request.body, sent.body) == (b"{}", b"{}")
     worker.data_received(b"5\r\nhello\r\n")
-    assert (errands[0].request.body, sent.body) == (b"", b"")
+    assert (errand.of.request.body, sent.body) == (b"", b"")

@@ -169,37 +169,30 @@ async def test_a_caller_that_accepts_json_is_told_the_selection_too() -> None:
         assert told["endpoint"] == "http://10.0.0.7:8000"
 
 
+@pytest.mark.parametrize("path", ["/route/v1/completions", "/route/x", "/route/"])
 @on_loop
-async def test_a_prompt_whose_blocks_are_not_known_is_answered_with_the_reason() -> None:
+async def test_every_path_has_its_prompt_and_an_id_of_ours_where_the_gateway_has_none(
+    path: str,
+) -> None:
     door = GatewayHandler()
     door.worker(7)
     door.prompts.why_not = MEDIA
-    assert (await door.ask())[1]["x-lean-prompt"] == "media"
+    status, headers, _ = await door.ask(path=path)
+    assert (status, headers["x-lean-prompt"]) == (200, "media")
+    assert door.live == {headers["x-reservation-id"]}
+    assert door.prompts.asked[0][0] == path.removeprefix("/route")
 
 
 @on_loop
-async def test_without_an_id_of_the_gateway_there_is_one_of_ours() -> None:
+async def test_an_endpoint_without_a_port_or_a_scheme_has_the_usual() -> None:
     door = GatewayHandler()
-    door.worker(7)
-    _, headers, _ = await door.ask()
-    assert door.live == {headers["x-reservation-id"]}
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "where"),
-    [
+    for endpoint, where in (
         ("http://[fd00::7]", "[fd00::7]:80"),
         ("https://h/", "h:443"),
         ("worker-1:8000", "worker-1:8000"),
-    ],
-)
-@on_loop
-async def test_an_endpoint_without_a_port_or_a_scheme_has_the_usual(
-    endpoint: str, where: str
-) -> None:
-    door = GatewayHandler()
-    door.worker(7, endpoint)
-    assert (await door.ask())[1]["x-gateway-destination-endpoint"] == where
+    ):
+        door.worker(7, endpoint)
+        assert (await door.ask())[1]["x-gateway-destination-endpoint"] == where
 
 
 @on_loop
@@ -213,22 +206,14 @@ async def test_a_worker_that_speaks_no_http_is_told_so_and_not_booked() -> None:
 
 
 @on_loop
-async def test_only_workers_that_have_the_adapter_are_asked() -> None:
+async def test_only_workers_that_have_the_adapter_are_asked_and_the_answer_is_booked() -> None:
     door = GatewayHandler()
     for worker_id in (1, 2, 3):
         door.worker(worker_id)
-    door.prompts.worker_ids = frozenset({2})
+    door.prompts.worker_ids, door.prompts.output_tokens = frozenset({2}), 100
     assert {(await door.ask())[1]["x-worker-id"] for _ in range(9)} == {"2"}
-
-
-@on_loop
-async def test_the_blocks_of_the_answer_are_booked_too() -> None:
-    door = GatewayHandler()
-    door.worker(7)
-    door.prompts.output_tokens = 100
-    await door.ask()
     (partition,) = door.selector.catalog.partitions.values()
-    assert partition.slots.ranks[7, 0].active_decode_blocks == 2 + 100 // 16
+    assert partition.slots.ranks[2, 0].active_decode_blocks == 2 + 9 * (100 // 16)
 
 
 @on_loop
@@ -423,12 +408,3 @@ async def test_closing_gives_up_what_is_under_way() -> None:
     await until(lambda: door.prompts.asked)
     await door.door.close()
     assert (pending.response, door.live) == (None, set())
-
-
-@pytest.mark.parametrize("path", ["/route/v1/completions", "/route/x", "/route/"])
-@on_loop
-async def test_every_path_behind_it_is_the_original_one(path: str) -> None:
-    door = GatewayHandler()
-    door.worker(7)
-    assert (await door.ask(path=path))[0] == 200
-    assert door.prompts.asked[0][0] == path.removeprefix("/route")

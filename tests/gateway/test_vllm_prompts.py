@@ -7,11 +7,9 @@ By hand, as tests/client/test_vllm_engine.py says:
 One engine with DeepSeek's tokenizer and a made-up model.
 """
 
-import http.client
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +45,9 @@ class Vllm(Engine):
 
     def asked(self, path: str, body: bytes) -> bytes:
         """What it answers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        with closing(connection):
-            connection.request("POST", path, body, {"content-type": "application/json"})
-            answer = connection.getresponse()
-            said = answer.read()
-            assert answer.status == 200, said
-            return said
+        status, said = self._request("POST", path, json.loads(body))
+        assert status == 200, said
+        return said
 
 
 @pytest.fixture(name="folder", scope="module")

@@ -1,15 +1,10 @@
 """What the services log: start, lifecycle, shedding, expiry, and requests if they are asked to."""
 
-import contextlib
 import gc
-import http.client
 import json
 import logging
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +15,7 @@ from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.access_log import with_access_log
 from lean_selector.service.logs import ACCESS_LOG
 from tests.support.prometheus_tools import parsed, scrape, value
-from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.running_service import RunningService, wait_until
 
 AROUND = ["configuration", "listening", "stopped"]
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -176,40 +171,19 @@ def test_the_access_log_has_route_status_and_every_id() -> None:
     assert found[7]["path"] == "/select"
 
 
-@contextlib.contextmanager
-def with_stderr(stderr: int | None, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A service whose stderr is that descriptor, or closed from the start; and its port."""
-    port = free_port()
-    own = ["-m", "lean_selector", "--use-kv-events", "false", "--port", str(port)]
-    close_stderr = (
-        "import os, sys; os.close(2); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    )
-    start = [] if stderr is not None else ["-c", close_stderr]
-    process = subprocess.Popen([sys.executable, *start, *own, *flags], stderr=stderr)
+class WithoutStderr(RunningService):
+    """A service whose stderr is closed from the start."""
 
-    def is_up() -> bool:
-        assert process.poll() is None
-        with contextlib.suppress(OSError):
-            socket.create_connection(("127.0.0.1", port)).close()
-            return True
-        return False
-
-    try:
-        wait_until(is_up, "the service is up")
-        yield process, port
-    finally:
-        process.kill()
-        process.wait()
+    def _command(self) -> list[str]:
+        python, *arguments = super()._command()
+        closes = "import os, sys; os.close(2); os.execv(sys.argv[1], sys.argv[1:])"
+        return [python, "-c", closes, python, *arguments]
 
 
 def test_a_service_started_with_stderr_closed_runs_and_ends_like_any_other() -> None:
-    with with_stderr(None, "--access-log") as (process, port):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-        connection.request("GET", "/health")
-        assert json.loads(connection.getresponse().read()) == {"status": "ok"}
-        connection.close()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE_S) == 0
+    with WithoutStderr("--access-log") as service:
+        assert service.get("/health") == (200, {"status": "ok"})
+        assert service.stop() == (0, "")
 
 
 def test_what_was_logged_before_a_crash_and_its_traceback_are_both_on_stderr() -> None:
