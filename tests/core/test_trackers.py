@@ -178,6 +178,3 @@ def test_sums_print_saturated_and_come_down_again() -> None:
     assert trackers.potential_loads(*SCOPE, b"", 5)[0].potential_prefill_tokens == 2**64 - 1
     trackers.free(*SCOPE, "huge", 0.0)
     assert loads(trackers)[0] == (MAX_ISL_TOKENS, 3)
-
-
-# Expiry and replicas -----------------------------------------------------------------------------

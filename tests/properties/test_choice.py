@@ -52,7 +52,6 @@ from tests.support.driven_selector import Sources, pack
 SHARE_ERROR = 2e-5
 LAST_NUMBER = 1 - 2**-53  # that a random source gives
 PATH = [1, 2, 3, 4, 5, 6, 7]
-NOW = 3.0
 
 
 class Fixed(random.Random):

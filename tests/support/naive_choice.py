@@ -5,7 +5,6 @@ are kept, and nothing else from the code that it judges but the terms of the for
 """
 
 import math
-import random
 
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Matched, Tier
@@ -136,8 +135,3 @@ def chances(costs: list[float], temperature: float) -> list[float]:
     if weights is None:
         weights = [float(cost == min(costs)) for cost in costs]
     return [weight / sum(weights) for weight in weights]
-
-
-def draw(costs: list[float], temperature: float, rng: random.Random) -> int:
-    """The index of the rank to take."""
-    return rng.choices(range(len(costs)), chances(costs, temperature))[0]

@@ -321,7 +321,6 @@ def array_of(count: int, value: bytes) -> msgspec.Raw:
 
 
 FULL = kv_events.MAX_BATCH_BYTES - 4096
-PARENT = 2**63
 NAMES = list(range(2**40, 2**40 + 4096))
 HEAVY: dict[str, Callable[[], object]] = {
     "events of nothing": lambda: [1.5, array_of(65_536, b"\xc0")],

@@ -402,19 +402,6 @@ def test_counts_add_up() -> None:
 # -- as packed lists ------------------------------------------------------------------------------
 
 
-def packed(event: Event) -> Event:
-    """The same event as the wire reads the common layout of it."""
-    if isinstance(event, BlockStored) and event.cache_salt is None:
-        names = pack(f"<{len(event.block_hashes)}Q", *event.block_hashes)
-        tokens = pack(f"<{len(event.token_ids)}I", *event.token_ids)
-        more = event.tier, event.group_idx, event.kind, event.part, event.lora_name
-        return PackedStored(names, event.parent_hash, tokens, event.block_size, *more)
-    if isinstance(event, BlockRemoved):
-        names = pack(f"<{len(event.block_hashes)}Q", *event.block_hashes)
-        return PackedRemoved(names, event.tier, event.group_idx, event.kind, event.events)
-    return event
-
-
 def test_a_source_whose_blocks_have_another_size_is_mismatched_until_it_tells_better() -> None:
     source = Source(block_size=2)
     assert (source.ingest.block_size, source.ingest.is_mismatched) == (2, False)

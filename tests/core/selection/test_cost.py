@@ -1,6 +1,4 @@
-"""The lines of the cost, each by example, and the whole against a plain restatement: selection.md
-3.2 and 3.3.
-"""
+"""The lines of the cost, each by example: selection.md 3.2 and 3.3."""
 
 import math
 
@@ -183,46 +181,6 @@ def test_preferred_taints_count_where_a_rank_is_to_be_chosen() -> None:
     assert preferences(request) == {"spot": 0.5}
     request.pinned = PinnedWorker(1, 0)
     assert preferences(request) == {}
-
-
-# -- the whole ------------------------------------------------------------------------------------
-
-
-def half_away(value: float) -> int:
-    whole = math.floor(value)
-    return whole + 1 if value - whole >= 0.5 else whole
-
-
-class Rank:
-    """What the restatement knows of one rank."""
-
-    def __init__(self, prefill: int, blocks: int, tiers: tuple[int, int, int], shared: int) -> None:
-        self.prefill, self.blocks, self.tiers, self.shared = prefill, blocks, tiers, shared
-
-
-def cost(
-    rank: Rank,
-    ranks: list[Rank],
-    terms: CostTerms,
-    block_size: int,
-    isl: int,
-    new: int,
-    taint: float,
-) -> float:
-    """Spec selection.md 3.2, line by line."""
-    device, host, disk = rank.tiers
-    cached = half_away((device + 0.75 * host + 0.25 * disk) * block_size)
-    uncached = isl - min(isl, cached)
-    raw = rank.prefill + uncached + cached if terms.track_prefill else 0
-    decay = 1.0
-    if terms.track_prefill and terms.decay > 0:
-        least = min(other.prefill for other in ranks)
-        blocks_of_prompt = -(-isl // block_size)
-        waiting = (rank.prefill - least) / block_size
-        decay = 1 / (1 + terms.decay * waiting / blocks_of_prompt)
-    credit = terms.credit * decay * device + 0.75 * host + 0.25 * disk
-    prefill = terms.scale * max(0.0, raw / block_size - credit)
-    return (prefill + rank.blocks + new - rank.shared) * math.exp(-math.tanh(taint))
 
 
 def test_a_model_may_have_a_policy_of_its_own() -> None:
