@@ -201,9 +201,11 @@ class Fleet:
         self.tier = DeviceTier(RankBits(), engine_hashes)
         self.ranks = [self.tier.ranks.admit((number, 0)) for number in range(ranks)]
 
-    def store(self, number: int, end: int, seed: int = 1) -> None:
-        names = [name_of(seed, SIX[: at + 1]) for at in range(end)]
-        self.tier.store(self.ranks[number], NOWHERE, pack(names), pack(SIX[:end]))
+    def store(self, number: int, end: int, seed: int = 1, start: int = 0) -> None:
+        """What comes before `start` the rank has under the names of seed 1."""
+        names = [name_of(seed, SIX[: at + 1]) for at in range(start, end)]
+        parent = self.ranks[number].names.find(name_of(1, SIX[:start])) if start else NOWHERE
+        self.tier.store(self.ranks[number], parent, pack(names), pack(SIX[start:end]))
 
     def remove(self, number: int, start: int, seed: int = 1) -> None:
         names = [name_of(seed, SIX[: at + 1]) for at in range(start, 6)]
@@ -264,6 +266,31 @@ def test_ranks_that_call_a_block_otherwise_are_odd_until_they_hold_nothing_there
     assert not len(fleet.tier._odd)
 
 
+def test_the_names_of_a_span_are_compared_where_they_stand() -> None:
+    fleet = Fleet(2)
+    fleet.store(0, 6)
+    fleet.store(1, 3)
+    fleet.store(1, 6, seed=2, start=3)
+    assert fleet.odd == 0b10
+
+
+def test_the_names_of_a_part_are_compared_with_any_rank_that_holds_them() -> None:
+    fleet = Fleet(2)
+    fleet.store(1, 6, seed=2)
+    fleet.remove(1, 3, seed=2)
+    fleet.store(0, 3)
+    assert fleet.odd == 0b01
+
+
+@pytest.mark.parametrize(("ranks", "runs"), [(3, 1), (4, 2)])
+def test_a_run_grows_only_where_few_others_hold_it(ranks: int, runs: int) -> None:
+    fleet = Fleet(ranks)
+    for number in range(ranks):
+        fleet.store(number, 3)
+    fleet.store(0, 6)
+    assert len(fleet.tier.match_sets(pack(SIX))[1]) == runs
+
+
 @pytest.mark.parametrize("most", [2, 64])
 def test_who_holds_blocks_behind_a_hole_is_told_by_who_holds_more_before_it(
     most: int, monkeypatch: pytest.MonkeyPatch
@@ -286,18 +313,20 @@ def test_who_holds_blocks_behind_a_hole_is_told_by_who_holds_more_before_it(
     assert fleet.names(3) == {called(3): 0b1111}
 
 
-def test_a_rank_is_taken_for_odd_where_it_cannot_soon_be_told() -> None:
+@pytest.mark.parametrize(("reborn", "odd"), [(7, 0), (8, 1 << 18), (18, 1 << 18)])
+def test_a_rank_is_taken_for_odd_where_it_cannot_soon_be_told(reborn: int, odd: int) -> None:
     fleet = Fleet(20)
     for number in range(20):
         fleet.store(number, 6)
-    sweeps = [fleet.come_back(number) for number in range(18)]
+    sweeps = [fleet.come_back(number) for number in range(18 - reborn, 18)]
     for number in (18, 19):
         fleet.remove(number, 0)
     fleet.store(18, 6)
-    assert fleet.odd == 1 << 18
-    assert fleet.names(6) == {called(6): 1 << 18}
+    assert fleet.odd == odd
+    holding = (1 << 18 - reborn) - 1 | 1 << 18
+    assert fleet.names(6) == {called(6): holding}
     for sweep in sweeps:
         list(sweep)
     fleet.store(19, 6)
-    assert fleet.odd == 1 << 18
-    assert fleet.names(6) == {called(6): 0b11 << 18}
+    assert fleet.odd == odd
+    assert fleet.names(6) == {called(6): holding | 1 << 19}

@@ -413,13 +413,15 @@ def test_the_next_review_counts_from_when_the_last_one_began_and_from_half_of_wh
 
 def test_blocks_that_are_told_by_their_names_alone_are_those_that_are_known() -> None:
     index = KvIndex(1)
-    names = pack([101, 102, 999])
+    names = pack([101, 102, 103, 999])
     assert index.store_known(A, Tier.DEVICE, names, True) == 0
-    store(index, A, [1, 2])
-    assert index.store_known(A, Tier.HOST_PINNED, names, True) == 2
-    assert index.store_known(A, Tier.DEVICE, names, True) == 2
-    assert [index.remove(*A, Tier.DEVICE, [101, 102]) for _ in range(2)] == [0, 2]
-    assert index.store_known(A, Tier.DISK, names, True) == 2  # as the lower tier has them
+    store(index, A, [1, 2, 3])
+    store(index, A, [1, 4])  # which splits the run
+    assert index.store_known(A, Tier.HOST_PINNED, names, True) == 3
+    assert index.store_known(A, Tier.DEVICE, names, True) == 3
+    assert [index.remove(*A, Tier.DEVICE, [101, 102, 103]) for _ in range(2)] == [0, 3]
+    assert index.store_known(A, Tier.DISK, names, True) == 3  # as the lower tier has them
+    assert index.match(pack([1, 2, 3])) == {A: Matched(0, 3)}
     assert [index.knows(A, tier, 102) for tier in Tier] == [False, True, True, False]
     assert not any(index.knows(each, tier, 999) for each in (A, B) for tier in Tier)
 

@@ -103,6 +103,14 @@ def test_ranks_that_call_a_block_alike_share_its_edge_and_the_objects_that_name_
     assert not any((*edges._edges, edges._odd, *continuations._ranks))
 
 
+def test_a_chain_ends_before_a_block_to_which_another_edge_leads() -> None:
+    tier, edges, _ = tier_of(0)
+    chain(tier, ROOT, [1, 2])
+    tier.store(ROOT, pack([103, 102, 104]), pack([3, 2, 4]))
+    assert len(tier) == 3
+    assert edges.follow(1, pack([102, 4])) == (b"", 0)
+
+
 def test_an_edge_that_leads_elsewhere_for_some_is_told_by_what_they_call_its_end() -> None:
     _, edges, _ = tier_of(9)
     tiers = [LowerTier(edges, bit) for bit in range(4)]

@@ -1,3 +1,5 @@
+from math import floor
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -41,6 +43,18 @@ def tally(counts: dict[float, int]) -> BlockWeights:
 def test_total_is_rounded_as_the_reference_does(
     counts: dict[float, int], distinct: int, rounded: int
 ) -> None:
+    assert tally(counts).rounded_total(distinct) == rounded
+
+
+@given(st.dictionaries(weights, st.integers(1, 300), max_size=6), st.integers(0, 300))
+@example({0.1: 5, 0.25: 8}, 0)  # 2.5, where each alone is far from a half
+def test_weights_are_added_one_block_after_another(counts: dict[float, int], others: int) -> None:
+    counts.pop(1.0, None)
+    distinct = others + sum(counts.values())
+    total = float(distinct)
+    for weight in sorted(counts):
+        total = one_by_one(total, weight, counts[weight])
+    rounded = floor(total) + (total - floor(total) >= 0.5)
     assert tally(counts).rounded_total(distinct) == rounded
 
 

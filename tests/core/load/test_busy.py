@@ -43,6 +43,12 @@ def test_a_part_of_the_batch_is_rounded_down(frac: float, batch: int, limit: flo
     assert limits.prefill_tokens == limit
 
 
+@pytest.mark.parametrize("frac", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("blocks", [0.0, 0.5, 1.0])
+def test_limits_in_their_range_are_taken(frac: float, blocks: float) -> None:
+    BusyThreshold(active_decode_blocks=blocks, active_prefill_tokens_frac=frac).check()
+
+
 def test_the_lower_of_two_token_limits_counts() -> None:
     threshold = BusyThreshold(active_prefill_tokens=10, active_prefill_tokens_frac=0.5)
     assert threshold.limits(None, 100).prefill_tokens == 10
@@ -64,7 +70,7 @@ def test_a_refused_change_leaves_everything_as_it_was() -> None:
         thresholds.change(SCOPE, BusyThreshold(active_prefill_tokens_frac=float("nan")), [SCOPE])
     with pytest.raises(NotFound):
         thresholds.change(SCOPE, BusyThreshold(active_prefill_tokens=1), [])
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound, match="'model'"):
         thresholds.switch_off(SCOPE, [])
     assert thresholds.of(SCOPE) is LIMIT
 
@@ -97,7 +103,9 @@ def test_an_infinite_threshold_of_no_capacity_is_never_exceeded() -> None:
 
 def test_a_rank_that_is_gone_is_in_no_set() -> None:
     slots, room = headroom(1.0, 10, RankLimits())
+    room.came_free = 0
     book(slots, "r", 0, 0, b"", 20, 0.0)
+    assert (room.below, room.idle, room.came_free) == (0, 1, 0)
     room.drop(slots.ranks[0, 0])
     room.changed(slots.ranks[0, 0])
     assert (room.below, room.idle, room.came_free) == (0, 0, 0)

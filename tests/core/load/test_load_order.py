@@ -35,11 +35,17 @@ class LoadOrderMachine(RuleBasedStateMachine):
         self.order = LoadOrder(block_size, scale, request_weight)
         self.loads = [RankLoad(bit, 0, bit) for bit in range(RANKS)]
         self.held: set[int] = set()
+        self.moved: set[int] = set()
 
     def _set(self, bit: int, bucket: tuple[int, int, int]) -> None:
         load = self.loads[bit]
         load.active_prefill_tokens, load.active_decode_blocks, requests = bucket
         load.reservations = dict.fromkeys(map(str, range(requests)))
+
+    def _bucket(self, bit: int) -> tuple[int, float]:
+        load = self.loads[bit]
+        standing = load.active_decode_blocks + self.request_weight * load.active_requests
+        return load.active_prefill_tokens, standing
 
     @rule(bits=st.sets(st.integers(0, RANKS - 1)), bucket=buckets)
     def add(self, bits: set[int], bucket: tuple[int, int, int]) -> None:
@@ -47,6 +53,7 @@ class LoadOrderMachine(RuleBasedStateMachine):
             self._set(bit, bucket)
             self.order.add(self.loads[bit])
             self.held.add(bit)
+            self.moved.add(bit)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -54,13 +61,30 @@ class LoadOrderMachine(RuleBasedStateMachine):
         bit = data.draw(st.sampled_from(sorted(self.held)))
         self.order.remove(self.loads[bit])
         self.held.remove(bit)
+        self.moved.discard(bit)
         assert self.loads[bit].bucket is None
 
     @rule(bit=st.integers(0, RANKS - 1), bucket=buckets)
     def change(self, bit: int, bucket: tuple[int, int, int]) -> None:
         """Also of a rank that was not added, or not any more: the order must not take it in."""
+        before = self._bucket(bit)
         self._set(bit, bucket)
         self.order.changed(self.loads[bit])
+        if bit in self.held and self._bucket(bit) != before:
+            self.moved.add(bit)
+
+    @rule()
+    def read_what_moved(self) -> None:
+        self.order.moved = 0
+        self.moved.clear()
+
+    @rule(key=st.floats(0.0, 400.0), share=st.floats(0.0, 1.0))
+    def find_a_place(self, key: float, share: float) -> None:
+        keys = [bucket.key for bucket in self.order.loads]
+        for sought in (key, *keys):
+            first = int(share * len(keys))
+            expected = (at for at in range(first, len(keys)) if keys[at] >= sought)
+            assert self.order.place_of(sought, first) == next(expected, len(keys))
 
     @rule(among=st.sets(st.integers(0, RANKS - 1)))
     def ask_for_the_fewest_tokens(self, among: set[int]) -> None:
@@ -72,6 +96,7 @@ class LoadOrderMachine(RuleBasedStateMachine):
     @invariant()
     def everyone_is_who_was_added_and_not_removed(self) -> None:
         assert set(bits_of(self.order.everyone)) == self.held
+        assert set(bits_of(self.order.moved)) == self.moved
         for bit in self.held:
             assert self.order.ranks[bit] is self.loads[bit]
 
@@ -80,9 +105,8 @@ class LoadOrderMachine(RuleBasedStateMachine):
         steady: dict[tuple[int, float], int] = {}
         for bit in self.held:
             load = self.loads[bit]
-            standing = load.active_decode_blocks + self.request_weight * load.active_requests
-            assert load.standing == standing
-            bucket = load.active_prefill_tokens, standing
+            bucket = self._bucket(bit)
+            assert load.standing == bucket[1]
             steady[bucket] = steady.get(bucket, 0) | load.mask
         assert [(b.key, b.tokens, b.standing, b.ranks) for b in self.order.loads] == sorted(
             (self.scale * tokens / self.block_size + standing, tokens, standing, ranks)

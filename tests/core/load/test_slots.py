@@ -65,7 +65,10 @@ def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
 def backdated(slots: Slots, **touched_at: float) -> None:
     """Copies that another replica heard of last at these times."""
     for request_id, at in touched_at.items():
-        slots.backdate(book(slots, request_id, 1, 0, b"", 0, 100.0, router_id=7), at)
+        copy = book(slots, request_id, 1, 0, b"", 0, 100.0, router_id=7)
+        before = slots.revision
+        slots.backdate(copy, at)
+        assert slots.revision > before
 
 
 def test_backdated_copies_stand_and_expire_among_the_others_by_when_they_were_heard_of(
