@@ -87,10 +87,8 @@ class Sessions(RuleBasedStateMachine):
 
     @rule(data=st.data(), tells=st.booleans())
     def release(self, data: st.DataObject, tells: bool) -> None:
-        if not self.reservations:
-            return
-        reservation_id = data.draw(st.sampled_from(sorted(self.reservations)))
-        session_id = self.reservations.pop(reservation_id)
+        reservation_id = data.draw(st.sampled_from(["of none", *self.reservations]))
+        session_id = self.reservations.pop(reservation_id, "of none")
         self.table.release(reservation_id, self.now, tells=tells)
         entry = self.entry(session_id)
         if entry is None or reservation_id not in entry.leases:
@@ -168,8 +166,12 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def a_list_for_peers_has_all_that_is_bound(self) -> None:
-        listed = {live.event.session_id for live in self.table.live(self.now)}
-        assert listed == {each for each in SESSIONS if self.entry(each) is not None}
+        listed = {live.event.session_id: live.idle_s for live in self.table.live(self.now)}
+        live = {each: entry for each in SESSIONS if (entry := self.entry(each)) is not None}
+        assert listed == {
+            each: 0.0 if entry.leases else self.now - entry.expires_at + TTL_S
+            for each, entry in live.items()
+        }
         assert self.table.held == sum(bool(entry.leases) for entry in self.entries.values())
         assert len(self.table) >= len(listed)
 

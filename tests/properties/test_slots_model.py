@@ -247,6 +247,8 @@ class SlotsAgainstModel(RuleBasedStateMachine):
             assert rank.active_requests == len(mine)
             assert rank.active_prefill_tokens == sum(r.prefill_tokens for r in mine)
             assert rank.active_decode_blocks == self.decode_blocks(key)
+            outputs = sum(len(r.outputs) for r in mine)
+            assert rank.distinct_blocks == len(self.holders(key)) + outputs
             heard = self.heard.get(key, (0, 0))
             assert heard == (rank.active_prefill_tokens, rank.active_decode_blocks)
 
@@ -254,6 +256,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
     def what_happened_is_counted_and_the_revision_grows_with_it(self) -> None:
         for how in ("booked", "copied", "freed", "dropped", "expired"):
             assert getattr(self.slots, how) == self.counted[how]
+        assert self.slots.arrived == self.counted["booked"] + self.counted["copied"]
         assert (self.slots.revision > self.revision) is self.is_changed
         self.revision, self.is_changed = self.slots.revision, False
 
@@ -283,9 +286,8 @@ class SlotsAgainstModel(RuleBasedStateMachine):
                     expected[key] = depth
             assert self.slots.active_prefix(pack(query)) == expected
             if query:
-                starts_none = not expected
-                assert self.slots.starts_no_prompt(query[0]) is starts_none
-                assert self.slots.starts_no_prompt(pack(query)) is starts_none
+                for first in (query[0], query[0] - 2**64, pack(query[:1]), pack(query)):
+                    assert self.slots.starts_no_prompt(first) is (not expected)
 
     @invariant()
     def the_trie_is_as_small_as_can_be(self) -> None:

@@ -19,7 +19,6 @@ from lean_selector.core.index.shapes import (
     BlockStored,
     Event,
     EventBatch,
-    Matched,
     PackedRemoved,
     PackedStored,
     SkippedEvent,
@@ -433,13 +432,3 @@ def test_packed_events_that_cannot_count_are_skipped() -> None:
         ("removed", "other_kind"): 1,
         ("removed", "unknown_medium"): 1,
     }
-
-
-def test_a_packed_child_has_its_parents_salt() -> None:
-    index = KvIndex(1)
-    ingest, tokens = KvIngest(index, 1, 0), pack("<I", 7)
-    parent = PackedStored(pack("<Q", 5), None, tokens, 1, Tier.DEVICE, cache_salt="s")
-    ingest.apply(
-        EventBatch(None, [parent, PackedStored(pack("<Q", 6), 5, tokens, 1, Tier.DEVICE)], [])
-    )
-    assert index.match(local_hashes([7, 7], 1, hash_seed(None, "s"))) == {(1, 0): Matched(2)}

@@ -106,8 +106,7 @@ def test_no_more_copies_are_believed_than_the_engine_has_blocks(engine: Engine) 
     assert engine.index.is_empty
 
 
-def test_a_block_with_a_copy_keeps_its_salt() -> None:
-    engine = Engine()
+def test_a_block_with_a_copy_keeps_its_salt_and_its_child_has_it(engine: Engine) -> None:
     engine.send(stored([1], P, cache_salt="s"), stored([1], P, cache_salt="s"), removed(1))
     engine.send(stored([2], X, 1))
     assert engine.hit(P + X) == 0

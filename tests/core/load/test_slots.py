@@ -1,4 +1,4 @@
-"""Active requests as recorded and as the specification has them, and what a model does not look at.
+"""Active requests: what the model does not look at.
 
 Loads, expiry and the trie of prompts under any calls are in tests/properties/test_slots_model.py.
 """
@@ -21,21 +21,8 @@ def slots() -> Slots:
     return slots
 
 
-@pytest.fixture
-def rank(slots: Slots) -> RankLoad:
-    return slots.ranks[1, 0]
-
-
 def load(rank: RankLoad) -> tuple[int, int, int]:
     return rank.active_prefill_tokens, rank.active_decode_blocks, rank.active_requests
-
-
-def test_output_blocks_as_recorded_in_output_block_validation(slots: Slots, rank: RankLoad) -> None:
-    book(slots, "a", 1, 0, pack([1, 2, 3, 4]), 0, 0.0)
-    for fraction in (None, None, 0.5, 1.0, 0.0, -0.0, None):
-        assert slots.output_block("a", 0.0, fraction) is slots.reservations["a"]
-    assert rank.active_decode_blocks == 1
-    assert rank.distinct_blocks == 11
 
 
 def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
@@ -108,21 +95,6 @@ def test_what_is_live_is_listed_but_for_what_ends_meanwhile(slots: Slots) -> Non
     book(slots, "r3", 1, 0, b"", 0, 9.0)  # another one of that name
     book(slots, "later", 1, 0, b"", 0, 9.0)
     assert {each.request_id for each in listed} == {"r1", "r0"}
-
-
-def test_what_arrived_is_counted_whoever_admitted_it(slots: Slots) -> None:
-    book(slots, "own", 1, 0, pack([]), 1, 0.0)
-    book(slots, "copy", 1, 0, pack([]), 1, 0.0, router_id=9)
-    slots.free("own")
-    assert (slots.arrived, slots.booked) == (2, 1)
-
-
-def test_starts_no_prompt_takes_hashes_of_either_form(slots: Slots) -> None:
-    book(slots, "a", 1, 0, pack([-22, 7]), 1, 0.0)
-    for known in (-22, 2**64 - 22, pack([-22]), pack([-22, 99])):
-        assert not slots.starts_no_prompt(known)
-    for unknown in (7, pack([7])):
-        assert slots.starts_no_prompt(unknown)
 
 
 def test_every_change_of_a_load_is_told_once_it_is_done() -> None:

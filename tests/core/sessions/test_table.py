@@ -52,11 +52,6 @@ def heard(
 # -- bookings -------------------------------------------------------------------------------------
 
 
-def test_ending_what_holds_no_session_does_nothing(table: SessionTable, told: Told) -> None:
-    table.release("a", 0.0)
-    assert (told, len(table)) == ([], 0)
-
-
 def test_an_id_is_measured_in_bytes() -> None:
     for fits in ("", "x" * 256, "é" * 128, "\U0001f600" * 64):
         check_session_id(fits)
@@ -105,15 +100,6 @@ def test_peers_hear_again_of_what_is_held_before_they_would_forget_it(
     told.clear()
     table.keep_alive(1e6, 10)
     assert told == []
-
-
-def test_the_list_for_a_peer_says_how_long_each_was_idle(table: SessionTable) -> None:
-    table.book("held", "a", 1, 0, 0.0)
-    table.book("idle", "b", 1, 0, 0.0)
-    table.release("b", 2.0)
-    table.hear(heard("gone"), 0.0)
-    listed = [(live.event.session_id, live.idle_s) for live in table.live(TTL_S)]
-    assert listed == [("idle", TTL_S - 2.0), ("held", 0.0)]
 
 
 def test_a_binding_that_ends_while_the_list_is_read_is_not_in_it(table: SessionTable) -> None:
