@@ -5,7 +5,6 @@ Lines end reservations of a real selector, over real datagram sockets.
 
 import contextlib
 import logging
-import random
 import socket
 from pathlib import Path
 
@@ -13,11 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lean_selector.core.load.shapes import Booking
-from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import RouterSettings
-from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.gateway import access_logs
 from lean_selector.gateway.access_logs import (
     EARLY_MEMORY_S,
@@ -38,7 +32,7 @@ from lean_selector.http.listener import UnixPath, inet_socket
 from lean_selector.server.gateway_routes import AccessLogReaders
 from lean_selector.server.selector_flags import AccessLogsFlags
 from loadtest.child_service import free_port
-from tests.support.gates import NoEngines
+from tests.support.driven_selector import DrivenSelector
 from tests.support.on_loop import on_loop, until
 
 # -- what lines say -------------------------------------------------------------------------------
@@ -206,32 +200,14 @@ def test_what_is_no_network_is_refused(text: str) -> None:
 
 # -- whom they free -------------------------------------------------------------------------------
 
-NOW = 1000.0
 
-
-class Books:
-    """A selector with one worker of two ranks, and the ends that lines bring it."""
+class Books(DrivenSelector):
+    """With one worker of two ranks, and the ends that lines bring it."""
 
     def __init__(self) -> None:
-        self.now = NOW
-        settings = RouterSettings(use_kv_events=False)
-        self.selector = Selector(settings, NoEngines(), random.Random(7))
-        spec = WorkerSpec(
-            worker_id=7,
-            model_name="m",
-            tenant_id="default",
-            endpoint="http://w",
-            block_size=16,
-            data_parallel_size=2,
-        )
-        self.selector.upsert_worker(spec, NOW)
-        self.partition = self.selector.catalog.ready_partition("m", "default")
+        super().__init__()
+        self.register(7, data_parallel_size=2)
         self.ends = LogEnds(self.selector.free, self.selector.health.report, lambda: self.now)
-
-    def book(self, reservation_id: str) -> None:
-        prompt = Prompt(16, b"12345678", 1, b"87654321", b"87654321")
-        booking = Booking(reservation_id, 7, 0, None, True, 16, None, None)
-        self.selector.bookings.book(self.partition, booking, prompt, self.now)
 
     @property
     def live(self) -> set[str]:
@@ -243,8 +219,8 @@ class Books:
 
 def test_a_line_frees_its_reservation() -> None:
     books = Books()
-    books.book("a")
-    books.book("b")
+    books.reserve("a", (7, 0))
+    books.reserve("b", (7, 0))
     books.ends.take(b"lean-end reservation=a status=499")
     assert books.live == {"b"}
     assert books.results() == {"freed": 1}
@@ -273,7 +249,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_three_failures_eject_the_worker_that_is_named_and_only_that() -> None:
     books = Books()
     for n in range(3):
-        books.book(f"r{n}")
+        books.reserve(f"r{n}", (7, 0))
         books.ends.take(b"lean-end reservation=r%d status=502" % n)
     assert not books.partition.health.out
     for n in range(3):
@@ -332,7 +308,7 @@ async def test_lines_are_read_from_udp_and_from_a_unix_socket(tmp_path: Path) ->
     ]
     count = 3 * LINES_PER_TURN
     for n in range(2 * count):
-        books.book(f"r{n}")
+        books.reserve(f"r{n}", (7, 0))
     with (
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as by_udp,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as by_path,
@@ -365,7 +341,7 @@ async def test_a_queue_that_is_short_is_told_of_at_the_start(
     monkeypatch.setattr(access_logs, "_QUEUE_LENGTH", tmp_path / "length")
     places = [f"unixgram:{tmp_path}/s", f"syslog:127.0.0.1:{free_port()}"]
     with caplog.at_level(logging.WARNING):
-        AccessLogReaders(AccessLogsFlags(places=places), Books().selector, lambda: NOW).close()
+        AccessLogReaders(AccessLogsFlags(places=places), Books().selector, lambda: 0.0).close()
     assert ["net.unix.max_dgram_qlen is 10" in each for each in caplog.messages] == [True] * warns
     assert [vars(each)["place"] for each in caplog.records] == [f"unixgram:{tmp_path}/s"] * warns
 
@@ -382,7 +358,7 @@ async def test_others_than_loopback_may_not_write() -> None:
             return False
 
     reader = LineReader(bound, books.ends.take, books.ends.refuse, Nobody([]))
-    books.book("a")
+    books.reserve("a", (7, 0))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.sendto(b"lean-end reservation=a", address)
         await until(lambda: books.ends.results["not_allowed"] == 1)

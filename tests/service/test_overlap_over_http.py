@@ -1,81 +1,44 @@
-"""What the answers say of what engines hold, from their events on: spec indexer.md 3.5.
+"""What the answers say of what engines hold: spec indexer.md 3.5.
 
-How events come over sockets is in `tests/events/`.
+How events come over sockets is in `tests/events/`, what the index learns of them in `core/index/`.
 """
 
-from typing import Any
-
-import msgspec
-
-from lean_selector.core.index.kv_ingest import KvIngest
+from lean_selector.core.index.shapes import Tier
+from tests.support.driven_selector import pack
 from tests.support.gates import InProcess, selection_gate, selection_service
-from tests.support.kv_batches import decode_batch
 
-BLOCK_SIZE = 4
-MEDIUM = {"gpu": "GPU", "cpu": "CPU_PINNED", "disk": "DISK", "external": "EXTERNAL"}
-
-
-def stored(
-    tier: str, blocks: list[int], block_size: int = BLOCK_SIZE, parent: int | None = None
-) -> dict[str, Any]:
-    """Blocks in a row, below the one before them unless told otherwise. Block `n` of the one prompt
-    has hash 1000 + n."""
-    if parent is None and blocks[0] > 1:
-        parent = 1000 + blocks[0] - 1
-    return {
-        "type": "BlockStored",
-        "block_hashes": [1000 + block for block in blocks],
-        "parent_block_hash": parent,
-        "token_ids": [
-            t for block in blocks for t in range((block - 1) * block_size, block * block_size)
-        ],
-        "block_size": block_size,
-        "lora_id": None,
-        "medium": MEDIUM[tier],
-    }
-
-
-class Held:
-    """A selector with worker 1, of two ranks, that is told what they hold."""
-
-    def __init__(self, ranks: int = 1) -> None:
-        service = selection_service()
-        self.http = InProcess(selection_gate(service=service))
-        worker = {"worker_id": 1, "endpoint": "http://w", "block_size": BLOCK_SIZE}
-        assert self.http.post("/workers", {**worker, "data_parallel_size": ranks})[0] == 201
-        (partition,) = service.selector.catalog.partitions.values()
-        self._ingests = [KvIngest(partition.index, 1, rank) for rank in range(ranks)]
-
-    def publish(self, *events: dict[str, Any], dp_rank: int = 0) -> None:
-        payload = msgspec.msgpack.encode([0.0, events, dp_rank])
-        self._ingests[dp_rank].apply(decode_batch(payload))
-
-    def rows(self, blocks: int) -> list[tuple[int, int, int]]:
-        """Device, host-pinned and disk blocks of each rank, cumulative."""
-        prompt = {"token_ids": list(range(blocks * BLOCK_SIZE))}
-        status, scores = self.http.post("/overlap_scores", prompt)
-        assert status == 200
-        return [
-            (row["device_blocks"], row["host_pinned_blocks"], row["disk_blocks"])
-            for row in scores["workers"]
-        ]
+BLOCKS = [1, 2, 3, 4, 5, 6]
+PROMPT = {"block_hashes": BLOCKS, "sequence_hashes": BLOCKS, "isl_tokens": 24}
 
 
 def test_each_rank_is_scored_apart_and_the_worker_by_its_best() -> None:
     """Example 9; then one rank is cleared, on all tiers."""
-    engine = Held(ranks=2)
-    engine.publish(stored("gpu", [1, 2]), stored("cpu", [3]), stored("disk", [4, 5]))
-    engine.publish(stored("gpu", [1]), stored("disk", [2]), dp_rank=1)
-    assert engine.rows(6) == [(2, 3, 5), (1, 1, 2)]
-    prompt = {"token_ids": list(range(24))}
-    status, selection = engine.http.post("/select", prompt)
+    service = selection_service()
+    http = InProcess(selection_gate(service=service))
+    worker = {"worker_id": 1, "endpoint": "http://w", "block_size": 4, "data_parallel_size": 2}
+    assert http.post("/workers", worker)[0] == 201
+    index = service.selector.catalog.partitions["default", "default"].index
+    for dp_rank, tier, blocks in (
+        *((0, Tier.DEVICE, [1, 2]), (0, Tier.HOST_PINNED, [3]), (0, Tier.DISK, [4, 5])),
+        *((1, Tier.DEVICE, [1]), (1, Tier.DISK, [2])),
+    ):
+        index.store(1, dp_rank, tier, blocks[0] - 1 or None, blocks, pack(blocks))
+
+    def rows() -> list[tuple[int, int, int]]:
+        """Device, host-pinned and disk blocks of each rank, cumulative."""
+        names = ("device_blocks", "host_pinned_blocks", "disk_blocks")
+        scores = http.post("/overlap_scores", PROMPT)[1]["workers"]
+        return [(row[names[0]], row[names[1]], row[names[2]]) for row in scores]
+
+    assert rows() == [(2, 3, 5), (1, 1, 2)]
+    status, selection = http.post("/select", PROMPT)
     assert (status, selection["dp_rank"]) == (200, 0)
     overlap = {"longest_matched": 20, "gpu": 8, "dp": {"0": 8, "1": 4}, "cpu": 12, "disk": 20}
     assert selection["overlap"] == overlap
     assert selection["effective_prefill_tokens"] == 11
-    pinned = {**prompt, "pinned_worker": {"worker_id": 1, "dp_rank": 1}}
-    status, selection = engine.http.post("/select", pinned)
+    pinned = {**PROMPT, "pinned_worker": {"worker_id": 1, "dp_rank": 1}}
+    status, selection = http.post("/select", pinned)
     assert (status, selection["overlap"]) == (200, overlap)
     assert selection["effective_prefill_tokens"] == 24 - 5  # one block and a quarter
-    engine.publish({"type": "AllBlocksCleared"}, dp_rank=1)
-    assert engine.rows(6) == [(2, 3, 5), (0, 0, 0)]
+    index.clear(1, 1)
+    assert rows() == [(2, 3, 5), (0, 0, 0)]
