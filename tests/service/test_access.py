@@ -16,9 +16,8 @@ import pytest
 from lean_selector.http.head import digest_of
 from lean_selector.http.response import PendingReply
 from lean_selector.service.access import AccessTokens
-from lean_selector.service.application import openapi_route
 from lean_selector.service.gate import Gate
-from tests.support.gates import answered, asked, routes_of
+from tests.support.gates import described, request, routes_of
 from tests.support.on_loop import on_loop
 from tests.support.running_service import DEADLINE_S, RunningService, wait_until
 
@@ -39,21 +38,17 @@ class Service:
     """All routes of a service, behind tokens."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        routes = routes_of(name)
         self.name = name
-        self.gate = Gate(routes, tokens=AccessTokens(str(token_file(folder))))
-        described = openapi_route(name, tuple(routes), asks_tokens=True)
-        self.document = json.loads(
-            answered(Gate([described]), asked("GET", "/openapi.json", b""))[1]
-        )
+        self.gate = Gate(routes_of(name), tokens=AccessTokens(str(token_file(folder))))
+        self.document = described(name, asks_tokens=True)
 
     def ask(
         self, method: str, target: str, token: str | None = None, body: object = None
     ) -> tuple[int, str | None, bytes]:
         """Status, `www-authenticate`, body; 200 of an answer that is put off."""
-        request = asked(method, target, b"" if body is None else json.dumps(body).encode())
-        request.credential = None if token is None else digest_of(token.encode())
-        answer = self.gate(request)
+        asked = request(method, target, b"" if body is None else json.dumps(body).encode())
+        asked.credential = None if token is None else digest_of(token.encode())
+        answer = self.gate(asked)
         if isinstance(answer, PendingReply):
             return 200, None, b""
         head, _, text = bytes(answer).partition(b"\r\n\r\n")

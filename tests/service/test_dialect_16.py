@@ -3,21 +3,14 @@
 What was recorded of 1.6.1 is played in `conformance/`; here is what no recording can show.
 """
 
-import random
 from typing import Any
 
 import pytest
 
-from lean_selector.core.selection.router_settings import RouterSettings
-from lean_selector.core.selection.selector import Selector
 from lean_selector.core.settings import API_1_3, API_1_6, Dialect
 from lean_selector.http.response import encode_response
-from lean_selector.service.gate import Gate
 from lean_selector.service.header_warnings import refusal_lines
-from lean_selector.service.selection import SelectionService
-from lean_selector.service.selection_16 import SelectionService16
-from lean_selector.service.worker_handlers import ServiceState
-from tests.support.gates import NOW, InProcess, NoEngines, answer_of
+from tests.support.gates import InProcess, answer_of, selection_gate, selection_service
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 # What the two dialects call a booking's id, and the second half of a partition's name.
@@ -31,18 +24,10 @@ class Service(InProcess):
     """One dialect's routes over a selector with worker 1."""
 
     def __init__(self, dialect: Dialect = API_1_6, **settings: Any) -> None:
-        settings.setdefault("use_kv_events", False)
-        self.now = NOW
-        kind = SelectionService16 if dialect == API_1_6 else SelectionService
-        service = kind(
-            Selector(RouterSettings(dialect=dialect, **settings), NoEngines(), random.Random(7)),
-            dump=lambda: encode_response(200, b'{"all":1}'),
-            bare_dump=lambda: encode_response(200, b'{"bare":1}'),
-            sources=NoEngines(),
-            state=ServiceState(),
-            clock=lambda: self.now,
-        )
-        super().__init__(Gate(service.routes(), lines=refusal_lines))
+        service = selection_service(dialect=dialect, **settings)
+        service._dump = lambda: encode_response(200, b'{"all":1}')
+        service._bare_dump = lambda: encode_response(200, b'{"bare":1}')
+        super().__init__(selection_gate(lines=refusal_lines, service=service))
         self.register(1)
 
     def register(self, worker_id: int, **fields: object) -> None:

@@ -28,7 +28,7 @@ from tests.support.gates import (
     Turns,
     answer_of,
     answered,
-    asked,
+    request,
     selection_service,
 )
 
@@ -66,7 +66,7 @@ class Looked:
         assert self.http.post("/workers", {"block_size": 4, **body})[0] == 201
 
     def get(self, path: str) -> Any:
-        answer = self.gate(asked("GET", path, b""))
+        answer = self.gate(request("GET", path))
         assert isinstance(answer, PendingReply)
         self.turns.run()
         status, body = answer_of(answer)
@@ -406,5 +406,5 @@ def test_the_page_lets_nothing_run_but_what_is_in_it() -> None:
 
 def test_the_page_is_served_as_it_is() -> None:
     looked = Looked(0)
-    status, body = answered(looked.gate, asked("GET", "/ui", b""))
+    status, body = answered(looked.gate, request("GET", "/ui"))
     assert (status, body) == (200, page()[0])

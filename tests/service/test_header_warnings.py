@@ -11,6 +11,7 @@ import pytest
 from lean_selector.core.rank_bits import RankKey
 from lean_selector.core.selection.catalog import HttpPlaces, Worker, load_endpoints_of
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.core.settings import API_1_6
 from lean_selector.service.header_warnings import (
     NO_EVENTS,
     known_models_line,
@@ -18,7 +19,7 @@ from lean_selector.service.header_warnings import (
     registration_warnings,
 )
 from lean_selector.service.replies import warning_line
-from tests.support.gates import InProcess, selection_gate, selection_gate_16, selector
+from tests.support.gates import InProcess, selection_gate, selector
 from tests.support.running_service import DEADLINE_S, RunningService
 
 # -- endpoints of a registration ------------------------------------------------------------------
@@ -331,7 +332,7 @@ def test_a_request_that_fails_is_told_of_fields_that_look_like_known_ones(
     assert said in lines["x-warning"]
 
 
-@pytest.mark.parametrize("gate_of", [gate_with, lambda: InProcess(selection_gate_16())])
+@pytest.mark.parametrize("gate_of", [gate_with, lambda: selector(dialect=API_1_6)])
 def test_a_report_is_told_of_them_though_it_counts(gate_of: Callable[[], InProcess]) -> None:
     gate = gate_of()
     worker = {"worker_id": 0, "endpoint": "http://w", "block_size": 16, "data_parallel_size": 2}

@@ -17,6 +17,7 @@ from lean_selector import __version__
 from lean_selector.core.index import shapes as index_shapes
 from lean_selector.core.load import shapes as load_shapes
 from lean_selector.core.selection import shapes as selection_shapes
+from lean_selector.core.settings import API_1_3, API_1_6
 from lean_selector.service.access import NAMES
 from lean_selector.service.gate import Gate
 from lean_selector.wire import (
@@ -33,7 +34,7 @@ from tests.support.gates import (
     request,
     routes_of,
     selection_gate,
-    selection_gate_16,
+    selection_service,
     slot_tracker_gate,
 )
 
@@ -280,7 +281,8 @@ def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
 def gate_of(name: str) -> Gate:
     if name == "slot_tracker":
         return slot_tracker_gate()
-    return selection_gate_16() if name == "selector_16" else selection_gate()
+    dialect = API_1_6 if name == "selector_16" else API_1_3
+    return selection_gate(service=selection_service(dialect=dialect))
 
 
 def recorded(name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:

@@ -13,7 +13,7 @@ from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import SELECT_AND_RESERVE, Source
 from lean_selector.core.sessions.table import SessionTables
-from lean_selector.core.settings import API_1_6
+from lean_selector.core.settings import API_1_3, API_1_6
 from lean_selector.core.trackers import Trackers
 from lean_selector.gateway.route import RouteHandler
 from lean_selector.http.head import Request, block_of
@@ -94,10 +94,12 @@ def selection_service(
     publish: Callable[[ReplicaEvent], None] | None = None,
     **settings: Any,
 ) -> SelectionService:
-    """Without engines, nothing is registered. `publish` is told what peers hear."""
+    """Without engines, nothing is registered. `publish` is told what peers hear. In the dialect of
+    1.6 where `dialect` says so."""
     engines = NoEngines()
     settings.setdefault("use_kv_events", False)
-    return SelectionService(
+    kind = SelectionService16 if settings.get("dialect") == API_1_6 else SelectionService
+    return kind(
         Selector(
             RouterSettings(**settings),
             engines,
@@ -123,24 +125,6 @@ def selection_gate(
     return Gate(service.routes(), lines=lines)
 
 
-def selection_service_16() -> SelectionService16:
-    """The service in the dialect of 1.6."""
-    engines = NoEngines()
-    settings = RouterSettings(use_kv_events=False, dialect=API_1_6)
-    return SelectionService16(
-        Selector(settings, engines, random.Random(7)),
-        dump=lambda: encode_response(200, b"{}"),
-        sources=engines,
-        state=ServiceState(),
-        clock=lambda: NOW,
-    )
-
-
-def selection_gate_16() -> Gate:
-    service = selection_service_16()
-    return Gate(service.routes())
-
-
 def slot_tracker_gate() -> Gate:
     return Gate(SlotTrackerService(Trackers(), clock=lambda: NOW).routes())
 
@@ -158,7 +142,8 @@ def routes_of(service: str) -> list[Route]:
     shared.append(openapi_route(service, ()))
     if service == "slot_tracker":
         return [*SlotTrackerService(Trackers()).routes(), *shared]
-    selection = selection_service_16() if service == "selector_16" else selection_service()
+    dialect = API_1_6 if service == "selector_16" else API_1_3
+    selection = selection_service(dialect=dialect)
     door = RouteHandler(
         NoPrompts(),  # type: ignore[arg-type] # nothing is asked
         lambda body: None,
@@ -197,12 +182,13 @@ def request(
     accept: bytes | None = None,
     query: bytes | None = None,
 ) -> Request:
+    """Of a path, and what stands behind its `?` if no `query` is given."""
     fields = {b"content-type": content_type, b"accept": accept}
     block = block_of(
         {name: value for name, value in fields.items() if value is not None}, False, False
     )
-    target = path.encode() if isinstance(path, str) else path
-    return Request(method.encode(), target, query, body, block)
+    target, mark, behind = (path.encode() if isinstance(path, str) else path).partition(b"?")
+    return Request(method.encode(), target, behind if mark else query, body, block)
 
 
 def answered(gate: Gate, request: Request) -> tuple[int, bytes]:
@@ -231,7 +217,8 @@ class InProcess:
         """Status and body of an answer that is not put off."""
         content = raw if body is None else json.dumps(body).encode()
         kind = "application/json" if headers is None else headers.get("content-type")
-        status, text = answered(self.gate, asked(method, path, content, kind))
+        asked = request(method, path, content, content_type=None if kind is None else kind.encode())
+        status, text = answered(self.gate, asked)
         return status, json.loads(text) if text else None
 
     def post(self, path: str, body: object) -> tuple[int, Any]:
@@ -242,7 +229,7 @@ class InProcess:
 
     def later(self, path: str, body: object) -> PendingReply:
         """The answer of a POST that is parked."""
-        answer = self.gate(asked("POST", path, json.dumps(body).encode()))
+        answer = self.gate(request("POST", path, json.dumps(body).encode()))
         assert isinstance(answer, PendingReply)
         return answer
 
@@ -250,7 +237,7 @@ class InProcess:
         self, method: str, path: str, body: object = None
     ) -> tuple[int, dict[str, str], Any]:
         content = b"" if body is None else json.dumps(body).encode()
-        answer = self.gate(asked(method, path, content))
+        answer = self.gate(request(method, path, content))
         assert not isinstance(answer, PendingReply)
         head, _, text = bytes(answer).decode().partition("\r\n\r\n")
         lines: dict[str, str] = {}
@@ -266,17 +253,6 @@ def answer_of(parked: PendingReply) -> tuple[int | None, Any]:
         return None, None
     head, _, body = bytes(parked.response).partition(b"\r\n\r\n")
     return int(head[9:12]), json.loads(body)
-
-
-def asked(
-    method: str, path: str, content: bytes, content_type: str | None = "application/json"
-) -> Request:
-    """The request of a path with its query."""
-    target, mark, query = path.partition("?")
-    kind = None if content_type is None else content_type.encode()
-    return request(
-        method, target, content, content_type=kind, query=query.encode() if mark else None
-    )
 
 
 def selector(
