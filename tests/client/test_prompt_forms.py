@@ -87,15 +87,12 @@ def test_what_the_client_books_of_a_1_6_selector_it_can_free() -> None:
     with RunningService("--api", "1.6", "--use-kv-events=off") as service:
         service.post("/workers", {"worker_id": 1, "endpoint": "http://w", "block_size": 4})
 
-        def active() -> int:
-            return int(service.get("/loads")[1][0]["loads"][0]["active_requests"])
-
         async def book_and_free() -> None:
             async with KvRouter(f"http://127.0.0.1:{service.port}", block_size=4) as router:
                 assert await router.best_worker(TOKENS, request_id="mine") == (1, 0, 0)
-                assert active() == 1
+                assert service.active() == 1
                 await router.mark_prefill_complete("mine")
                 await router.free("mine")
 
         asyncio.run(book_and_free())
-        assert active() == 0
+        assert service.active() == 0

@@ -171,11 +171,7 @@ class Selector(RunningService):
 
     def _is_live(self, engine: Engine) -> bool:
         engine.cached_tokens(prompt(blocks=1))  # what is missing shows with the next live batch
-        return bool(self.source(engine)["state"] == "live")
-
-    def source(self, engine: Engine) -> dict[str, Any]:
-        rows = self.get("/kv_sources")[1]
-        return next(row for row in rows if row["worker_id"] == engine.worker_id)
+        return bool(self.kv_source(engine.worker_id)["state"] == "live")
 
     def known(self, tokens: list[int], salt: str | None = None) -> dict[int, int]:
         """Blocks of a prompt by worker."""
@@ -226,7 +222,7 @@ def selector(engines: list[Engine]) -> Iterator[Selector]:
     with running:
         yield running
         for engine in engines:
-            status = running.source(engine)
+            status = running.kv_source(engine.worker_id)
             assert status["state"] == "live"
             assert status["skipped"] == {}
             assert status["lost_batches"] == 0
@@ -242,7 +238,7 @@ def test_prompts_go_where_they_are_cached(engines: list[Engine], selector: Selec
     selector.listen_to(engines)
     for engine, tokens in early:
         selector.wait_until_known(tokens, engine)
-        assert selector.source(engine)["replayed_batches"] >= 4
+        assert selector.kv_source(engine.worker_id)["replayed_batches"] >= 4
     assert [engine.hash_types() for engine in engines] == [{int}, {bytes}]
 
     async def main() -> None:

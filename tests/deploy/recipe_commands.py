@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
-from lean_selector.server.flags import OneLineParser, add_flags, load
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.tools.recipes import recipes
+from tests.support.configured import configured as configured_as
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
@@ -79,16 +79,12 @@ def unit_command(flags: str | None = None) -> list[str]:
 
 def configured_gateway(words: list[str]) -> GatewayConfig:
     """A command of the gateway, read as at its start. A wrong one ends in SystemExit."""
-    parser = OneLineParser(prog="lean-selector gateway", allow_abbrev=False)
-    add_flags(parser, GatewayConfig)
-    return load(parser, GatewayConfig, words, {})
+    return configured_as(GatewayConfig, words)
 
 
 def configured(words: list[str]) -> SelectorConfig:
     """A command of the selector, read as at its start. A wrong one ends in SystemExit."""
-    parser = OneLineParser(prog="lean-selector", allow_abbrev=False)
-    add_flags(parser, SelectorConfig)
-    return load(parser, SelectorConfig, words, {})
+    return configured_as(SelectorConfig, words)
 
 
 def flags_of(add: Any) -> set[str]:

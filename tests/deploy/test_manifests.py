@@ -235,14 +235,9 @@ def test_replicas_find_the_engines_and_each_other_and_share_what_runs(cluster: C
         running.enter_context(second)
         cluster.start(peers, second_sync, "replica-sync")
         wait_until(lambda: is_ready(second), "the second knows them too")
-
-        def active(service: RunningService) -> int:
-            loads = service.get("/loads")[1]
-            return sum(rank["active_requests"] for row in loads for rank in row["loads"])
-
-        wait_until(lambda: active(second) == 1, "what the first holds is held by the second")
+        wait_until(lambda: second.active() == 1, "what the first holds is held by the second")
         assert second.request("DELETE", "/reservations/held")[0] == 200
-        wait_until(lambda: active(first) == 0, "what the second frees is free at the first")
+        wait_until(lambda: first.active() == 0, "what the second frees is free at the first")
         cluster.end(peers, first_sync)
         wait_until(lambda: second.get("/replica_sync/peers")[1] == [], "who went is no peer")
 

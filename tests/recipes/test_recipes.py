@@ -86,14 +86,8 @@ class Fleet:
             "the workers' events are heard",
         )
 
-    def loads(self) -> int:
-        """Requests that the selector takes for live."""
-        status, rows = self.selector.get("/loads")
-        assert status == 200
-        return sum(rank["active_requests"] for row in rows for rank in row["loads"])
-
     def wait_until_free(self) -> None:
-        wait_until(lambda: self.loads() == 0, "every reservation is freed")
+        wait_until(lambda: self.selector.active() == 0, "every reservation is freed")
 
     def wait_until_known(self) -> None:
         """What the workers hold: the next choice counts with it."""
@@ -231,7 +225,7 @@ def test_a_clients_own_headers_end_nothing(peaceful: Fleet) -> None:
     freed = fleet.lines().get("freed", 0)
     assert fleet.ask(chat("behind them", max_tokens=1))[0] == 200
     wait_until(lambda: fleet.lines().get("freed", 0) > freed, "the last line is heard of")
-    wait_until(lambda: fleet.loads() == 1, "only the client's own reservation is live")
+    wait_until(lambda: fleet.selector.active() == 1, "only the client's own reservation is live")
     assert all(not row.get("ejected_ranks") for row in fleet.selector.get("/workers")[1])
     assert fleet.selector.request("DELETE", "/reservations/mine")[0] == 200
 
@@ -265,7 +259,7 @@ def test_a_body_that_is_no_request_is_refused_in_openais_words(peaceful: Fleet) 
     # What no worker knows is answered by one: it knows best.
     status, _, body = fleet.ask({**chat("hello"), "model": "other"})
     assert (status, "other" in json.loads(body)["error"]["message"]) == (404, True)
-    assert fleet.loads() == 0
+    assert fleet.selector.active() == 0
 
 
 @on_unix
@@ -286,7 +280,7 @@ def test_a_body_beyond_what_the_gateway_holds_does_no_harm(peaceful: Fleet) -> N
     # HAProxy balances by itself what its buffers cannot hold.
     size, expected = (600_000, 200) if fleet.name == "haproxy" else (9_000_000, 413)
     assert fleet.ask(chat("x" * size))[0] == expected
-    assert (fleet.loads(), "freed" in fleet.lines()) == (0, False)
+    assert (fleet.selector.active(), "freed" in fleet.lines()) == (0, False)
     assert fleet.ask(chat("hello"))[0] == 200
     fleet.wait_until_free()
 
@@ -300,7 +294,7 @@ def test_whoever_hangs_up_frees_and_is_held_against_no_worker(peaceful: Fleet) -
             if number % 2:
                 connection.getresponse().read(1)
             else:
-                wait_until(lambda: fleet.loads() > 0, "it is booked")
+                wait_until(lambda: fleet.selector.active() > 0, "it is booked")
         fleet.wait_until_free()
     lines = fleet.lines()
     lines.pop("other", None)  # HAProxy tells of scripts that it gave up
@@ -339,7 +333,7 @@ def test_without_a_selector_the_gateway_balances_by_itself_and_believes_no_clien
         wait_until(is_asked_again, "the gateway comes back to the selector")
         # Over UDP a process of nginx hears of a closed port with its next line, and loses that.
         most = 0 if fleet.gateway.places.is_unix else os.cpu_count() or 1
-        wait_until(lambda: fleet.loads() <= most, "what was asked for again is freed")
+        wait_until(lambda: fleet.selector.active() <= most, "what was asked for again is freed")
 
 
 def test_what_a_selector_says_to_the_gateway_alone_never_reaches_a_client(
@@ -410,7 +404,7 @@ def test_nginx_with_lua_tells_when_the_first_byte_comes(tmp_path: Path) -> None:
                 return sum(r["potential_prefill_tokens"] for row in rows for r in row["loads"])
 
             wait_until(lambda: prefill() == 0, "its prompt counts as computed")
-            assert fleet.loads() == 1
+            assert fleet.selector.active() == 1
         fleet.wait_until_free()
 
 

@@ -95,5 +95,5 @@ def test_whose_token_is_refused_balances_by_itself_and_the_selector_counts_it(
             assert (status, headers["www-authenticate"]) == (200, None)
         assert sorted(heard(fleet)) == sorted(clients)
         assert routed(fleet) == {"403" if token == READ else "401": 2}
-        assert fleet.loads() == 0
+        assert fleet.selector.active() == 0
         wait_until(lambda: "the selector refuses" in fleet.gateway.log(), "the gateway says so")

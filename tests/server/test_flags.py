@@ -17,11 +17,11 @@ from lean_selector.server.flags import (
     add_flags,
     fields_of,
     flag,
-    load,
 )
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.selector_flags import SelectorConfig
 from lean_selector.server.service_flags import TrackerConfig
+from tests.support.configured import configured, refusal
 
 
 def _half(text: str) -> float:
@@ -76,9 +76,7 @@ class ToldOther(Config):
 
 
 def told(*argv: str, of: Any = Told, **environ: str) -> Any:
-    parser = OneLineParser(prog="it", allow_abbrev=False)
-    add_flags(parser, of)
-    return load(parser, of, argv, environ)
+    return configured(of, argv, **environ)
 
 
 @pytest.fixture
@@ -86,13 +84,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """The one line with which a start ends."""
 
     def line(*argv: str, of: Any = Told, **environ: str) -> str:
-        with pytest.raises(SystemExit) as ended:
-            told(*argv, of=of, **environ)
-        assert ended.value.code == 2
-        error = capsys.readouterr().err
-        assert error.startswith("it: error: ")
-        assert error.count("\n") == 1
-        return error.removeprefix("it: error: ").removesuffix("\n")
+        return refusal(capsys, of, argv, **environ)
 
     return line
 

@@ -40,11 +40,6 @@ def live(path: Path) -> set[str]:
     return {each["request_id"] for each in json.loads(text)["reservations"]}
 
 
-def active(service: RunningService) -> int:
-    [model] = service.get("/loads")[1]
-    return sum(each["active_requests"] for each in model["loads"])
-
-
 def metric(service: RunningService) -> float:
     return value(parsed(scrape(service.port)), "lean_selector_state_failing")
 
@@ -76,11 +71,11 @@ def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
     with service:
         assert [service.get(path) for path in paths] == told
         assert service.get("/replica_sync/peers") == (200, sorted([peer, added]))
-        assert active(service) == 1
+        assert service.active() == 1
         assert service.get("/ready")[0] == 200
         assert service.post("/select_and_reserve", booking("r"))[0] == 409
         assert service.request("DELETE", "/reservations/r")[0] == 200
-        assert active(service) == 0
+        assert service.active() == 0
 
 
 def test_a_killed_slot_tracker_knows_what_it_answered(tmp_path: Path) -> None:
@@ -122,14 +117,14 @@ def test_peers_know_what_the_last_interval_lost_and_hear_the_end_of_what_is_live
             assert live(tmp_path) == {"kept"}
             wait_until(lambda: hears(other, service), "it is heard again")
             assert service.post("/select_and_reserve", booking("lost"))[0] == 200
-            wait_until(lambda: active(other) == 2, "its peer holds both")
+            wait_until(lambda: other.active() == 2, "its peer holds both")
             kill(service)
         with service:
-            wait_until(lambda: active(service) == 2, "its peer has told what was lost")
+            wait_until(lambda: service.active() == 2, "its peer has told what was lost")
             wait_until(lambda: hears(other, service), "it is heard again")
             for reservation_id in ("kept", "lost"):
                 assert service.request("DELETE", f"/reservations/{reservation_id}")[0] == 200
-            wait_until(lambda: active(other) == 0, "its peer has heard of both ends")
+            wait_until(lambda: other.active() == 0, "its peer has heard of both ends")
 
 
 def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None:
@@ -154,7 +149,7 @@ def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None
             def is_heard() -> bool:
                 """A booking, since what is published before they are connected is lost."""
                 assert third.post("/select_and_reserve", booking(next(names)))[0] == 200
-                return active(service) > 0 and active(second) > 0
+                return service.active() > 0 and second.active() > 0
 
             wait_until(is_heard, "both hear the third")
             wait_until(lambda: len(live(tmp_path)) > 0, "a copy is on disk")
@@ -165,9 +160,9 @@ def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None
             ]
             for reservation_id in ended:
                 assert third.request("DELETE", f"/reservations/{reservation_id}")[0] == 200
-            wait_until(lambda: active(second) == 0, "the second hears of it")
+            wait_until(lambda: second.active() == 0, "the second hears of it")
             with service:
-                wait_until(lambda: active(service) == 0, "and the first, from the third")
+                wait_until(lambda: service.active() == 0, "and the first, from the third")
 
 
 def hears(other: RunningService, service: RunningService) -> bool:
@@ -230,7 +225,7 @@ def test_what_changes_while_it_drains_is_kept(tmp_path: Path) -> None:
         assert service.stop()[0] == 0
     assert live(tmp_path) == {"s"}
     with service:
-        assert active(service) == 1
+        assert service.active() == 1
         assert [each["worker_id"] for each in service.get("/workers")[1]] == [1]
 
 

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,19 +56,13 @@ def register(
     assert (status, worker["lifecycle"]) == (201, "schedulable")
 
 
-def source(service: RunningService, worker_id: int) -> dict[str, Any]:
-    rows = service.get("/kv_sources")[1]
-    found: dict[str, Any] = next(row for row in rows if row["worker_id"] == worker_id)
-    return found
-
-
 def tells(service: RunningService, worker_id: int, words: str) -> bool:
-    row = source(service, worker_id)
+    row = service.kv_source(worker_id)
     return words in (row["last_error"] or "") and words in (row["problem"] or "")
 
 
 def is_live(service: RunningService, worker_id: int, batches: int) -> bool:
-    row = source(service, worker_id)
+    row = service.kv_source(worker_id)
     return bool(row["state"] in ("live", "idle") and row["replayed_batches"] >= batches)
 
 
@@ -91,7 +84,7 @@ def test_engines_are_heard_with_right_keys_and_of_another_it_is_told_why(tmp_pat
             register(service, worker_id, each.endpoint, each.replay_endpoint)
         wait_until(lambda: is_live(service, 1, 1), "the first is heard, and replayed from")
         store(right, 1)
-        wait_until(lambda: source(service, 1)["last_seq"] == 1, "what is new is heard")
+        wait_until(lambda: service.kv_source(1)["last_seq"] == 1, "what is new is heard")
         words = "it does not encrypt, and keys are given for it"
         wait_until(lambda: tells(service, 2, words), "the other is plain")
 

@@ -50,17 +50,9 @@ def register_engine(service: RunningService, worker_id: int, engine: KvEventPubl
     )
 
 
-def source(service: RunningService, worker_id: int) -> dict[str, Any]:
-    found = [each for each in service.get("/kv_sources")[1] if each["worker_id"] == worker_id]
-    assert len(found) == 1
-    row = found[0]
-    assert isinstance(row, dict)
-    return row
-
-
 def wait_for_state(service: RunningService, worker_id: int, state: str) -> dict[str, Any]:
-    wait_until(lambda: source(service, worker_id)["state"] == state, f"{worker_id} is {state}")
-    return source(service, worker_id)
+    wait_until(lambda: service.kv_source(worker_id)["state"] == state, f"{worker_id} is {state}")
+    return service.kv_source(worker_id)
 
 
 # -- sources that lie -----------------------------------------------------------------------------
@@ -121,7 +113,7 @@ def test_a_lie_is_seen_everywhere(
         (found,) = (each for each in workers if each["worker_id"] == worker_id)
         return seen(*found["kv_sources"])
 
-    wait_until(lambda: seen(source(fleet, worker_id)), f"/kv_sources says {problem}")
+    wait_until(lambda: seen(fleet.kv_source(worker_id)), f"/kv_sources says {problem}")
     wait_until(seen_in_detail, f"/workers says {problem}")
     # Of a listener that does not answer at once another reason comes first, and is logged.
     level = "INFO" if state == "partial" else "WARNING"

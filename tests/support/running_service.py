@@ -95,3 +95,14 @@ class RunningService:
 
     def get(self, path: str) -> tuple[int, Any]:
         return self.request("GET", path)
+
+    def active(self) -> int:
+        """Requests that count as running, on all ranks."""
+        loads = self.get("/loads")[1]
+        return sum(rank["active_requests"] for row in loads for rank in row["loads"])
+
+    def kv_source(self, worker_id: int) -> dict[str, Any]:
+        """How the events of a worker's first rank come."""
+        rows = self.get("/kv_sources")[1]
+        found: dict[str, Any] = next(row for row in rows if row["worker_id"] == worker_id)
+        return found
