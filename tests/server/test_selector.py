@@ -243,6 +243,16 @@ def test_connections_beyond_the_most_are_refused_and_counted() -> None:
 # -- what the clock does --------------------------------------------------------------------------
 
 
+def test_who_waits_too_long_is_told_so() -> None:
+    flags = ("--queue-threshold", "1", "--queue-max-wait-secs", "0.05")
+    with RunningService(*flags, env=NO_EVENTS) as service:
+        service.post("/workers", worker())
+        assert service.post("/select_and_reserve", {**PROMPT, "reservation_id": "a"})[0] == 200
+        told = {"error": "no worker became free within 0.05 seconds"}
+        assert service.post("/select", PROMPT) == (503, told)
+        assert pending(service) == 0
+
+
 def test_ports_are_chosen_and_named_when_0_is_asked_for() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "lean_selector", "--port", "0", "--host", "127.0.0.1"],
