@@ -42,7 +42,10 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "cells": (
         [f"{CORE}/selection/choice.py", f"{CORE}/selection/overlap.py"],
-        ["tests/core/selection/test_choice.py", "tests/properties/test_choice.py"],
+        [
+            *(f"tests/core/selection/test_{name}.py" for name in ("choice", "cells", "explain")),
+            *("tests/properties/test_choice.py", "tests/properties/test_queue_model.py"),
+        ],
     ),
     "cursor": (
         [f"{CORE}/index/kv_cursor.py"],
@@ -54,7 +57,10 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "load": (
         [f"{CORE}/load/*.py"],
-        ["tests/core/load", "tests/properties/test_slots_model.py"],
+        [
+            *("tests/core/load", "tests/events/test_load_streams.py"),
+            "tests/properties/test_slots_model.py",
+        ],
     ),
     "holes": (
         [f"{CORE}/index/holes.py"],

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from lean_selector.core.load.rank_load import RankCounts
 from lean_selector.core.load.shapes import Booking, EngineLoad
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.load.speeds import (
@@ -150,6 +151,28 @@ def test_predictions_are_held_against_what_came() -> None:
     assert counts.predicted_s == pytest.approx(0.2)
     assert counts.observed_s == pytest.approx(0.4)
     assert counts.prediction_error == pytest.approx(0.5)
+
+
+def test_what_the_index_predicted_is_held_against_what_was_cached() -> None:
+    counts = RankCounts()
+    assert counts.index_accuracy is None
+    counts.compare(found=30, cached=40)
+    counts.compare(found=20, cached=10)
+    fades = 1 - 1 / 64
+    accuracy = 1 - (10 * fades + 10) / (40 * fades + 20)
+    assert counts.index_accuracy == pytest.approx(accuracy)
+
+
+def test_the_counts_of_two_ranks_add_up_each_with_its_own() -> None:
+    one, other = RankCounts(), RankCounts()
+    names = [name for name in dir(one) if type(getattr(one, name)) in (int, float)]
+    for place, name in enumerate(names, 1):
+        kind = type(getattr(one, name))
+        setattr(one, name, kind(place))
+        setattr(other, name, kind(100 * place))
+    one.add(other)
+    assert [getattr(one, name) for name in names] == [101 * at for at in range(1, len(names) + 1)]
+    assert len(names) >= 18
 
 
 def engine(prefilled: int | None, busy_s: float | None) -> EngineLoad:
