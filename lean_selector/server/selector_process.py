@@ -234,6 +234,9 @@ class SelectorParts:
             subscriptions.on_lost = self._polls.soon
         self._lifecycle = SelectorLog(selector)
         self._expiry = ExpirySweep(self._expire, selector.arrived, loop.call_soon)
+        self._forgetting: asyncio.TimerHandle | None = None
+        if config.settings.routed_ttl_s > 0.0:
+            self._forget(max(0.01, min(0.5, config.settings.routed_ttl_s / 40)))
 
     def engine_client(self) -> "OutboundClient":
         """The client for requests to engines. Raises StartError."""
@@ -259,6 +262,16 @@ class SelectorParts:
         self._lifecycle.expired(expired)
         return len(expired)
 
+    def _forget(self, every_s: float) -> None:
+        """Expire routed prompts, repeatedly. Clients would see a lifetime of seconds end a tick
+        late (recorded case predicted_ttl)."""
+        loop = asyncio.get_running_loop()
+        self._forgetting = loop.call_later(every_s, self._forget, every_s)
+        now = time.monotonic()
+        for partition in self.selector.catalog.partitions.values():
+            if partition.routed is not None:
+                partition.routed.expire(now)
+
     def tick(self, now: float) -> None:
         self._expiry.begin()
         self._lifecycle.look()
@@ -268,9 +281,6 @@ class SelectorParts:
             self._polls.look()
         if self.decisions is not None:
             self.decisions.hand_over()
-        for partition in self.selector.catalog.partitions.values():
-            if partition.routed is not None:
-                partition.routed.expire(now)
         self.selector.admit_waiting(now)
         if self.sessions is not None:
             self.sessions.tend(now, SESSION_STEPS)
@@ -304,6 +314,8 @@ class SelectorParts:
         if self.persister is not None:
             await self.persister.close()
         self._expiry.stop()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         if self.finding is not None:
             await self.finding.close()
         if self._polls is not None:
