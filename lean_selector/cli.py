@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     return _served(
         "lean-selector",
-        "Answers which worker should serve a prompt, and tracks in-flight load per worker. Other "
+        "Chooses the worker for a prompt, and tracks in-flight load per worker. Other "
         "commands: `lean-selector gateway` forwards requests to workers, too; `demo` shows it at "
         "work, `top` shows a running one, `simulate` compares policies on a trace, `replay` "
         "and `tune` settings on the decisions of a service, `check` finds what is wrong, `keys` "

@@ -27,7 +27,7 @@ class _Shim(ModuleType):
 
     def __getattr__(self, name: str) -> object:
         if name not in _NAMES[self.__name__]:
-            hint = "lean_selector.compat has the selection classes alone"
+            hint = "lean_selector.compat has only the selection classes"
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}: {hint}")
         return getattr(import_module("lean_selector"), name)
 

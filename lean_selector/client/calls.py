@@ -20,7 +20,7 @@ def _bare(value: object) -> int:
     """The plain int for an instance of an int subclass. Raises ValueError for other types."""
     if isinstance(value, int):
         return int(value)
-    raise ValueError(f"{type(value).__name__} is no type of JSON's")
+    raise ValueError(f"{type(value).__name__} is not a JSON type")
 
 
 _encode_json = msgspec.json.Encoder(enc_hook=_bare).encode

@@ -96,7 +96,7 @@ class CompletionStream:
         lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
         self._buffer = lines.pop()
         if len(self._buffer) > MAX_EVENT_BYTES:
-            raise MalformedStream(f"an event of more than {MAX_EVENT_BYTES} bytes")
+            raise MalformedStream(f"an event has more than {MAX_EVENT_BYTES} bytes")
         for line in lines:
             if not line.startswith(b"data:"):
                 continue  # comments, event names, ids, and the blank line between events

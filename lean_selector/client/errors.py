@@ -112,8 +112,8 @@ class ClientClosed(ClientError):
 class OtherEventLoop(ClientError):
     def __init__(self) -> None:
         super().__init__(
-            "this client was used by another event loop before: its connections belong to that "
-            "one; make one client for each asyncio.run()"
+            "this client was used on another event loop, which its connections belong to; create "
+            "one client per asyncio.run()"
         )
 
 

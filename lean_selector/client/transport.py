@@ -228,7 +228,7 @@ def answer_of(call: Call[T], response: httpx.Response) -> T:
     try:
         return call.read(response.content)
     except msgspec.DecodeError as error:
-        raise ServiceRefused(response.status_code, f"not the expected answer: {error}") from None
+        raise ServiceRefused(response.status_code, f"unexpected answer: {error}") from None
 
 
 class AsyncClosing:

@@ -72,9 +72,9 @@ def read_pair(path: str) -> KeyPair:
         if entry is not None and entry[1] == "secret-key":
             secret = _key(entry[2])
             if secret is None:
-                raise BadKeys(f"{path}: its secret-key is no key of 40 characters")
+                raise BadKeys(f"{path}: its secret-key is not a key of 40 characters")
     if secret is None:
-        raise BadKeys(f"{path} holds no secret-key, as `lean-selector keys` writes it")
+        raise BadKeys(f"{path} has no secret-key; `lean-selector keys` creates one")
     return KeyPair(zmq.curve_public(secret), secret)
 
 
@@ -84,15 +84,17 @@ def public_keys(path: str, content: bytes) -> tuple[bytes, ...]:
     for number, line in enumerate(_text(path, content).splitlines(), 1):
         entry = _ENTRY.fullmatch(line)
         if entry is not None and entry[1] == "secret-key":
-            raise BadKeys(f"{path} line {number} is a secret key: here belong public ones")
+            raise BadKeys(f"{path} line {number} is a secret key; this file needs public keys")
         words = [entry[2]] if entry is not None else line.split()
         key = _key(words[0]) if words else None
         if key is not None:
             found[key] = None
         elif words and not _is_of_no_key(line, words):
-            raise BadKeys(f"{path} line {number} is no public key of {KEY_CHARACTERS} characters")
+            raise BadKeys(
+                f"{path} line {number} is not a public key of {KEY_CHARACTERS} characters"
+            )
     if not found:
-        raise BadKeys(f"{path} holds no public key")
+        raise BadKeys(f"{path} has no public key")
     if len(found) > MOST_KEYS:
         raise BadKeys(f"{path} holds {len(found)} keys, more than {MOST_KEYS}")
     return tuple(found)

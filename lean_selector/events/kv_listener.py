@@ -372,7 +372,7 @@ class KvListener:
                 if self.cursor.replay_finished() is BatchVerdict.RESTART:
                     self._work.drop()
                     self.ingest.clear()
-                    text = "engine restarted: it has not the last batch that was applied"
+                    text = "engine restarted: it lacks the last batch that was applied"
                     self._report("restart", logging.WARNING, text)
                     continue
             else:
@@ -432,7 +432,7 @@ class KvListener:
         verdict = self.cursor.replayed(seq, payload)
         if verdict is BatchVerdict.RESTART:
             self.ingest.clear()
-            text = f"engine restarted: its batch {seq} is not the one that was applied"
+            text = f"engine restarted: its batch {seq} differs from the one that was applied"
             self._report("restart", logging.WARNING, text)
             return True
         if verdict is BatchVerdict.APPLY:

@@ -352,7 +352,7 @@ class Link:
             self._drop()
             if self._is_refused_for_key:
                 break
-        failure = self._failure or "it accepts connections and does not speak"
+        failure = self._failure or "it accepts connections and sends nothing"
         if not self._is_refused_for_key and self._links.may_probe():
             is_curve = self._curve is not None
             self._reasons[failure] = await why_no_handshake(address, is_curve=is_curve)
@@ -401,7 +401,7 @@ class Link:
             path = os.fsencode(rest)
             return [(socket.AF_UNIX, b"\0" + path[1:] if path.startswith(b"@") else path)]
         if scheme != "tcp":
-            raise OSError(f"{scheme} reaches nobody outside of this process")
+            raise OSError(f"{scheme} is not reachable outside of this process")
         host, _, port = rest.rpartition(":")
         try:
             check_link(self.endpoint)
@@ -469,13 +469,13 @@ class Link:
 
     def _failed(self, event: int) -> str:
         if event == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
-            return "it does not speak ZMQ as we do"
+            return "it violated the protocol in the ZMTP handshake"
         if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
             self._is_refused_for_key = True
             if self._curve is None:
-                return "it asks for credentials"
+                return "it requires credentials"
             return f"it does not admit our public key {self._curve.pair.public.decode()}"
-        return self._step.value if self._curve is None else "it has no server key that we believe"
+        return self._step.value if self._curve is None else "its server key is not trusted"
 
     def _end_monitor(self) -> None:
         """Stop reading libzmq's events; from now on the connection's descriptor is checked.
@@ -620,8 +620,8 @@ async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
     if (said[12:32].rstrip(b"\0") == b"CURVE") is is_curve:
         return None
     if is_curve:
-        return "it does not encrypt, and keys are given for it"
-    return "it asks for keys (CURVE), and none are given for it"
+        return "it does not encrypt, but keys are configured for it"
+    return "it requires CURVE, but no keys are configured for it"
 
 
 async def _ask(address: Address, question: bytes, size: int) -> bytes:

@@ -79,7 +79,7 @@ class LoadStream:
         message = None if newest is None else live_frames(newest)
         try:
             if message is None:
-                raise msgspec.DecodeError("it has not the frames topic, number and report")
+                raise msgspec.DecodeError("expected the frames topic, number and report")
             report = engine_load(message[1])
         except (msgspec.DecodeError, RecursionError) as error:
             self._refuse(error)
@@ -94,7 +94,7 @@ class LoadStream:
         self._is_warned = True
         worker_id, dp_rank = self._rank
         fields = {"worker_id": worker_id, "dp_rank": dp_rank, "endpoint": self.endpoint}
-        text = "worker %d dp_rank %d: load_endpoint %s publishes no report of load: %s"
+        text = "worker %d dp_rank %d: load_endpoint %s publishes no load report: %s"
         logger.warning(text, worker_id, dp_rank, self.endpoint, error, extra=fields)
 
 

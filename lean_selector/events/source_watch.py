@@ -49,7 +49,7 @@ def condition(
         )
     state = cursor.state
     if state is SourceState.SILENT:
-        return SILENT, "connected, nothing heard, and its replay is empty"
+        return SILENT, "connected, but no event received, and its replay is empty"
     if state is SourceState.PARTIAL:
         return PARTIAL, f"its replay begins at batch {cursor.unknown}, not at the first"
     if state is SourceState.NO_REPLAY and replay_endpoint is not None:
@@ -57,14 +57,14 @@ def condition(
     if state is SourceState.NO_REPLAY:
         return NO_REPLAY, f"no replay endpoint to ask for the {cursor.unknown} batches before"
     if state is SourceState.CONNECTING and replay_endpoint is None:
-        return NO_REPLAY, "connected, nothing heard, and no replay endpoint to ask"
+        return NO_REPLAY, "connected, but no event received, and no replay endpoint registered"
     return state.value, ""
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
     """Why blocks of the right size match no prompt."""
     if not ingest.stored:
-        return f"all {ingest.stored_partial} stored events are of less than a block"
+        return f"all {ingest.stored_partial} stored events have less than a block"
     told = str(ingest.is_eagle).lower()
     return (
         f"{ingest.stored_unlike_prompts} of {ingest.stored} stored events cover the token after a "

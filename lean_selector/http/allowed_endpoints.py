@@ -26,7 +26,7 @@ class Url:
 
     def __init__(self, text: str) -> None:
         if _PLAIN.fullmatch(text) is None:
-            raise ValueError(f"`{text}` has characters that a URL has not")
+            raise ValueError(f"`{text}` has characters that are invalid in a URL")
         parts = urlsplit(text)
         if parts.scheme not in _HTTP_PORTS:
             raise ValueError(f"`{text}` is not an http:// or https:// URL")
@@ -137,13 +137,13 @@ class _Pattern:
             except ValueError as error:
                 raise ValueError(f"`{text}`: {error}") from None
             if ("[" in host) != (self.network.version == 6):
-                raise ValueError(f"`{text}`: IPv6, and only that, stands in brackets")
+                raise ValueError(f"`{text}`: brackets are for IPv6 addresses, which require them")
             return
         host = host.removesuffix(".")
         if _GLOB.fullmatch(host) is None:
             raise ValueError(f"`{text}` has no valid host: a name, a network, or *")
         if not set(host) - set("0123456789.*"):
-            raise ValueError(f"`{text}`: name addresses by their network, such as 10.0.0.0/8")
+            raise ValueError(f"`{text}`: write addresses as a network, such as 10.0.0.0/8")
         self.name = _glob(host, "[^.]*")
 
     def concerns(self, target: "_Target") -> bool:

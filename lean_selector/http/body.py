@@ -167,7 +167,7 @@ class ChunkedBody(_Kept):
             self._state = _DATA if self._left else _TRAILERS
         elif self._state == _DATA_END:
             if line:
-                self.error = HttpError(400, "chunk data does not end where its size says")
+                self.error = HttpError(400, "chunk data does not match its stated size")
             self._state = _SIZE
         elif not line:
             self.is_done = True

@@ -207,7 +207,7 @@ def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
 def _judge(text: bytes) -> _Judged:
     """Raises MalformedAnswer."""
     if _STATUS_LINE.match(text) is None:
-        raise MalformedAnswer("what came is not HTTP: it has no status line of HTTP/1.1")
+        raise MalformedAnswer("the answer is not HTTP: it has no status line of HTTP/1.1")
     collector = _Collector()
     parser = httptools.HttpResponseParser(collector)
     try:
@@ -215,7 +215,7 @@ def _judge(text: bytes) -> _Judged:
     except httptools.HttpParserUpgrade:
         raise MalformedAnswer("the other side changed the protocol") from None
     except httptools.HttpParserError as error:
-        raise MalformedAnswer(f"what came is not HTTP: {error}") from None
+        raise MalformedAnswer(f"the answer is not HTTP: {error}") from None
     status = parser.get_status_code()
     if status == 101:
         raise MalformedAnswer("the other side changed the protocol")
@@ -399,7 +399,7 @@ class ClientConnection(asyncio.Protocol):
         if self._receiver is not receiver:
             return
         if relay.error is not None:
-            self.fail(f"what came is not HTTP: {relay.error.text}")
+            self.fail(f"the answer is not HTTP: {relay.error.text}")
         elif relay.is_done:
             self._end(receiver, stop == len(data))
 
@@ -439,7 +439,7 @@ class ClientConnection(asyncio.Protocol):
                 if not self._head:
                     self._head += data
                 if self._head[:5] != b"HTTP/"[: len(self._head)]:
-                    self.fail("what came is not HTTP")
+                    self.fail("the answer is not HTTP")
                 elif len(self._head) > MOST_HEAD_BYTES:
                     self.fail(f"the head of the answer has more than {MOST_HEAD_BYTES} bytes")
                 return None
@@ -459,7 +459,7 @@ class ClientConnection(asyncio.Protocol):
                 break
             self._interim += 1
             if self._interim > _MOST_INTERIM:
-                self.fail(f"more than {_MOST_INTERIM} interim answers came")
+                self.fail(f"more than {_MOST_INTERIM} interim answers")
                 return None
         # An upstream that refuses a long body may not read it; the unread data then fills the
         # kernel's buffers.
@@ -532,7 +532,7 @@ class Upstream:
                 if age_s > IDLE_S:
                     connection.drop()
             elif connection.waits and age_s > silence_s:
-                connection.fail(f"nothing came from it in {silence_s:g} s")
+                connection.fail(f"it sent nothing for {silence_s:g} s")
 
     def close(self) -> None:
         for connection in list(self.open):

@@ -195,7 +195,7 @@ class Connections:
                 break
             if connection.held_bytes:
                 self.bodies_refused += 1
-                connection.turn_away("too many requests are being received")
+                connection.turn_away("too many incomplete requests")
 
     def sweep(self, now: float) -> None:
         """Apply the timeouts. `now` is monotonic seconds. Call it about once a second, and once

@@ -221,7 +221,7 @@ class Lines:
                 async with asyncio.timeout(self._silence_s):
                     piece = await self._exchange.piece()
             except TimeoutError:
-                raise OutboundFailed(f"nothing came for {self._silence_s:g} s") from None
+                raise OutboundFailed(f"nothing received for {self._silence_s:g} s") from None
             self._take(piece)
         return self._ready.popleft()
 

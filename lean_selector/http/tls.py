@@ -211,7 +211,7 @@ class TlsConnection(asyncio.Protocol):
             self._has_said = True
             if data[0] != _HANDSHAKE:
                 self._raw.write(_PLAIN)
-                self._fail("not_tls", "no TLS, where TLS is spoken")
+                self._fail("not_tls", "plain text on a TLS port")
                 return
         self.held_bytes += len(data)
         self._door.connections.held_bytes += len(data)

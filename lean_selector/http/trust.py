@@ -67,7 +67,7 @@ class TokenFile:
             self._complains = False
         except (OSError, ValueError) as error:
             if not self._complains:
-                log.warning("the last token is used: %s", error)
+                log.warning("token file is invalid, the last token stays in use: %s", error)
             self._complains = True
         return self._token
 
@@ -75,7 +75,7 @@ class TokenFile:
 def _token(path: str, text: bytes) -> bytes:
     token = text.strip()
     if _TOKEN.fullmatch(token) is None:
-        raise ValueError(f"{path} holds no bearer token")
+        raise ValueError(f"{path} has no bearer token")
     return token
 
 
@@ -111,7 +111,7 @@ class Trust:
             if self._context is None:
                 raise
             if not self._complains:
-                log.warning("the last certificates are used: %s", error)
+                log.warning("certificate files are invalid, the last ones stay in use: %s", error)
             self._complains = True
         return self._context
 
@@ -119,7 +119,7 @@ class Trust:
         try:
             context = ssl.create_default_context(cafile=self._ca_file)
         except ssl.SSLError as error:
-            raise OSError(f"{self._ca_file} holds no certificates in PEM: {error}") from None
+            raise OSError(f"{self._ca_file} has no certificates in PEM: {error}") from None
         if self._cert_file is not None:
             key_file = self._key_file or self._cert_file
             try:
@@ -128,7 +128,7 @@ class Trust:
                 raise OSError(str(locked)) from None
             except ssl.SSLError:
                 raise OSError(
-                    f"{self._cert_file} and {key_file} hold no certificate and its key in PEM"
+                    f"{self._cert_file} and {key_file} are not a certificate and its key in PEM"
                 ) from None
         return context
 

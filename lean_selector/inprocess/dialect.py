@@ -95,7 +95,7 @@ def _plain(name: str, value: object) -> object:
         except NotImplementedError:
             raise ValueError(f"{name}: memoryview of format {view.format!r}") from None
     if not isinstance(value, (Sequence, set, frozenset)):
-        raise ValueError(f"{name}: {type(value).__name__} is no type of JSON's")
+        raise ValueError(f"{name}: {type(value).__name__} is not a JSON type")
     items = value if isinstance(value, (list, tuple)) else list(value)
     if items and type(items[0]) is int:  # many tokens or hashes, whose reader checks them
         return items
@@ -130,7 +130,7 @@ def check_text(name: str, given: object) -> None:
             try:
                 given.encode()
             except UnicodeEncodeError:
-                raise ValueError(f"{name}: not a string of Unicode characters") from None
+                raise ValueError(f"{name}: not valid Unicode") from None
     elif isinstance(given, Mapping):
         for key, value in given.items():
             check_text(name, key)

@@ -211,7 +211,7 @@ class Recovery:
         for problem in problems[:_LOGGED_PROBLEMS]:
             logger.warning("%s: %s", peer, problem)
         if problems and not partitions:
-            raise PeerFailed("nothing in its dump can be used")
+            raise PeerFailed("its dump has nothing usable")
         return partitions
 
     # Applying

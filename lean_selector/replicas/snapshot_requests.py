@@ -207,7 +207,7 @@ class CatchingUp:
             await self._take(live)
             self._log(url, snapshot)
             return
-        log.warning("catch-up: no peer had a snapshot; going on without")
+        log.warning("catch-up: no peer had a snapshot; continuing without")
 
     async def _take_from_all(self, occasion: Occasion) -> bool:
         """Take each peer's own requests, and what peers know of replicas that cannot be queried.
@@ -243,7 +243,7 @@ class CatchingUp:
                 if publisher.router_id not in answered:
                     heard.mended(publisher.router_id, publisher.sequence)
         if not answered:
-            log.warning("catch-up: no peer had a snapshot; going on without")
+            log.warning("catch-up: no peer had a snapshot; continuing without")
         return any(closed)
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:

@@ -78,7 +78,7 @@ class Discoveries:
         workers, peers = self.workers, self.peers
 
         def on_found(found: Found) -> None:
-            assert workers is not None, "files and URLs name workers"
+            assert workers is not None, "files and URLs list workers, not peers"
             workers.found(target.text, found, time.monotonic())
 
         def on_places(places: Iterable[Place], leaving: Iterable[Place]) -> None:

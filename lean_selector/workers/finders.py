@@ -59,7 +59,7 @@ class Sighting:
         self.error = reason
         if not self._warned_at or now - self._warned_at >= WARN_EVERY_S:
             self._warned_at = now
-            text = "discovery %s fails, its last result stays in use: %s"
+            text = "discovery %s failed, its last result stays in use: %s"
             log.warning(text, self.name, reason, extra={"discovery": self.name})
 
 
@@ -125,8 +125,8 @@ def _listed(text: bytes, is_yaml: bool) -> Found:
         again = msgspec.json.encode(content)
     except TypeError:
         raise ValueError(
-            "a key is no text: YAML reads on, off, yes, no and ~ without quotes as true, false and "
-            "null"
+            "a key is not text: YAML reads on, off, yes, no and ~ without quotes as true, false "
+            "and null"
         ) from None
     if "workers" in content:
         entries = msgspec.json.decode(again, type=Registrations).workers or []
@@ -154,7 +154,7 @@ def _content(text: bytes, is_yaml: bool) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (AttributeError, LookupError) as error:  # of the parser: value and tag disagree
-        raise ValueError(f"a value is not what its tag says: {error!r}") from None
+        raise ValueError(f"a value does not match its tag: {error!r}") from None
 
 
 def _checked(entries: list[Particulars]) -> tuple[Particulars, ...]:
@@ -271,7 +271,7 @@ class DnsFinder:
                 if family == wanted and isinstance(address, tuple)
             }
         if not found:
-            raise OSError("the answer names nobody")
+            raise OSError("the answer has no addresses")
         if len(found) > MOST_PLACES:
             raise OSError(f"the answer names {len(found)}, more than {MOST_PLACES}")
         return sorted(found)

@@ -186,7 +186,7 @@ def defaults_of(text: str) -> Particulars:
     defaults = msgspec.json.decode(text, type=Particulars)
     for name in ("worker_id", "endpoint"):
         if getattr(defaults, name) is not None:
-            raise ValueError(f"{name} is a worker's own")
+            raise ValueError(f"{name} differs between workers")
     return defaults
 
 

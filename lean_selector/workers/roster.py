@@ -125,7 +125,9 @@ class Roster:
     def failed(self, known: KnownWorker, reason: str) -> None:
         """Note that an engine did not answer; its last answer stays in effect."""
         if known.error is None:
-            log.warning("discovered worker %s does not describe itself: %s", known.key, reason)
+            log.warning(
+                "the engine of discovered worker %s cannot be queried: %s", known.key, reason
+            )
         known.error = reason
 
     def look(self, now: float) -> None:

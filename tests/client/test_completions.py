@@ -88,7 +88,7 @@ def test_tokens_are_counted_by_ids_then_usage_then_text() -> None:
         pytest.param(b'data: {"choices": 1}\n', "not a completion", id="wrong shape"),
         pytest.param(b'data: "\xff"\n', "not a completion", id="not utf-8"),
         pytest.param(event(error={"message": "oom"}), "the engine reports oom", id="an error"),
-        pytest.param(b"x" * (MAX_EVENT_BYTES + 1), "an event of more", id="endless line"),
+        pytest.param(b"x" * (MAX_EVENT_BYTES + 1), "an event has more", id="endless line"),
     ],
 )
 def test_what_is_no_stream_of_completions_is_refused(data: bytes, reason: str) -> None:

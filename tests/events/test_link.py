@@ -382,7 +382,7 @@ async def test_a_listener_that_says_nothing_is_given_up(monkeypatch: pytest.Monk
             while not heard.link.retries:
                 time.sleep(0.01)  # noqa: ASYNC251 - all that can be due is due
                 await asyncio.sleep(0)
-            assert heard.link.error == "it accepts connections and does not speak"
+            assert heard.link.error == "it accepts connections and sends nothing"
 
 
 @on_loop
@@ -617,7 +617,7 @@ def test_what_no_one_can_connect_to_is_refused_at_once(endpoint: str, is_one: bo
 async def test_what_only_a_process_of_its_own_reaches_says_so() -> None:
     async with Heard("inproc://a") as heard:
         await until(lambda: heard.link.error)
-        assert heard.link.error == "inproc reaches nobody outside of this process"
+        assert heard.link.error == "inproc is not reachable outside of this process"
 
 
 class Losable:

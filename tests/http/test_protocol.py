@@ -760,7 +760,7 @@ def test_a_connection_made_while_draining_gets_one_answer(client: Client) -> Non
 # How many, and how much they may hold together (D27).
 
 HALF_POST = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n"
-NO_ROOM = b'{"error":"too many requests are being received"}'
+NO_ROOM = b'{"error":"too many incomplete requests"}'
 
 
 def held_by(*clients: Client) -> list[int]:

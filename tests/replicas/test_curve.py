@@ -110,19 +110,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(
             lambda: Replica(A, B),
             lambda: Replica(B, OTHER),
-            "it has no server key that we believe",
+            "its server key is not trusted",
             id="a wrong server key",
         ),
         pytest.param(
             lambda: Replica(A, B),
             lambda: Replica(None),
-            "it asks for keys (CURVE), and none are given for it",
+            "it requires CURVE, but no keys are configured for it",
             id="no key at all",
         ),
         pytest.param(
             lambda: Replica(None),
             lambda: Replica(B, A),
-            "it does not encrypt, and keys are given for it",
+            "it does not encrypt, but keys are configured for it",
             id="an unencrypted peer",
         ),
     ],

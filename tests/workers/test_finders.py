@@ -93,7 +93,7 @@ async def test_a_name_that_fails_changes_nothing() -> None:
         it.addresses = socket.gaierror(-2, "Name or service not known")
         await it.fails("Name or service not known")
         it.addresses = []
-        await it.fails("the answer names nobody")
+        await it.fails("the answer has no addresses")
         assert it.urls == ["http://10.0.0.1:8000"]
         assert it.sighting.state == "failing"
         it.addresses = [(V4, ("10.0.0.1", 8000))]
@@ -152,7 +152,7 @@ async def test_a_file_that_cannot_be_read_is_a_failure_until_it_is_mended(tmp_pa
     running = asyncio.create_task(FileFinder(sighting, str(path), 0.001, on_found).run())
     await until(lambda: found == [["http://a:1"]])
     for text, reason in (
-        ("[{endpoint: 'http://a:1', topology_domains: {on: rack1}}]", "a key is no text"),
+        ("[{endpoint: 'http://a:1', topology_domains: {on: rack1}}]", "a key is not text"),
         ("workers: &a [*a]", "nested too deeply"),
     ):
         put(path, text)

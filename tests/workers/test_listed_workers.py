@@ -81,16 +81,16 @@ endpoints:
         (b"[{endpoint: 'http://a', events_port: 0}]", "events_port 0 is no port"),
         (b"endpoints: [{address: a, port: http}]", "`http` of a is no port"),
         (b"endpoints: [{port: 1}]", "missing required field `address`"),
-        (b"[{endpoint: 'http://a', topology_domains: {on: rack1}}]", "a key is no text"),
-        (b"{no: 1, workers: [{~: 2}]}", "a key is no text"),
+        (b"[{endpoint: 'http://a', topology_domains: {on: rack1}}]", "a key is not text"),
+        (b"{no: 1, workers: [{~: 2}]}", "a key is not text"),
         (b"workers: &a [*a]", "nested too deeply, or within themselves"),
         (b"workers: &a {b: *a, on: *a}", "nested too deeply, or within themselves"),
         # PyYAML 6.0.4 has a bound of its own, which strikes while its scanner looks ahead.
         (b"workers: " + b"[" * 100_000, "nested too deeply|nesting depth"),
         (b"workers: " + b"{a: " * 1000 + b"}" * 1000, "nested too deeply"),
-        (b"[{endpoint: 'http://a', is_eagle: !!bool maybe}]", "not what its tag says: .*'maybe'"),
-        (b"[{endpoint: 'http://a', block_size: !!int ''}]", "not what its tag says"),
-        (b"[{endpoint: 'http://a', block_size: !!timestamp 1}]", "not what its tag says"),
+        (b"[{endpoint: 'http://a', is_eagle: !!bool maybe}]", "does not match its tag: .*'maybe'"),
+        (b"[{endpoint: 'http://a', block_size: !!int ''}]", "does not match its tag"),
+        (b"[{endpoint: 'http://a', block_size: !!timestamp 1}]", "does not match its tag"),
         (b"[{endpoint: 'http://a', block_size: 2026-13-45}]", "month must be in"),
     ],
 )
@@ -122,7 +122,7 @@ def test_defaults_are_fields_of_a_registration() -> None:
         tenant_id="a", events_port=5557
     )
     for text, reason in (
-        ('{"worker_id":1}', "worker_id is a worker's own"),
+        ('{"worker_id":1}', "worker_id differs between workers"),
         ('{"tenant":"a"}', "unknown field `tenant`"),
         ("[]", "Expected `object`"),
         ("{", "malformed|truncated"),

@@ -68,7 +68,7 @@ def test_a_worker_that_says_it_is_not_well_is_ejected_until_it_says_it_is() -> N
         for status in (500, 503, 404, 301):
             sick.status = status
             becomes(fleet, 1, "ejected")
-            assert "2 polls in a row failed" in reason(fleet, 1)
+            assert "2 consecutive polls failed" in reason(fleet, 1)
             assert f"status {status}" in reason(fleet, 1)
             assert health(fleet, 2)["state"] == "in_service"
             sick.status = 200

@@ -91,7 +91,7 @@ class Ejections:
             health = self.ranks[key]
             again = health.on_probation
             how = _WORDS[outcome]
-            times = f"{health.failures} requests in a row failed"
+            times = f"{health.failures} consecutive requests failed"
             reason = f"tried again: {how}" if again else f"{times}, the last: {how}"
             rested = 0 if again else int((now - health.healed_at) / self._settings.base_s)
             health.ejections = max(0, health.ejections - rested) + 1
@@ -135,7 +135,7 @@ class Ejections:
         for key in due:
             health = self.ranks[key]
             health.is_down = True
-            self._eject(key, POLL, f"{health.failed_polls} polls in a row failed: {fault}", now)
+            self._eject(key, POLL, f"{health.failed_polls} consecutive polls failed: {fault}", now)
         return True
 
     def settle(self, now: float) -> bool:

@@ -36,11 +36,11 @@ def fail(of: Ejections, *keys: tuple[int, int], times: int = 3) -> None:
 def test_an_ejected_rank_has_the_reason_and_when_it_returns() -> None:
     some = ejections(failed_polls=2)
     fail(some, A)
-    assert some.ranks[A].reason == "3 requests in a row failed, the last: it failed"
+    assert some.ranks[A].reason == "3 consecutive requests failed, the last: it failed"
     assert some.ranks[A].returns_at == 10.0
     for _ in range(2):
         some.poll([B], "status 503", FOUR, 0.0)
-    assert some.ranks[B].reason == "2 polls in a row failed: status 503"
+    assert some.ranks[B].reason == "2 consecutive polls failed: status 503"
 
 
 def test_without_a_limit_reports_eject_nobody() -> None:
