@@ -32,7 +32,7 @@ _OPERATIONS: Final = {
 
 
 def operation_of(path: bytes) -> tuple[str, str]:
-    """The operation and the provider, as named by the conventions."""
+    """The operation and the provider, as OpenTelemetry's conventions name them."""
     return _OPERATIONS.get(path, (path.rpartition(b"/")[2].decode(), "openai"))
 
 
@@ -122,10 +122,10 @@ class GenAiMetrics:
                 ("gen_ai_server_time_to_first_token_seconds", "first_token",
                     "From the request to the first token of a stream."),
                 ("gen_ai_server_time_per_output_token_seconds", "per_token",
-                    "Between the tokens of a stream behind the first."),
+                    "Between the tokens of a stream after the first."),
                 ("gen_ai_client_token_usage", "input output",
-                    "Tokens of prompts and of answers, as engines count them."),
+                    "Tokens of prompts and answers, counted by the engines."),
                 ("lean_selector_gateway_cached_share", "share",
-                    "Part of a prompt's tokens that were cached, as engines count them."),
+                    "Share of a prompt's tokens that was cached, counted by the engines."),
             )
         ]  # fmt: skip

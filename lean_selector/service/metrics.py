@@ -54,11 +54,12 @@ def http_families(meters: Iterable[RouteMeter]) -> Families:
     return [
         *table({
             "http_requests_total": (answers,
-                "Answers by method, route and status; 499: the client left before its answer."),
+                "Answers by method, route and status; 499: the client disconnected before its "
+                "answer."),
         }),
         HistogramFamily(
             "lean_selector_http_request_duration_seconds",
-            "From the complete request to its answer, time in the queue included.",
+            "From the complete request to its answer, including time in the queue.",
             lambda: (
                 (meter.label, LATENCY_BOUNDS_S, meter.buckets(), meter.seconds) for meter in meters
             ),
@@ -78,18 +79,17 @@ def process_families(
     return [
         HistogramFamily(
             "lean_selector_loop_lag_seconds",
-            "How late the event loop gets to what is due, sampled 20 times a second.",
+            "Delay of the event loop's timers, sampled 20 times a second.",
             lambda: [("", histogram.bounds, histogram.buckets, histogram.total)],
         ),
         *table({
             "build_info": (lambda: [(build, 1)], "Always 1."),
             "log_lines_suppressed_total": (suppressed_log_lines,
-                "Log lines that a rate limit kept back."),
+                "Log lines suppressed by the rate limit."),
             "log_lines_dropped_total": (dropped_log_lines,
-                "Log lines for which there was no room, because stderr is not read."),
+                "Log lines dropped because stderr is not read."),
             "task_failures_total": (lambda: by("task", dict(sorted(failures.items()))),
-                "What failed beside the requests, each with a log line: tasks, callbacks,"
-                " threads."),
+                "Failures outside of requests, each with a log line: tasks, callbacks, threads."),
         }),
     ]  # fmt: skip
 
@@ -105,25 +105,25 @@ def connection_families(connections: Connections) -> Families:
     return table({
         "http_connections": (lambda: len(connections.open), "Open HTTP connections."),
         "http_connections_accepted_total": (lambda: connections.accepted,
-            "HTTP connections that were let in."),
+            "HTTP connections accepted."),
         "http_connections_refused_total": (lambda: connections.refused,
             "HTTP connections refused with 503, because --max-connections were open."),
         "http_accept_failures_total": (lambda: connections.accept_failures,
-            "Times that no connection could be accepted: no descriptor or no memory was left."),
+            "Failures to accept a connection: no descriptor or memory was left."),
         "http_held_bytes": (lambda: connections.held_bytes,
-            "Bytes of requests that are being received, or wait for a rank or behind another one."),
+            "Bytes of requests that are incomplete, queued, or behind another one of their "
+            "connection."),
         "http_held_refused_total": (lambda: connections.bodies_refused,
-            "Connections closed with 503 because all together held too many bytes."),
+            "Connections closed with 503 because all connections together held too many bytes."),
         "tls_handshakes_total": (lambda: tls.completed if tls.is_on else [],
-            "TLS handshakes that ended well; nothing while TLS is off."),
+            "Successful TLS handshakes; absent while TLS is off."),
         "tls_handshake_failures_total": (lambda: by("reason", tls.failures) if tls.is_on else [],
             "TLS handshakes that failed, by reason."),
         "tls_reloads_total": (reloads,
-            "Times that the files of TLS were read again: used, or refused and the last ones"
-            " kept."),
+            "Reloads of the TLS files: used, or refused."),
         "tls_certificate_not_after_seconds": (
             lambda: [] if tls.not_after is None else tls.not_after,
-            "The last second of the certificate that clients are shown, since 1970."),
+            "Expiry of the server's certificate, in seconds since 1970."),
     })  # fmt: skip
 
 
@@ -159,13 +159,13 @@ def load_families(scopes: Callable[[], Sequence[LoadScope]]) -> Families:
             "worker_active_prefill_tokens": (lambda load: load.active_prefill_tokens,
                 "Prompt tokens that a rank still has to prefill."),
             "worker_active_decode_blocks": (lambda load: load.active_decode_blocks,
-                "KV blocks that the active requests of a rank hold."),
+                "KV blocks of the active requests of a rank."),
             "worker_active_requests": (lambda load: load.active_requests,
                 "Active requests of a rank."),
         }),
         *table({
             "reservations": (live,
-                "Live reservations: admitted here (local), or heard of from a peer (replica)."),
+                "Live reservations: admitted here (local), or copied from a peer (replica)."),
             "reservations_booked_total": (
                 lambda: [(scope_labels(scope), scope.slots.booked) for scope in scopes()],
                 "Reservations admitted here."),
@@ -183,5 +183,5 @@ def prompt_families(unknown: Mapping[str, int]) -> Families:
     """`unknown`: prompts of raw requests without hashes, counted by reason."""
     return table({
         "unknown_prompts_total": (lambda: by("reason", dict(sorted(unknown.items()))),
-            "Prompts of raw requests of which not all blocks are known, by reason."),
+            "Prompts of raw requests with unknown blocks, by reason."),
     })  # fmt: skip
