@@ -179,7 +179,7 @@ async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
 
 
 def watch_process(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on, also log and count exceptions of `loop`'s callbacks, unawaited tasks, threads
+    """Also log and count exceptions of `loop`'s callbacks, unawaited tasks, threads
     and finalisers. Only for our own processes: other programs handle their own."""
     loop.set_exception_handler(_told_by_the_loop)
     threading.excepthook = _told_by_a_thread

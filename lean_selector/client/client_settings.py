@@ -95,7 +95,7 @@ class Backoff(msgspec.Struct, frozen=True):
     ) -> float | None:
         """Seconds before retry number `attempt` (from 0), or None to stop.
 
-        If the service asks for a longer wait, that is used, up to longest_s."""
+        A longer wait that the service requests is used instead, up to longest_s."""
         if attempt >= self.max_retries:
             return None
         wait = self.first_s * 2.0**attempt + rng.uniform(0.0, self.first_s)

@@ -154,7 +154,7 @@ class Driver:
         self._held[reservation] = opened
 
     def hand_over(self, reservation: Reservation) -> None:
-        """From now on its user frees it."""
+        """Leave the release of this reservation to its user."""
         self._held.pop(reservation, None)
 
     def report(self, reservation: Reservation) -> None:
@@ -177,7 +177,8 @@ class Driver:
             self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
 
     def release_from_anywhere(self, reservation: Reservation) -> None:
-        """Release it soon; to be called in any thread at any moment, as by a finaliser."""
+        """Schedule the release of a reservation. Any thread may call this at any time, as
+        finalisers do."""
         if not reservation.ended and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and we with it
                 self._loop.call_soon_threadsafe(self.release, reservation)

@@ -1,4 +1,4 @@
-"""What the clients raise, one tree:
+"""Errors that the clients raise, one tree:
 
     ClientError
       ServiceUnreachable     no response: refused, lost or timed out

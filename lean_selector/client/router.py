@@ -448,7 +448,7 @@ def _streamed(
 def _reserved(
     method: Callable[Concatenate[KvRouter, P], AbstractAsyncContextManager[Placement]],
 ) -> Callable[Concatenate["SyncKvRouter", P], AbstractContextManager[SyncPlacement]]:
-    """The same for a method that frees what it reserved."""
+    """The method without an event loop: a context manager that frees the reservation at its end."""
 
     @wraps(method)
     @contextmanager

@@ -1,4 +1,4 @@
-"""What a router asks of the service and of workers, and when: retries, avoided workers, releases.
+"""The requests of a router to the service and to workers: retries, avoided workers, releases.
 
 A `Driver` does the exchanges, and knows every reservation that is made here. All errors are those
 of `errors`.
@@ -209,7 +209,7 @@ class Routing:
         return selected
 
     async def _booked(self, call: Call[Selected], reservation: Reservation) -> Selected:
-        """One try. Without a response a reservation may exist all the same, so it is released
+        """One try. Without a response a reservation may exist nevertheless, so it is released
         before this raises: then the user's id can be reserved again."""
         try:
             return await self.driver.book(call, reservation)

@@ -143,13 +143,14 @@ class Trackers:
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
     ) -> None:
-        """Release a request's prefill tokens; repeating it is no error. Raises NotFound."""
+        """Release a request's prefill tokens; repeating it is not an error. Raises NotFound."""
         tracker = self._tracker(model_name, tenant_id)
         if tracker.ledger.prefill_complete(request_id, now) is None:
             raise NotFound(f"Request {request_id} not found")
 
     def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
-        """Free a request. An unknown id is no error, as documented; NotFound without a tracker."""
+        """Free a request. An unknown id is not an error, as documented; NotFound without a
+        tracker."""
         self._tracker(model_name, tenant_id).ledger.free(request_id, now)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:

@@ -50,7 +50,7 @@ class KvReplay:
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
         """`may_go_on(deadline)`: whether the previous reply is fully applied. `on_reply(frames)`:
-        True if no more is wanted."""
+        True if no further one is needed."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on
@@ -420,7 +420,7 @@ class KvListener:
             self._report("degraded", logging.WARNING, f"degraded: {text}")
 
     def _on_reply(self, frames: list[bytes]) -> bool:
-        """Judge one message of a replay; True if no more is wanted."""
+        """Judge one message of a replay; True if no further message is needed."""
         reply = replay_frames(frames)
         if reply is None:
             self.ingest.counts.skip("message", "bad_replay_frames")

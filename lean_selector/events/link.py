@@ -523,7 +523,7 @@ class Link:
         self._drop()
 
     def _begin_reading(self) -> None:
-        """Read only if connected, and after the owner was notified."""
+        """Start to read. Call it once the link is connected and its owner was notified."""
         assert self._socket is not None
         self._links.watch(self)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)

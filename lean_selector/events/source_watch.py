@@ -1,7 +1,7 @@
 """The fault of a source: when it began, and one log line when it begins and when it ends.
 
-A fault that the start of an engine explains is no warning at first, because engines take minutes to
-load a model. The state is given; this decides when to log it. D35."""
+A fault that the start of an engine explains is not a warning at first, because engines take minutes
+to load a model. The state is given; this decides when to log it. D35."""
 
 import logging
 from collections.abc import Callable

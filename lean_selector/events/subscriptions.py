@@ -196,7 +196,7 @@ class KvSubscriptions:
                 yield self._partitions[rank], listener.status()
 
     def watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        """By source of a partition: the last batch up to which the index is complete."""
+        """The last batch up to which the index is complete, by source of a partition."""
         watermarks = dict(partition.watermarks)
         for rank, of in self._partitions.items():
             watermark = self._listeners[rank].watermark if of is partition else None

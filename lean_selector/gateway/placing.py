@@ -1,4 +1,4 @@
-"""From a request to a connection: read its prompt, choose a worker, connect.
+"""Brings a request to a worker: reads its prompt, chooses a worker, and connects.
 
 Only this part of a request may wait: for an engine's tokens, for room, for a connection. A request
 that waits for none of these has no task, and is sent in the same turn of the loop. If it waits and

@@ -53,7 +53,7 @@ class Why(StrEnum):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """A reason with a description."""
+    """Why not all blocks of a prompt are known: a reason and its description."""
 
     why: Why
     text: str

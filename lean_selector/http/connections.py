@@ -71,7 +71,7 @@ class Timeouts(NamedTuple):
 
 
 class Connection(Protocol):
-    """What `Connections` needs of a connection."""
+    """The part of a connection that `Connections` uses."""
 
     @property
     def held_bytes(self) -> int: ...  # memory of unanswered requests

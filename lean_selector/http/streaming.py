@@ -153,7 +153,7 @@ class StreamingProtocol(HttpProtocol):
             self._after_parked()
 
     def break_off(self, resets: bool) -> None:
-        """A streamed answer ended early."""
+        """End a streamed answer early. `resets`: reset the connection instead of closing it."""
         self._unpark()
         if resets:
             self.transport.abort()

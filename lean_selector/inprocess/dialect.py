@@ -103,7 +103,7 @@ def _plain(name: str, value: object) -> object:
 
 
 def _number(value: int | float) -> int | float:
-    """A plain int or float, because attributes of subclasses are not sent."""
+    """The value as a plain int or float, if it is an instance of a subclass."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, int) else float(value)

@@ -228,7 +228,7 @@ def _shown(value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As a JSON string on one line."""
+    """The text as a JSON string on one line."""
     return _one_line(_encode(text.encode("utf-8", "replace").decode()))
 
 

@@ -1,4 +1,4 @@
-"""What GET /openapi.json answers, made of the files in `openapi/`: `schemas.json` describes the
+"""The answer of GET /openapi.json, made of the files in `openapi/`: `schemas.json` describes the
 structs of bodies and answers, and a file for each service its routes.
 
 The files are written by hand, and tests compare them with the routes and the structs. A schema has

@@ -182,8 +182,8 @@ class SelectionService(WorkerHandlers):
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`call_later` is needed only if waiting is limited. `bare_dump` makes the dump as in 1.6.
-        `books_at` is the route of `select_and_reserve` in metrics."""
+        """`call_later` is needed only if waiting is limited. `bare_dump` answers `/dump` without
+        details, as 1.6 does. `books_at` is the route of `select_and_reserve` in metrics."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump

@@ -18,7 +18,7 @@ OK: Final = Ok()
 
 
 class Replication(Protocol):
-    """What these routes need of replica sync."""
+    """The part of replica sync that these routes use."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 

@@ -240,8 +240,9 @@ def _mm_hashes_of_block(
     keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
 ) -> list[int] | None:
     """The multimodal hashes among a block's keys. An identifier is any text before an offset, or 64
-    hex digits alone that are no adapter's name; the first 16 of 64 hex digits are the hash. Other
-    texts, bytes and integers name things that are hashed otherwise, such as an adapter."""
+    hex digits alone that are not the name of an adapter; the first 16 of 64 hex digits are the
+    hash. Other texts, bytes and integers name things that are hashed otherwise, such as an
+    adapter."""
     hashes = []
     others = []
     for key in keys:
@@ -275,7 +276,8 @@ def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
 
 def rearranged(event: object) -> dict[str, object]:
     """The fields of an untyped event, named as in the map form. Names and texts may be bin. In the
-    tail of an array, a field of the wrong type is left out. Raises ValueError if it is no event."""
+    tail of an array, a field of the wrong type is left out. Raises ValueError if it is not an
+    event."""
     if isinstance(event, list):
         fields = _by_position(event)
     elif isinstance(event, dict):

@@ -100,7 +100,7 @@ Slices = Iterator[EventBatch | None]  # in order; None: nothing to apply yet
 
 
 class NotABatch(ValueError):
-    """The payload is no event batch: nothing in it can be attributed to a rank."""
+    """The payload is not an event batch: nothing in it can be attributed to a rank."""
 
 
 class TooManyEvents(NotABatch):

@@ -1,4 +1,4 @@
-"""Additions to msgspec: read lists a window at a time, and values followed by other bytes."""
+"""Additions to msgspec: read a list in windows, and a value that is followed by other bytes."""
 
 import re
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class ListReader(Generic[_T]):
     """Reads an array from its start, in pieces."""
 
     def __init__(self, data: Bytes, decode: Callable[[bytes], list[_T]]) -> None:
-        """`decode` reads an array of values. Raises ValueError if `data` is no array."""
+        """`decode` reads an array of values. Raises ValueError if `data` is not an array."""
         self._data = memoryview(data)
         self._decode = decode
         self.left, self._at = count_of(self._data)

@@ -27,7 +27,7 @@ _Head = TypeVar("_Head")
 
 
 class BadSnapshot(ValueError):
-    """The text is no snapshot; the message says why."""
+    """The text is not a snapshot; the message says why."""
 
 
 _encode = msgspec.json.Encoder().encode

@@ -115,7 +115,8 @@ def _packed_piece(
 def _packed_pieces(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """Parse a long text in pieces. A text that is no list of integers has a piece that is none."""
+    """Parse a long text in pieces. If the text is not a list of integers,
+    one of its pieces is not either."""
     end = text.rfind(b"]")
     if end < 0 or text[end + 1 :].strip(_BLANKS):
         return None

@@ -89,7 +89,7 @@ _EAGLES: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 
 
 def model_of(body: bytes) -> tuple[str | None, str | None]:
-    """From /v1/models: the first model that is no adapter, and its owner."""
+    """The first model of /v1/models that is not an adapter, and its owner."""
     for model in msgspec.json.decode(body, type=Models).data:
         if model.parent is None:
             return model.id, model.owned_by
@@ -121,7 +121,7 @@ def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
 
 
 def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
-    """From /kv_event_sources: each rank's endpoints for events and for their replay."""
+    """Each rank's endpoints for events and for their replay, as /kv_event_sources lists them."""
     sources = list(_vllm_sources(body))
     if not sources:
         return

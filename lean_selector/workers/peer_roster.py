@@ -22,7 +22,7 @@ REFUSED: Final = "refused"
 
 
 class Mesh(Protocol):
-    """What discovery needs of the replica mesh."""
+    """The part of the replica mesh that discovery uses."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 

@@ -296,7 +296,7 @@ class DeviceTier:
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
-        """What ranks hold of the start of a prompt, and the runs along it.
+        """How many leading blocks of a prompt ranks hold, and the runs along it.
 
         The matches are (leading blocks, set of ranks), for ranks with a hit; the sets are disjoint
         and not empty."""

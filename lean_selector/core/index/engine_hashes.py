@@ -135,7 +135,7 @@ class EngineHashes:
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
-        """Positions of a row up to the last that has a name other than 0; 0 without a row."""
+        """The length of a row without its trailing zeros, in positions; 0 without a row."""
         row = self.rows.get(strand)
         if row is None:
             return 0

@@ -81,8 +81,8 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Positions of the runs right above a strand that no rank holds: its share, if several strands
-    hang on them."""
+    """Positions of the runs directly above a strand that no rank holds. If several strands share
+    these runs, each counts its share of them."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)
     for _ in range(_MOST_RUNS_ABOVE):

@@ -162,7 +162,7 @@ class KvIndex:
         return len(rank.lower[tier - 1]) if rank.lower else 0
 
     def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
-        """What each rank holds of the start of a prompt. Ranks without a hit are left out."""
+        """How many leading blocks of a prompt each rank holds. Ranks without a hit are left out."""
         sets, found = self.match_sets(local_hashes)
         found += [(Matched(blocks), ranks) for blocks, ranks in sets]
         keys_of = self._device.ranks.keys_of

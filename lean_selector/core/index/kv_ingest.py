@@ -340,8 +340,8 @@ class KvIngest:
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
         """Whether this event may announce blocks that a request found cached. If the next event of
-        the batch continues its chain, the engine does announce them: such blocks are no copies, and
-        the copies counted before are taken back."""
+        the batch continues its chain, the engine does announce them: such blocks are not copies,
+        and the copies counted before are taken back."""
         if self._is_again:
             return False  # it was just stored
         is_new = self._index.blocks(*key, _DEVICE) != before

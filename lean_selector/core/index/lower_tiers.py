@@ -352,7 +352,7 @@ class LowerMatches:
                 edges.doubtful |= 1 << bit
 
     def release(self, rank: Holdings) -> None:
-        """Remove the lower tiers of a rank, which are empty, if it had any."""
+        """Forget a rank whose lower tiers are empty. Does nothing if it never had any."""
         bit = rank.device.bit
         if self.ranks.pop(bit, None) is not None:
             rank.lower = []

@@ -230,8 +230,8 @@ class RunTrie:
     def match_sets(
         self, ranks: int, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[Run]]:
-        """What these ranks hold of the start of a prompt, and the runs along it. The matches are
-        (leading blocks, set of ranks), for ranks with a hit; the sets are disjoint and not
+        """How many leading blocks of a prompt these ranks hold, and the runs along it. The matches
+        are (leading blocks, set of ranks), for ranks with a hit; the sets are disjoint and not
         empty."""
         result: list[tuple[int, int]] = []
         path: list[Run] = []

@@ -46,7 +46,7 @@ class Matched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Edge(msgspec.Struct, gc=False):
-    """From a block to the next one, by their engine hashes, 8 bytes each."""
+    """A step from a block to the next one, by their engine hashes, 8 bytes each."""
 
     key: bytes  # the parent's hash (empty for the first block of a prompt), then the local hash
     child: bytes

@@ -106,7 +106,7 @@ class Speeds:
                 self._sample(reservation.rank, seconds, now)
 
     def reported(self, load: RankLoad, old: EngineLoad, new: EngineLoad, now: float) -> None:
-        """Use two consecutive load reports of a rank's engine."""
+        """Learn the speed of a rank from two consecutive load reports of its engine."""
         speed = self._by_bit.get(load.bit)
         if speed is not None and now - speed.last_at < _REPORTS_AFTER_S:
             return

@@ -65,7 +65,7 @@ class CatchUp:
         self.begin_again(now)
 
     def begin_again(self, now: float) -> None:
-        """Prepare for another snapshot. Waiting bookings go on waiting until their own deadline."""
+        """Prepare for another snapshot. Waiting bookings keep their own deadlines."""
         self.ends_at = now + HOLD_S
         # Until the snapshot is complete: ends and prefill completions received, the oldest first.
         self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()

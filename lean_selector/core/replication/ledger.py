@@ -106,7 +106,7 @@ class Ledger:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> Reservation | None:
-        """Release a request's prefill tokens; repeating it is no error. None: not live."""
+        """Release a request's prefill tokens; repeating it is not an error. None: not live."""
         completed = self.slots.prefill_complete(request_id, now)
         if completed is None:
             return None

@@ -61,8 +61,8 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """The tokens owed by the full ranks among `ranks`, which count as evicted up to the number
-        cached there. 0 unless another of `ranks` has room."""
+        """How many cached tokens of the full ranks among `ranks` count as evicted, at most. 0
+        unless another of `ranks` has room."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:

@@ -20,7 +20,7 @@ _LOOKS_PER_RANK = 8  # cost of looking a rank up in a table, in looks at a set
 
 
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
-    """What ranks hold of a prompt; sets with the most device blocks come first."""
+    """How many blocks of a prompt ranks hold; sets with the most device blocks come first."""
     sets, extended = partition.index.match_sets(local_hashes)
     found: MatchSets = []
     for blocks, ranks in reversed(sets):
@@ -88,7 +88,7 @@ def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -
 
 
 def match_of(matches: MatchSets, mask: int) -> Matched:
-    """What one rank holds."""
+    """The match of one rank."""
     for match, ranks in matches:
         if ranks & mask:
             return match

@@ -113,8 +113,8 @@ class SessionTable:
     def book(
         self, session_id: str, reservation_id: str, worker_id: int, dp_rank: int, now: float
     ) -> None:
-        """Bind a session to the rank on which a reservation of it was booked. The reservation holds
-        the binding until `release`. In a full table a new session stays unbound."""
+        """Bind a session to the rank on which a request of the session was booked. The reservation
+        holds the binding until `release`. In a full table a new session stays unbound."""
         self.release(reservation_id, now, tells=False)  # from an earlier use of the id, if any
         counts = self.counts
         binding = self.bound(session_id, now)
