@@ -127,7 +127,7 @@ def _text(path: str, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise BadKeys(f"{path} holds no text") from None
+        raise BadKeys(f"{path} is not a text file") from None
 
 
 def _key(text: str) -> bytes | None:

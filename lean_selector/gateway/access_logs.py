@@ -52,7 +52,7 @@ def place_of(text: str) -> LogAddress:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        raise ValueError(f"`{text}`: an IPv6 address stands in brackets")
+        raise ValueError(f"`{text}`: an IPv6 address needs brackets")
     if not host or not colon:
         raise ValueError(f"`{text}` lacks a host or a port: syslog:HOST:PORT")
     if not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65_536):
@@ -139,7 +139,7 @@ def _of_nginx(fields: Mapping[str, str]) -> str | None:
     if first == "-":
         return None
     if not (first.isascii() and first.isdigit() and len(first) == 3):
-        raise ValueError("its upstream is no list of statuses")
+        raise ValueError("its upstream is not a list of statuses")
     connects = _LIST.split(fields.get("connect", "-"))
     if first in ("502", "504") and connects[0] == "-":
         return REFUSED
@@ -151,7 +151,7 @@ def _of_nginx(fields: Mapping[str, str]) -> str | None:
 def _of_haproxy(fields: Mapping[str, str], status: int | None) -> str | None:
     state = fields.get("termination", "--")
     if _TERMINATION.fullmatch(state) is None:
-        raise ValueError("its termination is none of HAProxy's")
+        raise ValueError("its termination is not one of HAProxy's")
     cause, phase = state[0], state[1]
     if cause in "sS":
         return REFUSED if phase == "C" else None if phase == "Q" else FAILED
@@ -168,7 +168,7 @@ def _of_envoy(fields: Mapping[str, str], status: int | None) -> str | None:
         raise ValueError("its attempts are not a number")
     flags = fields.get("flags", "")
     if flags and _FLAGS.fullmatch(flags) is None:
-        raise ValueError("its flags are none of envoy's")
+        raise ValueError("its flags are not among Envoy's")
     if len(attempts) > 1 or attempts > "1":
         return FAILED
     if not flags:
@@ -211,7 +211,7 @@ def ended_of(line: bytes) -> Ended:
         raise BadLine(f"it is longer than {LONGEST_LINE} bytes")
     found = _WORD.search(line)
     if found is None:
-        raise OtherLine("it has no word lean-end")
+        raise OtherLine("it lacks the word lean-end")
     fields = _fields(line[found.end() :].rstrip(b"\r\n\0 "))
     reservation_id = fields.get("reservation")
     if reservation_id is not None and len(reservation_id) > LONGEST_ID:
@@ -245,7 +245,7 @@ def _fields(text: bytes) -> dict[str, str]:
     while at < len(text):
         found = _FIELD.match(text, at)
         if found is None:
-            raise BadLine(f"byte {at} behind lean-end begins no name=value")
+            raise BadLine(f"byte {at} after lean-end does not begin a name=value")
         at = found.end()
         name, quoted, plain = found.groups()
         value = plain if quoted is None else quoted
@@ -322,7 +322,7 @@ class LogEnds:
             self.results[MALFORMED] += 1
             shown = line[:_MOST_SHOWN].decode("utf-8", "replace")
             _log.warning(
-                "a line of an access log was not understood",
+                "invalid line of an access log",
                 extra={"reason": str(error), "line": shown},
             )
             return
@@ -349,7 +349,7 @@ class LogEnds:
         """Count a datagram from a sender that is not allowed."""
         self.results[NOT_ALLOWED] += 1
         _log.warning(
-            "a line of an access log came from an address that --lifecycle-allow does not name",
+            "line of an access log from an address that --lifecycle-allow does not list",
             extra={"address": host},
         )
 
@@ -383,7 +383,7 @@ def warn_of_a_short_queue(place: str) -> None:
         return  # not Linux, or not readable
     if length < ENOUGH_QUEUED:
         _log.warning(
-            "lines of access logs that come in a burst will be lost: net.unix.max_dgram_qlen is %d;"
+            "bursts of access-log lines will be lost: net.unix.max_dgram_qlen is %d;"
             " set it to %d or more before the selector starts, or read lines over UDP",
             length,
             ENOUGH_QUEUED,
@@ -425,7 +425,7 @@ class LineReader:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                _log.warning("lines of access logs cannot be read", extra={"error": str(error)})
+                _log.warning("access logs cannot be read", extra={"error": str(error)})
                 return
             for _, kind, data in ancillary:
                 if kind == _SO_RXQ_OVFL and len(data) == _DROPS.size:
@@ -446,9 +446,9 @@ def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader
     """One series per result."""
     return table({
         "lifecycle_lines_total": (lambda: by("result", dict(sorted(ends.results.items()))),
-            "Lines of gateways' access logs by what became of them."),
+            "Lines of gateways' access logs, by result."),
         "lifecycle_lines_dropped_total": (lambda: sum(reader.dropped for reader in readers()),
-            "Lines that came over UDP while the socket had no room: their reservations expire."),
+            "Lines dropped because the UDP socket's buffer was full: their reservations expire."),
         "lifecycle_unknown_workers_total": (lambda: ends.unknown_workers,
-            "Lines whose worker is not registered."),
+            "Lines about a worker that is not registered."),
     })  # fmt: skip

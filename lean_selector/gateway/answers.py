@@ -202,7 +202,7 @@ def _beginning(data: bytes, at: int) -> int:
 MOST_SALT_CHARACTERS: Final = 128
 _NOT_IN_SALTS: Final = frozenset("@/\\\0")
 UNMARKABLE: Final = Unknown(
-    Why.SALT, "its cache_salt cannot be marked: it is too long, or has @, /, \\ or NUL"
+    Why.SALT, "its cache_salt cannot be prefixed: it is too long, or has @, /, \\ or NUL"
 )
 _TRUE: Final = Raw(b"true")
 _USAGE: Final = Raw(b'{"include_usage":true}')

@@ -226,7 +226,7 @@ class EngineTokenizer:
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """The tokens of a prompt, 4 bytes each. Raises NotTokenized."""
-        failed = NotTokenized(Why.FAILED, "no worker has a URL to ask for tokens")
+        failed = NotTokenized(Why.FAILED, "no worker has a URL to request tokens from")
         now = time.monotonic()
         self._turn += 1
         for path in _TOKEN_PATHS[request.kind] if workers else ():

@@ -132,7 +132,7 @@ class GatewayHandler:
             return self._models.answer(id_line(request_id), model)
         if not is_completion and not self._passes(path):
             text = (
-                f"{request.method.decode()} {path[:256].decode(errors='replace')} is not passed on"
+                f"{request.method.decode()} {path[:256].decode(errors='replace')} is not forwarded"
             )
             return self._refused(request_id, 404, text, "unknown_url")
         proxied = ProxiedRequest(

@@ -55,7 +55,7 @@ class ChatTemplate:
             self._template = environment.from_string(text)
             self._takes_parts = _looks_into_contents(environment.parse(text))
         except jinja2.TemplateError as error:
-            raise ValueError(f"{folder}: its chat template cannot be read: {error}") from None
+            raise ValueError(f"{folder}: invalid chat template: {error}") from None
 
     def rendered(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         """The text of a conversation. Raises ValueError if the template refuses it."""
@@ -249,17 +249,17 @@ class LocalTokenizer:
         """The prompt's text, and whether the tokenizer must add special tokens, as for plain
         texts."""
         if has_costly_numbers(request.body):
-            raise NotTokenized(Why.REFUSED, "it has numbers that are slow to read")
+            raise NotTokenized(Why.REFUSED, "it has numbers that are slow to parse")
         if request.kind not in COMPLETIONS:
-            raise NotTokenized(Why.REFUSED, "messages of this path are rendered by engines alone")
+            raise NotTokenized(Why.REFUSED, "only engines render messages of this path")
         if request.kind == Kind.TEXT:
             return msgspec.json.decode(request.text, type=str), request.flag(
                 "add_special_tokens", True
             )
         if request.has("chat_template"):
-            raise NotTokenized(Why.REFUSED, "the request brings a chat template of its own")
+            raise NotTokenized(Why.REFUSED, "the request has its own chat template")
         if request.flag("continue_final_message", False):
-            raise NotTokenized(Why.REFUSED, "`continue_final_message` is left to engines")
+            raise NotTokenized(Why.REFUSED, "only engines support `continue_final_message`")
         arguments: dict[str, Any] = msgspec.json.decode(
             msgspec.json.encode(template_arguments(request))
         )

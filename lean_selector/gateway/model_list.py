@@ -84,7 +84,7 @@ _named = msgspec.json.Decoder(ModelCard).decode
 
 def _told_models(models: dict[str, msgspec.Raw], line: bytes, model: str | None) -> bytes:
     if not models:
-        return refusal(503, "no worker tells its models", "no_worker", line)
+        return refusal(503, "no worker lists its models", "no_worker", line)
     if model is None:
         listed = b",".join(bytes(row) for row in models.values())
         return encode_response(200, b'{"object":"list","data":[%b]}' % listed, extra=line)

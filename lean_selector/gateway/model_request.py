@@ -45,10 +45,10 @@ _LIST_OF_TEXTS: Final = re.compile(rb'\[[ \t\r\n]*+["\[]')
 
 MEDIA: Final = Unknown(Why.MEDIA, "an image, a recording or a file in a message")
 SEVERAL: Final = Unknown(Why.SEVERAL, "several prompts in one request")
-UNKNOWN_FORM: Final = Unknown(Why.FORM, "a prompt in a form that is not known")
+UNKNOWN_FORM: Final = Unknown(Why.FORM, "a prompt in an unknown form")
 TOO_MANY_MESSAGES: Final = Unknown(Why.FORM, f"more than {MOST_MESSAGES} messages")
 TOO_MANY_IDS: Final = Unknown(Why.FORM, f"more than {MOST_IDS} token ids")
-NO_PROMPT: Final = Unknown(Why.PATH, "no prompt that is known on this path")
+NO_PROMPT: Final = Unknown(Why.PATH, "no known prompt form on this path")
 
 # Requests for which a worker is chosen; the prompts of the last three are not indexed.
 ROUTED_PATHS: Final = frozenset({

@@ -1,4 +1,4 @@
-"""From a raw request to the blocks of its prompt, with any source of tokens."""
+"""Turns a raw request into the blocks of its prompt, with any source of tokens."""
 
 import os
 from collections import Counter
@@ -55,7 +55,7 @@ class Routed:
 
 OFF: Final = Unknown(Why.OFF, "prompts are off")
 UNMARKED: Final = Unknown(
-    Why.SALT, "its cache_salt is not marked, so its blocks count as blocks without a salt"
+    Why.SALT, "its cache_salt has no prefix, so its blocks are treated as blocks without a salt"
 )
 NEW: Final = Unknown(Why.NEW, "it was not seen before")
 BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
@@ -170,7 +170,7 @@ class Prompts:
         if model is None:
             models = self._fleet.models(tenant_id)
             if len(models) > 1:
-                raise BadRequest("model: required, for there are several")
+                raise BadRequest("model: required, because there are several")
             model = models[0] if models else "default"
         served = self._fleet.model(model, tenant_id)
         if served is not None:

@@ -250,7 +250,7 @@ class ProxiedRequest:
         self._shedding = None
         if self.reply.begun:
             self._counts.broken += 1
-            self._note(reason, "its answer is cut short")
+            self._note(reason, "its answer ended early")
             reply = self.reply
             self._finish(FAILED)
             reply.break_off()
@@ -387,7 +387,7 @@ class ProxiedRequest:
             self._head = None
             self._look()
             return
-        self._note(reason, "another is tried" if may_retry else "the budget of retries is used up")
+        self._note(reason, "another is tried" if may_retry else "the retry budget is exhausted")
         self.tried.add(lease.endpoint.text)
         self.lease = None
         self._head = None

@@ -64,7 +64,7 @@ def _authority_of(endpoint: str) -> bytes:
     try:
         return Url(url_at(endpoint, "") or endpoint).authority.encode("ascii")
     except ValueError as error:
-        raise Unavailable(f"the worker that was chosen takes no HTTP: {error}") from None
+        raise Unavailable(f"the chosen worker has no HTTP endpoint: {error}") from None
 
 
 def error_of(error: SelectorError) -> bytes:
@@ -185,7 +185,7 @@ class RouteHandler:
         except SelectorError as error:
             response = error_of(error)
         except Exception:
-            _log.exception("a worker that was chosen could not be told")
+            _log.exception("the chosen worker could not be reported")
             response = refusal(500, "internal error")
         self._free(reservation_id)
         return response
@@ -207,7 +207,9 @@ def _reservation_id(given: bytes | None) -> str:
     if given is None:
         return str(uuid.uuid4())
     if _ID.fullmatch(given) is None:
-        raise BadRequest("x-reservation-id must be 1 to 256 of ASCII, without blanks or quotes")
+        raise BadRequest(
+            "x-reservation-id must be 1 to 256 ASCII characters without blanks or quotes"
+        )
     return given.decode("ascii")
 
 

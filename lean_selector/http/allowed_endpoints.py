@@ -33,7 +33,7 @@ class Url:
         if "@" in parts.netloc:
             raise ValueError(f"`{parts.hostname}`: credentials in a URL are not supported")
         if not parts.hostname:
-            raise ValueError(f"`{text}` names no host")
+            raise ValueError(f"`{text}` has no host")
         try:
             port = parts.port
         except ValueError:

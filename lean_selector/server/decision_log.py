@@ -297,7 +297,7 @@ class DecisionLog:
         file = self._file
         return table({
             "decision_log_requests_total": (lambda: self.requests,
-                "Requests logged to the decision log."),
+                "Requests written to the decision log."),
             "decision_log_dropped_total": (lambda: file.dropped + file.failed,
                 "Requests whose line was dropped: the disk was too slow, or failed."),
         })  # fmt: skip

@@ -159,8 +159,8 @@ def _api_client(finder: FinderFlags, resolve: Resolve) -> tuple[str, OutboundCli
         port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
         if not host:
             raise StartError(
-                "discovery by kubernetes: this is no pod (KUBERNETES_SERVICE_HOST is not set), "
-                "and there is no --kubernetes-api"
+                "discovery by kubernetes: not in a pod (KUBERNETES_SERVICE_HOST is not set), and "
+                "--kubernetes-api is not given"
             )
         api = f"https://{f'[{host}]' if ':' in host else host}:{port}"
     try:

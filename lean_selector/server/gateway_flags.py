@@ -122,7 +122,7 @@ class GatewayConfig(SelectorConfig):
         super().__post_init__()
         self.endpoints.check("", self.gateway.workers)
         if not self.gateway.workers and not self.discover.targets:
-            raise ValueError("name the workers: lean-selector gateway http://HOST:PORT ...")
+            raise ValueError("expected workers: lean-selector gateway http://HOST:PORT ...")
 
     @property
     def prompt_settings(self) -> PromptSettings:

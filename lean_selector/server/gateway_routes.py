@@ -87,8 +87,8 @@ class AccessLogReaders:
                 if not config.allowed and not is_loopback(bound.getsockname()[0]):
                     bound.close()
                     raise StartError(
-                        f"--lifecycle-from {text}: this is not a loopback address, and its senders "
-                        "can free reservations and eject workers: give --lifecycle-allow"
+                        f"--lifecycle-from {text}: this is not a loopback address, and senders can "
+                        "free reservations and eject workers: set --lifecycle-allow"
                     )
                 return bound
             warn_of_a_short_queue(text)

@@ -52,12 +52,12 @@ def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[s
         return []
     if has_allowed:
         return [
-            f"any client that reaches --host {host} can call every route: give "
-            "--auth-token-file, or bind 127.0.0.1"
+            f"any client that reaches --host {host} can call every route: set --auth-token-file, "
+            "or bind 127.0.0.1"
         ]
     return [
         f"any client that reaches --host {host} can register workers and peers, so that this "
-        "process connects to any endpoint: give --auth-token-file or --allow-endpoint, or bind "
+        "process connects to any endpoint: set --auth-token-file or --allow-endpoint, or bind "
         "127.0.0.1"
     ]
 
@@ -333,7 +333,9 @@ class HttpServer:
                 return
             if now - started >= LAST_CALL_S and connections.open and not is_told:
                 is_told = True
-                text = "stopping: waiting for open responses; a second signal (Ctrl-C) stops now"
+                text = (
+                    "stopping: waiting for open responses; a second signal (Ctrl-C) stops at once"
+                )
                 fields = {"connections": len(connections.open), "at_most_s": self._listen.drain_s}
                 log.info(text, extra=fields)
             with contextlib.suppress(TimeoutError):

@@ -241,11 +241,11 @@ class Replication:
             "replica_events_total": (exchanged,
                 "Replica events by direction, kind and outcome."),
             "replica_send_overflows_total": (lambda: sync.overflows,
-                "Times that a peer's send queue was found full."),
+                "Times that a peer's send queue became full."),
             "replica_outbox_events": (lambda: sync.waiting,
-                "Events that wait to be published to peers."),
+                "Events waiting to be published to peers."),
             "replica_missed_events_total": (lambda: sync.heard.missed,
-                "Events that peers published and that never arrived here."),
+                "Events published by peers that never arrived."),
             "replica_peers": (peers, "Peers by connection state."),
         })  # fmt: skip
 

@@ -61,7 +61,9 @@ def _path(_: str) -> NoReturn:
 
 def _url_path(value: str) -> str:
     if not value.startswith("/") or not value.isascii() or not value.isprintable() or " " in value:
-        raise ValueError("expected a path that begins with / and has neither spaces nor controls")
+        raise ValueError(
+            "expected a path that begins with / and has no spaces or control characters"
+        )
     return value
 
 

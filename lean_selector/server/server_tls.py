@@ -69,7 +69,7 @@ class ServerTls:
         except ValueError as error:
             self._counts.reload_failures += 1
             log.error(
-                "the TLS files cannot be used; the last ones stay in use",
+                "invalid TLS files; the last ones stay in use",
                 extra={"error": str(error)},
             )
             return
@@ -147,7 +147,7 @@ def _check_certificates(flag: str, path: str) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(path)
     except (OSError, ValueError):
-        raise ValueError(f"{flag}: {path} holds no certificates in PEM") from None
+        raise ValueError(f"{flag}: {path} has no certificates in PEM") from None
 
 
 def _unfit(files: TlsFiles, error: ssl.SSLError) -> str:
@@ -156,7 +156,7 @@ def _unfit(files: TlsFiles, error: ssl.SSLError) -> str:
     if error.reason in ("EE_KEY_TOO_SMALL", "CA_KEY_TOO_SMALL", "CA_MD_TOO_WEAK"):
         why = error.reason.lower().replace("_", " ")
         return f"--tls-cert: {files.cert} is too weak: {why}"
-    return f"--tls-key: {files.key} holds no private key in PEM"
+    return f"--tls-key: {files.key} has no private key in PEM"
 
 
 def _marks(files: TlsFiles) -> Marks:

@@ -33,7 +33,7 @@ def url(value: str) -> str:
     if not value.startswith(("http://", "https://")):
         raise ValueError(f"`{value}` is not an http:// or https:// URL")
     if "@" in value.split("/")[2]:  # credentials would not be sent, but would appear in log lines
-        raise ValueError("credentials in a URL are not supported: give --peer-token-file")
+        raise ValueError("credentials in a URL are not supported: use --peer-token-file")
     return value
 
 
@@ -191,7 +191,7 @@ class ReplicaFlags:
     def __post_init__(self) -> None:
         if self.port is not None and self.bind is not None:
             raise ValueError(
-                "--replica-sync-port and --replica-sync-bind mean one socket: give only one"
+                "--replica-sync-port and --replica-sync-bind set the same socket: give only one"
             )
         if self.advertise in self.peers:
             raise ValueError(

@@ -295,7 +295,10 @@ def restore_catalog(
         try:
             fields["kept_as"] = directory.keep_copy(CATALOG)
         except OSError as error:
-            log.error("what does not fit could not be kept", extra={"reason": error.strerror})
+            log.error(
+                "the state that could not be restored was not copied",
+                extra={"reason": error.strerror},
+            )
     log.info("state restored", extra=fields)
 
 
@@ -357,7 +360,7 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T
         fields = {"file": name, "reason": reason}
         try:
             aside = directory.set_aside(name)
-            log.error("state is damaged, and set aside", extra={**fields, "as": aside})
+            log.error("damaged state was moved aside", extra={**fields, "as": aside})
         except OSError as failed:
             log.error("state is damaged", extra={**fields, "not_set_aside": failed.strerror})
     return None
@@ -377,10 +380,12 @@ def _tried(read: Callable[[], T]) -> T:
 
 def _log_problems(what: str, problems: list[str]) -> None:
     for problem in problems[:_MOST_LOGGED]:
-        log.warning("some of the state does not fit", extra={"of": what, "reason": problem})
+        log.warning(
+            "some of the state could not be restored", extra={"of": what, "reason": problem}
+        )
     if len(problems) > _MOST_LOGGED:
         more = len(problems) - _MOST_LOGGED
-        log.warning("more of it does not fit", extra={"of": what, "count": more})
+        log.warning("more of it could not be restored", extra={"of": what, "count": more})
 
 
 # -- wiring ----------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Refusal:
 
 
 NO_TOKEN: Final = Refusal(401, "a bearer token is required")
-UNKNOWN_TOKEN: Final = Refusal(401, "the bearer token is not known", b', error="invalid_token"')
+UNKNOWN_TOKEN: Final = Refusal(401, "the bearer token is unknown", b', error="invalid_token"')
 
 
 def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
@@ -105,7 +105,7 @@ class AccessTokens:
             self._complains = False
         except (OSError, ValueError) as error:
             if again or not self._complains:
-                log.warning("the last tokens are used: %s", error)
+                log.warning("token file is invalid, the last tokens stay in use: %s", error)
             self._complains = True
 
 
@@ -119,9 +119,9 @@ def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
             continue
         where = f"{path}, line {number}"
         if words[0] not in ROLES:  # not quoted, because it may be a token
-            raise ValueError(f"{where}: the first word is none of {', '.join(NAMES.values())}")
+            raise ValueError(f"{where}: the first word is not one of {', '.join(NAMES.values())}")
         if len(words) != 2:
-            raise ValueError(f"{where}: expected a role and one token, and nothing else")
+            raise ValueError(f"{where}: expected only a role and one token")
         if _TOKEN.fullmatch(words[1]) is None:
             raise ValueError(
                 f"{where}: the token has characters other than letters, digits and -._~+/, with ="
@@ -132,5 +132,5 @@ def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
             raise ValueError(f"{where}: the same token as on line {lines[digest]}")
         roles[digest], lines[digest] = ROLES[words[0]], number
     if not roles:
-        raise ValueError(f"{path} holds no tokens: expected lines `ROLE TOKEN`")
+        raise ValueError(f"{path} has no tokens: expected lines `ROLE TOKEN`")
     return roles

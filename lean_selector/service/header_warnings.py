@@ -131,8 +131,8 @@ def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
 # -- registrations --------------------------------------------------------------------------------
 
 NO_EVENTS: Final = (
-    "no source of KV events is told, so load alone decides: name kv_events_endpoint, or the port "
-    f"of engines that are discovered with {EVENTS_PORT}"
+    "no source of KV events is given, so load alone decides: give kv_events_endpoint, or the port "
+    f"of discovered engines with {EVENTS_PORT}"
 )
 
 # a socket may bind to these wildcards, but no client can connect to them
@@ -280,13 +280,13 @@ def _fault(endpoint: str) -> str | None:
         check_endpoint(endpoint)
     except ValueError:
         if "://" in endpoint:
-            return "is no ZMQ endpoint (tcp://host:port)"
+            return "is not a ZMQ endpoint (tcp://host:port)"
         return f"has no scheme: tcp://{endpoint} is probably meant"
     scheme, _, address = endpoint.partition("://")
     if scheme == "inproc":
-        return "reaches nobody outside of the engine's process"
+        return "is not reachable outside of the engine's process"
     if scheme == "tcp" and address.rpartition(":")[0] in _LISTENING:
-        return "is where an engine listens, not where it is reached: name its host"
+        return "is a wildcard that an engine binds to: give its host"
     return None
 
 

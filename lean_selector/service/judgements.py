@@ -45,35 +45,35 @@ _NOT_HEARD: Final = (
 # By state of a source: its severity, a description if no problem is reported, and what to do.
 _STATES: Final[dict[str, tuple[str, str, str | None]]] = {
     "live": (Level.OK, "its events are followed", None),
-    "replaying": (Level.OK, "what was missed is being replayed", None),
+    "replaying": (Level.OK, "missed events are being replayed", None),
     "partial": (
         Level.NOTE,
-        "the replay no longer has the oldest batches: what the engine cached before is not known",
+        "the replay lacks the oldest batches: what the engine cached before them is unknown",
         None,
     ),
     "silent": (
         Level.NOTE,
-        "connected, and nothing was heard: an engine that has cached nothing yet, or no publisher",
+        "connected, but no event received: the engine has cached nothing yet, or publishes nothing",
         "send the engine a prompt, or run this check with --probe",
     ),
     NO_REPLAY: (
         Level.WARNING,
-        "no replay: what is missed, also by a restart of the selector, is lost",
+        "no replay: missed events are lost, including those during a restart of the selector",
         None,
     ),
     "degraded": (
         Level.WARNING,
-        "batches were lost that no replay brought: the index may say too little or too much",
+        "batches were lost, and no replay had them: the index may have too few or too many blocks",
         None,
     ),
     "mismatch": (
         Level.ERROR,
-        "its events do not fit the registration and are skipped",
+        "its events do not match the registration and are skipped",
         "register the worker with the engine's block size",
     ),
     "unreachable": (Level.ERROR, "is not connected", _NOT_HEARD),
     "connecting": (Level.WARNING, "not connected yet", _NOT_HEARD),
-    "resolving": (Level.WARNING, "its host name is being looked up", "check the name in DNS"),
+    "resolving": (Level.WARNING, "its host name is being resolved", "check the name in DNS"),
     "failed": (
         Level.ERROR,
         "cannot be opened",
@@ -84,19 +84,19 @@ _STATES: Final[dict[str, tuple[str, str, str | None]]] = {
 # What to do, by state and by whether a replay endpoint is registered.
 _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
     (NO_REPLAY, False): "start the engine with a replay_endpoint in its --kv-events-config, and "
-    "register that: until then what is missed is lost",
+    "register it: until then missed events are lost",
     (NO_REPLAY, True): "start the engine with that replay_endpoint in its --kv-events-config, or "
-    "register its own: until then what is missed is lost",
-    ("degraded", False): "register a replay_endpoint, or restart the engine to begin anew",
-    ("degraded", True): "let its replay answer and keep more batches; a restart of the engine "
-    "begins anew",
+    "register its own: until then missed events are lost",
+    ("degraded", False): "register a replay_endpoint, or restart the engine",
+    ("degraded", True): "enable its replay, and let it keep more batches; a restart of the engine "
+    "also repairs the index",
 }
 
 
 def judge_source(source: KvSource) -> Finding:
     """The finding for one rank's event source, by its reported state."""
     level, meaning, mend = _STATES.get(
-        source.state, (Level.WARNING, "a state that this check does not know", None)
+        source.state, (Level.WARNING, "a state unknown to this check", None)
     )
     parts = [f"{source.state} at {source.endpoint}: {source.problem or meaning}"]
     if source.last_error and not source.problem and level != Level.OK:
@@ -107,8 +107,10 @@ def judge_source(source: KvSource) -> Finding:
     accuracy = source.index_accuracy
     if accuracy is not None and accuracy < LEAST_ACCURACY and level in (Level.OK, Level.NOTE):
         level = Level.WARNING
-        parts.append(f"its index accuracy is {accuracy:.0%}: prompts were cached otherwise")
-        mend = "run this check with --probe; a replay_endpoint on both sides lets nothing be lost"
+        parts.append(
+            f"its index accuracy is {accuracy:.0%}: the engine's counts of cached tokens differ"
+        )
+        mend = "run this check with --probe; with a replay_endpoint on both sides nothing is lost"
     mend = _REPLAY_MENDS.get((source.state, source.replay_endpoint is not None), mend)
     if source.problem and is_about_keys(source.problem):
         mend = f"compare the selector's {SERVERS} and {SECRET} with the engine's keys"
@@ -157,9 +159,9 @@ def judge_shared_endpoints(
             yield Finding(
                 Level.ERROR,
                 first.subject,
-                f"{first.field} {first.endpoint} is also {named}{more}: what one rank has cached "
-                "counts for another",
-                "register for each rank the endpoints of its own engine",
+                f"{first.field} {first.endpoint} is also {named}{more}: blocks cached on one rank "
+                "count for another",
+                "register each rank with the endpoints of its own engine",
             )
 
 
@@ -168,9 +170,11 @@ def judge_shared_endpoints(
 _SUBJECT: Final = "discovery"
 # What to do, by the first word of a discovery.
 _MENDS: Final = {
-    "file": "put a list of workers there, for the selector to read",
-    "dns": "check the name in DNS, as the selector asks it",
-    "kubernetes": "check the service, and that the selector's account may watch its EndpointSlices",
+    "file": "put a list of workers there that the selector can read",
+    "dns": "check the name in DNS from the selector's host",
+    "kubernetes": (
+        "check the service, and whether the selector's account may watch its EndpointSlices"
+    ),
 }
 
 
@@ -194,7 +198,7 @@ def _judge_discovery(discovery: DiscoveryState) -> Iterator[Finding]:
         if found is None:
             yield Finding(Level.ERROR, _SUBJECT, what, mend)
         else:
-            what += f"; the {found} {discovery.finds} that it found before hold"
+            what += f"; the {found} {discovery.finds} that it found before stay in use"
             yield Finding(Level.WARNING, _SUBJECT, what, mend)
     elif not found:
         what = "has found nothing yet" if found is None else f"finds no {discovery.finds}"
@@ -205,20 +209,20 @@ def _judge_discovered(worker: DiscoveredWorker) -> Iterator[Finding]:
     state, why = worker.state, worker.last_error
     level, mend = Level.NOTE, None
     if state == "asking" and why is None:
-        what = ": it is being asked what it is"
+        what = ": its engine is being queried"
     elif state == "asking":
-        level, what = Level.ERROR, f", not registered: it does not tell what it is: {why}"
-        mend = "start the engine, or correct where it is looked for; it is asked again by itself"
+        level, what = Level.ERROR, f", not registered: its engine cannot be queried: {why}"
+        mend = "start the engine, or correct its address; it is queried again automatically"
     elif state == "refused":
         level, what = Level.ERROR, f", not registered: {why}"
-        mend = "correct its entry, --discover-defaults or --allow-endpoint, as that says"
+        mend = "correct its entry, --discover-defaults or --allow-endpoint accordingly"
     elif state == "removed":
-        what = ", deleted over HTTP: away until it is found anew"
+        what = ", deleted over HTTP: stays removed until it is found again"
     elif state == "registered" and why is not None:
-        level, what = Level.WARNING, f": what it was registered as holds: {why}"
+        level, what = Level.WARNING, f": its earlier registration stays in use: {why}"
     else:
         return
-    by = ", ".join(worker.discoveries) or "nobody any more"
+    by = ", ".join(worker.discoveries) or "no discovery any more"
     found = f"found at {worker.endpoint} by {by}"
     yield Finding(level, f"worker {worker.worker_id}", found + what, mend)
 
@@ -244,8 +248,8 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
             yield Finding(
                 Level.ERROR,
                 f"model {model_name}",
-                f"all its workers (tenant {tenant_id}) are ejected, and tried all the same",
-                "mend the engines of the workers below",
+                f"all its workers (tenant {tenant_id}) are ejected, and get requests nevertheless",
+                "repair the engines of the workers below",
             )
     for worker in workers:
         if _is_schedulable(worker):
@@ -256,7 +260,7 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
                 Level.ERROR,
                 f"worker {worker.worker_id}",
                 f"cannot be chosen: {reasons}",
-                f"PATCH /workers/{worker.worker_id} with what is missing",
+                f"PATCH /workers/{worker.worker_id} with the missing fields",
             )
     for (model_name, tenant_id), alike in _alike(workers).items():
         sizes = {worker.block_size: worker.worker_id for worker in alike if worker.block_size}
@@ -265,7 +269,7 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
             yield Finding(
                 Level.ERROR,
                 f"model {model_name}",
-                f"its workers (tenant {tenant_id}) have blocks of several sizes: {have} tokens",
+                f"its workers (tenant {tenant_id}) have different block sizes: {have} tokens",
                 "start all engines of a model with one block size",
             )
 
@@ -300,7 +304,7 @@ def _judge_health(worker: WorkerRecord) -> Iterator[Finding]:
         back_s = ejected[0].returns_in_s
         until = "until a poll of it succeeds" if back_s is None else f"for {back_s:.0f} s more"
         what = f"{which}ejected, {until}: {_why(ejected[0])}"
-        mend = "mend its engine; it is given work again by itself"
+        mend = "repair its engine; it gets requests again automatically"
         yield Finding(Level.WARNING, subject, what, mend)
     if on_probation := _ranks_that_are(worker, "probation"):
         what = (
@@ -316,7 +320,7 @@ def _named(ranks: list[RankHealthRow]) -> str:
 
 
 def _why(rank: RankHealthRow) -> str:
-    return rank.reason or "no reason is told"
+    return rank.reason or "no reason is reported"
 
 
 # -- the selector as a whole -----------------------------------------------------------------------
@@ -326,28 +330,30 @@ def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
     """The service as a whole, then its discoveries, workers and sources."""
     yield _judge_readiness(facts)
     if facts.readiness.recovering:
-        yield Finding(Level.NOTE, "selector", "it still recovers its index from --indexer-peers")
+        yield Finding(
+            Level.NOTE, "selector", "it is still recovering its index from --indexer-peers"
+        )
     if (fault := facts.readiness.state_fault) is not None:
         yield Finding(
             Level.WARNING,
             "selector",
-            f"its state is not written, and a restart would lose it: {fault}",
-            "mend the disk of --state-dir; it is tried again every second",
+            f"its state cannot be written, and a restart would lose it: {fault}",
+            "repair the disk of --state-dir; writing is retried every second",
         )
     if facts.discoveries is not None:
         yield from judge_discoveries(facts.discoveries)
     yield from judge_workers(facts.workers)
     if facts.sources is None:
-        yield Finding(Level.NOTE, "selector", "it does not tell how it follows KV events")
+        yield Finding(Level.NOTE, "selector", "it does not report its KV event sources")
         return
     if not facts.sources and facts.workers:
         yield Finding(
             Level.WARNING,
             "selector",
-            "it follows no KV events: workers are chosen by load alone, or with "
-            "--router-ttl-secs by what was booked on them",
+            "it subscribes to no KV events: workers are chosen by load alone, or with "
+            "--router-ttl-secs by the prompts booked on them",
             "register workers with kv_events_endpoint, or discover them with "
-            f"{EVENTS_PORT}; and run without --use-kv-events false",
+            f"{EVENTS_PORT}; and do not set --use-kv-events false",
         )
     else:
         yield from _judge_deaf(facts.workers, facts.sources)
@@ -363,7 +369,7 @@ def _judge_deaf(workers: list[WorkerRecord], sources: list[KvSource]) -> Iterato
             yield Finding(
                 Level.WARNING,
                 f"worker {worker.worker_id}",
-                "no source of its KV events is known: it is chosen by load alone",
+                "it has no source of KV events: it is chosen by load alone",
                 f'PATCH /workers/{worker.worker_id} {{"kv_events_endpoint": "tcp://HOST:5557"}}; '
                 f"where it was discovered, {EVENTS_PORT}",
             )
@@ -374,11 +380,11 @@ def _judge_readiness(facts: SelectorFacts) -> Finding:
         advice = "POST /workers for each engine, or start it with --discover"
         looking = facts.discoveries.discoveries if facts.discoveries is not None else []
         if any(discovery.finds == "workers" for discovery in looking):
-            advice = "mend its discoveries, as told below, or POST /workers for each engine"
+            advice = "correct its discoveries (below), or POST /workers for each engine"
         return Finding(Level.ERROR, "selector", "no worker is registered", advice)
     count = can_be_chosen(facts.workers)
     what = f"{count} of {len(facts.workers)} workers can be chosen"
     if facts.is_ready:
         return Finding(Level.OK, "selector", f"ready: {what}")
-    mend = None if count else "mend the workers below"
+    mend = None if count else "see the workers below"
     return Finding(Level.ERROR, "selector", f"not ready: {what}", mend)

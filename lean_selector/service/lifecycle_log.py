@@ -74,7 +74,7 @@ class SelectorLog:
                 fields = {"worker_id": worker_id, "model": key[0], "tenant_id": key[1]}
                 reason = partition.health.ranks[ranks[0]].reason
                 extra = {**fields, "ranks": len(ranks), "reason": reason}
-                _log.warning("worker ejected: it is given no requests", extra=extra)
+                _log.warning("worker ejected: it gets no requests", extra=extra)
         for key, worker_id in sorted(self._ejected - now):
             fields = {"worker_id": worker_id, "model": key[0], "tenant_id": key[1]}
             _log.warning("worker no longer ejected", extra=fields)

@@ -85,7 +85,7 @@ class LaterReply(PendingReply):
             try:
                 self.take(status, body)
             except Exception:  # the in-process caller handles it, as above
-                _log.exception("an answer could not be taken")
+                _log.exception("an answer could not be processed")
             self.resolve(b"")
         else:
             self.resolve(reply(status, body))

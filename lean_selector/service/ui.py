@@ -98,7 +98,7 @@ class Events:
         if request.method == b"HEAD":
             return encode_response(200, b"", EVENT_STREAM)
         if self._is_over or len(self._listeners) >= MOST_LISTENERS:
-            raise Unavailable(f"at most {MOST_LISTENERS} listen at a time")
+            raise Unavailable(f"at most {MOST_LISTENERS} clients may listen at a time")
         reply = StreamedReply()
         listener = Listener(reply)
         reply.on_disconnect = lambda: self._leave(listener)

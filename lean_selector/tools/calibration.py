@@ -47,7 +47,7 @@ def calibrated(
     ratios = _ratios(recording)
     every = [ratio for each in ratios.values() for ratio in each]
     if not every and prefill_tokens_per_s is None:
-        raise ServiceError("no line has prefill_ms or ttft_ms: give --prefill-tokens-per-s")
+        raise ServiceError("no line has prefill_ms or ttft_ms: set --prefill-tokens-per-s")
     slowness = _slowness(recording, ratios, every)
     prompt_token_s = 1 / prefill_tokens_per_s if prefill_tokens_per_s else median(every)
     scale = prompt_token_s / _DEFAULT.prompt_token_s
@@ -118,7 +118,7 @@ def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
 
 
 def _ratios(recording: Recording) -> dict[int, list[float]]:
-    """By engine: the seconds to each first token, per token that was computed until then."""
+    """The seconds to each first token, per token that was computed until then, by engine."""
     waiting: dict[int, list[tuple[float, float]]] = {}  # engine -> (end of prefill, tokens)
     ratios: dict[int, list[float]] = {}
     for line in recording.lines:

@@ -86,7 +86,7 @@ class Examination:
                 told = await ask_engine(self.engines, base)
                 return [*judge_engine(worker, told), *judge_ports(worker, told, sources)]
             except (OutboundFailed, ValueError) as error:
-                what = f"its engine does not tell what it is: {error}"
+                what = f"its engine cannot be queried: {error}"
                 mend = "check the engine, and its endpoint: http://HOST:PORT as gateways reach it"
                 return [Finding(Level.ERROR, f"worker {worker.worker_id}", what, mend)]
 
@@ -107,8 +107,8 @@ class Examination:
                     Finding(
                         Level.WARNING,
                         subject,
-                        "no replay endpoint: what is missed, also by a restart of the selector, "
-                        "is lost",
+                        "no replay endpoint: missed events are lost, including those during a "
+                        "restart of the selector",
                         "start the engine with a replay_endpoint in its --kv-events-config",
                     )
                 )
@@ -121,8 +121,8 @@ class Examination:
             what = "answers"
         except NoReplay as error:
             if is_about_keys(str(error)):  # the selector itself reports whether its keys are right
-                level, what = Level.NOTE, f"not asked from here: {error}"
-                mend = f"give this check {SERVERS} and {SECRET} as the selector has them"
+                level, what = Level.NOTE, f"not checked from here: {error}"
+                mend = f"give this check {SERVERS} and {SECRET} as configured for the selector"
             else:
                 level, what = Level.ERROR, f"no replay in {self.patience_s:g} s: {error}"
                 mend = (
@@ -191,8 +191,8 @@ def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of the selector; {DEFAULT_URL}",
     )
     parser.add_argument("--token-file", help="a bearer token for the selector; `read` is enough")
-    parser.add_argument("--ca-file", help="PEM certificates to trust, in place of the system's")
-    parser.add_argument("--cert-file", help="our PEM certificate, for a selector that asks for one")
+    parser.add_argument("--ca-file", help="trusted PEM certificates, instead of the system's")
+    parser.add_argument("--cert-file", help="our PEM certificate, for a selector that requires one")
     parser.add_argument("--key-file", help="the key of that certificate")
 
 
@@ -211,18 +211,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe",
         action="store_true",
-        help="send each engine one tiny completion, and see whether its KV events come",
+        help="send each engine a short completion, and check whether its KV events arrive",
     )
     parser.add_argument(
-        "--seconds", type=patience, default=5.0, help="patience with each answer; default: 5"
+        "--seconds", type=patience, default=5.0, help="timeout for each answer; default: 5"
     )
     parser.add_argument("--json", action="store_true", help="findings as JSON")
     parser.add_argument("--worker-token-file", help="a bearer token for the engines")
     parser.add_argument(
-        SERVERS, metavar="PATH", help="public keys of engines that encrypt, as the selector has it"
+        SERVERS, metavar="PATH", help="public keys of engines that use CURVE, as for the selector"
     )
     parser.add_argument(
-        SECRET, metavar="PATH", help="key pair that engines admit, as the selector has it"
+        SECRET, metavar="PATH", help="key pair that engines admit, as for the selector"
     )
 
 
@@ -243,8 +243,11 @@ def main(argv: Sequence[str]) -> int:
     answers."""
     parser = argparse.ArgumentParser(
         prog="lean-selector check",
-        description="Ask a running selector and its engines, and tell what mends what is wrong.",
-        epilog="Exit status: 0 without errors, 1 with errors, 2 if there is no selector to ask.",
+        description=(
+            "Check a running selector and its engines, and print what is wrong and how to correct "
+            "it."
+        ),
+        epilog="Exit status: 0 without errors, 1 with errors, 2 if no selector answers.",
     )
     add_arguments(parser)
     args = parser.parse_args(argv)

@@ -15,8 +15,8 @@ def judge_engine(worker: WorkerRecord, told: Particulars) -> Iterator[Finding]:
     faults = list(_faults(worker, told, subject))
     yield from faults
     if not faults:
-        model = told.model_name or "a model that it does not name"
-        size = f"blocks of {told.block_size} tokens" if told.block_size else "no block size told"
+        model = told.model_name or "an unnamed model"
+        size = f"blocks of {told.block_size} tokens" if told.block_size else "block size not reported"
         yield Finding(Level.OK, subject, f"the engine at {worker.endpoint} has {model}, {size}")
 
 
@@ -28,14 +28,14 @@ def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[F
             subject,
             f"registered with blocks of {worker.block_size} tokens, the engine has "
             f"{told.block_size}: its events are skipped",
-            f'register it anew with "block_size": {told.block_size}, as all workers of its model',
+            f'register it again with "block_size": {told.block_size}, as all workers of its model',
         )
     if told.model_name is not None and told.model_name != worker.model_name:
         yield Finding(
             Level.WARNING,
             subject,
             f"registered for model {worker.model_name}, the engine serves {told.model_name}",
-            f'callers ask for "model_name": "{worker.model_name}"; register the name that they use',
+            f'clients request "model_name": "{worker.model_name}"; register the name that they use',
         )
     blocks = told.total_kv_blocks
     if blocks is not None and worker.total_kv_blocks not in (None, blocks):
@@ -49,7 +49,7 @@ def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[F
         yield Finding(
             Level.NOTE,
             subject,
-            "registered without total_kv_blocks: busy thresholds cannot see how full it is",
+            "registered without total_kv_blocks: busy thresholds on blocks do not apply to it",
             f'{patch} {{"total_kv_blocks": {blocks}}}',
         )
 
@@ -81,10 +81,10 @@ def _judge_port(
         for each in sources
         if own in (each.endpoint, each.replay_endpoint) and each.worker_id != source.worker_id
     ]
-    what = f"{field} {registered} is registered, and the engine says that its own is {own}"
+    what = f"{field} {registered} is registered, but the engine reports {own}"
     if others:
         what += f", which is registered for worker {others[0]}"
         mend = f"register {own} for worker {source.worker_id}, or correct its endpoint"
         yield Finding(Level.ERROR, subject_of(source), what, mend)
     elif own.rpartition(":")[2] != registered.rpartition(":")[2]:
-        yield Finding(Level.NOTE, subject_of(source), f"{what}: right only where a port is mapped")
+        yield Finding(Level.NOTE, subject_of(source), f"{what}: correct only if a port is mapped")

@@ -159,12 +159,13 @@ class Probes:
                 continue
             if source.skipped != old.skipped:
                 why = source.problem or ", ".join(source.skipped)
-                what = f"{answered} the events that came were skipped: {why}"
+                what = f"{answered} the events that arrived were skipped: {why}"
                 mend = "register the engine's own block_size and is_eagle, and see GET /kv_sources"
                 return Finding(Level.ERROR, probe.subject, what, mend)
             if source.messages > old.messages:
                 what = (
-                    f"{answered} events came, of other blocks: {source.endpoint} is {source.state}"
+                    f"{answered} events arrived, with other blocks: {source.endpoint} is "
+                    f"{source.state}"
                 )
                 mend = "register the kv_events_endpoint and the block_size of the engine at "
                 return Finding(
@@ -173,7 +174,7 @@ class Probes:
         return Finding(
             Level.ERROR,
             probe.subject,
-            f"{answered} no event of them came in {self._asked.patience_s:g} s",
+            f"{answered} none of their events arrived in {self._asked.patience_s:g} s",
             "start the engine with prefix caching and KV events (vLLM: "
             "--enable-prefix-caching --kv-events-config, SGLang: --kv-events-config)",
         )
@@ -203,7 +204,7 @@ class Probes:
                         Level.ERROR,
                         subject_of(source),
                         f"replay_endpoint {source.replay_endpoint} is that of worker {owner}'s "
-                        "engine: what that has cached counts for this one",
+                        "engine: blocks cached there count for this one",
                         "register the replay_endpoint of its own engine",
                     )
                 )
@@ -234,7 +235,7 @@ class Probes:
 
 
 def _came(probe: Probe) -> Finding:
-    what = f"the {probe.blocks} blocks of a completion came into the index as events"
+    what = f"the {probe.blocks} blocks of a completion arrived in the index as events"
     return Finding(Level.OK, probe.subject, what)
 
 
@@ -243,7 +244,7 @@ def _taken_for(probe: Probe, other: int) -> Finding:
         Level.ERROR,
         probe.subject,
         f"the {probe.blocks} blocks of its completion count for worker {other}",
-        f"exchange the kv_events_endpoint, or the endpoint, of {probe.subject} and worker {other}: "
+        f"swap the kv_events_endpoint, or the endpoint, of {probe.subject} and worker {other}: "
         "each has those of its own engine",
     )
 
@@ -253,8 +254,9 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
     return Finding(
         Level.ERROR,
         probe.subject,
-        f"its blocks came as hashes of {of}, and its registration says otherwise: none is found",
-        f'register all workers of its model anew with "is_eagle": {str(is_eagle).lower()}',
+        f"its blocks were hashed over {of}, but its registration says otherwise: none of them "
+        "matches",
+        f'register all workers of its model again with "is_eagle": {str(is_eagle).lower()}',
     )
 
 
@@ -263,11 +265,13 @@ def judge_hashes(hashes: dict[str, int]) -> Finding | None:
     if len(hashes) < 2:
         return None
     if len(set(hashes.values())) == 1:
-        return Finding(Level.OK, "engines", f"{len(hashes)} of them name the same block alike")
+        return Finding(
+            Level.OK, "engines", f"{len(hashes)} of them give the same block the same hash"
+        )
     return Finding(
         Level.NOTE,
         "engines",
-        "they name the same block differently: no matter here, where blocks are known by their "
-        "tokens; a shared cache needs one --prefix-caching-hash-algo and one seed (vLLM before "
-        "0.32, and hashes other than sha256: PYTHONHASHSEED)",
+        "they hash the same block differently, which does not matter here, because blocks are "
+        "matched by tokens; a shared cache needs one --prefix-caching-hash-algo and one seed (vLLM "
+        "before 0.32, and hashes other than sha256: PYTHONHASHSEED)",
     )

@@ -57,7 +57,7 @@ class AskedSelector:
             ready = await self._client.get(f"{self.url}/ready", timeout_s=self._timeout_s)
             if ready.status in _NOT_SERVED:
                 raise NotASelector(
-                    f"GET {self.url}/ready: status {ready.status}: this is no selection service"
+                    f"GET {self.url}/ready: status {ready.status}: not a selection service"
                 )
             try:
                 readiness = msgspec.json.decode(ready.body, type=Readiness)
@@ -98,7 +98,7 @@ class AskedSelector:
             return msgspec.json.decode(text, type=kind)
         except msgspec.DecodeError as error:
             raise NotASelector(
-                f"GET {url}: this is no answer of a selection service: {error}"
+                f"GET {url}: not an answer of a selection service: {error}"
             ) from None
 
     async def cached_blocks(
@@ -144,10 +144,10 @@ async def _judged_port(
 ) -> tuple[str, str, str | None]:
     place = _place(endpoint)
     if place is None and endpoint.startswith("ipc://"):
-        return Level.NOTE, ": not looked at from here", None
+        return Level.NOTE, ": not checked from here", None
     if place is None:
         mend = "register tcp://HOST:PORT, with the host as the selector reaches it"
-        return Level.ERROR, " is no address that can be connected to", mend
+        return Level.ERROR, " is not an address that can be connected to", mend
     why: str | None = "the name has no addresses"
     said = b""
     try:
@@ -165,12 +165,12 @@ async def _judged_port(
         mend = "start the engine with KV events on that port, or register where it publishes them"
         return Level.ERROR, f": {why}", mend
     if said == HTTP:
-        mend = "the port of --kv-events-config is meant (vLLM: 5557), not that of the API"
-        return Level.ERROR, ": an HTTP server listens there, no ZMQ", mend
+        mend = "use the port of --kv-events-config (vLLM: 5557), not that of the API"
+        return Level.ERROR, ": an HTTP server listens there, not ZMQ", mend
     if is_greeting(said):
         return Level.OK, ": ZMQ listens", None
     mend = "register the port of the engine's --kv-events-config"
-    return Level.ERROR, ": what listens there is no ZMQ", mend
+    return Level.ERROR, ": the listener does not speak ZMQ", mend
 
 
 def _place(endpoint: str) -> tuple[str, int] | None:

@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     otherwise 1."""
     parser = argparse.ArgumentParser(
         prog="lean-selector demo",
-        description="Watch the service choose workers for multi-turn traffic on simulated engines.",
+        description=(
+            "Show the service choosing workers for multi-turn traffic on simulated engines."
+        ),
     )
     add_arguments(parser)
     try:
@@ -98,7 +100,7 @@ class Demo:
         async with answering_service(port, stopping) as (client, service):
             if stopping():
                 return ["stopped before the service was ready"], 0
-            print(f"look at it: http://127.0.0.1:{port}/ui", flush=True)
+            print(f"page: http://127.0.0.1:{port}/ui", flush=True)
             try:
                 for worker_id in range(1, options.workers + 1):
                     self._engines[worker_id] = SimulatedEngine(

@@ -9,7 +9,7 @@ from lean_selector.events.curve_keys import KeyPair, check_curve, new_pair
 
 _PUBLIC = """\
 #   ZeroMQ CURVE **Public** Certificate, made by `lean-selector keys`
-#   Give it to whoever is to admit, or to believe, the holder of the secret key.
+#   Copy it to the machines that admit or trust the owner of the secret key.
 
 metadata
 curve
@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="path without ending: NAME.key is the public file, NAME.key_secret the secret one",
+        help=(
+            "path without extension: NAME.key will be the public file, NAME.key_secret the secret "
+            "one"
+        ),
     )
 
 
@@ -39,14 +42,15 @@ def main(argv: Sequence[str]) -> int:
     if that fails."""
     parser = argparse.ArgumentParser(
         prog="lean-selector keys",
-        description="Makes a key pair for CURVE, the encryption of ZeroMQ, as "
-        "--replica-sync-curve-secret-key-file and its kin read it. Files that exist are not "
-        "touched.",
+        description=(
+            "Creates a key pair for CURVE, the encryption of ZeroMQ, for "
+            "--replica-sync-curve-secret-key-file and similar flags. Existing files are kept."
+        ),
     )
     add_arguments(parser)
     name = parser.parse_args(argv).name
     if not os.path.basename(name):
-        parser.error(f"NAME `{name}` names a folder: what is to stand before .key and .key_secret?")
+        parser.error(f"NAME `{name}` has no file name: expected FOLDER/NAME, without .key")
     try:
         check_curve("keys")
         pair = new_pair()

@@ -25,8 +25,10 @@ def recipes() -> dict[str, Path]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--list", action="store_true", help="the names of all files, one a line")
-    what.add_argument("--print", metavar="NAME", help="a file, as --list names it")
+    what.add_argument(
+        "--list", action="store_true", help="print the names of all files, one per line"
+    )
+    what.add_argument("--print", metavar="NAME", help="a file name from --list")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="lean-selector deploy",
         description="Files to run the services with: a container image, Kubernetes, systemd, "
-        "Prometheus, Grafana, and gateways before them: nginx, HAProxy, Envoy. They are printed, "
-        "to be read and changed; nothing is installed.",
+        "Prometheus, Grafana, and gateways in front of them: nginx, HAProxy, Envoy. The files are "
+        "only printed; nothing is installed.",
     )
     add_arguments(parser)
     args = parser.parse_args(argv)

@@ -100,7 +100,9 @@ def read_log(paths: Sequence[Path], model: str | None) -> Recording:
     workers = sorted({(line.worker or 0, line.rank) for line in lines})
     notes = []
     if any(header.share < 1.0 for header in headers):
-        notes.append("a share of the requests was logged: engines seem slower, and caches smaller")
+        notes.append(
+            "only a share of the requests was logged, so engines seem slower and caches smaller"
+        )
     if any(header.settings != headers[-1].settings for header in headers):
-        notes.append("the settings changed: the last ones are taken for those of the whole log")
+        notes.append("the settings changed: the last ones are used for the whole log")
     return Recording(lines, settings, workers, notes)

@@ -143,23 +143,26 @@ def play(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that both commands have."""
     parser.add_argument("log", metavar="LOG", type=Path, nargs="+", help="files of a decision log")
-    parser.add_argument("--model", help="whose requests, where the log has several models")
+    parser.add_argument("--model", help="the model, if the log has several")
     parser.add_argument(
         "--capacity",
         type=within(int, 1),
-        help="of each engine's cache, in blocks of 512 tokens; default: as the hits tell",
+        help=(
+            "capacity of each engine's cache, in blocks of 512 tokens; default: estimated from the "
+            "hits"
+        ),
     )
     parser.add_argument(
         "--prefill-tokens-per-s",
         type=within(float, 0.001),
-        help="that an engine computes; default: as the times to first tokens tell",
+        help="prefill speed of an engine; default: estimated from the times to first token",
     )
     parser.add_argument(
         "--token-ms",
         type=within(float, 0.001),
-        help="between output tokens of a request; default: as reported output tells",
+        help="time between output tokens of a request; default: estimated from the reported output",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of ties; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed for ties; default: 0")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
 
 
@@ -232,16 +235,20 @@ def main(argv: Sequence[str]) -> int:
     """Prints tables. Returns 0; 1 for an unusable log or setting; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector replay",
-        description="Play the requests of a decision log in virtual time: as they were placed, "
-        "which shows how well the model fits, under the recorded settings, and under others.",
+        description=(
+            "Replay the requests of a decision log in virtual time: with the recorded choices, "
+            "which shows how well the model fits; with the recorded settings; and with others."
+        ),
     )
     add_arguments(parser)
     parser.add_argument(
         "--set",
         metavar="SETTING=VALUE",
         action="append",
-        help="another setting of the router, such as policy=latency or queue_threshold=none; give "
-        "it again for more",
+        help=(
+            "another router setting, such as policy=latency or queue_threshold=none; may be "
+            "repeated"
+        ),
     )
     return run(parser, argv, _replay)
 
@@ -313,5 +320,5 @@ def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]
 
 
 def change_text(change: Change) -> str:
-    sure = "" if change.is_sure else ", no difference that is sure"
+    sure = "" if change.is_sure else ", not significant"
     return f"{change.mean:+.1%} ({change.low:+.1%} to {change.high:+.1%}){sure}"

@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         type=Path,
         nargs="?",
-        help="in the Mooncake format, gzip or not; default: conversations that are made up",
+        help="trace in the Mooncake format, optionally gzipped; default: generated conversations",
     )
     parser.add_argument(
         "--policy",
@@ -98,47 +98,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a row; give it again for more. {', '.join([*_SETTINGS, *RULES])}; settings are "
         f"those of the router, as queue_threshold=2. Default: {' '.join(_DEFAULT)}",
     )
-    parser.add_argument("--requests", type=within(int, 1), help="the first N of the trace")
     parser.add_argument(
-        "--load", type=_factor, default=1.0, help="how many times as fast they come; default: 1"
+        "--requests", type=within(int, 1), help="only the first N requests of the trace"
+    )
+    parser.add_argument(
+        "--load", type=_factor, default=1.0, help="factor on the arrival rate; default: 1"
     )
     parser.add_argument("--engines", type=within(int, 1), default=8, help="default: 8")
     parser.add_argument(
         "--capacity",
         type=within(int, 1),
         default=3_000,
-        help="of each engine's cache, in blocks of 512 tokens; default: 3000",
+        help="capacity of each engine's cache, in blocks of 512 tokens; default: 3000",
     )
     parser.add_argument(
         "--slowness",
         type=_factors,
         default=[1.0],
-        help="how slow engines are, dealt out in turn: 1,2.5 slows down half of them",
+        help="slowness of engines, assigned in turn: 1,2.5 slows down half of them",
     )
     parser.add_argument(
         "--selectors",
         type=within(int, 1),
         default=1,
-        help="how many have all engines and take requests in turn; default: 1",
+        help="number of selectors, which share all engines and get requests in turn; default: 1",
     )
     parser.add_argument(
         "--sync-ms",
         type=_sync_ms,
         default=1.0,
-        help="until selectors hear of each other's bookings; none: never; default: 1",
+        help="delay until selectors know each other's bookings; none: never; default: 1",
     )
     parser.add_argument(
         "--spread",
         action="store_true",
-        help="let requests of one moment come one after another until the next",
+        help="spread requests with the same arrival time until the next arrival time",
     )
     parser.add_argument(
-        "--within", type=_factor, default=2.0, help="seconds to a first token; default: 2"
+        "--within", type=_factor, default=2.0, help="limit for the time to first token; default: 2"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of ties; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed for ties; default: 0")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
-        "--svg", type=Path, help="draw first tokens, hits and load over time into this file"
+        "--svg", type=Path, help="draw times to first token, cache hits and load into this file"
     )
 
 

@@ -73,7 +73,7 @@ def draw(runs: Sequence[Curves]) -> str:
     minutes = [longest * part for part in _SHARES]
     parts += _panel(
         top,
-        "requests that have their first token, by seconds since they came",
+        "share of requests that have their first token, by seconds since arrival",
         [run.ttft for run in runs],
         [(10.0**each, f"{10.0**each:g} s") for each in decades],
         [(each, f"{each:.0%}") for each in _SHARES],
@@ -81,14 +81,14 @@ def draw(runs: Sequence[Curves]) -> str:
     )
     parts += _panel(
         top + _PANEL_HEIGHT + 60,
-        "prompt tokens found in the cache, over time",
+        "share of prompt tokens that were cached, over time",
         [run.hits for run in runs],
         [(at, f"{at:.0f} s") for at in minutes],
         [(each, f"{each:.0%}") for each in _SHARES],
     )
     parts += _panel(
         top + 2 * (_PANEL_HEIGHT + 60),
-        "requests on the engine that has most, over time",
+        "requests on the busiest engine, over time",
         [run.load for run in runs],
         [(at, f"{at:.0f} s") for at in minutes],
         [(most * part, f"{most * part:.0f}") for part in _SHARES],

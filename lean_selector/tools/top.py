@@ -178,9 +178,9 @@ def _key(rank: FleetRank) -> RankKey:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_selector_arguments(parser)
     parser.add_argument(
-        "--seconds", type=patience, default=2.0, help="between two looks; default: 2"
+        "--seconds", type=patience, default=2.0, help="refresh interval; default: 2"
     )
-    parser.add_argument("--once", action="store_true", help="print the fleet once, and end")
+    parser.add_argument("--once", action="store_true", help="print the fleet once and exit")
 
 
 def main(argv: Sequence[str]) -> int:

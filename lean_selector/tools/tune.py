@@ -45,8 +45,10 @@ def main(argv: Sequence[str]) -> int:
     """Prints a table and the recommended settings; exit status as of `replay`."""
     parser = argparse.ArgumentParser(
         prog="lean-selector tune",
-        description="Play the requests of a decision log under a small grid of settings, and say "
-        "which to set, what they bring, and how sure that is.",
+        description=(
+            "Replay the requests of a decision log with a small grid of settings, and print the "
+            "best ones, their effect, and its confidence interval."
+        ),
     )
     add_arguments(parser)
     return run(parser, argv, _tune)
@@ -82,7 +84,7 @@ def _tune(options: argparse.Namespace, recording: Recording, engines: Engines) -
     if best and change.is_sure and change.mean < 0.0:
         print(f"set {_words(best, {})}: mean TTFT {change_text(change)}")
         return Tuned(best, change)
-    print("no difference: nothing of the grid is surely better than the recorded settings")
+    print("no significant difference: the recorded settings are as good as any in the grid")
     return Tuned({}, change)
 
 

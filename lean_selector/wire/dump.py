@@ -158,7 +158,7 @@ def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str
         if entry.model_name is not None and entry.tenant_id is not None:
             model_name, tenant_id = entry.model_name, entry.tenant_id
         elif not colon:
-            problems.append(f"entry `{key}` left out: its key names no tenant")
+            problems.append(f"entry `{key}` left out: its key has no tenant")
             continue
         watermarks = _watermarks(entry.watermarks)
         partitions.append(
@@ -218,5 +218,5 @@ def _event(read: ReadTierEvent) -> DumpEvent:
 
 
 def _hashes(hashes: list[int]) -> "array[int]":
-    """As unsigned 64-bit; OverflowError if one is out of range."""
+    """The hashes as unsigned 64-bit; OverflowError if one is out of range."""
     return array("Q", hashes)

@@ -52,7 +52,7 @@ NANOS = 1_000_000_000
 
 
 class UndecodableFrames(ValueError):
-    """The message is no replica event; the error text says why."""
+    """The message is not a replica event; the error text says why."""
 
 
 class TooBig(UndecodableFrames):
@@ -208,7 +208,7 @@ def decode_event(payload: bytes) -> ReplicaEvent:
             return _event_of(envelope, b"")
         raw = data.add.token_sequence
         if len(payload) - len(memoryview(raw)) > MAX_OTHER_BYTES:
-            raise TooBig(f"more than {MAX_OTHER_BYTES} bytes beside its hashes")
+            raise TooBig(f"more than {MAX_OTHER_BYTES} bytes besides its hashes")
         return _event_of(envelope, _hashes(raw))
     except UndecodableFrames:
         raise

@@ -242,7 +242,7 @@ def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
         url = endpoint_url(endpoint)
     except ValueError as error:
         raise ValueError(
-            f"events_port and replay_port need a URL to tell the host: {error}"
+            f"events_port and replay_port need an endpoint that is a URL: {error}"
         ) from None
     host = f"[{url.host}]" if ":" in url.host else url.host
     return {

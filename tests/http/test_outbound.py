@@ -134,7 +134,7 @@ async def test_a_port_where_nobody_listens_says_so() -> None:
     ("url", "reason"),
     [
         ("ftp://a", "not an http:// or https:// URL"),
-        ("http://", "names no host"),
+        ("http://", "has no host"),
         ("http://a:b", "no valid port"),
         ("http://me:secret@a", "credentials in a URL"),
         ("http://a/ b", "invalid in a URL"),

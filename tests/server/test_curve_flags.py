@@ -55,6 +55,6 @@ def test_files_that_hold_no_keys_end_the_start_by_their_flag(name: str) -> None:
         faults.append(str(told.value))
     assert faults == [
         f"{OF_SERVERS}: {missing}: No such file or directory",
-        f"{OF_SERVERS}: {secret} line 7 is a secret key: here belong public ones",
-        f"{OF_US}: {public} holds no secret-key, as `lean-selector keys` writes it",
+        f"{OF_SERVERS}: {secret} line 7 is a secret key; this file needs public keys",
+        f"{OF_US}: {public} has no secret-key; `lean-selector keys` creates one",
     ]

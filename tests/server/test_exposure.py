@@ -34,5 +34,5 @@ def test_a_warning_is_for_those_who_close_nothing() -> None:
 
     assert "--auth-token-file or --allow-endpoint" in warnings()
     assert not warnings(asks_who=True)
-    assert "can call every route: give --auth-token-file" in warnings(has_allowed=True)
+    assert "every route: set --auth-token-file" in warnings(has_allowed=True)
     assert not warnings("127.0.0.1")

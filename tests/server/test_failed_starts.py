@@ -52,7 +52,7 @@ def failed_start(*flags: str, module: str = "lean_selector") -> tuple[int, str]:
             f"--worker-ca-file: [Errno 2] {MISSING}",
         ),
         (("--discover", "url:http://a", "--worker-token-file", "{}/none"), MISSING),
-        (FOUND, "this is no pod"),
+        (FOUND, "KUBERNETES_SERVICE_HOST is not set"),
         ((*FOUND, "--kubernetes-api", "https://a"), MISSING),
         (
             ("--replica-sync-port", "9", "--replica-sync-curve-secret-key-file", "{}/file"),

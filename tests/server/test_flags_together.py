@@ -40,7 +40,7 @@ def selector(words: str) -> SelectorConfig:
             "--replica-sync-port 9092 --replica-sync-peers tcp://a:1,foo",
             "invalid replica peer endpoint `foo`",  # as the reference has it
         ),
-        ('--discover-defaults {"worker_id":1}', "worker_id is a worker's own"),
+        ('--discover-defaults {"worker_id":1}', "worker_id differs between workers"),
         ("--discover etcd:a", "expected file:PATH"),
         ("--replica-sync-port 1 --replica-sync-discover file:a", "peers are found by"),
         ("--replica-sync-bind nonsense", "missing scheme"),

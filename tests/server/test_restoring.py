@@ -218,7 +218,7 @@ def test_a_file_that_is_not_as_it_was_written_is_set_aside(
         (tmp_path / name).write_bytes(text)
         assert kept.restore(0.0) == (0, 0)
         is_set_aside(kept.directory, name, kept)
-    assert {each.getMessage() for each in caplog.records} == {"state is damaged, and set aside"}
+    assert {each.getMessage() for each in caplog.records} == {"damaged state was moved aside"}
 
 
 def test_a_catalog_of_another_release_is_set_aside_and_its_version_named(

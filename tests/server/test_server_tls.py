@@ -48,10 +48,10 @@ def not_its_key(files: Files) -> str:
         ("key", other_key(), "--tls-key: {} is not the key of the certificate in "),
         ("cert", None, "--tls-cert: {}: No such file or directory"),
         ("key", None, "--tls-key: {}: No such file or directory"),
-        ("cert", b"hello", "--tls-cert: {} holds no certificates in PEM"),
-        ("key", b"hello", "--tls-key: {} holds no private key in PEM"),
+        ("cert", b"hello", "--tls-cert: {} has no certificates in PEM"),
+        ("key", b"hello", "--tls-key: {} has no private key in PEM"),
         ("key", LOCKED_KEY.encode(), "--tls-key: {}: a key with a passphrase is not supported"),
-        ("ca", b"hello", "--tls-client-ca: {} holds no certificates in PEM"),
+        ("ca", b"hello", "--tls-client-ca: {} has no certificates in PEM"),
     ],
     ids=lambda given: None if isinstance(given, str) else "content",  # keys are new in each process
 )

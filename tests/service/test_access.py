@@ -107,7 +107,7 @@ async def test_every_route_of_the_document_asks_for_its_role(service: Service) -
                 401,
                 'Bearer realm="lean-selector", error="invalid_token"',
             ), (method, target)
-            said = error_of(target, "the bearer token is not known", "invalid_api_key")
+            said = error_of(target, "the bearer token is unknown", "invalid_api_key")
             assert json.loads(text) == said
         for given, token in TOKENS.items():
             status, challenge, text = service.ask(method, target, token, body)
@@ -245,7 +245,7 @@ def test_the_file_is_read_again_when_it_changes_and_on_sighup(
     assert client.status("/workers", TOKENS["read"]) == 401
     (tmp_path / "tokens").write_text("read very-secret\nvery-secret-too\n")
     service.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: "the last tokens are used" in service.log(), "the complaint")
+    wait_until(lambda: "the last tokens stay in use" in service.log(), "the complaint")
     assert client.status("/workers", "another-token") == 200
     assert client.status("/workers", "very-secret") == 401
     log = service.log()

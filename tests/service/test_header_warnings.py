@@ -25,7 +25,7 @@ from tests.support.running_service import DEADLINE_S, RunningService
 # -- endpoints of a registration ------------------------------------------------------------------
 
 
-LISTENS = "is where an engine listens, not where it is reached: name its host"
+LISTENS = "is a wildcard that an engine binds to: give its host"
 
 
 class Nobody:
@@ -62,10 +62,10 @@ def test_nothing_is_said_of_what_may_be_right(endpoint: str) -> None:
         ("tcp://0.0.0.0:5557", LISTENS),
         ("tcp://[::]:5557", LISTENS),
         ("host:5557", "has no scheme: tcp://host:5557 is probably meant"),
-        ("http://host:5557", "is no ZMQ endpoint (tcp://host:port)"),
+        ("http://host:5557", "is not a ZMQ endpoint (tcp://host:port)"),
         ("tcp://host:8000", "is the address of the worker's HTTP endpoint"),
         ("tcp://HOST:08000", "is the address of the worker's HTTP endpoint"),
-        ("inproc://events", "reaches nobody outside of the engine's process"),
+        ("inproc://events", "is not reachable outside of the engine's process"),
     ],
 )
 def test_what_cannot_be_meant_is_named(endpoint: str, fault: str) -> None:

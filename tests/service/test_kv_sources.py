@@ -63,8 +63,8 @@ LIES = [
     (1, "mismatch", "the engine's blocks are of 32 tokens, .* 3 of 3 stored events were skipped"),
     (2, "unreachable", "never connected: Connection refused"),
     (3, "unreachable", "never connected: it speaks HTTP, not ZMQ"),
-    (4, "silent", "connected, nothing heard, and its replay is empty"),
-    (5, "no_replay", "connected, nothing heard, and no replay endpoint to ask"),
+    (4, "silent", "connected, but no event received, and its replay is empty"),
+    (5, "no_replay", "connected, but no event received, and no replay endpoint registered"),
     (6, "no_replay", r"no replay from tcp://127\.0\.0\.1:\d+: no connection: Connection refused"),
     (7, "partial", "its replay begins at batch 5, not at the first"),
 ]

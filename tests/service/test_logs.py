@@ -104,7 +104,7 @@ def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> N
         "worker changed",
         "shedding began: all workers are busy",
         "shedding ended",
-        "worker ejected: it is given no requests",
+        "worker ejected: it gets no requests",
         "worker no longer ejected",
         "worker removed",
     ]
@@ -112,7 +112,7 @@ def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> N
     assert (registered["lifecycle"], changed["lifecycle"]) == ("incomplete", "schedulable")
     assert registered["reasons"] == ["block_size must be greater than 0"]
     assert (began["model"], ended["requests_shed"]) == ("default", 3)
-    assert ejected["reason"] == "3 requests in a row failed, the last: connection refused"
+    assert ejected["reason"] == "3 consecutive requests failed, the last: connection refused"
     assert (ejected["ranks"], ejected["worker_id"]) == (1, 1)
 
 

@@ -112,7 +112,7 @@ def test_a_replay_endpoint_that_is_registered_is_not_asked_for_again(state: str)
 @pytest.mark.parametrize(
     ("problem", "mend"),
     [
-        ("it asks for keys (CURVE), and none are given for it", "--kv-events-curve-server-keys"),
+        ("it requires CURVE, but no keys are configured for it", "--kv-events-curve-server-keys"),
         ("never connected: monkey.example: no name", "kv_events_endpoint"),  # "key" in a name
     ],
 )
@@ -180,7 +180,11 @@ def discovery(state: str, found: int | None, error: str | None = None) -> Discov
     ("judged", "level", "words"),
     [
         (discovery("failing", None, "no name"), ERROR, " fails: no name"),
-        (discovery("failing", 3, "late"), WARNING, "late; the 3 workers that it found before hold"),
+        (
+            discovery("failing", 3, "late"),
+            WARNING,
+            "late; the 3 workers that it found before stay in use",
+        ),
         (discovery("starting", None), NOTE, " has found nothing yet"),
         (discovery("watching", 0), NOTE, " finds no workers"),
         (discovery("watching", 3), None, ""),
@@ -200,11 +204,11 @@ def test_a_discovery_is_judged_by_what_it_found(
 @pytest.mark.parametrize(
     ("state", "error", "level", "words"),
     [
-        ("asking", REFUSED, ERROR, f", not registered: it does not tell what it is: {REFUSED}"),
-        ("asking", None, NOTE, ": it is being asked what it is"),
+        ("asking", REFUSED, ERROR, f", not registered: its engine cannot be queried: {REFUSED}"),
+        ("asking", None, NOTE, ": its engine is being queried"),
         ("refused", "no block size", ERROR, ", not registered: no block size"),
-        ("removed", None, NOTE, ", deleted over HTTP: away until it is found anew"),
-        ("registered", REFUSED, WARNING, f": what it was registered as holds: {REFUSED}"),
+        ("removed", None, NOTE, ", deleted over HTTP: stays removed until it is found again"),
+        ("registered", REFUSED, WARNING, f": its earlier registration stays in use: {REFUSED}"),
         ("registered", None, None, ""),
         ("by_http", None, None, ""),
     ],
@@ -348,7 +352,7 @@ def test_a_selector_that_looks_for_workers_is_not_told_to_look(
             [OK],
             "has m, blocks of 16",
         ),
-        (Particulars(), 9, [OK], "no block size told"),  # what it does not tell is not judged
+        (Particulars(), 9, [OK], "block size not reported"),  # what it does not tell is not judged
         (Particulars(block_size=32), None, [ERROR], "blocks of 16 tokens, the engine has 32"),
         (Particulars(model_name="other", total_kv_blocks=9), 8, [WARNING, WARNING], ""),
         (Particulars(total_kv_blocks=9), None, [NOTE], "without total_kv_blocks"),
