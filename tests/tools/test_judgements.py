@@ -327,7 +327,7 @@ PEERS = DiscoveryState("dns:selector:9092", "peers", "watching", 1.0, 2, 0, None
     ("discoveries", "mend"),
     [
         *((each, "--discover") for each in (None, report(), report(discoveries=[PEERS]))),
-        (report(discoveries=[discovery("watching", 0)]), "mend its discoveries"),
+        (report(discoveries=[discovery("watching", 0)]), "its discoveries"),
     ],
     ids=["told of none", "without any", "of peers alone", "of workers"],
 )

@@ -127,7 +127,7 @@ def test_tune_finds_what_is_better_and_says_where_nothing_is(
     path = write(tmp_path / "one", logged(talks(100), policy_of("dynamo"), one))
     assert tune([str(path), "--json", str(figures)]) == 0
     assert json.loads(figures.read_bytes())["settings"] == {}
-    assert "no difference" in capsys.readouterr().out
+    assert "no significant difference" in capsys.readouterr().out
 
 
 def test_an_interval_holds_the_change_and_is_not_sure_of_noise() -> None:
