@@ -6,6 +6,7 @@ without a usable model is refused here."""
 import contextlib
 import re
 from codecs import getincrementaldecoder
+from collections.abc import Callable
 from itertools import islice
 from typing import Final, TypeVar
 from urllib.parse import unquote
@@ -36,7 +37,6 @@ MOST_ID_BYTES: Final = 16 << 20
 MOST_FIELDS: Final = 65_536
 MOST_IDS: Final = 1 << 20
 MOST_MESSAGES: Final = 8192
-_LONG_BODY_BYTES: Final = 32 * 1024  # a shorter body is cheap, whatever its content
 _TEXT_BYTES: Final = 64 * 1024  # checked in one step
 # The end of a field's name. A quote after a single backslash belongs to a text.
 _NAME_END: Final = re.compile(rb'"(?<![^\\]\\")[ \t\r\n]*+:')
@@ -76,6 +76,8 @@ TOKENS_OF_MEDIA: Final = 1024  # estimate for an image or recording; engines use
 _NULL: Final = b"null"
 _RAW_NULL: Final = Raw(_NULL)
 _read_fields: Final = msgspec.json.Decoder(dict[str, Raw]).decode
+_read_text: Final = msgspec.json.Decoder(str | None).decode
+_read_flag: Final = msgspec.json.Decoder(bool | None).decode
 _read_messages: Final = msgspec.json.Decoder(list[Message]).decode
 _read_items: Final = msgspec.json.Decoder(list[Item]).decode
 _read_message: Final = msgspec.json.Decoder(Message).decode
@@ -107,9 +109,9 @@ class ModelRequest:
     def __init__(self, path: str, body: bytes) -> None:
         self.fields = _fields(body)
         self.body: Final = body
-        self.model = self._value("model", str, "a string")
-        self.streams = bool(self._value("stream", bool, "true or false"))
-        self.salt = self._value("cache_salt", str, "a string") or None
+        self.model = self._value("model", _read_text, "a string")
+        self.streams = bool(self._value("stream", _read_flag, "true or false"))
+        self.salt = self._value("cache_salt", _read_text, "a string") or None
         self.kind = Kind.NONE
         self.why_not: Unknown | None = None  # why its blocks are unknown
         self.messages: list[Raw] = []
@@ -133,7 +135,7 @@ class ModelRequest:
         else:
             self.why_not = NO_PROMPT
         for name in changing:
-            if self.has(name):
+            if name in self.fields and self.has(name):
                 self.why_not = Unknown(Why.CHANGED, f"`{name}` changes the prompt")
 
     def has(self, name: str) -> bool:
@@ -170,7 +172,7 @@ class ModelRequest:
             with contextlib.suppress(msgspec.DecodeError):
                 if name == "metadata":
                     raw = _read_metadata(raw).user_id
-                session_id = msgspec.json.decode(raw, type=str)
+                session_id = _read_text(raw)
                 if session_id:
                     return session_id_of(session_id)
         return None
@@ -279,12 +281,12 @@ class ModelRequest:
             return
         self.kind, self.ids = Kind.IDS, ids
 
-    def _value(self, name: str, kind: type[T], expected: str) -> T | None:
+    def _value(self, name: str, read: Callable[[Raw], T | None], expected: str) -> T | None:
         raw = self.fields.get(name)
-        if raw is None or bytes(raw) == _NULL:
+        if raw is None:
             return None
         try:
-            return msgspec.json.decode(raw, type=kind)
+            return read(raw)
         except msgspec.DecodeError:
             raise BadRequest(f"{name}: expected {expected}") from None
 
@@ -316,7 +318,7 @@ def _fields(body: bytes) -> dict[str, Raw]:
     try:
         if not body.isascii():
             _check_text(body)
-        if len(body) > _LONG_BODY_BYTES:
+        if len(body) > 4 * MOST_FIELDS:  # a field has a name, a colon and a value
             _check_cost(body)
         return _read_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
