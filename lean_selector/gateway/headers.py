@@ -18,16 +18,19 @@ _HOP: Final = (
     rb"connection|keep-alive|proxy-connection|proxy-authenticate|proxy-authorization|te|trailer|"
     rb"transfer-encoding|upgrade"
 )
-_NOT_TO_WORKER: Final = re.compile(
-    rb"\r\n(?:" + _HOP + rb"|host|expect|content-length|x-request-id|x-data-parallel-rank)"
-    rb"[ \t]*:[^\r]*+(?=\r\n|\Z)",
-    re.IGNORECASE,
+# Without and with `accept-encoding`
+_NOT_TO_WORKER: Final = tuple(
+    re.compile(
+        rb"\r\n(?:" + _HOP + rb"|host|expect|content-length|x-request-id|x-data-parallel-rank%b)"
+        rb"[ \t]*:[^\r]*+(?=\r\n|\Z)" % more,
+        re.IGNORECASE,
+    )
+    for more in (b"", b"|accept-encoding")
 )
 _NOT_TO_CLIENT: Final = re.compile(
     rb"\r\n(?:" + _HOP + rb"|x-request-id|x-lean-[^:\r]*)[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE
 )
 _LENGTH: Final = re.compile(rb"\r\ncontent-length[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
-_CODINGS: Final = re.compile(rb"\r\naccept-encoding[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
 _AUTHORIZATION: Final = re.compile(rb"\r\nauthorization[ \t]*:[^\r]*+(?=\r\n|\Z)", re.IGNORECASE)
 _TRACEPARENT: Final = re.compile(rb"\r\ntraceparent[ \t]*:[ \t]*+([^\r]*+)(?=\r\n|\Z)", re.I)
 _CONNECTION: Final = re.compile(rb"\r\nconnection[ \t]*:([^\r]*+)", re.IGNORECASE)
@@ -51,9 +54,7 @@ def request_lines(
     name: value CRLF ... CRLF CRLF`)."""
     lines = section[3:-4]
     named = _named(lines)
-    lines = _NOT_TO_WORKER.sub(b"", lines)
-    if without_codings:
-        lines = _CODINGS.sub(b"", lines)
+    lines = _NOT_TO_WORKER[without_codings].sub(b"", lines)
     if drops_authorization:
         lines = _AUTHORIZATION.sub(b"", lines)
     if drops_traceparent:

@@ -137,7 +137,7 @@ class HttpProtocol(asyncio.Protocol):
                 reply = self._answer(requests[0])
                 if reply is not None:
                     self.transport.write(reply)
-                if self._holds or reader.notice or self._got_eof:
+                if self._holds & ~_PARKED or reader.notice or self._got_eof:
                     self.settle()
             else:
                 self._queue.extend(requests)
@@ -382,13 +382,18 @@ class HttpProtocol(asyncio.Protocol):
 
     def _update_reading(self) -> None:
         """Read, unless the client does not read its answers or too much of its input waits."""
-        holds, reader = self._holds, self._reader
+        holds, reader, parked_bytes = self._holds, self._reader, self._parked_bytes
         queued_bytes = sum(map(_size_of, self._queue)) if self._queue else 0
+        if not (
+            (queued_bytes or parked_bytes or self.held_bytes or reader.waiting)
+            or (reader.is_unfinished or holds & _WRITE_PAUSED or self._reading_paused)
+        ):
+            return  # nothing is held
         most = _MAX_PARKED_BYTES if holds & _PARKED else _MAX_WAITING_BYTES
         pause = not holds & _ENDED and bool(
             holds & _WRITE_PAUSED or queued_bytes + len(reader.waiting) > most
         )
-        held = reader.held_bytes + queued_bytes + self._parked_bytes
+        held = reader.held_bytes + queued_bytes + parked_bytes
         self._connections.held_bytes += held - self.held_bytes
         self.held_bytes = held
         if pause != self._reading_paused and not self.transport.is_closing():
