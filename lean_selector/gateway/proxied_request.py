@@ -9,6 +9,7 @@ tried. After that, pieces are relayed as they arrive, at the client's pace."""
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
 from time import monotonic
@@ -31,6 +32,13 @@ log = logging.getLogger("lean_selector.gateway")
 # These are retried once, because an engine whose core has died answers all waiting requests like
 # this. The second worker's answer is relayed: then the request may be the cause.
 _ERRORS: Final = frozenset({500, 502})
+# The same after a 200, as the first event of a stream. The group is the event; the line before it
+# is the chunk's, because most pieces are relayed as they are.
+_FAILED_STREAM: Final = re.compile(
+    rb"(?:[0-9A-Fa-f]+\r\n)?"
+    rb'((?:data: \{"error": ?\{[^\n]*"code": ?50[02]\b'
+    rb'|event: error\ndata: \{"type": ?"error", ?"error": ?\{"type": ?"api_error")[^\n]*\n\n)'
+)
 _STALE: Final = "stale"  # the same worker is tried again
 _LAST_CHUNK: Final = b"0\r\n\r\n"
 _MOST_SHED_BYTES: Final = 64 * 1024  # buffered bytes of an answer that may be discarded
@@ -86,6 +94,7 @@ class ProxiedRequest:
         self._connection: ClientConnection | None = None
         self._head: AnswerHead | None = None
         self._was_error = False  # a worker answered with one of _ERRORS
+        self._is_failed_stream = False  # it began with an error, and its rest is not needed
         self._is_chunking = False
         # Removes what was added to the request from the answer.
         self._reader: AnswerReader | None = None
@@ -214,8 +223,10 @@ class ProxiedRequest:
         reply, reader = self.reply, self._reader
         if not reply.begun:
             if self._shedding is None:
-                self._begin(data, is_last)
-            else:
+                self._shedding = self._failed_stream(data)
+                if self._shedding is None:
+                    self._begin(data, is_last)
+            elif not self._is_failed_stream:
                 self._shedding += data[: _MOST_SHED_BYTES - len(self._shedding)]
             return
         counts.passed_on_bytes += len(data)
@@ -229,6 +240,19 @@ class ProxiedRequest:
                 reply.write(text)
         elif text := reader.feed(data):  # as `_text`, without a call
             reply.write(b"%x\r\n%b\r\n" % (len(text), text))
+
+    def _failed_stream(self, data: bytes) -> bytearray | None:
+        """The error with which a stream begins that another worker may answer; None if it does not
+        begin with one."""
+        routed, head = self.routed, self._head
+        assert head is not None
+        if routed is None or not routed.streams or head.status != 200 or self._was_error:
+            return None
+        found = _FAILED_STREAM.match(data)
+        if found is None:
+            return None
+        self._was_error = self._is_failed_stream = True
+        return bytearray(found[1])
 
     def on_end(self) -> None:
         self._connection = None
@@ -248,6 +272,7 @@ class ProxiedRequest:
     def on_lost(self, reason: str, is_stale: bool) -> None:
         self._connection = None
         self._shedding = None
+        self._is_failed_stream = False
         if self.reply.begun:
             self._counts.broken += 1
             self._note(reason, "its answer ended early")
@@ -267,6 +292,10 @@ class ProxiedRequest:
         assert head is not None
         self._shedding = None
         self._shed = (lease, head, body)
+        if self._is_failed_stream:
+            self._is_failed_stream = False
+            self._retry(FAILED, FAILED, "its stream began with an error")
+            return
         outcome = outcome_of_status(head.status)
         self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
 

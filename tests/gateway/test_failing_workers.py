@@ -83,6 +83,29 @@ def test_a_request_that_two_workers_fail_is_not_given_to_a_third() -> None:
         gateway.wait_until_free()
 
 
+@pytest.mark.parametrize(("code", "count", "asked"), [(500, 2, 2), (500, 1, 1), (400, 2, 1)])
+@pytest.mark.parametrize(
+    ("path", "prompts"),
+    [("/v1/completions", "learn"), ("/v1/chat/completions", "off"), ("/v1/messages", "learn")],
+)
+def test_a_stream_that_begins_with_an_error_of_the_engine_is_asked_for_elsewhere(
+    path: str, prompts: str, code: int, count: int, asked: int
+) -> None:
+    with ExitStack() as running:
+        workers = [running.enter_context(OpenAiWorker()) for _ in range(count)]
+        urls = (each.url for each in workers)
+        gateway = running.enter_context(RunningGateway(*urls, "--prompts", prompts, knows=count))
+        body = {"model": "m", "max_tokens": 2, "stream": True, "fake": {"opens_with": code}}
+        said = [{"role": "user", "content": TEXT}]
+        body |= {"prompt": TEXT} if path == "/v1/completions" else {"messages": said}
+        answer = gateway.ask("POST", path, body)
+        assert (answer.status, answer.body.count(b"EngineCore died")) == (200, 1)
+        assert b"\r\n" not in answer.body
+        streams = [x for w in workers for x in w.seen()["requests"] if f"POST {path} " in x["line"]]
+        assert len(streams) == asked
+        gateway.wait_until_free()
+
+
 def test_an_answer_that_does_not_begin_in_time_is_a_504_and_its_worker_is_let_go() -> None:
     flags = ("--request-timeout-secs", "0.2")
     with OpenAiWorker() as worker, RunningGateway(worker.url, *flags, knows=1) as gateway:

@@ -10,6 +10,7 @@ byte of the rendered prompt, so whoever has the text can tell the tokens.
 
 In a request, the field `fake` asks for odd manners:
     status         answer with this status and OpenAI's error
+    opens_with     answer 200, and a stream whose first event is an error with this code
     break_after    cut the connection after so many tokens; 0: before the head
     stall_after    say nothing more after so many tokens
     loses_events   publish nothing of this request
@@ -504,12 +505,20 @@ class _Completion:
             await _write(self.writer, b"%x\r\n%b\r\n" % (len(data), data) if is_framed else data)
 
         try:
-            await self._events(running, event)
+            if code := self.fake.get("opens_with"):
+                await self._error_event(event, code)
+            else:
+                await self._events(running, event)
         except ConnectionError:
             return False
         if is_framed:
             await _write(self.writer, b"0\r\n\r\n")
         return is_framed
+
+    async def _error_event(self, event: Any, code: int) -> None:
+        told = {"message": "EngineCore died", "type": "InternalServerError", "param": None}
+        await event(json.dumps({"error": {**told, "code": code}}).encode())  # spaced, as vLLM's
+        await event(b"[DONE]")
 
     async def _events(self, running: RunningRequest, event: Any) -> None:
         ids: dict[str, Any] = {"prompt_token_ids": self._prompt_ids}
@@ -551,6 +560,11 @@ class _Message(_Completion):
     def _whole_frame(self) -> bytes:
         content = [{"type": "text", "text": self._text()}]
         return _json(self._message(content=content, stop_reason="max_tokens", usage=self._used()))
+
+    async def _error_event(self, event: Any, code: int) -> None:
+        kind = "api_error" if code == 500 else "invalid_request_error"
+        error = {"type": kind, "message": "EngineCore died"}
+        await event(_json({"type": "error", "error": error}), "error")
 
     async def _events(self, running: RunningRequest, event: Any) -> None:
         async def send(name: str, **fields: Any) -> None:
