@@ -94,7 +94,6 @@ class ProxiedRequest:
         self._connection: ClientConnection | None = None
         self._head: AnswerHead | None = None
         self._was_error = False  # a worker answered with one of _ERRORS
-        self._is_failed_stream = False  # it began with an error, and its rest is not needed
         self._is_chunking = False
         # Removes what was added to the request from the answer.
         self._reader: AnswerReader | None = None
@@ -222,11 +221,13 @@ class ProxiedRequest:
         counts.pieces += 1
         reply, reader = self.reply, self._reader
         if not reply.begun:
+            head = self._head
+            assert head is not None
             if self._shedding is None:
-                self._shedding = self._failed_stream(data)
+                self._shedding = self._failed_stream(head, data)
                 if self._shedding is None:
                     self._begin(data, is_last)
-            elif not self._is_failed_stream:
+            elif head.status != 200:  # only the first event of a failed stream is kept
                 self._shedding += data[: _MOST_SHED_BYTES - len(self._shedding)]
             return
         counts.passed_on_bytes += len(data)
@@ -241,17 +242,16 @@ class ProxiedRequest:
         elif text := reader.feed(data):  # as `_text`, without a call
             reply.write(b"%x\r\n%b\r\n" % (len(text), text))
 
-    def _failed_stream(self, data: bytes) -> bytearray | None:
+    def _failed_stream(self, head: AnswerHead, data: bytes) -> bytearray | None:
         """The error with which a stream begins that another worker may answer; None if it does not
         begin with one."""
-        routed, head = self.routed, self._head
-        assert head is not None
+        routed = self.routed
         if routed is None or not routed.streams or head.status != 200 or self._was_error:
             return None
         found = _FAILED_STREAM.match(data)
         if found is None:
             return None
-        self._was_error = self._is_failed_stream = True
+        self._was_error = True
         return bytearray(found[1])
 
     def on_end(self) -> None:
@@ -272,7 +272,6 @@ class ProxiedRequest:
     def on_lost(self, reason: str, is_stale: bool) -> None:
         self._connection = None
         self._shedding = None
-        self._is_failed_stream = False
         if self.reply.begun:
             self._counts.broken += 1
             self._note(reason, "its answer ended early")
@@ -292,8 +291,7 @@ class ProxiedRequest:
         assert head is not None
         self._shedding = None
         self._shed = (lease, head, body)
-        if self._is_failed_stream:
-            self._is_failed_stream = False
+        if head.status == 200:
             self._retry(FAILED, FAILED, "its stream began with an error")
             return
         outcome = outcome_of_status(head.status)
