@@ -81,7 +81,7 @@ class GatewaySessionsFlags(SessionsFlags):
     """
 
     default_mode: ClassVar = "soft"
-    mode: Literal["soft", "hard"] | None = flag(None, "--session-affinity", needs=SESSIONS)
+    mode: Literal["hard", "soft"] | None = flag(None, "--session-affinity", needs=SESSIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
