@@ -1,1 +1,1 @@
-"""KV events from engines: subscriptions, replay, ingest in turns, and the state of each source."""
+"""KV events from engines: subscriptions, replays, ingest in time slices, and source states."""

@@ -1,7 +1,7 @@
-"""Apply the batches of one source to the index: one at a time, in order, in slices.
+"""Apply the batches of one source to the index: one at a time, in order, in time slices.
 
-An ordinary batch is applied at once. A large or unusual one is decoded and applied in slices of
-bounded work, and completed before the next one. Knows neither sockets nor sequence numbers. D25."""
+A small, ordinary batch is applied at once. A large or unusual batch is decoded and applied in
+bounded slices, and completed before the next batch starts. No sockets or sequence numbers. D25."""
 
 import logging
 import time
@@ -20,8 +20,8 @@ from lean_selector.wire.kv_events import (
 )
 from lean_selector.wire.messagepack import WINDOW_BYTES
 
-# Decodes ordinary batches, if compiled. Other batches, and all batches in the interpreted form, go
-# to the other decoder.
+# Decodes ordinary batches in the compiled form. `decode_small` and `batch_slices` decode all other
+# batches, and in the interpreted form every batch.
 Reader = Callable[[bytes], EventBatch | None]
 _READER: Reader | None = None
 if IS_COMPILED:
@@ -33,7 +33,7 @@ Report = Callable[[str, int, str], None]  # arguments: kind of line, level, text
 
 
 class BatchWork:
-    """Has at most one batch at a time. Never raises for a peer's data."""
+    """Holds at most one batch at a time. Bad data from an engine raises no exception."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class BatchWork:
         self._report = report
         self._reader = reader
         self._rest: Iterator[EventBatch | None] | None = None
-        self._is_lost = False  # the current batch is counted as lost
+        self._is_lost = False  # the current batch was reported to the cursor as lost
         self._is_again = False  # the current batch may have been applied before
 
     @property
@@ -57,7 +57,7 @@ class BatchWork:
         return self._rest is not None
 
     def take(self, payload: bytes) -> None:
-        """Start a batch; if `is_under_way` afterwards, `go_on` continues it."""
+        """Start a batch. Then call `go_on` while `is_under_way` is true."""
         assert self._rest is None, "batches are applied in order"
         self._is_lost = False
         self._is_again = self._cursor.is_again
@@ -77,7 +77,7 @@ class BatchWork:
             self._apply(batch)
 
     def go_on(self, deadline: float) -> bool:
-        """Work on the current batch until the deadline (perf_counter); True when it is done."""
+        """Work on the batch until the deadline (perf_counter). Returns True once it is done."""
         rest = self._rest
         if rest is None:
             return True
@@ -88,7 +88,7 @@ class BatchWork:
                     self._apply(batch)
                 if time.perf_counter() >= deadline:
                     return False
-        # Separate names, because mypyc gives a name only one type.
+        # Each exception has its own name, because mypyc gives a name only one type.
         except TooManyEvents as too_many:
             self._lose_all("too_many_events", str(too_many))
         except NotABatch as unreadable:
@@ -100,7 +100,7 @@ class BatchWork:
         return True
 
     def drop(self) -> None:
-        """Drop the rest of the batch, because its source has ended or restarted."""
+        """Drop the rest of the batch, because the source of the batch has ended or restarted."""
         self._rest = None
 
     def _apply(self, batch: EventBatch) -> None:
@@ -117,7 +117,7 @@ class BatchWork:
         self._lose(detail)
 
     def _lose(self, detail: str) -> None:
-        """Note that the batch or a part of it is not in the index, and a replay would not help."""
+        """Record that (a part of) the batch is not in the index, and that a replay cannot help."""
         if not self._is_lost:
             self._is_lost = True
             self._cursor.lose()

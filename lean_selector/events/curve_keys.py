@@ -1,10 +1,10 @@
-"""CURVE key pairs and lists of public keys, read from files; and sockets that use them.
+"""Read CURVE key pairs and lists of public keys from files, and configure sockets to use them.
 
-A pair is a certificate in the format of CZMQ and pyzmq's zmq.auth (rfc.zeromq.org/spec/4, ZPL). A
-list has one public key per line, 40 characters of Z85, then an optional comment such as the owner;
-one or more concatenated public certificates are a valid list too. Files are read once, at the
-start. A socket that binds admits clients by their keys, and counts those that it refuses; if
-libzmq's admission request is not answered, it admits none."""
+A key pair is a certificate in the format of CZMQ and pyzmq's zmq.auth (rfc.zeromq.org/spec/4, ZPL).
+A list has one public key per line: 40 characters of Z85, then an optional comment such as the
+owner. A file of concatenated public certificates is a valid list too. Files are read once, at the
+start. A bound socket admits clients by their public keys and counts the clients it refuses. If
+nobody answers libzmq's admission requests, the socket admits no client."""
 
 import logging
 import re
@@ -27,13 +27,13 @@ DOMAIN: Final = b"lean-selector"  # ZAP domain of all sockets that require keys
 _MOST_BYTES: Final = 1 << 18
 _ENFORCE_DOMAIN: Final = 93  # ZMQ_ZAP_ENFORCE_DOMAIN; not every pyzmq has a name for it
 _ENTRY: Final = re.compile(r'\s*(public-key|secret-key)\s*=\s*"(\S+)"\s*')
-# A line of a certificate that has no key.
+# Lines of a certificate that hold no key.
 _OTHER: Final = re.compile(r"\s+(?!public-key\b|secret-key\b)[\w$\-@.&+/]+\s*=.*")
 _SECTIONS: Final = ("curve", "metadata")
 
 
 class BadKeys(ValueError):
-    """A key file is invalid; the message is one line without any key."""
+    """A key file is invalid; the message has one line, and contains no key."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -48,7 +48,7 @@ class KeyPair:
 
 
 class CurveClient(NamedTuple):
-    """Our pair, and the public keys of accepted servers."""
+    """Our key pair, and the public keys of the servers that we accept."""
 
     pair: KeyPair
     believed: tuple[bytes, ...]
@@ -59,13 +59,13 @@ def new_pair() -> KeyPair:
 
 
 def check_curve(flag: str) -> None:
-    """Raise ValueError if this libzmq cannot encrypt."""
+    """Raise BadKeys (a ValueError) if this libzmq cannot encrypt."""
     if not zmq.has("curve"):
         raise BadKeys(f"{flag}: libzmq {zmq.zmq_version()} was built without CURVE")
 
 
 def read_pair(path: str) -> KeyPair:
-    """The pair of a certificate with a secret key. Raises OSError and ValueError."""
+    """Read a key pair from a secret-key certificate. Raises OSError and ValueError."""
     secret: bytes | None = None
     for line in _text(path, WatchedFile(path, _MOST_BYTES).read()[0]).splitlines():
         entry = _ENTRY.fullmatch(line)
@@ -79,7 +79,7 @@ def read_pair(path: str) -> KeyPair:
 
 
 def public_keys(path: str, content: bytes) -> tuple[bytes, ...]:
-    """The distinct keys of a list, in its order. Raises ValueError."""
+    """Return the distinct public keys of a list file, in file order. Raises ValueError."""
     found: dict[bytes, None] = {}
     for number, line in enumerate(_text(path, content).splitlines(), 1):
         entry = _ENTRY.fullmatch(line)
@@ -101,13 +101,13 @@ def public_keys(path: str, content: bytes) -> tuple[bytes, ...]:
 
 
 def read_list(path: str) -> tuple[bytes, ...]:
-    """The keys of a list. Raises OSError and ValueError."""
+    """Read the public keys from a list file. Raises OSError and ValueError."""
     return public_keys(path, WatchedFile(path, _MOST_BYTES).read()[0])
 
 
 def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
-    """Make a socket that will bind the CURVE server of `pair`. It admits only clients that ZAP
-    accepts."""
+    """Make a socket, before bind, a CURVE server with the key pair `pair`. The socket then admits
+    only clients that the ZAP authenticator accepts."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
@@ -116,8 +116,8 @@ def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
 
 
 def give_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, server_key: bytes) -> None:
-    """Make a socket that will connect a CURVE client with `pair`, which accepts only servers with
-    this public key."""
+    """Make a socket, before connect, a CURVE client with the key pair `pair`. The socket then
+    accepts only a server with the public key `server_key`."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
@@ -141,8 +141,8 @@ def _key(text: str) -> bytes | None:
 
 
 def _is_of_no_key(line: str, words: list[str]) -> bool:
-    """Whether the line is a comment (no key begins like one), or a line of a certificate without a
-    key."""
+    """Whether the line needs no key: a comment (no key begins with `#`), or a certificate line that
+    holds none."""
     return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None
 
 
@@ -154,14 +154,14 @@ WARN_EVERY_S: Final = 60.0  # for refused clients, which may retry at any rate
 
 
 class CurveGate:
-    """Admits clients with a key in `admitted` to the sockets of one context, from start() to
-    close()."""
+    """From start() to close(), admits clients whose key is in `admitted` to the sockets of one
+    context."""
 
     def __init__(
         self, authenticator: "Authenticator", pair: KeyPair, admitted: tuple[bytes, ...] | None
     ) -> None:
-        """`authenticator` is that of the sockets' context. `admitted` None: any client that knows
-        the server's key."""
+        """`authenticator` belongs to the sockets' context. If `admitted` is None, any client that
+        knows the server's public key is admitted."""
         self.pair: Final = pair
         self.admitted: Final = admitted
         self.refused = 0
@@ -171,18 +171,18 @@ class CurveGate:
         authenticator.configure_curve_callback(DOMAIN.decode(), self)
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
-        """Guard a socket that is not bound yet."""
+        """Protect a socket that is not bound yet: only admitted clients can connect."""
         ask_for_keys(socket, self.pair)
 
     def start(self) -> None:
-        """Start to admit clients; until then every handshake fails."""
+        """Start to admit clients. Before this call, every handshake fails."""
         self._authenticator.start()
 
     def close(self) -> None:
         self._authenticator.stop()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by the authenticator: whether to admit a client with this public key."""
+        """Whether to admit a client with this public key. The authenticator calls this."""
         if self.admitted is None or key in self.admitted:
             return True
         self.refused += 1

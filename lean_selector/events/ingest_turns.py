@@ -1,8 +1,8 @@
-"""Long work in slices, between other work of the loop.
+"""Run long work in time slices, between the other work of the event loop.
 
-Events are applied on the same thread as HTTP: all sources share one short slice per turn of the
-loop, in order. Indexes free memory in slices of their own, and reading a peer's answer pauses when
-a slice is over."""
+KV events are applied on the thread that serves HTTP. So in each turn of the loop all sources
+together, in order, get one short slice. Separate slices free the memory of indexes. Code that reads
+a peer's answer pauses when a slice is over."""
 
 import asyncio
 import logging
@@ -14,18 +14,18 @@ from lean_selector.core.index.kv_index import KvIndex
 
 logger = logging.getLogger("lean_selector.kv_events")
 
-# One millisecond for all sources, plus the last message: a request is delayed by at most 2 ms.
+# One millisecond for all sources, plus the last message: requests are delayed by at most 2 ms.
 SLICE_S = 0.001
 SWEEP_SLICE_S = 0.0005  # per turn of the loop, in addition to the slice for events
-_SWEEP_STEPS = 4  # between checks of the clock
+_SWEEP_STEPS = 4  # between two checks of the clock
 
-Drain = Callable[[float], bool]  # works until the deadline (perf_counter); True if work is left
-# Called when no work is left, or with the exception of drain
+Drain = Callable[[float], bool]  # takes a deadline (perf_counter); True: work is left
+# Called with None when no work is left, or with the exception that `drain` raised.
 Done = Callable[[Exception | None], None]
 
 
 class IngestTurns:
-    """One per process. Used only on the loop's thread."""
+    """Runs queued work in slices. One per process, used only on the loop's thread."""
 
     def __init__(self, slice_s: float = SLICE_S) -> None:
         self._slice_s = slice_s
@@ -33,18 +33,18 @@ class IngestTurns:
         self._is_scheduled = False
 
     def start(self, drain: Drain, done: Done) -> None:
-        """Call `drain` in turns until no work is left or it raises; then call `done`."""
+        """Call `drain` in turns until it has no work left or raises; then call `done`."""
         self._waiting.append((drain, done))
         if not self._is_scheduled:
             self._schedule(asyncio.get_running_loop())
 
     async def run(self, drain: Drain) -> None:
-        """Await `start`; raises what `drain` raises. If cancelled, `drain` is not called again."""
+        """Await the work of `start`. Raises what `drain` raises. Cancelling ends the calls."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: Exception | None) -> None:
             if ended.done():
-                if error is not None:  # it was cancelled, and then failed
+                if error is not None:  # the caller was cancelled before the work failed
                     logger.error("a turn of a cancelled source failed", exc_info=error)
             elif error is not None:
                 ended.set_exception(error)
@@ -66,7 +66,7 @@ class IngestTurns:
             drain, done = self._waiting.popleft()
             try:
                 more = drain(deadline)
-            except Exception as error:  # an internal error, which the source reports
+            except Exception as error:  # an internal error; `done` reports it
                 done(error)
             else:
                 if more:
@@ -79,15 +79,15 @@ class IngestTurns:
 
 
 class IndexSweeps:
-    """Lets every index free the memory of dropped blocks. One per process. An index hides dropped
-    blocks at once, and frees them in steps. The index of a removed partition is referenced until it
-    is freed, because otherwise all of it would be freed at once."""
+    """Frees the memory of dropped blocks, for all indexes of the process. An index hides dropped
+    blocks at once, and frees them in steps. Keeps a reference to the index of a removed partition
+    until the steps are done; otherwise Python would free the whole index at once."""
 
     def __init__(self) -> None:
         self._turns = IngestTurns(SWEEP_SLICE_S)
 
     def start(self, index: KvIndex) -> None:
-        """Free the memory of an index from now on; for `KvIndex.on_sweep`."""
+        """Start to free the memory of an index in slices. Passed to `KvIndex.on_sweep`."""
 
         def drain(deadline: float) -> bool:
             while index.sweep(_SWEEP_STEPS):
@@ -99,12 +99,12 @@ class IndexSweeps:
 
 
 def _swept(error: Exception | None) -> None:
-    if error is not None:  # an internal error, which leaves the index unchanged
+    if error is not None:  # an internal error; the index is unchanged
         logger.error("sweep of the index failed: %r", error)
 
 
 class Pauses:
-    """Awaiting it yields to the loop if the slice is over. State may have changed afterwards."""
+    """Awaiting a call yields to the loop if the time slice is over. State may then have changed."""
 
     def __init__(self) -> None:
         self._slice_ends = time.perf_counter() + SLICE_S

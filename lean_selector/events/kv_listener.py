@@ -1,7 +1,7 @@
-"""One replay, and one source of KV events.
+"""`KvListener` receives the KV events of one source; `KvReplay` requests missed batches again.
 
-A replay is requested on its own link, and read until its end, its timeout or its bounds. `KvReplay`
-detects the end, and `on_reply` judges each batch. Spec: indexer.md 1.5."""
+A replay has its own link. `KvReplay` reads it up to the end marker, the timeout or a size limit,
+and passes each batch to `on_reply`. Spec: indexer.md 1.5."""
 
 import asyncio
 import logging
@@ -23,16 +23,16 @@ from lean_selector.wire.selection_bodies import SourceCondition, SourceStatus
 
 # Engines answer a replay between batches, about every 0.1 s (vLLM).
 REPLAY_IDLE_S = 1.5
-# A slow replay is ended, because live batches wait meanwhile. A full buffer takes seconds.
+# A slow replay is ended, because live batches wait meanwhile. To read a full buffer takes seconds.
 REPLAY_LIMIT_S = 60.0
 # A source yields to the next one after this many messages.
 MESSAGES_PER_TURN = 64
 
 
 class ReplayEnd(Enum):
-    COMPLETE = auto()  # the end marker arrived, or no more is wanted
+    COMPLETE = auto()  # the end marker arrived, or no further reply was needed
     STOPPED = auto()
-    # Too much waits; that part is applied, and the rest is requested again.
+    # Too many bytes wait. The received part is applied, and the rest is requested again.
     OVERFLOWED = auto()
 
 
@@ -49,8 +49,8 @@ class KvReplay:
         may_go_on: Callable[[float], bool],
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
-        """`may_go_on(deadline)`: whether the previous reply is fully applied. `on_reply(frames)`:
-        True if no further one is needed."""
+        """`may_go_on(deadline)` returns whether the previous reply is fully applied.
+        `on_reply(frames)` returns True if no further reply is needed."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on
@@ -60,7 +60,7 @@ class KvReplay:
         self.link = open_replay(links, endpoint, start, self._news.set)
 
     async def run(self, idle_s: float) -> ReplayEnd:
-        """`idle_s`: the longest time without a reply."""
+        """Run the replay. `idle_s` is the longest time in seconds to wait for the next reply."""
         link = self.link
         give_up_at = time.monotonic() + REPLAY_LIMIT_S
         link.start()
@@ -85,7 +85,7 @@ class KvReplay:
         return ReplayEnd.OVERFLOWED if link.has_overflowed else ReplayEnd.STOPPED
 
     def why_not(self) -> str:
-        """Why the replay did not reach its end, in a few words."""
+        """Return in a few words why the replay did not reach its end."""
         if self.link.was_connected:
             return "no end of it" if self.has_answered else "no answer"
         return "no answer" if self.link.error is None else f"no connection: {self.link.error}"
@@ -106,10 +106,10 @@ class KvReplay:
 
 # -- kv listener ---------------------------------------------------------------------------------
 #
-# The KV events of one engine rank: a SUB socket that feeds the index, and replays of missed
-# batches. The cursor decides what each batch means and the ingest applies it; this class has the
-# links, the timeouts and the log. Messages wait in the links, whose bytes are bounded, and are
-# taken in bounded turns. Messages that a link drops are a gap like any other. Spec: indexer.md 1.
+# The KV events of one engine rank: a SUB socket feeds the index, and replays bring missed batches.
+# The cursor decides what each batch means, and the ingest applies it. This class has the links, the
+# timeouts and the log. Messages wait in the links, which bound their bytes, and are handled in
+# bounded turns. Messages that a link drops cause a gap like any other. Spec: indexer.md 1.
 
 logger = logging.getLogger("lean_selector.kv_events")
 
@@ -121,8 +121,8 @@ LOG_EVERY_S = 10.0
 
 
 class KvListener:
-    """Subscribes to one rank from start() to close(). Used only on the loop's thread. To continue
-    after a recovered index, call `cursor.resume_at(watermark)` before start()."""
+    """Subscribes to the KV events of one rank, from start() to close(). Used only on the loop's
+    thread. After an index recovery, call `cursor.resume_at(watermark)` before start()."""
 
     def __init__(
         self,
@@ -139,10 +139,10 @@ class KvListener:
         retry_first_s: float = RETRY_FIRST_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`replays` limits the simultaneous replays of all sources. `has_work()`: whether the rank
-        has requests now. `on_lost()`: the connection was lost. `grace_s`: how long a source may be
-        silent without a warning."""
-        # Constant.
+        """`replays` limits the simultaneous replays of all sources. `has_work()` returns whether
+        the rank has requests now. `on_lost()` is called when the connection is lost. For `grace_s`
+        seconds a source may be silent without a warning."""
+        # Set once, in the constructor.
         self._on_lost = on_lost
         self.endpoint = endpoint
         self.replay_endpoint = replay_endpoint
@@ -155,31 +155,31 @@ class KvListener:
         self._replay_idle_s = replay_idle_s
         self._retry_first_s = retry_first_s
         self._held = links.waiting.backlog(self._shed_held)
-        # From start() to close().
+        # Used from start() to close().
         self._live = open_live(links, endpoint, self._wake, self._note_link)
-        self._is_draining = False  # waiting for a turn, or in it
+        self._is_draining = False  # a drain of live messages is queued or running
         # Set while batches are missing that a replay may bring.
         self._replaying: asyncio.Task[None] | None = None
         self._replay: KvReplay | None = None
-        # Messages of the previous connection that still wait; -1: the cursor knows of the new
-        # connection.
+        # How many messages of the previous connection still wait; -1: the cursor was told of the
+        # new connection.
         self._old_messages = -1
-        # State at the last look.
+        # State when `look` was last called.
         self._messages = 0
         self._last_message_at: float | None = None  # monotonic seconds
         self._last_error: str | None = None
         self._told_of: str | None = None  # reason for the missing connection, as last logged
         self._no_replay = ""  # why the last replay failed
         self._watch = SourceWatch(self._log, has_work, grace_s)
-        self._quiet_until: dict[str, float] = {}  # kind of log line -> time of the next
+        self._quiet_until: dict[str, float] = {}  # kind of line -> earliest time of the next
 
     def start(self) -> None:
-        """Connect and subscribe, also to an engine that starts later."""
+        """Connect and subscribe. The engine may start later than this call."""
         self._live.start()
 
     def stop(self) -> "asyncio.Future[list[BaseException | None]]":
-        """Unsubscribe: no event is applied after this returns. The index keeps its blocks. Returns
-        an awaitable for the end of the tasks."""
+        """Unsubscribe. No event is applied after this returns, and the index keeps its blocks.
+        Returns an awaitable that completes when the tasks have ended."""
         self._work.drop()
         self._held.set(0)
         tasks = [self._live.close(), self._replaying]
@@ -194,7 +194,7 @@ class KvListener:
 
     @property
     def watermark(self) -> int | None:
-        """The last batch up to which the index is complete; None if there is none."""
+        """The number of the last batch up to which the index is complete, or None."""
         return None if self._work.is_under_way else self.cursor.complete_to
 
     def status(self) -> SourceStatus:
@@ -225,7 +225,7 @@ class KvListener:
         )
 
     def look(self, now: float) -> SourceCondition:
-        """The state at this monotonic time. Also logs faults that are due; call it regularly."""
+        """Return the state at the monotonic time `now`, and log due faults. Call regularly."""
         live, ingest, cursor = self._live, self.ingest, self.cursor
         state, what = condition(live, ingest, cursor, self.replay_endpoint, self._no_replay)
         self._watch.look(state, what, now)
@@ -239,8 +239,8 @@ class KvListener:
     # the connection
 
     def _note_link(self) -> None:
-        """On a new connection, request missed batches. The reason for a missing connection is
-        logged once; an engine that was never connected may still be starting."""
+        """After a connect, request missed batches. Log each reason of a lost connection once; an
+        engine that was never connected may still be starting."""
         live = self._live
         if live.state is LinkState.CONNECTED:
             self._told_of = None
@@ -312,7 +312,7 @@ class KvListener:
         verdict = self.cursor.live(seq, payload)
         self._account()
         if verdict is BatchVerdict.RESTART:
-            self._stop_replay()  # it was requested from an engine that is gone
+            self._stop_replay()  # the replay was requested from an engine that is gone
             self.ingest.clear()
             self._report("restart", logging.WARNING, f"engine restarted: {last_seq} then {seq}")
         if self.cursor.gaps > gaps:
@@ -330,7 +330,7 @@ class KvListener:
             self._replaying = supervise("kv replay", self._replay_until_settled)
 
     def _has_applied(self, deadline: float) -> bool:
-        """Work on the last batch until the deadline; True if it is fully applied."""
+        """Work on the last batch until the deadline. Returns True if it is fully applied."""
         if not self._work.is_under_way:
             return True
         if not self._work.go_on(deadline):
@@ -341,7 +341,7 @@ class KvListener:
         return True
 
     def _account(self) -> None:
-        """Account for the bytes that the cursor keeps."""
+        """Update the number of bytes that the cursor holds."""
         if self.cursor.held_bytes != self._held.bytes:
             self._held.set(self.cursor.held_bytes)
 
@@ -358,7 +358,7 @@ class KvListener:
 
     async def _replay_until_settled(self) -> None:
         pause_s = self._retry_first_s
-        if self.cursor.replay_interrupted():  # an internal error ended the previous run
+        if self.cursor.replay_interrupted():  # an internal error ended the last drain
             self.cursor.lose()
             self._work.drop()
             await self._turns.run(self._drain_held)
@@ -413,14 +413,14 @@ class KvListener:
         return end
 
     def _report_failure(self) -> None:
-        """Log a failed replay: at once as a warning if a gap stays, otherwise only after a
-        while."""
+        """Log a failed replay: as a warning at once if batches stay missing, otherwise only if the
+        failure lasts."""
         if self.cursor.state is SourceState.DEGRADED:
             text = f"no full replay from {self.replay_endpoint}: {self._no_replay}"
             self._report("degraded", logging.WARNING, f"degraded: {text}")
 
     def _on_reply(self, frames: list[bytes]) -> bool:
-        """Judge one message of a replay; True if no further message is needed."""
+        """Handle one message of a replay. Returns True if no further message is needed."""
         reply = replay_frames(frames)
         if reply is None:
             self.ingest.counts.skip("message", "bad_replay_frames")
@@ -451,7 +451,7 @@ class KvListener:
         return True
 
     def _report(self, kind: str, level: int, text: str) -> None:
-        """Log, at most once in LOG_EVERY_S per kind of line."""
+        """Log a line, at most once in LOG_EVERY_S per `kind`."""
         if level >= logging.WARNING:
             self._last_error = text
         now = time.monotonic()

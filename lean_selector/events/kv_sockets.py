@@ -1,5 +1,5 @@
-"""The links to an engine and their frames: SUB for live batches, DEALER for one replay, SUB for
-load. Knows socket types and frame layouts, and has no state. Spec: indexer.md 1.1, 1.2 and 1.5."""
+"""Open the links to an engine and parse their frames: SUB for live batches, DEALER for one replay,
+SUB for load. Has no state. Spec: indexer.md 1.1, 1.2 and 1.5."""
 
 import struct
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from lean_selector.events.link import Link
 from lean_selector.events.links import Links
 from lean_selector.wire.kv_events import MAX_BATCH_BYTES
 
-MAX_LOAD_BYTES: Final = 4096  # of a load report, which has some forty
+MAX_LOAD_BYTES: Final = 4096  # of a load report; usual reports have about forty
 
 _SEQ = struct.Struct(">Q")
 
@@ -19,8 +19,8 @@ _SEQ = struct.Struct(">Q")
 def open_live(
     links: Links, endpoint: str, on_message: Callable[[], None], on_state: Callable[[], None]
 ) -> Link:
-    """A subscription to an engine's events, from start() on. If too many messages wait, the oldest
-    are dropped."""
+    """Return a link that will subscribe to an engine's KV events. If too many messages wait, the
+    oldest are dropped."""
     return Link(
         links,
         endpoint,
@@ -34,7 +34,7 @@ def open_live(
 
 
 def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Link:
-    """A subscription to an engine's load, from start() on. Only the newest report counts."""
+    """Return a link that will subscribe to an engine's load, and keep only the newest report."""
     return Link(
         links,
         endpoint,
@@ -48,9 +48,9 @@ def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Li
 
 
 def open_replay(links: Links, endpoint: str, first: int, on_news: Callable[[], None]) -> Link:
-    """A replay request from batch `first` on, and its answers, from start() on. The engine sends
-    the whole replay at once (vLLM: 10 000 batches), and drops messages that are not read, so all of
-    them are read. If too much waits, the link ends, and the rest is requested again."""
+    """Return a link that will request a replay from batch `first` on. The engine sends the whole
+    replay at once (vLLM: 10 000 batches) and drops what is not read in time, so the link reads
+    everything. If too many bytes wait, the link ends; then request the rest again."""
     return Link(
         links,
         endpoint,
@@ -73,16 +73,16 @@ def replay_request(start: int) -> list[bytes]:
 
 
 def live_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
-    """(seq, payload) of `[topic, seq u64 BE, payload]`; None for any other shape."""
+    """Return (seq, payload) of `[topic, seq u64 BE, payload]`; None for any other shape."""
     if len(frames) != 3 or len(frames[1]) != _SEQ.size:
         return None
     return _SEQ.unpack(frames[1])[0], frames[2]
 
 
 def replay_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
-    """(seq, payload) of a reply, with an empty payload at the end; None for any other shape.
+    """Return (seq, payload) of a reply (empty payload: the end); None for any other shape.
 
-    Read from the back, because newer engines put a topic before the number (`["", topic, seq,
+    Reads the last two frames: newer engines put a topic before them (`["", topic, seq,
     payload]`)."""
     if len(frames) < 2 or len(frames[-2]) != _SEQ.size:
         return None

@@ -1,17 +1,17 @@
 """One persistent connection to a remote ZMQ socket.
 
-libzmq itself retries an address that refuses or does not answer, so a new listener is connected
-within RECONNECT_MAX_MS, or twice that if a thousand others are missing. It gets an address, never a
-name. After every other end libzmq stops (RECONNECT_STOP), and we retry with a new socket after a
-growing pause: libzmq would never reconnect after a message that is too large or a wrong mechanism,
-and would retry a listener that is not ZMQ without pause. Messages wait here until the owner takes
-them; above a bound in bytes the oldest are dropped and counted. Spec: indexer.md 1.1,
-slot_tracker.md 3.1.
+A link gives libzmq addresses, never names. libzmq itself retries an address that refuses or does
+not answer. So a new listener is connected within RECONNECT_MAX_MS, or twice that time if a thousand
+other links have no connection. After any other failure libzmq stops (RECONNECT_STOP), and the link
+opens a new socket after a growing pause. Otherwise libzmq would never reconnect after a message
+that is too large or a wrong mechanism, and would retry a listener that does not speak ZMQ without
+any pause. Received messages wait in the link until its owner takes them; above a limit in bytes,
+the oldest are dropped and counted. Spec: indexer.md 1.1, slot_tracker.md 3.1.
 
-Messages are read from a plain socket when its descriptor signals. A monitor reports the progress of
-an attempt. It needs two more descriptors, so it is closed after the handshake. Then the
-connection's own descriptor, which the monitor reported, is checked regularly: libzmq closes it when
-the connection is lost."""
+The link reads a plain socket when the socket's descriptor signals. During an attempt, a libzmq
+monitor reports the progress. A monitor needs two more descriptors, so it is closed after the
+handshake. From then on the link regularly checks the descriptor of the connection, which the
+monitor reported: libzmq closes this descriptor when the connection is lost."""
 
 import asyncio
 import contextlib
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
 Message = list[bytes]  # the frames of a message
 Opening = Callable[["zmq.Socket[bytes]"], None]
 
-# Pauses between our own attempts. An engine that returns is found within 5 s, whatever listened at
-# its address before.
+# Pauses between our own attempts. A restarted engine is found within 5 s, whatever listened at the
+# engine's address before.
 RETRY_FIRST_S = 0.1
 RETRY_LIMIT_S = 5.0
-# Pauses between libzmq's attempts, if an address refuses.
+# Pauses between libzmq's attempts at an address that refuses the connection.
 RECONNECT_FIRST_MS: Final = 100
 RECONNECT_MAX_MS: Final = 450
-# Above this many links without a connection, each further one is retried half as often: 4 096
-# refused sources cost libzmq 14 % of a core, and would cost 24 % at the same rate for all.
+# If more links than this have no connection, each further one is retried half as often. So 4 096
+# refused sources cost libzmq 14 % of a core, not 24 %.
 OFTEN_TRIED: Final = 1_024
 _RECONNECT_STOP: Final = 109  # ZMQ_RECONNECT_STOP; not every pyzmq has a name for it
 HANDSHAKE_S = 5.0
 # Timeout of libzmq's attempts at an address that did not answer before. When an attempt ends,
-# libzmq searches the timers of all sockets: with one per socket, 4 096 refused sources would cost
-# nearly twice as much.
+# libzmq searches the timers of all sockets: if every socket had this timer, 4 096 refused sources
+# would cost nearly twice as much CPU.
 CONNECT_MS: Final = 5_000
-# A probe finds out why an attempt is not finished, after 0.1 s and then at growing intervals. A
-# name is resolved again every RETRY_LIMIT_S. If it has several addresses, libzmq tries one, and
-# probes try the others.
+# A probe finds out why an attempt is unfinished: after 0.1 s, then at growing intervals. A name is
+# resolved again every RETRY_LIMIT_S. If it has several addresses, libzmq tries one, and probes try
+# the others.
 LOOK_FIRST_S = 0.1
 LOOK_LIMIT_S = 60.0
 OTHERS_S = 0.3
@@ -68,28 +68,28 @@ _SILENT: Final = "no answer"
 # then read (libzmq 4.3.5, issue 4767).
 KEEPALIVE_S: Final = 5
 KEEPALIVE_PROBES: Final = 3
-# Messages (of up to MAXMSGSIZE each) that libzmq may hold while the loop is busy. They are read as
-# they arrive, and wait in the link, whose bytes are bounded; with 32, bursts of 50 small messages
-# cost a tenth more. Above this, the sender waits or drops.
+# How many messages (of up to MAXMSGSIZE each) libzmq may hold while the loop is busy. The link
+# reads them as they arrive, and bounds their bytes. Above this number the sender waits or drops.
+# With 32, bursts of 50 small messages cost a tenth more.
 RCVHWM: Final = 64
-# Messages up to this multiple of the owner's bound are received, refused and counted; above
-# libzmq's own bound, it ends the connection.
+# Messages of up to this multiple of the owner's limit are received, refused and counted. A larger
+# message makes libzmq end the connection.
 _OVERSIZE: Final = 2
 # A source yields to the next one after this many messages.
 _MESSAGES_PER_READ: Final = 64
-# Memory of a message besides its bytes: a list, and an object per frame.
+# Memory that a message takes besides its bytes: a list, and an object per frame.
 MESSAGE_OVERHEAD = 256
-# Addresses that libzmq accepts without a look-up. A port may not begin with a sign.
+# Addresses that libzmq accepts without a name look-up. A port may not begin with a sign.
 _TCP_ADDRESS = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.\-:%;\[\]_*]*:[0-9]+\Z", re.ASCII)
 _MAX_PATH = 107  # of a UNIX socket
 
 _NOW: Final = int(zmq.DONTWAIT)
-# The start of a ZMTP 3 greeting: signature and version; mechanism, side and filler follow. A server
-# sends its greeting to a client that sends this much; it may disconnect a client with another
-# mechanism earlier.
+# The start of a ZMTP 3 greeting: signature and version. Mechanism, side and filler follow. A server
+# sends its whole greeting to a client that sends this much. If the client's mechanism came too and
+# differed, the server might disconnect first.
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00"
 _GREETING_BYTES: Final = 64
-# All but MONITOR_STOPPED, which can block `disable_monitor`.
+# All events except MONITOR_STOPPED, which can block `disable_monitor`.
 _EVENTS: Final = (
     zmq.Event.CONNECTED
     | zmq.Event.DISCONNECTED
@@ -103,7 +103,7 @@ _OPTIONS: Final = {
     zmq.RCVHWM: RCVHWM,
     zmq.RECONNECT_IVL: RECONNECT_FIRST_MS,
     _RECONNECT_STOP: 0x2 | 0x4,  # after a failed handshake, and after a loss
-    zmq.HANDSHAKE_IVL: 0,  # our own timeout; libzmq does not report its own
+    zmq.HANDSHAKE_IVL: 0,  # off: we have a timeout, and libzmq does not report its own
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: KEEPALIVE_S,
     zmq.TCP_KEEPALIVE_INTVL: KEEPALIVE_S,
@@ -113,7 +113,7 @@ _monitors = itertools.count()
 
 
 class _TryAt(OSError):
-    """Start a new attempt now, at this address of the name."""
+    """Raised to start a new attempt at once, at this other address of the same name."""
 
     def __init__(self, address: Address) -> None:
         super().__init__("another address of its name is tried")
@@ -130,14 +130,14 @@ class LinkState(Enum):
     RESOLVING = "resolving"
     CONNECTING = "connecting"
     CONNECTED = "connected"
-    # The last attempt failed, or the connection was lost; retried after a pause.
+    # The last attempt failed, or the connection was lost; the next attempt follows a pause.
     RETRYING = "retrying"
     CLOSED = "closed"
 
 
 def check_link(endpoint: str) -> None:
     """Raise ValueError for an endpoint that can never be connected, whatever its name resolves to.
-    `check_endpoint` must accept it."""
+    The endpoint must have passed `check_endpoint`."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "tcp" and not _TCP_ADDRESS.match(address):
         raise ValueError("no address to connect to")
@@ -147,8 +147,8 @@ def check_link(endpoint: str) -> None:
 
 class Link:
     """A connection from start() to close(). Used only on the loop's thread. `on_message()` is
-    called when a message arrives while none is waiting, `on_state()` after each change of `state`,
-    and neither after close()."""
+    called when a message arrives while no other waits, and `on_state()` after each change of
+    `state`. Neither is called after close()."""
 
     def __init__(
         self,
@@ -165,10 +165,10 @@ class Link:
         curve: "CurveClient | None" = None,
     ) -> None:
         """`socket_type` is a constant of zmq. `opening(socket)` is called with each new socket, to
-        subscribe or send. `once`: the link is closed after one attempt or connection; waiting
-        messages can still be taken. With `curve`, only servers with one of its keys are
+        subscribe or to send. With `once`, the link is closed after one attempt or connection; its
+        waiting messages can still be taken. With `curve`, only servers with one of these keys are
         accepted."""
-        # Constant.
+        # Set once, in the constructor.
         self.endpoint = endpoint
         self._links = links
         self._socket_type = socket_type
@@ -180,22 +180,22 @@ class Link:
         self._once = once
         self._curve = curve
         self._server_key: bytes | None = None  # the last key that worked
-        # From start() to close().
+        # Used from start() to close().
         self._task: asyncio.Task[None] | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._step = _Step.CONNECTING
         self._failure: str | None = None  # of the current attempt
         self._is_refused_for_key = False
-        self._is_silent = False  # the address does not even refuse
-        self._reasons: dict[str, str | None] = {}  # reasons better than libzmq's, by its events
+        self._is_silent = False  # the address did not even refuse the connection
+        self._reasons: dict[str, str | None] = {}  # libzmq's reason -> a better one
         self._news: asyncio.Timeout | None = None  # ends the wait for the attempt
         self._descriptor: tuple[int, int] | None = None  # (descriptor of the connection, its inode)
         self._lost: asyncio.Future[str] | None = None
         self._is_put_off = False
         self._queue: deque[tuple[Message, int]] = deque()
         self._backlog = links.waiting.backlog(self._shed)
-        # State at the last look.
+        # State when the link was last looked at.
         self.state = LinkState.CONNECTING
         self.was_connected = False
         self.retries = 0  # attempts since the connection was lost, or since start()
@@ -204,7 +204,7 @@ class Link:
         self.error: str | None = None  # why there is no connection now
 
     def start(self) -> None:
-        """Start soon: links that start at the same time take turns."""
+        """Start soon: of many started links, a few open their sockets per turn of the loop."""
         self._links.call(self._begin)
 
     def _begin(self) -> None:
@@ -213,7 +213,7 @@ class Link:
             self._task = supervise("zmq link", self._run)
 
     def close(self) -> "asyncio.Task[None] | None":
-        """Close; no callback follows. Returns what the caller must await, if anything."""
+        """Close; no callback follows. Returns a task that the caller must await, if any."""
         self._on_message = self._on_state = lambda: None
         self.state = LinkState.CLOSED
         self._queue.clear()
@@ -239,7 +239,7 @@ class Link:
         return self._backlog.bytes
 
     def take(self) -> Message | None:
-        """The next message, or None."""
+        """Return the next message, or None."""
         if not self._queue:
             return None
         message, cost = self._queue.popleft()
@@ -260,9 +260,9 @@ class Link:
             self._on_message()
 
     def _shed(self, size: int) -> None:
-        """Drop the oldest message, but never the newest, which reveals the gap. A link with `once`
-        drops the newest message and ends instead: the messages that it has are in order, and the
-        rest can be requested again."""
+        """Drop the oldest messages, but never the newest, whose number reveals the gap. With
+        `once`, drop the newest messages instead and end the link: the remaining messages have no
+        gap, and the rest can be requested again."""
         held = self._backlog.bytes
         goal = held - size
         while held > goal and len(self._queue) > 1:
@@ -330,9 +330,9 @@ class Link:
                     raise
 
     async def _reach(self, address: Address, is_name: bool) -> None:
-        """Connect to this address with the first key that works. Raises OSError."""
+        """Connect to this address with the first of our keys that works. Raises OSError."""
         keys: list[bytes | None] = [None]
-        if self._curve is not None:  # the last successful key comes first
+        if self._curve is not None:  # the key that worked last comes first
             keys = [*sorted(self._curve.believed, key=lambda key: key != self._server_key)]
         for key in keys:
             self._open(address, key)
@@ -359,8 +359,8 @@ class Link:
         raise OSError(self._reasons.get(failure) or failure)
 
     async def _look_into(self, address: Address, is_name: bool) -> None:
-        """Find out why there is no connection, until there is one. Raises OSError if waiting is
-        useless, or another address should be tried."""
+        """While there is no connection, find out why. Returns when the attempt succeeds. Raises
+        OSError if waiting is useless, or if another address should be tried."""
         loop = asyncio.get_running_loop()
         pause_s = again_s = LOOK_FIRST_S
         ask_at = loop.time() + pause_s
@@ -444,7 +444,7 @@ class Link:
             raise OSError(error.errno, error.strerror) from None
 
     def _hear(self) -> None:
-        """Read the monitor's events; end the wait if the attempt has ended."""
+        """Read the monitor's events. If the attempt has ended, end the wait for it."""
         assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:
@@ -458,11 +458,11 @@ class Link:
     def _note(self, event: int, value: int) -> None:
         if event == zmq.Event.CONNECTED:
             self._step = _Step.SHAKING_HANDS
-            with contextlib.suppress(OSError):  # the connection is lost already
+            with contextlib.suppress(OSError):  # the connection is already lost again
                 self._descriptor = value, os.fstat(value).st_ino
         elif event == zmq.Event.HANDSHAKE_SUCCEEDED:
             self._step = _Step.READY
-        elif self._step is _Step.READY:  # the connection is lost again
+        elif self._step is _Step.READY:  # the connection was made and lost again
             self._descriptor = None
         elif self._failure is None:
             self._failure = self._failed(event)
@@ -478,15 +478,15 @@ class Link:
         return self._step.value if self._curve is None else "its server key is not trusted"
 
     def _end_monitor(self) -> None:
-        """Stop reading libzmq's events; from now on the connection's descriptor is checked.
+        """Close the monitor; from now on the connection's descriptor is checked.
 
-        Events are read once more. libzmq reports a loss before it closes the descriptor; so if no
-        loss is reported, the inode that was read before belongs to this connection."""
-        if self._monitor is not None and not self._monitor.closed:  # closed with its context
+        First reads its last events. libzmq reports a loss before it closes the descriptor, so
+        without such a report the inode that was noted before belongs to this connection."""
+        if self._monitor is not None and not self._monitor.closed:  # else its context was closed
             self._hear()
             asyncio.get_running_loop().remove_reader(self._monitor.fileno())
             if self._socket is not None and not self._socket.closed:
-                self._socket.disable_monitor()  # first, so that nothing waits for its events
+                self._socket.disable_monitor()  # first, so that libzmq does not wait for a reader
             self._monitor.close(linger=0)
         self._monitor = None
 
@@ -502,14 +502,14 @@ class Link:
     # a connection
 
     def look(self) -> None:
-        """Detect a lost connection, whose descriptor is closed or reused."""
+        """Detect a lost connection by its descriptor, which is then closed or reused."""
         if self._descriptor is not None:
             number, inode = self._descriptor
             with contextlib.suppress(OSError):
                 if os.fstat(number).st_ino == inode:
                     return
         self._links.unwatch(self)
-        while self._take(_MESSAGES_PER_READ):  # at most what libzmq holds
+        while self._take(_MESSAGES_PER_READ):  # libzmq holds at most a few rounds of messages
             pass
         self._lose(_Step.READY.value)
 
@@ -518,12 +518,12 @@ class Link:
             self._lost.set_result(reason)
 
     def _give_up(self, reason: str) -> None:
-        """Receive nothing more, and treat the connection as lost."""
+        """Stop receiving, and treat the connection as lost."""
         self._lose(reason)
         self._drop()
 
     def _begin_reading(self) -> None:
-        """Start to read. Call it once the link is connected and its owner was notified."""
+        """Start to read. Call this once the link is connected and the owner was told."""
         assert self._socket is not None
         self._links.watch(self)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
@@ -542,7 +542,7 @@ class Link:
             if self._links.may_read():
                 more = self._take(_MESSAGES_PER_READ)
                 self._links.has_read(began)
-        finally:  # the descriptor does not signal again for messages after a failing one
+        finally:  # the descriptor does not signal again after an exception
             if more:
                 self._is_put_off = True
                 self._links.put_off(self._read_on)
@@ -556,14 +556,14 @@ class Link:
             try:
                 frame = made.recv(_NOW, copy=False)
                 frames = [frame.bytes]
-                # Checking each frame for a successor costs half as much as asking the socket.
+                # Asking each frame whether another follows costs half as much as asking the socket.
                 while frame.more:
                     frame = made.recv(_NOW, copy=False)
                     frames.append(frame.bytes)
             except zmq.Again:
                 return False
             except zmq.ZMQError as error:
-                if not made.closed:  # closed with its context
+                if not made.closed:  # otherwise it was closed with its context
                     self._give_up(error_text(error))
                 return False
             self._arrived(frames)
@@ -581,7 +581,7 @@ def _endpoint(address: Address) -> str:
 
 
 async def why_unreachable(address: Address) -> str | None:
-    """The system's reason why nothing listens at the address; None if something does."""
+    """Return the system's reason why nothing listens at the address; None if something does."""
     try:
         await _ask(address, b"", 0)
     except TimeoutError:
@@ -595,7 +595,7 @@ HTTP: Final = b"HTTP/"
 
 
 async def said_at(address: Address) -> bytes:
-    """`HTTP` if the listener speaks HTTP; otherwise the beginning of its ZMTP greeting."""
+    """Return `HTTP` if the listener speaks HTTP; otherwise the start of its ZMTP greeting."""
     for question, size in ((b"HEAD / HTTP/1.0\r\n\r\n", len(HTTP)), (_GREETING, _GREETING_BYTES)):
         said = b""
         with contextlib.suppress(OSError):  # a timeout is an OSError
@@ -606,12 +606,12 @@ async def said_at(address: Address) -> bytes:
 
 
 def is_greeting(said: bytes) -> bool:
-    """Whether this is the beginning of a greeting of ZMTP 2.0 or later (spec 23/ZMTP)."""
+    """Whether these bytes begin a greeting of ZMTP 2.0 or later (spec 23/ZMTP)."""
     return said[:1] == b"\xff" and said[9:10] == b"\x7f"
 
 
 async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
-    """A better reason than libzmq's for a failed handshake, if the listener gives one."""
+    """Return a better reason for a failed handshake than libzmq's, if the listener gives one."""
     said = await said_at(address)
     if said == HTTP:
         return "it speaks HTTP, not ZMQ"
@@ -625,8 +625,8 @@ async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
 
 
 async def _ask(address: Address, question: bytes, size: int) -> bytes:
-    """Connect, send `question`, and return the answer: this many bytes, or fewer at its end. Raises
-    OSError, and TimeoutError after a second."""
+    """Connect, send `question`, and return up to `size` bytes of the answer. Raises OSError, and
+    TimeoutError after a second."""
     loop = asyncio.get_running_loop()
     family, where = address
     answer = b""
@@ -643,5 +643,5 @@ def error_text(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror  # look-ups have error numbers of their own
+        return error.strerror  # look-ups of names have error numbers of their own
     return str(error) or type(error).__name__

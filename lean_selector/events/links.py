@@ -1,9 +1,9 @@
-"""State shared by all links of a process: name resolution, the work of a turn, and the bytes that
-may wait.
+"""State that all links of a process share: name resolution, the work per turn of the event loop,
+and the received bytes that wait.
 
-A few links are opened, closed and read per turn of the loop, however many are due. Received bytes
-that are not used yet are accounted for; if there are too many in total, the largest backlog drops
-its oldest messages."""
+However many links are due, only a few are opened, closed and read per turn of the loop. Received
+bytes count until they are used. If there are too many in total, the largest backlog drops its
+oldest messages."""
 
 import asyncio
 import time
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from lean_selector.events.curve_keys import CurveClient
     from lean_selector.http.allowed_endpoints import AllowedEndpoints
 
-# Total bytes that may wait. A single source may have MAX_BACKLOG_BYTES: one second at 64 MB/s, or
-# 300 000 small batches.
+# How many bytes may wait in total. One source may have MAX_BACKLOG_BYTES: one second of events at
+# 64 MB/s, or 300 000 small batches.
 MAX_WAITING_BYTES = 256 * 1024 * 1024
 MAX_BACKLOG_BYTES = 64 * 1024 * 1024
-# The part that is dropped at once, so that not every message searches for the largest backlog.
+# What is dropped at once, so that not every message has to search for the largest backlog.
 _SHED_PART = 16
-# Sockets opened or closed per turn, at some 50 us each.
+# How many sockets are opened or closed per turn of the loop. Each takes some 50 us.
 STEPS_PER_TURN = 16
-# Time per turn for reading, for all links together; the others wait for the next turn.
+# Reading time per turn of the loop, for all links together. The rest is read in the next turns.
 READ_SLICE_S = 0.001
-# Rate of probes for the reason of a missing connection, for all links together. With 4 096 refused
-# sources, each has its reason within 82 s, for some 3 % of a core.
+# How many probes per second search the reason of a missing connection, for all links together. With
+# 4 096 refused sources, each has its reason within 82 s, for some 3 % of a core.
 PROBES_PER_S = 50
-# Interval of checks for a lost connection; a check takes a microsecond.
+# Interval in seconds of checks for a lost connection. One check takes a microsecond.
 LOOK_EVERY_S = 0.25
 LOOKS_PER_TURN = 256
-# Descriptors: one per rank of an engine and per peer, three while it connects, and one while it
-# replays.
+# Descriptors: one per engine rank and per peer, three while a link connects, and one per running
+# replay.
 MAX_ZMQ_SOCKETS = 65_536
 
 _T = TypeVar("_T")
 
 
 class Backlog:
-    """The waiting bytes of one owner; `shed(bytes)` makes the owner drop its oldest messages."""
+    """The bytes of one owner that wait. `shed(bytes)` makes the owner drop its oldest messages."""
 
     def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0
@@ -78,7 +78,7 @@ class Backlogs:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Shrink the largest backlog first; a single message is always kept."""
+        """Shrink the backlogs, the largest first. A backlog always keeps its last message."""
         goal = self.limit - self.limit // _SHED_PART
         for backlog in sorted(self._backlogs, key=lambda each: -each.bytes):
             if self.bytes <= goal:
@@ -93,15 +93,15 @@ class Watched(Protocol):
 
 
 class Rounds(Generic[_T]):
-    """Checks all `members` regularly, some in each turn of the loop; an exception of one does not
-    stop the others. Members may be added and removed at any time; without members, it ends until
-    start()."""
+    """Checks all `members` regularly, a few in each turn of the loop. If the check of one member
+    raises, the others are still checked. Members may be added and removed at any time. Without
+    members the rounds stop until the next start()."""
 
     def __init__(self, members: Collection[_T], look: Callable[[_T], None], every_s: float) -> None:
         self._members: Final = members
         self._look: Final = look
         self._every_s: Final = every_s
-        self._left: deque[_T] = deque()  # still to be checked in this round
+        self._left: deque[_T] = deque()  # members still to be checked in this round
         self._next: asyncio.Handle | None = None
 
     def start(self) -> None:
@@ -140,8 +140,9 @@ class Links:
         allowed: "AllowedEndpoints | None" = None,
         engine_keys: "CurveClient | None" = None,
     ) -> None:
-        """`context` has no sockets yet; the default is pyzmq's own for the process. `allowed`
-        restricts the destinations; None: all. With `engine_keys`, engines use CURVE."""
+        """`context` must not have sockets yet; default: pyzmq's for the process. `allowed`
+        restricts the destinations; None: all are allowed. With `engine_keys`, links to engines use
+        CURVE."""
         self.allowed = allowed
         self.engine_keys = engine_keys
         self.context = context or zmq.asyncio.Context.instance()
@@ -153,7 +154,7 @@ class Links:
         self._probe_at = 0.0
         self._steps: deque[Callable[[], None]] = deque()
         self._is_stepping = False
-        self.is_ending = False  # no link starts any more
+        self.is_ending = False  # once true, no link starts
         self._read_s = 0.0  # time spent reading in this turn
         self._is_reading = False
         self._put_off: deque[Callable[[], None]] = deque()
@@ -164,19 +165,19 @@ class Links:
     # opening and closing
 
     def socket(self, kind: int) -> "zmq.Socket[bytes]":
-        """A plain socket, which is closed with the context."""
+        """Return a plain (not asyncio) socket, which is closed with the context."""
         make: Any = self.context.socket
         return cast("zmq.Socket[bytes]", make(kind, socket_class=zmq.Socket))
 
     def call(self, step: Callable[[], None]) -> None:
-        """Call `step` soon, in the order of the calls, a few per turn."""
+        """Call `step` soon: steps run in the order of these calls, a few per turn of the loop."""
         self._steps.append(step)
         if not self._is_stepping:
             self._is_stepping = True
             asyncio.get_running_loop().call_soon(self._step)
 
     async def turn(self, after_s: float = 0.0) -> None:
-        """Wait until the caller may open a socket."""
+        """Wait until the caller may open a socket, and at least `after_s` seconds."""
         loop = asyncio.get_running_loop()
         mine = loop.create_future()
         later = loop.call_later(
@@ -188,14 +189,14 @@ class Links:
             later.cancel()
 
     async def turn_to_probe(self) -> None:
-        """Wait until the caller may probe, in the order of the calls."""
+        """Wait until the caller may probe an address. Callers are served in order."""
         loop = asyncio.get_running_loop()
         async with self._probing:
             while not self._takes_probe():
                 await self.turn(self._probe_at - loop.time())
 
     def may_probe(self) -> bool:
-        """Whether the caller may probe now; True uses up its turn."""
+        """Whether the caller may probe an address now. If True, the next probe must wait."""
         return not self._probing.locked() and self._takes_probe()
 
     def _takes_probe(self) -> bool:
@@ -207,7 +208,7 @@ class Links:
 
     def _step(self) -> None:
         for _ in range(min(len(self._steps), STEPS_PER_TURN)):
-            # A failing one does not affect the others
+            # A step that raises does not affect the others.
             asyncio.get_running_loop().call_soon(self._steps.popleft())
         self._is_stepping = bool(self._steps)
         if self._is_stepping:
@@ -216,16 +217,16 @@ class Links:
     # reading
 
     def may_read(self) -> bool:
-        """False if the time for reading in this turn is spent; then call `put_off`."""
+        """Whether time for reading is left in this turn of the loop. If not, call `put_off`."""
         return not self._read_s or self._read_s < READ_SLICE_S
 
     def has_read(self, began: float) -> None:
-        """Account for the reading time since `began` (perf_counter)."""
+        """Add the time since `began` (perf_counter) to the reading time of this turn."""
         self._read_s += time.perf_counter() - began
         self._await_turn()
 
     def put_off(self, read_on: Callable[[], None]) -> None:
-        """Call `read_on` in a later turn, after earlier ones."""
+        """Call `read_on` in a later turn of the loop, after what was put off before."""
         self._put_off.append(read_on)
         self._await_turn()
 
@@ -242,7 +243,7 @@ class Links:
                 if not self.may_read():
                     break
                 self._put_off.popleft()()
-        finally:  # also after an exception
+        finally:  # even after an exception
             if self._put_off:
                 self._await_turn()
 

@@ -1,8 +1,8 @@
-"""The load that engines publish per rank: SGLang's `LoadStat`.
+"""Receives the load that an engine publishes per rank: SGLang's `LoadStat`.
 
-A report is a gauge: the newest one of a rank replaces the previous one, whatever its number, and no
-report is requested again. The socket determines the rank. Imported when a worker with a
-`load_endpoint` is registered."""
+A report is a gauge: a rank's newest report replaces the previous one, whatever its number, and lost
+reports are not requested again. The socket a report arrives on determines the rank. Imported when a
+worker with a `load_endpoint` is registered."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ _decode = msgspec.msgpack.Decoder(LoadStat).decode
 
 
 def engine_load(payload: bytes) -> EngineLoad:
-    """The load in a report. Raises msgspec.DecodeError if it is not one."""
+    """Decode the load from a report. Raises msgspec.DecodeError if the payload is not a report."""
     told = _decode(payload)
     busy_us = told.prefill_busy_us
     return EngineLoad(
@@ -45,7 +45,7 @@ def engine_load(payload: bytes) -> EngineLoad:
 
 
 class LoadStream:
-    """The subscription of one rank, from start() to close()."""
+    """The subscription to the load of one rank, from start() to close()."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class LoadStream:
         slots: Slots,
         counts: Counter[str],
     ) -> None:
-        """`slots` are those of the rank's partition, and store its reports."""
+        """`slots` are the slots of the rank's partition; they store the reports."""
         self.endpoint = endpoint
         self.slots = slots
         self._rank = rank
@@ -67,7 +67,7 @@ class LoadStream:
         self._link.start()
 
     def close(self) -> None:
-        """End the subscription: no report is applied any more, and the last one no longer
+        """End the subscription. No further report is applied, and the last report no longer
         counts."""
         self._link.close()
         self.slots.forget_report(self._rank)
@@ -104,10 +104,10 @@ class LoadStreams:
     def __init__(self, links: Links) -> None:
         self.counts = Counter[str]({APPLIED: 0, MALFORMED: 0})
         self._links = links
-        self._streams: dict[int, dict[int, LoadStream]] = {}  # by worker and rank; no map is empty
+        self._streams: dict[int, dict[int, LoadStream]] = {}  # worker id -> rank -> stream
 
     def follow(self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None) -> None:
-        """Subscribe to these streams of a worker, and end its others. Unchanged ones continue."""
+        """Subscribe to these streams of a worker and end its others. Unchanged streams continue."""
         streams = self._streams.pop(worker_id, {})
         for dp_rank, stream in list(streams.items()):
             if endpoints.get(dp_rank) != stream.endpoint or stream.slots is not slots:

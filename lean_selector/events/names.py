@@ -1,4 +1,4 @@
-"""Name resolution: pending look-ups and cached answers."""
+"""Name resolution: look-ups in progress, and cached answers."""
 
 import asyncio
 import socket
@@ -32,27 +32,26 @@ class Answer(msgspec.Struct):
 
 
 # -- resolver ------------------------------------------------------------------------------------
-# Resolve names off the loop, so that a name that hangs in DNS delays only its own users.
-#
-# getaddrinfo blocks while its servers do not answer, often for 30 s. It runs in daemon threads,
-# which are never waited for, even at exit. Concurrent look-ups of a name share one call, its answer
-# is cached briefly, and hanging names may not occupy all threads. A numeric address needs no
-# thread.
+# Resolves names off the loop, so that a name that hangs in DNS delays only those who need it.
+# getaddrinfo blocks while the DNS servers do not answer, often for 30 s. It runs in daemon threads,
+# which nothing waits for, not even the exit of the process. Concurrent look-ups of a name share one
+# call, and the answer is cached briefly. Names that hang may not occupy all threads. A numeric
+# address needs no thread.
 
 LookUp = Callable[[str], list[Address]]  # blocks; the port is 0; raises OSError
 
 MAX_THREADS = 64
-MAX_SLOW_THREADS = 16  # for names known to hang
-# A look-up that takes longer no longer occupies a thread of the others.
+MAX_SLOW_THREADS = 16  # for names that hung before
+# A look-up that takes longer than this no longer counts as one of the ordinary threads.
 SLOW_S = 1.0
-# How long answers and failures are cached. Names are resolved only to connect, so a moved engine is
-# found at most this much later; 4 096 ranks of one host still share one look-up.
+# Lifetime of cached answers and failures. Names are resolved only to connect, so an engine that
+# moved is found at most this much later; 4 096 ranks of one host still share one look-up.
 HOLDS_S = 5.0
 _MAX_ANSWERS = 4096  # above this, expired answers are dropped
 
 
 def look_up(name: str) -> list[Address]:
-    """The system's answer: both families, in the system's order. Raises OSError."""
+    """Return the system's addresses of `name`: both families, in its order. Raises OSError."""
     found: list[Address] = []
     try:
         answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
@@ -73,10 +72,10 @@ class Resolver:
         self._answers: dict[str, Answer] = {}
         self._in_flight: dict[str, LookingUp] = {}
         self._waiting: dict[bool, deque[LookingUp]] = {False: deque(), True: deque()}
-        self._running = {False: 0, True: 0}  # threads, by is_slow
+        self._running = {False: 0, True: 0}  # number of threads, by is_slow
 
     async def resolve(self, host: str, port: int) -> list[Address]:
-        """The addresses to try, in order; at least one. Raises OSError."""
+        """Return the addresses to try, in order; at least one. Raises OSError."""
         known = numeric(host)
         if known is not None:
             return [_at(port, known)]
@@ -104,7 +103,7 @@ class Resolver:
         return await asyncio.shield(looking_up.done)
 
     def _start_waiting(self) -> None:
-        """Start waiting look-ups; names that are known to hang come last."""
+        """Start the look-ups that wait. Names that hung before come last."""
         for is_slow, limit in ((False, MAX_THREADS), (True, MAX_SLOW_THREADS)):
             waiting = self._waiting[is_slow]
             while (
@@ -119,7 +118,7 @@ class Resolver:
         self._running[looking_up.is_slow] += 1
         try:
             looking = in_thread("look-up", lambda: self._look_up(looking_up.name))
-        except RuntimeError as error:  # no more threads
+        except RuntimeError as error:  # the system has no more threads
             self._finish(looking_up, [], OSError(str(error)))
             return
         looking.add_done_callback(lambda done: self._take(looking_up, done))
@@ -161,7 +160,7 @@ class Resolver:
 
 
 def numeric(host: str) -> Address | None:
-    """The address if `host` is numeric; None if it is a name."""
+    """Return the address if `host` is numeric; None if `host` is a name."""
     text = host[1:-1] if host.startswith("[") else host
     try:
         found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

@@ -1,7 +1,7 @@
-"""The fault of a source: when it began, and one log line when it begins and when it ends.
+"""Tracks the fault of a source, and logs one line when the fault begins and one when it ends.
 
-A fault that the start of an engine explains is not a warning at first, because engines take minutes
-to load a model. The state is given; this decides when to log it. D35."""
+If a starting engine explains the fault, no warning is logged at first, because engines take minutes
+to load a model. Callers determine the state; this module decides when to log it. D35."""
 
 import logging
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from lean_selector.core.index.kv_cursor import KvCursor, SourceState
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.events.link import Link, LinkState
 
-# How long a source may be unreachable, silent although its rank has work, or without a replay,
-# before a warning is logged.
+# No warning is logged until a source has been unreachable, silent although its rank has work, or
+# without a replay for this many seconds.
 GRACE_S: Final = 60.0
 
 MISMATCH: Final = "mismatch"
@@ -32,8 +32,8 @@ def condition(
     replay_endpoint: str | None,
     no_replay: str,
 ) -> tuple[str, str]:
-    """The state of a source, and a one-line description of its fault; "" if it has none, or one
-    that is logged per batch. `no_replay`: why the last replay failed."""
+    """Return the state of a source, and one line that describes its fault. The line is "" if there
+    is no fault, or if the fault is logged per batch. `no_replay`: why the last replay failed."""
     if live.state is not LinkState.CONNECTED:
         if live.error is None:
             return "resolving" if live.state is LinkState.RESOLVING else "connecting", ""
@@ -62,7 +62,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Why blocks of the right size match no prompt."""
+    """Explain why no prompt matches the rank's blocks, although their size is right."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events have less than a block"
     told = str(ingest.is_eagle).lower()
@@ -73,7 +73,7 @@ def _unlike_prompts(ingest: KvIngest) -> str:
 
 
 class SourceWatch:
-    """Watches one source. Times are monotonic seconds."""
+    """Watches one source. All times are monotonic seconds."""
 
     def __init__(
         self,
@@ -81,18 +81,18 @@ class SourceWatch:
         has_work: Callable[[], bool],
         grace_s: float = GRACE_S,
     ) -> None:
-        """`has_work()`: whether the rank has requests now, which change its cache."""
+        """`has_work()`: whether the rank has requests now, so that events should follow."""
         self._log = log
         self._has_work = has_work
         self._grace_s = grace_s
         self._state = ""
         self.since = 0.0  # start of the current state
-        self._worked_at: float | None = None  # when work was first seen during a silence
+        self._worked_at: float | None = None  # when work was first seen during the current silence
         self._is_told = False
 
     def look(self, state: str, what: str, now: float) -> None:
-        """Update the state; `what` describes it on one line. Call it regularly, and when the state
-        may change."""
+        """Set the current state; `what` describes the fault in one line. Call this regularly, and
+        when the state may have changed."""
         if state != self._state:
             if self._is_told:
                 text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"

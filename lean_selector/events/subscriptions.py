@@ -1,7 +1,7 @@
 """All sources of KV events: one listener per worker rank, as registered in the catalog.
 
-The listeners share the links of the process, and one time budget per turn of the loop. The counts
-of ended listeners are added up, so that totals only grow. Does not interpret events."""
+The listeners share the links of the process, and one time budget per turn of the loop. Counts of
+ended listeners are kept, so that totals only grow. This module does not interpret events."""
 
 import asyncio
 import contextlib
@@ -27,40 +27,40 @@ from lean_selector.wire.selection_bodies import KvSource, SourceCondition, Sourc
 if TYPE_CHECKING:
     from lean_selector.events.load_streams import LoadStreams
 
-# Simultaneous replays. The selector replays an idle fleet at its start, this many at a time; each
-# may have MAX_BACKLOG_BYTES waiting, and three descriptors while it connects.
+# Simultaneous replays. When it starts, the selector requests a replay from every idle source. A
+# running replay may hold MAX_BACKLOG_BYTES, and three descriptors while it connects.
 MAX_REPLAYS: Final = 64
-# Interval of checks of each source; a check takes two microseconds.
+# Interval in seconds at which each source is checked. A check takes two microseconds.
 LOOK_EVERY_S: Final = 1.0
 
 
 class KvSubscriptions:
-    """The catalog's SourceSink. Used only on the loop's thread."""
+    """Implements the catalog's SourceSink. Used only on the loop's thread."""
 
     def __init__(self, links: Links, grace_s: float = GRACE_S) -> None:
-        """`grace_s`: how long a source may be silent without a warning (D35)."""
+        """A source may be silent for `grace_s` seconds without a warning (D35)."""
         self._links = links
         self._grace_s = grace_s
         self._turns = IngestTurns()
         self._replays = asyncio.Semaphore(MAX_REPLAYS)
-        self._held: set[RankKey] | None = None  # sources waiting for the end of a recovery
+        self._held: set[RankKey] | None = None  # sources waiting for a recovery's end
         self._listeners: dict[RankKey, KvListener] = {}
         self._looks = Rounds(self._listeners, self._look, LOOK_EVERY_S)
         self._partitions: dict[RankKey, Partition] = {}  # by the same keys
-        # The ranks of each zmq_key; no list is empty.
+        # zmq_key -> ranks; no list is empty.
         self._by_endpoint: dict[str, list[RankKey]] = {}
         self._by_replay: dict[str, list[RankKey]] = {}
         self.notes_of_ends: list[set[RankKey]] = []  # the sets that `noting_ends` updates
-        # Called with a worker whose source has lost its connection, because the worker may be gone.
+        # Called with the id of a worker whose source lost its connection: the worker may be gone.
         self.on_lost: Callable[[int], None] | None = None
         self._ending: set[asyncio.Future[list[BaseException | None]]] = set()
         self._ended_counts = EventCounts()
-        self._loads: LoadStreams | None = None  # None if no worker ever published its load
+        self._loads: LoadStreams | None = None  # None: no load endpoint was ever registered
         self._is_closed = False
 
     def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
-        """Subscribe, also to an engine that starts later. A rank with a recovered index resumes
-        where that ends."""
+        """Subscribe to a source, even if its engine starts later. If the rank's index was
+        recovered, continue with the first event after the recovered ones."""
         listener = KvListener(
             self._links,
             KvIngest(partition.index, worker_id, dp_rank, partition.emptied, partition.is_eagle),
@@ -97,15 +97,15 @@ class KvSubscriptions:
         listener.start()
 
     def hold(self) -> None:
-        """Do what `holding` does at its start, for sources that are subscribed before a
-        recovery."""
+        """Keep sources waiting, as `holding` does. For sources that are subscribed before `holding`
+        is called."""
         if self._held is None:
             self._held = set()
 
     @contextlib.contextmanager
     def holding(self, at_most_s: float) -> Iterator[None]:
-        """Sources with a replay endpoint that are subscribed meanwhile connect only at the end, and
-        continue after the recovered index if there is one."""
+        """In this context, new sources with a replay endpoint wait. When it ends, or after
+        `at_most_s`, they connect, and continue after the recovered index if there is one."""
         self.hold()
         limit = asyncio.get_running_loop().call_later(at_most_s, self._release)
         try:
@@ -123,8 +123,8 @@ class KvSubscriptions:
         self._listeners[rank].look(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
-        """End a listener; its blocks stay, and no further event of it is applied. Returns the ranks
-        that it published for."""
+        """End a listener. Its blocks stay in the index, and no further event is applied. Returns
+        the data-parallel ranks for which the source published events."""
         rank = worker_id, dp_rank
         if self._is_closed and rank not in self._listeners:
             return ()
@@ -157,13 +157,13 @@ class KvSubscriptions:
         self._loads.follow(worker_id, endpoints, slots)
 
     def load_reports(self) -> Mapping[str, int]:
-        """Totals of the engines' load reports, by result; empty without a stream."""
+        """Count the engines' load reports by result. Empty if no worker has a load stream."""
         return {} if self._loads is None else self._loads.counts
 
     def statuses(
         self, model_name: str | None = None, tenant_id: str | None = None
     ) -> list[KvSource]:
-        """Every source, or those of the named partitions, sorted by worker and rank."""
+        """Return the sources of a model and tenant (None: all), sorted by worker and rank."""
         return [
             source
             for source in self.each_source()
@@ -171,7 +171,7 @@ class KvSubscriptions:
         ]
 
     def each_source(self) -> Iterator[KvSource]:
-        """`each_status`, with the index accuracy of each rank."""
+        """Yield the sources of `each_status`, with the index accuracy of each rank."""
         for partition, status in self.each_status():
             load = partition.slots.ranks.get((status.worker_id, status.dp_rank))
             yield KvSource(
@@ -182,21 +182,21 @@ class KvSubscriptions:
             )
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
-        """The state of a worker's sources."""
+        """Return the state of the sources of a worker's ranks."""
         now = time.monotonic()
         listeners = (self._listeners.get((worker_id, dp_rank)) for dp_rank in sorted(dp_ranks))
         return [each.look(now) for each in listeners if each is not None]
 
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]:
-        """Every source, sorted by worker and rank. A source that ends during the iteration may be
-        left out."""
+        """Yield every source, sorted by worker and rank. If a source ends meanwhile, it may be left
+        out."""
         for rank in sorted(self._listeners):
             listener = self._listeners.get(rank)
             if listener is not None:
                 yield self._partitions[rank], listener.status()
 
     def watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        """The last batch up to which the index is complete, by source of a partition."""
+        """Return, per source of a partition, the last batch up to which the index is complete."""
         watermarks = dict(partition.watermarks)
         for rank, of in self._partitions.items():
             watermark = self._listeners[rank].watermark if of is partition else None
@@ -205,11 +205,11 @@ class KvSubscriptions:
         return watermarks
 
     def listeners(self, key: str) -> Sequence[RankKey]:
-        """The ranks with this event endpoint (by its `zmq_key`); normally one."""
+        """Return the ranks whose event endpoint has this `zmq_key`; normally one."""
         return self._by_endpoint.get(key, ())
 
     def askers(self, key: str) -> Sequence[RankKey]:
-        """The ranks with this replay endpoint."""
+        """Return the ranks whose replay endpoint has this `zmq_key`."""
         return self._by_replay.get(key, ())
 
     def is_listening(self, rank: RankKey) -> bool:
@@ -218,13 +218,13 @@ class KvSubscriptions:
         return self._held is None or rank not in self._held
 
     def is_ahead(self, rank: RankKey) -> bool:
-        """Whether the rank's source has published something."""
+        """Whether a batch of the rank's source was received."""
         listener = self._listeners.get(rank)
         return listener is not None and listener.cursor.has_told
 
     @contextlib.contextmanager
     def noting_ends(self) -> Iterator[set[RankKey]]:
-        """The ranks whose source has ended since the context began, updated until it ends."""
+        """Yield a set that collects, until the context ends, the ranks whose source has ended."""
         ended: set[RankKey] = set()
         self.notes_of_ends.append(ended)
         try:
@@ -233,7 +233,7 @@ class KvSubscriptions:
             self.notes_of_ends = [note for note in self.notes_of_ends if note is not ended]
 
     def counts(self) -> EventCounts:
-        """Events of all sources since the start, including ended ones."""
+        """Count the events of all sources since the start, including ended sources."""
         total = EventCounts()
         total.add(self._ended_counts)
         for listener in self._listeners.values():
@@ -241,7 +241,7 @@ class KvSubscriptions:
         return total
 
     async def close(self) -> None:
-        """End all subscriptions; workers may then leave the catalog."""
+        """End all subscriptions. Afterwards workers may be removed from the catalog."""
         self._is_closed = True
         self._looks.stop()
         for key in list(self._listeners):
