@@ -1,13 +1,13 @@
-"""Replica sync on the network: one PUB bound here, and a link to the PUB of every peer.
+"""Replica sync on the network: one PUB socket bound here, and a link to the PUB of every peer.
 
-Implements the rules for peers (slot_tracker.md 3.1 and 3.6); the links to them are in `peer_links`,
-the PUB in `pub_socket`. Decoded events are passed to `on_event` without being interpreted.
+Implements the rules for peers (slot_tracker.md 3.1 and 3.6); the links are in `peer_links`, the PUB
+in `pub_socket`. Decoded events are passed to `on_event`; this module does not interpret them.
 
-Events published in one turn of the loop are sent at its end, in the order of the calls, so that
-HTTP responses are sent first, and libzmq's thread is woken only once. `overflows` counts how often
-a peer's queue began to lose events, not how many were lost (`pub_socket`).
+Events that are published in one turn of the loop are sent at the end of the turn, in the order of
+the calls. So HTTP responses go first, and libzmq's thread wakes once. `overflows` counts how often
+a peer's queue began to lose events, not how many events were lost (`pub_socket`).
 
-The receiver detects losses: events are numbered, and a heartbeat every second carries the last
+The receiver detects losses, because events are numbered. A heartbeat every second carries the last
 number, so that a loss at the end of a burst is detected too (decision D24)."""
 
 import asyncio
@@ -50,13 +50,13 @@ from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
 
-# Events queued per peer. libzmq's default of 1000 loses bursts; the reference has queues of 100
-# 000. The queues share a message's bytes, and the heartbeat disconnects a peer that hangs for 15-20
-# s.
+# Length of each peer's queue. libzmq's default of 1000 events loses bursts; the reference has
+# queues of 100 000. All queues share a message's bytes. The heartbeat disconnects a peer that hangs
+# for 15-20 s.
 HIGH_WATER_MARK = 100_000
 # Capacity of the outbox, as in the reference, for bursts larger than a turn can send.
 MAX_OUTBOX = 100_000
-# Each turn sends this many events of a backlog, or as many as MAX_TURN_S allows if those are fewer.
+# Events sent per turn of the loop from a backlog; fewer if MAX_TURN_S is over first.
 MAX_EVENTS_PER_TURN = 256
 # A turn of the loop publishes some hundreds of events; this many take some 4 ms.
 MAX_DUE_PER_TURN = 1_024
@@ -86,12 +86,12 @@ class ReplicaSync:
     """The replica mesh of one process. Used only on the loop where it was started.
 
     `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` handles each
-    decoded event, `now` in monotonic seconds, and returns its verdict. `router_id` is the sender id
-    of published events. `advertise` is this replica's endpoint as peers reach it; it is refused as
-    a peer. `on_connected()` is called when a subscription is made or restored, `on_missed()` when
-    `heard` has a new gap. `on_session` handles peers' session events in the same way; None: do not
-    subscribe to them. With a `gate`, which the mesh closes, peers must use CURVE with a key that it
-    admits. Raises ReplicaSyncError if it cannot be set up."""
+    decoded event and returns a verdict; `now` is in monotonic seconds. `on_session` handles peers'
+    session events likewise; None: do not subscribe to them. `router_id` is the sender id of
+    published events. `advertise` is the endpoint by which peers reach this replica; it is refused
+    as a peer. `on_connected()` is called when a subscription is made or restored, `on_missed()`
+    when `heard` has a new gap. With a `gate`, peers must use CURVE with a key that the gate admits,
+    and the mesh closes the gate. Raises ReplicaSyncError if the mesh cannot be set up."""
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class ReplicaSync:
     ) -> None:
         self.published = 0
         self.overflows = 0
-        self.refused = 0  # not sent: the outbox was full, or the event too large
+        self.refused = 0  # not sent, because the outbox was full or the event too large
         self.received = 0
         self.undecodable = 0
-        self.too_big = 0  # too large to be decoded
+        self.too_big = 0  # received, but too large to be decoded
         self.sequence = 0  # events published so far, sent or refused
         self.heard = ReplicaSequences()
         self._router_id = router_id
@@ -150,7 +150,7 @@ class ReplicaSync:
 
     @property
     def bound_endpoint(self) -> str:
-        """Where the PUB listens, with the actual port if 0 was given."""
+        """The endpoint where the PUB listens; its port is the actual one if 0 was given."""
         return self._pub.endpoint
 
     @property
@@ -180,12 +180,12 @@ class ReplicaSync:
     # publishing ---------------------------------------------------------------------------------
 
     def publish(self, event: ReplicaEvent | SessionEvent) -> None:
-        """Send an event to all connected peers, at the end of this turn of the loop and in the
-        order of the calls. Never waits and never fails."""
+        """Queue an event, which is sent to all connected peers at the end of this turn of the loop,
+        in the order of the calls. Never waits and never fails."""
         if len(self._outbox) >= MAX_OUTBOX:
             self.refused += 1
             if isinstance(event, ReplicaEvent):
-                self.sequence += 1  # counted, so that peers detect the loss
+                self.sequence += 1  # refused events count too, so that peers detect the loss
             self._warnings.warn(time.monotonic(), "the outbox is full", name_of(event))
             return
         self._outbox.append(event)
@@ -194,11 +194,11 @@ class ReplicaSync:
             self._call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send all events of this turn, however long that takes, because otherwise sustained load
-        on a busy processor would fill the outbox. Of a backlog, send a few, and more while the time
-        slice lasts."""
+        """Send all events of this turn of the loop, however long that takes; otherwise the outbox
+        would fill under sustained load on a busy processor. Of events from earlier turns, send a
+        few, and more until the time slice is over."""
         outbox = self._outbox
-        if self._pub.socket.closed:  # reservations freed after the end are not published
+        if self._pub.socket.closed:  # reservations that are freed after the end are not published
             outbox.clear()
         due = min(len(outbox) - self._left, MAX_DUE_PER_TURN)
         ends = time.monotonic() + MAX_TURN_S
@@ -231,8 +231,7 @@ class ReplicaSync:
         self.published += 1
 
     async def _beat(self) -> None:
-        """Publish the number of the last event periodically, because a heartbeat can be lost
-        too."""
+        """Publish the number of the last event periodically. (A heartbeat can be lost as well.)"""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))
@@ -282,7 +281,7 @@ class ReplicaSync:
 
     @property
     def dropped(self) -> int:
-        """Messages dropped unread because too many were queued."""
+        """Messages that were dropped unread because too many waited."""
         return self._links.dropped
 
     def _handle(self, frames: list[bytes], now: float) -> None:
@@ -350,7 +349,7 @@ class ReplicaSync:
 
 
 def _check(endpoint: str) -> None:
-    """Raise BadRequest for an invalid endpoint, or one where no peer can listen."""
+    """Raise BadRequest if the endpoint is invalid, or if no peer can listen there."""
     try:
         check_endpoint(endpoint)
     except ValueError as error:
@@ -363,19 +362,19 @@ class DropWarnings:
     """Logs dropped events: at most one line per reason in WARN_EVERY_S."""
 
     def __init__(self) -> None:
-        # Reason -> (time of the last line, events since)
+        # Reason -> (time of the last log line, number of events since then)
         self._said: dict[str, tuple[float, int]] = {}
 
     def judge(
         self, event: ReplicaEvent | SessionEvent, verdict: Verdict | SessionVerdict, now: float
     ) -> None:
-        """Warn if an event's verdict indicates a configuration error."""
+        """Warn if the verdict on an event indicates a configuration error."""
         is_session = isinstance(event, SessionEvent)
         if verdict in (_SESSION_WORTH_A_WARNING if is_session else _WORTH_A_WARNING):
             self.warn(now, verdict.name.lower().replace("_", " "), name_of(event))
 
     def warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
-        """Count dropped events; `detail` describes the last one."""
+        """Count `events` dropped events; `detail` describes the last of them."""
         last, count = self._said.get(reason, (-WARN_EVERY_S, 0))
         count += events
         if now - last < WARN_EVERY_S:
@@ -386,7 +385,7 @@ class DropWarnings:
 
 
 def name_of(event: ReplicaEvent | SessionEvent) -> str:
-    """An event for a log line, with peers' text quoted."""
+    """Describe an event for a log line; text from peers is quoted."""
     if isinstance(event, SessionEvent):
         return (
             f"session {event.session_id!r} of model={event.model_name!r} "

@@ -1,6 +1,6 @@
-"""A link to each peer of a replica. Messages are handled in bounded turns of the loop.
+"""Links to the peers of a replica. Messages are handled in bounded turns of the loop.
 
-Does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6."""
+This module does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6."""
 
 import asyncio
 import logging
@@ -18,9 +18,9 @@ from lean_selector.wire.replica_shapes import PeerState
 
 log = logging.getLogger("lean_selector.replica")
 
-# Per turn of the loop, for all peers together: HTTP is delayed by a millisecond at most.
+# Time slice per turn of the loop, for all peers together: HTTP waits a millisecond at most.
 MAX_TURN_S = 0.001
-# A larger message disconnects the peer; events that are only too large are refused singly.
+# A message above this size disconnects the peer. An event that is merely too large is refused.
 MAX_MESSAGE_BYTES = 16 << 20
 
 
@@ -35,8 +35,8 @@ class ReplicaLinks:
         on_connected: Callable[[], None],
         curve: CurveClient | None = None,
     ) -> None:
-        """`on_message(frames, now)` handles each message with one of the topics, in order per peer.
-        `on_connected()` is called when a subscription is made or restored."""
+        """`on_message(frames, now)` is called for each message with one of the topics, in each
+        peer's order. `on_connected()` is called when a subscription is made or restored."""
         self._links = links
         self._curve = curve
         self._topics = topics
@@ -46,10 +46,10 @@ class ReplicaLinks:
         self._peers: dict[str, Link] = {}
         self._states: dict[str, tuple[str, float]] = {}  # (state, since)
         self._turns = IngestTurns(MAX_TURN_S)
-        # Links whose messages are being handled or wait for a turn
+        # Links whose messages are being handled, or wait for a turn.
         self._draining: set[Link] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        self._dropped = 0  # by peers that were removed since
+        self._dropped = 0  # messages dropped by the links of removed peers
 
     def start(self) -> None:
         """Start to connect. Call it on the running loop."""
@@ -99,7 +99,7 @@ class ReplicaLinks:
 
     @property
     def dropped(self) -> int:
-        """Messages dropped because too many were queued."""
+        """Messages that were dropped because too many waited."""
         return self._dropped + sum(link.dropped for link in self._peers.values())
 
     def states(self) -> list[PeerState]:

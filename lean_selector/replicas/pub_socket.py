@@ -1,11 +1,11 @@
 """The PUB socket that publishes events to replicas.
 
-A PUB never blocks and drops messages if a queue is full, so an HTTP handler can publish without
-awaiting.
+A PUB socket never blocks: it drops messages if a queue is full. So an HTTP handler can publish
+without awaiting.
 
-libzmq does not count messages that it drops for a slow peer. With XPUB_NODROP a send fails for all
-peers (EAGAIN) if one queue is full; it is then repeated without the option, which reaches the
-others. After that, libzmq skips the full queue silently until half of it is read."""
+libzmq does not count messages that it drops for a slow peer. With XPUB_NODROP, a send fails for all
+peers (EAGAIN) if one queue is full. The send is then repeated without the option, which reaches the
+other peers. Afterwards libzmq silently skips the full queue until half of it has been read."""
 
 import os
 from typing import Any, Final
@@ -34,7 +34,7 @@ class ReplicaSyncError(Exception):
 
 
 class ReplicaPub:
-    """Used only on the loop's thread. Raises ReplicaSyncError if it cannot be bound."""
+    """Used only on the loop's thread. The constructor raises ReplicaSyncError if it cannot bind."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ReplicaPub:
         high_water_mark: int,
         gate: CurveGate | None = None,
     ) -> None:
-        """With a `gate`, only peers that it admits can subscribe."""
+        """With a `gate`, only peers that the gate admits can subscribe."""
         make: Any = context.socket
         plain: zmq.Socket[bytes] = make(zmq.PUB, socket_class=zmq.Socket)
         self.socket: Final = plain
@@ -65,12 +65,12 @@ class ReplicaPub:
             raise ReplicaSyncError(
                 f"failed to bind replica publisher to `{endpoint}`: {reason}"
             ) from None
-        #: Where it listens; with the port that the system chose for port 0.
+        # The bound endpoint; if port 0 was given, with the port that the system chose.
         self.endpoint: Final = plain.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, topic: bytes, payload: bytes) -> bool:
-        """Send to all connected peers. False if some did not get the message because their queue
-        has just become full."""
+        """Send to all connected peers. Returns False if a peer did not get the message because the
+        peer's queue has just become full."""
         is_for_all = True
         try:
             self.socket.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
@@ -79,7 +79,7 @@ class ReplicaPub:
             self.socket.setsockopt(zmq.XPUB_NODROP, 0)
             self.socket.send(topic, zmq.SNDMORE | zmq.DONTWAIT)
             self.socket.setsockopt(zmq.XPUB_NODROP, 1)
-        # The second frame goes to the same peers as the first.
+        # libzmq sends the second frame to the peers that got the first.
         self.socket.send(payload, zmq.DONTWAIT)
         return is_for_all
 

@@ -1,11 +1,11 @@
-"""Start-up recovery: fetch the KV index of a peer from its /dump, and apply it to our own.
+"""Start-up recovery: fetch a peer's KV index from the peer's /dump, and apply it to our index.
 
-Peers are queried in order. The first usable dump is read completely, then applied, both in slices
-between which the loop serves requests. Recovered blocks wait in a partition without workers until
-its first complete worker fixes the block size (decision D3). An engine's own events are newer than
-any dump: a rank whose source has delivered events, or has ended, since the start is skipped. A
-source with a replay starts after the recovery, exactly at the dump's watermark (D34). Spec:
-indexer.md 4.2 and 7.5."""
+Peers are queried in order. The first usable dump is read completely, then applied. Both happen in
+time slices, between which the loop serves requests. Recovered blocks wait in a partition without
+workers until the first complete worker of the partition fixes the block size (decision D3). An
+engine's own events are newer than any dump: so if a rank's source has delivered events or has ended
+since the start, the rank is skipped. A source with a replay endpoint starts after the recovery,
+exactly at the dump's watermark (D34). Spec: indexer.md 4.2 and 7.5."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class PeerFailed(Exception):
-    """The peer returned nothing usable; the message is one line, `status` that of its response."""
+    """The peer returned nothing usable. `status`: the HTTP status, if the peer answered."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -52,11 +52,12 @@ async def fetched(
     max_bytes: int,
     read: Callable[[bytes], T],
 ) -> T:
-    """The result of `read` for the answer to a GET, within `left_s`. Raises PeerFailed.
+    """GET `url` and return what `read` makes of the body, within `left_s` seconds. Raises
+    PeerFailed.
 
-    A peer that sends nothing for its share of the time is abandoned, so that a hanging peer leaves
-    time for the others; one that keeps sending may use all of it. `read` runs in a thread, and
-    should be quick because it holds the GIL."""
+    A peer that sends nothing in its share of the time is abandoned, so that the others get theirs.
+    A peer that keeps sending may use all of the time. `read` runs in a thread and should be quick,
+    because it holds the GIL."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     ends, share_s = began + left_s, left_s / peers_left
@@ -82,7 +83,7 @@ async def fetched(
         raise PeerFailed(error.message, error.status) from None
     except PeerFailed:
         raise
-    except Exception as error:  # for any error, try the next peer
+    except Exception as error:  # whatever the error, try the next peer
         raise PeerFailed(reason(error)) from None
 
 
@@ -90,14 +91,14 @@ async def fetched(
 
 logger = logging.getLogger("lean_selector.recovery")
 
-# Recovered blocks without a worker are dropped after this time: a fleet registers within minutes,
-# even during a rolling update.
+# Recovered blocks without a worker are dropped after this time. Even during a rolling update, a
+# fleet registers within minutes.
 RECOVERED_LIFE_S = 600.0
-# Sources wait at most this long for the recovery; the default of --recovery-timeout-secs.
+# Sources wait at most this long for the recovery. Default of --recovery-timeout-secs.
 MAX_HOLD_S = 10.0
-_LOGGED_PROBLEMS = 10  # per peer; a broken dump may have millions
+_LOGGED_PROBLEMS = 10  # problems logged per peer; a broken dump may have millions
 
-# 12 million blocks of 86 bytes: more than one process should index. Memory can hold it twice.
+# 12 million blocks of 86 bytes, more than one process should index. Memory can hold this twice.
 MAX_DUMP_BYTES = 1 << 30
 
 RankEvents = dict[RankKey, list[DumpEvent]]
@@ -116,7 +117,7 @@ class Recovery:
         timeout_s: float,
         client: OutboundClient,
     ) -> None:
-        """`timeout_s` bounds the time for fetching from all peers."""
+        """`timeout_s` bounds the total time in seconds for fetching from all peers."""
         self._client = client
         self.blocks = 0
         self.skipped_events = 0
@@ -129,7 +130,7 @@ class Recovery:
         self._ended: Set[RankKey] = frozenset()  # ranks whose source has ended during the recovery
 
     async def run(self) -> bool:
-        """Recover from the first usable peer; False if there is none."""
+        """Recover from the first peer with a usable dump. Returns False if there is none."""
         try:
             with (
                 self._subscriptions.holding(MAX_HOLD_S),
@@ -147,7 +148,7 @@ class Recovery:
             try:
                 if left_s <= 0:
                     raise PeerFailed("no time left")
-                # With --api 1.6, a dump has names and watermarks only if `detail` is requested.
+                # With --api 1.6, only `detail` puts names and watermarks into a dump.
                 url = peer.rstrip("/") + "/dump?detail=true"
                 peers_left = len(self._peers) - at
                 dump = await fetched(
@@ -170,7 +171,7 @@ class Recovery:
         return False
 
     async def forget_unclaimed(self, after_s: float = RECOVERED_LIFE_S) -> None:
-        """Wait this long, then drop recovered blocks that have no complete worker (D3)."""
+        """Wait `after_s` seconds, then drop recovered blocks that have no complete worker (D3)."""
         await asyncio.sleep(after_s)
         dropped, workers = 0, 0
         for partition in list(self._catalog.partitions.values()):
@@ -188,7 +189,7 @@ class Recovery:
     async def _read(
         self, peer: str, dumped: list[DumpedPartition], problems: list[str]
     ) -> list[tuple[DumpedPartition, RankEvents]]:
-        """All events of the dump, by partition and rank. Raises PeerFailed if none is usable."""
+        """Return the dump's events by partition and rank. Raises PeerFailed if none is usable."""
         self.skipped_events = 0
         partitions: list[tuple[DumpedPartition, RankEvents]] = []
         events = 0
@@ -226,9 +227,9 @@ class Recovery:
             log_discarded(dumped)
             return
         self.skipped_ranks += len(left_alone)
-        # Only after all blocks are applied, so that a source that starts at its watermark misses
-        # none. A connected source is restarted, because it may have batches from before the dump in
-        # its queue.
+        # Set only after all blocks are applied, so that a source that starts at its watermark
+        # misses no block. A source that is connected already is restarted, because its queue may
+        # hold batches from before the dump.
         for rank in dumped.watermarks.keys() - left_alone:
             if not (self._subscriptions.is_listening(rank) or self._is_ahead(rank)):
                 partition.watermarks[rank] = dumped.watermarks[rank]
@@ -236,7 +237,7 @@ class Recovery:
     async def _apply_rank(
         self, dumped: DumpedPartition, rank: RankKey, events: list[DumpEvent]
     ) -> bool:
-        """Apply a rank's events; False if the rank was skipped, perhaps after some of them."""
+        """Apply the events of a rank. Returns False if the rank was skipped, possibly midway."""
         waiting: dict[int, list[StoredBlocks]] = {}  # missing parent -> blocks below it
         ready = events[::-1]
         while ready:
@@ -266,17 +267,17 @@ class Recovery:
         return True
 
     def _is_ahead(self, rank: RankKey) -> bool:
-        """Whether the rank's own source has a newer state than any dump."""
+        """Whether the rank's own source is newer than any dump."""
         return rank in self._ended or self._subscriptions.is_ahead(rank)
 
     def _partition(self, dumped: DumpedPartition) -> Partition | None:
-        """The partition that receives the blocks now."""
+        """Return the partition that now takes the dump's blocks, if there is one."""
         key = dumped.model_name, dumped.tenant_id
         return self._catalog.recovered_partition(key, dumped.block_size)
 
 
 def log_discarded(of: Partition | DumpedPartition) -> None:
-    """Log that recovered blocks are dropped because of their block size (D3)."""
+    """Log that recovered blocks are dropped because their block size does not fit (D3)."""
     text = "recovered blocks of model=%s tenant=%s dropped: block size %d differs from the workers'"
     logger.warning(text, of.model_name, of.tenant_id, of.block_size)
 

@@ -1,11 +1,11 @@
 """Run a catch-up: fetch peers' live reservations and pass them to `core.replication.catch_up`.
 
-At start, peers are queried until one returns a snapshot. After a subscription was made or restored,
-or events were missed, all peers are queried, because each is authoritative for the requests that it
-admitted (decision D24). The subscriptions must be made first, so that no end after a snapshot is
-missed. A peer without snapshots (404: the reference) is skipped. Reservations are read and booked
-in slices of the loop's turns, and retried for ranks that are registered later, until the catch-up
-ends."""
+At the start, peers are queried until one returns a snapshot. After a subscription was made or
+restored, or events were missed, all peers are queried, because each is authoritative for the
+requests that it admitted (decision D24). Subscriptions must be made first, so that no release after
+a snapshot is missed. A peer without snapshots (404: the reference) is skipped. Reservations are
+read and booked in time slices. If a reservation's rank is not registered yet, it is retried until
+the catch-up ends."""
 
 import asyncio
 import contextlib
@@ -39,17 +39,17 @@ SESSIONS_PATH = "/replica_sync/sessions"
 MAX_SNAPSHOT_BYTES = 256 << 20  # 200 000 reservations of 64 blocks
 TIMEOUT_S = 10.0  # for all peers together, as in start-up recovery
 CONNECT_S = 2.0  # for the subscriptions; a peer that is down must not delay the others
-# Wait after the last handshake, because the subscription may still be in flight, and libzmq polls
-# about every millisecond.
+# Wait after the last handshake: the subscription may still be in flight, and libzmq polls about
+# every millisecond.
 SETTLE_S = 0.25
 STEPS = 16  # bookings between checks of the clock
 LOOK_AGAIN_S = 0.1
-AGAIN_S = 2.0  # minimum pause between two, in case a peer reconnects often
-# Snapshots cost both replicas loop time: at most a fifth of the time.
+AGAIN_S = 2.0  # minimum seconds between two catch-ups, in case a peer reconnects often
+# Catch-ups cost both replicas loop time. They may take at most a fifth of the time.
 COST_PAUSE = 5
 # Maximum pause before another attempt to close a gap that no peer could close.
 MEND_PAUSE_MAX_S = 60.0
-# A replica that was heard within this time counts as connected: three heartbeats.
+# A replica counts as connected if it was heard within this time: three heartbeats.
 FOLLOWED_S = 3 * HEARTBEAT_S
 _LOOKS = 100
 _LOGGED_PROBLEMS = 10
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class Occasion(Enum):
-    """The reason for taking snapshots."""
+    """Why snapshots are requested."""
 
     START = 0
     CONNECTED = 1  # a subscription was made or restored
@@ -67,8 +67,8 @@ class Occasion(Enum):
 
 
 class CatchingUp:
-    """Catches up while `run` runs. `tell(event, now)` applies an event that a peer would have
-    sent."""
+    """Catches up while `run` runs. `tell(event, now)` applies an event that a peer failed to
+    deliver."""
 
     def __init__(
         self,
@@ -90,29 +90,29 @@ class CatchingUp:
         self._tell = tell
         self._sessions = sessions
         self.fates = catch_up.fates
-        self._is_recording = True  # record events, while a catch-up is running or due
+        self._is_recording = True  # events are recorded while a catch-up is running or due
         self._again = asyncio.Event()
         self._occasion = Occasion.START  # of the next catch-up
-        self._took_s = 0.0  # time that the last catch-up spent on snapshots
+        self._took_s = 0.0  # seconds that the last catch-up spent on snapshots
         self._failed = False  # in the last catch-up, a peer that may have a snapshot returned none
         self._mending: asyncio.TimerHandle | None = None
         self._mend_not_before = 0.0
         self._mend_pause_s = 0.0
-        self._is_mending = False  # the current or next catch-up is due to a gap
+        self._is_mending = False  # the current or next catch-up is to close a gap
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """Record a peer's event, or one of ours (without a verdict)."""
+        """Record a peer's event with its verdict, or our own event (without a verdict)."""
         if self._is_recording:
             self._catch_up.note(event, verdict, now)
 
     def connected(self) -> None:
-        """A subscription was made or restored."""
+        """Call this when a subscription was made or restored."""
         if self._occasion is Occasion.MISSED:
             self._occasion = Occasion.CONNECTED
         self._again.set()
 
     def missed(self) -> None:
-        """Events were missed. If the last attempt closed no gap, the next one waits longer."""
+        """Events were missed. If the last attempt closed no gap, the next attempt waits longer."""
         if self._mending is None:
             left_s = self._mend_not_before - time.monotonic()
             self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
@@ -124,7 +124,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """Plan the next attempt, after snapshots were taken; `mended`: they closed a gap."""
+        """Plan the next attempt after snapshots were read. `mended`: they closed a gap."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -139,7 +139,7 @@ class CatchingUp:
             self._mending.cancel()
 
     async def run(self) -> None:
-        """Catch up now, and again for each later reason."""
+        """Catch up now, and again whenever `connected` or `missed` gives a reason."""
         self._occasion = Occasion.START
         while True:
             began = time.monotonic()
@@ -151,12 +151,12 @@ class CatchingUp:
                 self._is_recording = False
                 await self._again.wait()
             self._is_recording = True
-            self._catch_up.begin_again(time.monotonic())  # from here on, ends are recorded
+            self._catch_up.begin_again(time.monotonic())  # from now on, ends are recorded
             pause_s = max(AGAIN_S, COST_PAUSE * self._took_s)
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _run_once(self) -> None:
-        """Return when the catch-up has ended, with every reservation booked or dropped, or when it
+        """Catch up once. Returns when every reservation is booked or dropped, or when the catch-up
         must begin again."""
         again = self._again
         self._failed = False
@@ -165,7 +165,7 @@ class CatchingUp:
             await _connected(self._sync)
             occasion, self._occasion = self._occasion, Occasion.MISSED
             if occasion is Occasion.START and is_restored:
-                occasion = Occasion.CONNECTED  # reservations of every peer may have ended meanwhile
+                occasion = Occasion.CONNECTED  # any peer's reservations may have ended
             again.clear()
             began = time.monotonic()
             mended = False
@@ -200,8 +200,8 @@ class CatchingUp:
             await pause()
 
     async def _take_from_first(self) -> None:
-        """Take everything from the first peer that has a snapshot, because nothing is known here
-        yet."""
+        """Book all reservations of the first peer that has a snapshot. At the start, nothing else
+        is known here."""
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
             live, _ = await self._read(url, asked_at, snapshot)
             await self._take(live)
@@ -210,11 +210,11 @@ class CatchingUp:
         log.warning("catch-up: no peer had a snapshot; continuing without")
 
     async def _take_from_all(self, occasion: Occasion) -> bool:
-        """Take each peer's own requests, and what peers know of replicas that cannot be queried.
+        """Book what each peer admitted, and what peers know of replicas that cannot be queried.
 
         If a replica answers, or its events had no gap, what others know of it is ignored: they may
-        have missed ends. The same holds for a replica that does not number its events, unless its
-        own connection may have been lost. Returns True if a gap was closed."""
+        have missed ends. So it is for a replica that does not number its events, unless our
+        connection to it may have been lost. Returns True if a gap was closed."""
         heard = self._sync.heard
         began = time.monotonic()
         told: list[tuple[int, int]] = []  # (router id, event number) of replicas that answered
@@ -238,7 +238,7 @@ class CatchingUp:
             and not heard.is_followed(booking.router_id, since)
         )
         closed = [heard.mended(router_id, sequence) for router_id, sequence in told]
-        if not self._failed:  # no other peer can be queried
+        if not self._failed:  # every peer answered or has no snapshots
             for publisher in heard.behind():
                 if publisher.router_id not in answered:
                     heard.mended(publisher.router_id, publisher.sequence)
@@ -247,7 +247,7 @@ class CatchingUp:
         return any(closed)
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:
-        """Take each peer's sessions; of two bindings the newer one wins."""
+        """Take each peer's sessions; of two bindings of a session, the newer one wins."""
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list
         ):
@@ -262,7 +262,7 @@ class CatchingUp:
     async def _answers(
         self, name: str, path: str, read: Callable[[bytes], T]
     ) -> AsyncIterator[tuple[str, float, T]]:
-        """For each peer that answers: its URL, the time of the request, and the answer."""
+        """Yield each answering peer's URL, the time of the request, and the decoded answer."""
         ends = time.monotonic() + TIMEOUT_S
         urls = list(self._urls)  # a copy, because peers may be added and removed meanwhile
         for at, url in enumerate(urls):
@@ -287,8 +287,8 @@ class CatchingUp:
     async def _read(
         self, url: str, asked_at: float, snapshot: SnapshotParts
     ) -> tuple[list[LiveBooking], bool]:
-        """The bookings, and whether all could be read. If so, also applies missed changes to
-        reservations that the peer admitted."""
+        """Return the reservations of a snapshot, and whether all could be read. If so, also apply
+        changes that we missed to reservations that the peer admitted."""
         fetched_at = time.monotonic()
         live: list[LiveBooking] = []
         if await self._each(
@@ -297,7 +297,7 @@ class CatchingUp:
             snapshot.lines,
             lambda line: live.append(decode_line(line, fetched_at)),
         ):
-            return live, False  # an unreadable reservation may be one that seems to be missing
+            return live, False  # its line may be the one that could not be read
         pause = Pauses()
         ended = 0
         for event in ended_meanwhile(self._targets(), snapshot.router_id, live, asked_at):
@@ -312,7 +312,7 @@ class CatchingUp:
     async def _each(
         self, what: str, url: str, lines: list[bytes], take: Callable[[bytes], object]
     ) -> int:
-        """Call `take` with each line of an answer; returns how many could not be read."""
+        """Call `take` with each line of an answer. Returns how many lines could not be read."""
         pause = Pauses()
         problems = 0
         for line in lines:
