@@ -1,2 +1,2 @@
-"""Routes and handlers of both services, and what applies to every request: gate, access, metrics,
+"""Routes and handlers of both services, and what every request passes: gate, access check, metrics,
 logs."""

@@ -1,4 +1,4 @@
-"""Authentication: the roles of routes, refusals, and the token file."""
+"""Authentication: roles, refusals of requests without the required role, and the token file."""
 
 import logging
 import re
@@ -9,7 +9,7 @@ from lean_selector.http.head import digest_of
 
 
 class Role(IntEnum):
-    """The role that a route requires; each role includes the previous ones. OPEN needs no token."""
+    """Roles, lowest first. Each role may do all that the lower ones may. OPEN needs no token."""
 
     OPEN = 0  # whether the service is up
     READ = 1  # inspect
@@ -33,7 +33,7 @@ _CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
 
 
 class Refusal:
-    """One refusal; `line` is a whole header line, `code` the error code in OpenAI's format."""
+    """A 401 or 403. `line` is the header `www-authenticate`, `code` OpenAI's name of the error."""
 
     __slots__ = ("code", "line", "status", "text")
 
@@ -49,7 +49,7 @@ UNKNOWN_TOKEN: Final = Refusal(401, "the bearer token is unknown", b', error="in
 
 
 def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
-    """The refusal for a request with this credential, whose `role` is insufficient."""
+    """Returns the refusal of a request whose `role` is lower than `needed`."""
     if role == OPEN:
         return UNKNOWN_TOKEN if credential else NO_TOKEN
     name = NAMES[needed]
@@ -71,15 +71,15 @@ _TOKEN: Final = re.compile(rb"[A-Za-z0-9._~+/-]+=*")  # RFC 6750 section 2.1
 
 
 class AccessTokens:
-    """The current tokens and their roles. While the file is invalid, the previous tokens stay
-    valid.
+    """The roles of the current tokens, read from the token file. If the file becomes invalid, the
+    tokens read last stay valid.
 
-    `roles` is keyed by a token's digest; the gate looks it up for every request. It is changed in
-    place."""
+    `roles` maps the digest of a token to its role. The gate holds this dict, so a reload changes it
+    in place."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError or ValueError, with a one-line message, if there are no valid tokens at
-        first."""
+        """Reads the file. Raises OSError or ValueError, with a message of one line, if it cannot be
+        read or is invalid."""
         from lean_selector.http.trust import WatchedFile
 
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
@@ -87,12 +87,12 @@ class AccessTokens:
         self.roles = _roles_of(path, self._file.read()[0])
 
     def role_of(self, credential: bytes | None) -> Role:
-        """The role for a token's digest; OPEN for an unknown one. Digests are keyed, so the time of
-        a look-up reveals nothing about a token."""
+        """Returns the role of the token with this digest; OPEN if the token is unknown. The digest
+        is keyed, so the duration of the look-up reveals nothing about the token."""
         return self.roles.get(credential, OPEN)
 
     def look(self, again: bool = False) -> None:
-        """Reload the file if it has changed; with `again`, always."""
+        """Reads the file again if it has changed, or in any case if `again` is true."""
         if again:
             self._file.forget()
         try:
@@ -110,7 +110,7 @@ class AccessTokens:
 
 
 def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
-    """digest -> role. Raises ValueError that names the line."""
+    """Returns digest -> role. Raises a ValueError that gives the number of the invalid line."""
     roles: dict[bytes | None, Role] = {}
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):

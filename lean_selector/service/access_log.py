@@ -1,7 +1,7 @@
-"""The access log: one line per request; wraps the gate if enabled.
+"""The access log: one line per request. If it is enabled, it wraps the gate.
 
-Ids come from the path, the body and the answer; a body that is not a JSON object has none. Text
-from clients is truncated, and escaped by `logs`."""
+Ids of workers and reservations are taken from the path, the body and the answer; a body that is not
+a JSON object yields none. Text from clients is truncated here, and escaped by `logs`."""
 
 import logging
 import re
@@ -35,7 +35,7 @@ ID_FIELDS = BodyIds.__struct_fields__
 def with_access_log(
     app: App, routes: tuple[Route, ...], clock: Callable[[], float] = perf_counter
 ) -> App:
-    """`app` with a log line for every answer, written when the answer is."""
+    """Wraps `app`, so that a line is logged when a request is answered."""
     table: RouteTable[str] = RouteTable([(method, path, path) for method, path, *_ in routes])
 
     def logged(request: Request) -> bytes | PendingReply:
@@ -60,7 +60,7 @@ def with_access_log(
 
 
 def _said_in(table: RouteTable[str], request: Request) -> dict[str, object]:
-    """The fields that are known before the answer, in order."""
+    """Returns the fields that are known before the answer is, in the order of the line."""
     found = table.match(request.method, request.path)
     fields: dict[str, object] = {
         "method": request.method.decode("latin-1")[:MAX_ID_CHARACTERS],
@@ -96,7 +96,7 @@ def _write(fields: dict[str, object], status: bytes, response: Response, seconds
 
 
 def _told_in(head: bytes | bytearray) -> dict[str, object]:
-    """The fields taken from an answer's headers."""
+    """Returns the fields that an answer's headers contain."""
     return {
         _IN_HEADERS[bytes(name)]: value.decode("latin-1")[:MAX_ID_CHARACTERS]
         for name, value in _HEADERS.findall(head)

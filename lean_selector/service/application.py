@@ -1,5 +1,5 @@
-"""The application of a server: the routes of a service behind the gate, with GET /metrics, GET
-/openapi.json, the page, and the access log if enabled."""
+"""The application of a server: the gate with all routes of a service. It adds /metrics,
+/openapi.json, the page and, if enabled, the access log."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ def metrics_route(
     call_soon: CallSoon,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Route:
-    """`families` is called for each scrape."""
+    """The route GET /metrics; `families` is called for each scrape."""
 
     def parts() -> Iterator[bytes]:
         pieces = exposition_text(families())
@@ -56,9 +56,8 @@ def metrics_route(
 
 
 def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False) -> Route:
-    """`document` is that of the service, as in `openapi_text`; `routes` are all except this one.
-    What is served describes them alone, with their roles as security if the service `asks_tokens`.
-    """
+    """The route GET /openapi.json. `document` names the service, as in `openapi_text`. The answer
+    describes `routes` and this route; if the service `asks_tokens`, it gives each route's role."""
     served = {(method.lower(), path.replace("*}", "}")) for method, path, *_ in routes}
     served.add(("get", "/openapi.json"))
     made: list[bytes] = []
@@ -77,7 +76,7 @@ def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool
 
 
 def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
-    """`page` is called for each request; the first call imports and creates the page."""
+    """The page's routes. `page` is called for each request; its first call creates the page."""
     return (
         ("GET", "/ui", OPEN, plain(lambda: page().ui())),
         ("GET", "/events", READ, Endpoint(lambda request, param: page().events.answer(request))),
@@ -103,11 +102,11 @@ def observed(
     meters: Sequence[RouteMeter] = (),
     connections: Connections,
 ) -> App:
-    """The application for `routes` on the running loop.
+    """Returns the application for `routes`, for use on the running loop.
 
-    `families_of` receives the meters of all routes, including `meters`. `service` is the service's
-    name in metrics, `document` the file with its description; `lines` are the gate's; `tokens` are
-    required if given; `connections` are the server's."""
+    `families_of` gets the meters of all routes and those in `meters`. `service` is the service's
+    name in metrics, and `document` the file that describes it. `lines` is passed to the gate. If
+    `tokens` are given, requests need one. `connections` are those of the server."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))

@@ -1,7 +1,7 @@
-"""Read a request: its body, its query, and the id in its path.
+"""Reads the parts of a request: its body, its query, and the id in its path.
 
-Checks content type and size, decodes, and reports what is wrong with a body. The order of the
-checks is that of spec selection.md 1.1; JSON is parsed as strictly as decision D8 says."""
+Checks content type and size, decodes, and reports what is wrong with a body. The checks run in the
+order of spec selection.md 1.1. Decision D8 says how strictly JSON is parsed."""
 
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -43,7 +43,7 @@ _WORDS = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
 class BadBody(SelectorError):
-    """A body that its route does not accept."""
+    """The body is not acceptable to its route."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -59,8 +59,8 @@ class BadQuery(BadRequest):
 
 
 def body_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """A decoder for a route's body: JSON; if it has a prompt, also MessagePack. It raises BadBody,
-    or msgspec.ValidationError for a wrong shape, which `shape_fault` classifies."""
+    """Returns a decoder for a route's body: JSON, or MessagePack too if the body has a prompt. It
+    raises BadBody, or msgspec.ValidationError, which `shape_fault` turns into an error."""
     decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
     if issubclass(body_type, PromptFields):
         return _prompt_reader(body_type, decode)
@@ -76,7 +76,7 @@ def body_reader(body_type: type[T]) -> Callable[[Request], T]:
 def _prompt_reader(
     body_type: type[T], decode: Callable[[bytes | bytearray], T]
 ) -> Callable[[Request], T]:
-    """A decoder for bodies with a prompt; it selects the method by form and length."""
+    """Returns a decoder for bodies with a prompt. Its parser depends on content type and length."""
     read_binary = _binary_reader(body_type)
     read_long = long_json_reader(body_type)
     decode_short: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(
@@ -101,7 +101,7 @@ def _prompt_reader(
 
 
 def _binary_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """A decoder for MessagePack bodies."""
+    """Returns a decoder for MessagePack bodies."""
     binary_type: type[T] = binary_form(body_type)
     decode = msgspec.msgpack.Decoder(binary_type).decode
     read_long = long_binary_reader(binary_type)
@@ -154,7 +154,7 @@ def _read_json(decode: Callable[[bytes | bytearray], T], body: bytes | bytearray
 
 
 def shape_fault(request: Request, error: msgspec.ValidationError) -> BadBody:
-    """The error for a body of the wrong shape: 400 if it is malformed (D8), otherwise 422."""
+    """Returns the error for a body of a wrong shape: 400 if it is malformed (D8), otherwise 422."""
     is_binary = names_msgpack(request.headers.content_type)
     form = "MessagePack" if is_binary else "JSON"
     fault = messagepack_fault(request.body) if is_binary else json_fault(request.body)
@@ -171,7 +171,7 @@ def _not_parsed(form: str, fault: object) -> BadBody:
 
 
 def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
-    """The known fields of a query; `routing_group` is renamed to `tenant_id`."""
+    """Returns the known fields of a query, with `routing_group` renamed to `tenant_id`."""
     if not request.query:
         return {}
     try:
@@ -185,7 +185,7 @@ def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
 
 
 def wants_detail(query: Query) -> bool:
-    """Whether `detail` is true."""
+    """Whether the query has `detail=true`."""
     try:
         return _WORDS[query.get("detail", "false").lower()]
     except KeyError:
@@ -196,8 +196,8 @@ def wants_detail(query: Query) -> bool:
 
 
 def worker_id_param(param: bytes) -> int:
-    """A u64 in a path: decimal digits, after decoding; leading zeros and a plus sign are
-    allowed."""
+    """Parses a u64 from a path: decimal digits after percent-decoding. Leading zeros and a plus
+    sign are accepted."""
     text = _text_param("worker_id", param)
     digits = text[1:] if text.startswith("+") else text
     if digits.isascii() and digits.isdigit():

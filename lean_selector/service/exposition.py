@@ -1,9 +1,9 @@
-"""Building blocks of metrics: counters of the hot path, and their text in the exposition format.
+"""Building blocks of metrics: counters for the hot path, and their text in Prometheus' format.
 
-The hot path only increments ints. A scrape is a generator of text that its caller runs in slices,
-because a sample costs about a microsecond and a large fleet has thousands. So values from different
-slices may be a few milliseconds apart. The values of labels are bounded: route templates,
-registered models and workers, but no ids chosen by clients."""
+The hot path only increments ints. A sample costs about a microsecond, and large fleets have
+thousands. So a scrape is a generator of text that its caller runs in slices, and values from
+different slices may be a few milliseconds apart. Label values are bounded: route templates,
+registered models and workers, never ids chosen by clients."""
 
 import os
 import re
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Histogram:
-    """Counts of values by upper bound. The last bucket is unbounded."""
+    """The number of values in each bucket. `bounds` are upper bounds; the last bucket has none."""
 
     __slots__ = ("bounds", "buckets", "total")
 
@@ -54,10 +54,10 @@ class Histogram:
 
 
 class RouteMeter:
-    """Durations and statuses of one route's answers.
+    """Durations and statuses of the answers of one route.
 
-    Answers missing in `others` had status 200, which the hot path does not count. The gate inlines
-    `add`, because a call would cost as much as the rest."""
+    The hot path does not count answers with status 200: they are all answers that `others` lacks.
+    The gate inlines `add`, because calling it would cost as much as the rest."""
 
     __slots__ = (
         "fastest",
@@ -94,7 +94,7 @@ class RouteMeter:
             self.others[status] = self.others.get(status, 0) + 1
 
     def refused(self, error: Exception) -> None:
-        """Count a request that got no worker, by reason."""
+        """Counts a request that got no worker, by the reason."""
         if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
             self.shed += 1
         elif isinstance(error, UnknownModel):
@@ -118,7 +118,7 @@ class RouteMeter:
 
 
 class LoopLag:
-    """The delay of a loop timer beyond its due time."""
+    """Measures how late the loop runs a timer, in seconds."""
 
     def __init__(
         self,
@@ -141,8 +141,8 @@ class LoopLag:
 
 
 class Family:
-    """One metric. `samples` is called for each scrape, and returns a number without labels, or an
-    iterator of samples. The iterator may run across slices, so it must iterate over copies."""
+    """One metric. Each scrape calls `samples`, which returns a number (a metric without labels) or
+    an iterable of samples. An iterator runs across slices, so it must iterate over copies."""
 
     __slots__ = ("help", "kind", "name", "samples")
 
@@ -169,7 +169,7 @@ class Family:
 
 
 class FamilyGroup(Generic[T]):
-    """Several metrics of the same objects, which are collected once per scrape."""
+    """Several metrics of the same objects. A scrape enumerates the objects once for all of them."""
 
     __slots__ = ("families", "things")
 
@@ -178,8 +178,8 @@ class FamilyGroup(Generic[T]):
         things: Callable[[], Iterable[tuple[str, T]]],
         families: Iterable[tuple[str, str, str, Callable[[T], Value]]],
     ) -> None:
-        """`things` returns (labels, object) pairs. A family is (name, kind, help, function from an
-        object to its value)."""
+        """`things` returns (labels, object) pairs. Each family is (name, kind, help, function that
+        returns the value for an object)."""
         self.things = things
         self.families = tuple(families)
 
@@ -205,7 +205,7 @@ class FamilyGroup(Generic[T]):
 
 
 class HistogramFamily:
-    """One metric of histograms: (labels, bounds, buckets, sum)."""
+    """A metric that has histograms as (labels, bounds, buckets, sum)."""
 
     __slots__ = ("help", "histograms", "name")
 
@@ -241,14 +241,14 @@ def _head(name: str, kind: str, help: str) -> str:
 
 
 def labels(**values: Any) -> str:
-    """The label text of a sample, `{a="1",b="x"}`, escaped as the format requires."""
+    """Returns the labels of a sample as text, `{a="1",b="x"}`, escaped as the format requires."""
     return "{" + ",".join(f'{name}="{escaped(str(value))}"' for name, value in values.items()) + "}"
 
 
 def escaped(value: str) -> str:
-    """A label value; invalid UTF-8 is replaced. Control characters, which the format allows but a
-    terminal or a parser may interpret, are written as in JSON, `\u001b`: so two names that differ
-    in them stay two series."""
+    """Escapes a label value, and replaces invalid UTF-8. The format allows control characters, but
+    a terminal or a parser may interpret them, so they become JSON escapes such as `\\u001b`. Names
+    that differ only in such characters remain different series."""
     if not value.isprintable():
         value = value.encode("utf-8", "replace").decode()
         value = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
@@ -268,7 +268,7 @@ def table_of(
     things: Callable[[], Iterable[tuple[str, T]]],
     rows: Mapping[str, tuple[Callable[[T], Value], str]],
 ) -> FamilyGroup[T]:
-    """A table of metrics that several objects have."""
+    """Returns metrics with the same labels. `rows`: name -> (source of the value, help)."""
     return FamilyGroup(
         things, [(*_named(name), help, value) for name, (value, help) in rows.items()]
     )
@@ -284,13 +284,13 @@ def _kind_of(name: str) -> str:
 
 
 def by(label: str, counts: Mapping[str, Number]) -> list[Sample]:
-    """One sample per entry; its key is the value of this label."""
+    """Returns one sample per entry of `counts`; the entry's key is the value of `label`."""
     return [(labels(**{label: key}), count) for key, count in counts.items()]
 
 
 def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample]:
-    """One sample per entry; its key is the value of a label that is added to `text`. Keys are words
-    of this program, and need no escaping."""
+    """Adds `label` to the labels in `text`, and yields one sample per entry of `counts`; its key is
+    the value of `label`. Keys are words of this program, so they need no escaping."""
     for key, count in counts.items():
         yield f'{text[:-1]},{label}="{key}"}}', count
 
@@ -299,14 +299,14 @@ def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample
 
 
 def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:
-    """The whole answer in small pieces, some of them empty; the process metrics come last."""
+    """Yields the answer in small pieces, some of them empty. The process metrics come last."""
     for family in families:
         yield from family.text()
     yield _process_text()
 
 
 def _process_text() -> str:
-    """The usual process metrics of Prometheus clients; empty without /proc."""
+    """Returns the process metrics that Prometheus clients usually export, or "" without /proc."""
     process = Path("/proc/self")
     try:
         stat = (process / "stat").read_bytes().rpartition(b")")[2].split()

@@ -1,7 +1,7 @@
-"""The fleet for display: its ranks, findings, and the prefixes that prompts share.
+"""The state of the fleet for the page: ranks, findings, and the trees of prompt prefixes.
 
-The result is built in steps, because it takes some milliseconds for 512 ranks; the caller runs them
-in slices of the loop's turns."""
+For 512 ranks this takes some milliseconds. It is therefore computed in steps, which the caller runs
+in slices between other work of the loop."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -29,13 +29,13 @@ _JUDGED_ANEW_S: Final = 10.0  # interval of new findings while no state changes
 
 
 class FleetSources(KvSources, Protocol):
-    """The sources of KV events."""
+    """The sources of KV events, one per rank."""
 
     def each_source(self) -> Iterator[KvSource]: ...
 
 
 class FleetView:
-    """Used only on the loop's thread."""
+    """Reads the selector's state for the page. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class FleetView:
         return Fleet(__version__, self._wall(), [], [], [], [])
 
     def look(self, fleet: Fleet) -> Iterator[None]:
-        """Fill `fleet` with the current state, in steps. A change between two steps may or may not
-        be included."""
+        """Fills `fleet` with the current state, in steps. A change made between two steps may be
+        missing."""
         catalog, now = self._selector.catalog, self.clock()
         revision = catalog.revision
         workers = catalog.matching(None, None)
@@ -152,7 +152,7 @@ class FleetView:
         )
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
-        """The findings of `lean-selector check` that need no request, except those of level ok."""
+        """Computes the findings of `lean-selector check` that need no request, without level ok."""
         catalog, state = self._selector.catalog, self._state
         records: list[WorkerRecord] = []
         for worker in workers:
@@ -191,8 +191,8 @@ class FleetView:
         self._findings = findings
 
     def prefixes(self, hits: Hits | None) -> Iterator[PrefixTree | None]:
-        """The prefix trees of all models and tenants; None is a step. `hits`: hits of runs, while
-        they are counted."""
+        """Yields the prefix tree of each model and tenant, and None after each step. `hits` counts
+        how often prompts match a run, while that is counted."""
         partitions = list(established(self._selector.catalog, None, None))
         most = max(_LEAST_RUNS, MOST_RUNS // max(1, len(partitions)))
         for partition in partitions[: MOST_RUNS // _LEAST_RUNS]:

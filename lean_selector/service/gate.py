@@ -1,7 +1,7 @@
-"""The gate, which every request passes: finds its route, checks its token's role, and counts it.
+"""The gate, which every request passes: it finds the route, checks the role, and counts the answer.
 
-`bodies` reads requests and `replies` makes answers; handlers only translate between wire and core.
-Errors become their status and `{"error": ...}`."""
+`bodies` reads requests and `replies` encodes answers; handlers translate between wire and core. An
+error becomes its status and `{"error": ...}`."""
 
 import logging
 from bisect import bisect_left
@@ -37,8 +37,8 @@ Run = Callable[[Request, bytes | None], Served]  # the second argument is the pa
 
 
 class Endpoint:
-    """The handler of a route, and the types for its description. With tokens enabled, `brief`
-    replaces `run` for requests without a token. `refused` makes the refusal for routes whose errors
+    """The handler `run` of a route, and the types that describe its input. If tokens are enabled,
+    `brief` answers requests without a token. `refused` encodes a 401 or 403 for routes whose errors
     have another format."""
 
     __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
@@ -61,7 +61,7 @@ class Endpoint:
         self.refused = refused
 
     def fields(self) -> frozenset[str]:
-        """The names of the body's fields."""
+        """Returns the names of the body's fields."""
         return _NOTHING if self.body is None else frozenset(self.body.__struct_fields__)
 
 
@@ -81,8 +81,8 @@ HUNG_UP = b"499"  # in counts only: the client disconnected before its answer
 
 
 class Gate:
-    """The application for the HTTP protocol: request in, answer out; never raises. `meters` count
-    the requests of each route by result; the last one is for requests without a route."""
+    """The application that the HTTP protocol calls with each request; it never raises. `meters`
+    count answers per route; the last meter counts requests without a route."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Gate:
         lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
         tokens: AccessTokens | None = None,
     ) -> None:
-        """`overload_status` is for requests shed because all workers are busy. `lines` returns
-        header lines for a failed request, given the fields of its route's body. With `tokens` each
-        route requires its role."""
+        """`overload_status` answers requests that are shed because all workers are busy. `lines`
+        returns header lines for the answer to a failed request; its last argument is the set of the
+        body's fields. If `tokens` are given, each route requires its role."""
         self._tokens = tokens
         metered: list[tuple[str, str, tuple[Run, RouteMeter, int, Endpoint]]] = []
         for method, path, role, endpoint in routes:
@@ -146,7 +146,7 @@ class Gate:
         return answer
 
     def refuses(self, request: Request) -> bool:
-        """Whether the token lacks the route's role, so that the body need not be read."""
+        """Whether the token lacks the role of the route. If so, the body is not read."""
         if self._tokens is None:
             return False
         found = self._table.match(request.method, request.path)
@@ -161,7 +161,7 @@ class Gate:
         return answer
 
     def _refused(self, request: Request, needed: int, endpoint: Endpoint | None = None) -> bytes:
-        """The refusal for a request whose token lacks the role."""
+        """Returns the answer to a request whose token lacks the role."""
         role = self._roles.get(request.credential, OPEN)
         refusal = refusal_of(request.credential, role, Role(needed))
         if endpoint is not None and endpoint.refused is not None:
@@ -180,7 +180,7 @@ class Gate:
     def _failed(
         self, request: Request, meter: RouteMeter, error: Exception, endpoint: Endpoint
     ) -> bytes:
-        """The answer to a request that failed."""
+        """Returns the answer to a request whose handler raised `error`."""
         meter.refused(error)
         if isinstance(error, AllWorkersBusy):
             status = self._overload_status
@@ -197,7 +197,7 @@ class Gate:
 
 
 def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
-    """Count a pending answer when it is sent, or its client disconnects."""
+    """Counts a pending answer when it is sent or when its client disconnects."""
 
     def told(response: Response) -> None:
         if answer.fault is not None:
@@ -215,8 +215,7 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """A route without input. `brief` replaces the handler for requests without a token, and returns
-    less."""
+    """A route without input. `brief` answers requests without a token, with less information."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(status, handler())
@@ -227,7 +226,7 @@ def plain(
 def with_query(
     handler: Callable[[Query], object], known: frozenset[str] = SCOPE_FIELDS
 ) -> Endpoint:
-    """A route with a query string; `routing_group` is renamed to `tenant_id`."""
+    """A route with a query string. `routing_group` is renamed to `tenant_id`."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(200, handler(query_of(request, known)))
@@ -238,7 +237,7 @@ def with_query(
 def with_param(
     parse: Callable[[bytes], T], handler: Callable[[T], object], status: int = 200
 ) -> Endpoint:
-    """A route with a path parameter; a body is not read."""
+    """A route with a path parameter. The request's body is not read."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
@@ -252,9 +251,8 @@ def with_param_and_optional_body(
     body_type: type[T],
     handler: Callable[[Any, T | None], object],
 ) -> Endpoint:
-    """A route with a path parameter and an optional JSON body. The reference reads no body, so the
-    request is served whatever the body is; an invalid one is ignored, with a warning in the
-    answer."""
+    """A route with a path parameter and an optional JSON body. The reference ignores the body here.
+    So an invalid body does not fail the request; it is ignored, with a warning in the answer."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -276,7 +274,7 @@ def with_param_and_optional_body(
 
 
 def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 200) -> Endpoint:
-    """A route with a JSON body; if it has a prompt, also MessagePack."""
+    """A route with a JSON body; a body with a prompt may also be MessagePack."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -297,7 +295,7 @@ def with_param_and_body(
     handler: Callable[[Any, T], object],
     status: int = 200,
 ) -> Endpoint:
-    """A route with a path parameter, which is checked first, and a JSON body."""
+    """A route with a path parameter and a JSON body. The parameter is checked first."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -320,8 +318,8 @@ class Saving(Protocol):
 
 
 def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
-    """The routes, where those that change the catalog answer once the change is on disk, or writing
-    has failed. A refused request has changed nothing, and is answered at once."""
+    """Wraps the routes that change the catalog (role ADMIN): they answer when the change is on
+    disk, or writing it has failed. With nothing to write, they answer at once."""
     return tuple(
         (method, path, role, _durable(endpoint, saving) if role == ADMIN else endpoint)
         for method, path, role, endpoint in routes

@@ -1,8 +1,8 @@
-"""The headers `x-known-models` and `x-warning`, for answers whose bodies must not change: known
-models, unknown fields, and endpoints of a registration that are probably wrong.
+"""The headers `x-known-models` and `x-warning`, for answers whose bodies must not change. They list
+known models, unknown fields, and endpoints of a registration that are probably wrong.
 
-They are computed only for failed requests, registrations and reports, so a request that gets a
-worker pays nothing."""
+They are computed only for failed requests, registrations and reports, so they cost nothing for a
+request that gets a worker."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -59,8 +59,8 @@ _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def known_models_line(models: Iterable[str]) -> bytes:
-    """The header line `x-known-models`: JSON strings joined by ", ", as many as fit, then "..." if
-    some are missing; empty without models."""
+    """Returns the header line `x-known-models`: JSON strings joined by ", ". If not all fit, "..."
+    follows. Without models, returns nothing."""
     shown: list[str] = []
     size = 0
     for model in models:
@@ -74,7 +74,7 @@ def known_models_line(models: Iterable[str]) -> bytes:
 
 
 def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
-    """Header lines for an error answer to a request whose body has these fields."""
+    """Returns header lines for an error. `fields` are the body fields of the request's route."""
     lines, warnings = b"", unread_fields(request, fields)
     if isinstance(error, NoWorkers):
         lines = known_models_line(error.known_models)
@@ -84,7 +84,7 @@ def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) ->
 
 
 def with_warnings(endpoint: Endpoint) -> Endpoint:
-    """An endpoint that warns of unknown body fields also on success."""
+    """Changes an endpoint so that successful answers, too, warn of unknown fields in the body."""
     run, fields = endpoint.run, endpoint.fields()
 
     def answer(request: Request, param: bytes | None) -> Served:
@@ -100,7 +100,7 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
-    """Unknown fields of a JSON body that resemble an absent known field."""
+    """Returns unknown fields of a JSON body that resemble a known field which is absent."""
     body = request.body
     if (
         not body
@@ -141,7 +141,7 @@ _NAMED: Final = 4  # endpoints or workers listed in a warning; a worker may have
 
 
 class Sources(Protocol):
-    """The ranks by the `zmq_key` of their endpoints, including those of the worker in question."""
+    """Finds the ranks that use an endpoint, by its `zmq_key`; the checked worker is included."""
 
     def listeners(self, key: str) -> Sequence[RankKey]: ...
 
@@ -151,9 +151,9 @@ class Sources(Protocol):
 def registration_warnings(
     worker: Worker, places: HttpPlaces, sources: Sources, *, listens: bool = True
 ) -> list[str]:
-    """A few warnings at most, one line each, in the order of the ranks. `places` and `sources`
-    include the worker. Without `listens`, no events are subscribed to, and only the worker's HTTP
-    endpoint is checked."""
+    """Returns at most a few warnings of one line each, in the order of the ranks. `places` and
+    `sources` include the worker itself. If not `listens`, events are not subscribed to, so only the
+    worker's HTTP endpoint is checked."""
     judgement = _Judgement(worker, places, sources)
     warnings = list(judgement.of_http())
     room = len(warnings) + _NAMED
@@ -168,7 +168,7 @@ def registration_warnings(
 
 
 class _Judgement:
-    """Checks one worker's endpoints, alone and against those of other workers."""
+    """Checks the endpoints of one worker by themselves and against those of other workers."""
 
     def __init__(self, worker: Worker, places: HttpPlaces, sources: Sources) -> None:
         self._worker = worker
@@ -216,8 +216,8 @@ class _Judgement:
         return self._asked_there(key) or self._served_there(key)
 
     def _of_replay(self, key: str) -> str | None:
-        """Ranks of one worker may share an endpoint, since its engine may answer for all of
-        them."""
+        """Checks a replay endpoint. The ranks of one worker may share it, since its engine may
+        answer for all of them."""
         if key in self._events and key != self._served:
             return "is where the worker's events are expected"
         others = self._of_others(self._sources.askers(key))
@@ -250,7 +250,7 @@ class _Judgement:
 
 
 def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
-    """(field, endpoint, rank) of the endpoints to connect to, valid or not."""
+    """Returns (field, endpoint, rank) for each event endpoint of a worker, valid or not."""
     if not spec.kv_events_endpoints and spec.kv_events_endpoint is not None:
         return [("kv_events_endpoint", spec.kv_events_endpoint, spec.ranks.start)]
     return [
@@ -260,7 +260,7 @@ def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
 
 
 def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
-    """(field, endpoint), including derived endpoints of further ranks."""
+    """Yields (field, endpoint) for each replay endpoint, given or derived for further ranks."""
     spec = worker.spec
     if spec.replay_endpoint is not None:
         yield "replay_endpoint", spec.replay_endpoint

@@ -1,4 +1,4 @@
-"""Findings derived from a selector's own answers, each with what to do. Sends no requests."""
+"""Findings about a selector, with advice, derived from its own answers without a request."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from lean_selector.wire.selection_bodies import KvSource, RankHealthRow
 
 
 class Level:
-    """Severity of a finding; only an error makes `lean-selector check` fail."""
+    """Severity of a finding. Only `error` makes `lean-selector check` fail."""
 
     OK: Final = "ok"
     NOTE: Final = "note"  # for information
@@ -31,7 +31,7 @@ SECRET: Final = "--kv-events-curve-secret-key-file"
 
 
 def is_about_keys(why: str) -> bool:
-    """Whether a connection failed for lack of the right keys, judging by the words of the error."""
+    """Whether an error text says that a connection failed for wrong or missing CURVE keys."""
     return re.search(r"\bkeys?\b", why) is not None
 
 
@@ -94,7 +94,7 @@ _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
 
 
 def judge_source(source: KvSource) -> Finding:
-    """The finding for one rank's event source, by its reported state."""
+    """Returns the finding for the event source of one rank, from its reported state."""
     level, meaning, mend = _STATES.get(
         source.state, (Level.WARNING, "a state unknown to this check", None)
     )
@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """A rank's use of an endpoint. `publisher`: the engine and rank that may publish there."""
+    """A rank's use of an endpoint. `publisher`: the engine and rank that may publish at it."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]
@@ -141,7 +141,7 @@ class _Use:
 def judge_shared_endpoints(
     workers: Sequence[WorkerRecord], sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """One finding per shared endpoint, for the first rank that uses it."""
+    """Yields one finding per endpoint that several ranks use; its subject is the first of them."""
     engines = {worker.worker_id: worker.endpoint for worker in workers}
     uses: dict[str, list[_Use]] = {}
     for source in sources:
@@ -179,7 +179,7 @@ _MENDS: Final = {
 
 
 def judge_discoveries(found: DiscoveryReport) -> Iterator[Finding]:
-    """Discoveries that fail, then workers that were found but are not registered."""
+    """Yields findings for failing discoveries, then for found workers that are not registered."""
     for discovery in found.discoveries:
         yield from _judge_discovery(discovery)
     for worker in found.workers:
@@ -233,8 +233,8 @@ _Alike = dict[tuple[str, str], list[WorkerRecord]]  # by model and tenant
 
 
 def can_be_chosen(workers: list[WorkerRecord]) -> int:
-    """The number of workers that can be chosen. If all workers of a model are ejected, they are
-    tried nevertheless, and count."""
+    """Returns the number of workers that can be chosen. If all workers of a model are ejected, they
+    get requests nevertheless, so they are counted."""
     return sum(
         sum(not _is_out(worker) for worker in alike) or len(alike)
         for alike in _alike(filter(_is_schedulable, workers)).values()
@@ -242,7 +242,7 @@ def can_be_chosen(workers: list[WorkerRecord]) -> int:
 
 
 def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
-    """Workers that cannot be chosen, and problems of the others."""
+    """Yields findings for workers that cannot be chosen, and for problems of the others."""
     for (model_name, tenant_id), alike in _alike(filter(_is_schedulable, workers)).items():
         if all(map(_is_out, alike)):
             yield Finding(
@@ -275,7 +275,7 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
 
 
 def _alike(workers: Iterable[WorkerRecord]) -> _Alike:
-    """Groups of workers among which a request may choose."""
+    """Groups workers by model and tenant: a request may choose any worker of its group."""
     found: _Alike = {}
     for worker in workers:
         found.setdefault((worker.model_name, worker.tenant_id), []).append(worker)
@@ -297,7 +297,7 @@ def _is_out(worker: WorkerRecord) -> bool:
 
 
 def _judge_health(worker: WorkerRecord) -> Iterator[Finding]:
-    """One finding for all ranks of a worker in the same state, with the reason of the first."""
+    """Yields one finding per state for a worker's ranks, with the reason of the first one."""
     subject = f"worker {worker.worker_id}"
     if ejected := _ranks_that_are(worker, "ejected"):
         which = "" if _is_out(worker) else f"{_named(ejected)} "
@@ -327,7 +327,7 @@ def _why(rank: RankHealthRow) -> str:
 
 
 def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
-    """The service as a whole, then its discoveries, workers and sources."""
+    """Yields findings about the service as a whole, its discoveries, workers and sources."""
     yield _judge_readiness(facts)
     if facts.readiness.recovering:
         yield Finding(
@@ -362,7 +362,7 @@ def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
 
 
 def _judge_deaf(workers: list[WorkerRecord], sources: list[KvSource]) -> Iterator[Finding]:
-    """Schedulable workers without subscribed events, while other workers have some."""
+    """Yields a finding for each schedulable worker without a source of KV events."""
     heard = {source.worker_id for source in sources}
     for worker in workers:
         if _is_schedulable(worker) and worker.worker_id not in heard:

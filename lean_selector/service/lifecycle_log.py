@@ -1,7 +1,7 @@
-"""Log lines about workers added and removed, expired reservations, shedding and ejections.
+"""Log lines for workers added, removed or ejected, for expired reservations, and for shedding.
 
-A periodic comparison finds the changes. So requests pay nothing, and a flapping worker causes at
-most one line per period."""
+The state is periodically compared with the previous one. So requests pay nothing, and a worker that
+keeps changing causes at most one line per period."""
 
 import logging
 from collections import Counter
@@ -16,7 +16,7 @@ _log = logging.getLogger("lean_selector.lifecycle")
 
 
 class SelectorLog:
-    """The log lines of the selection service. Call `look` about every second."""
+    """Writes the log lines of the selection service. Call `look` about every second."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
@@ -28,12 +28,12 @@ class SelectorLog:
         self._ejected: set[tuple[tuple[str, str], int]] = set()  # workers, by partition
 
     def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
-        """A slice of expired reservations, to be logged at the next look."""
+        """Counts a slice of expired reservations; the next `look` logs them."""
         for partition, _ in expired:
             self._expired[partition.model_name, partition.tenant_id] += 1
 
     def look(self) -> None:
-        """One line per change, and one per model and tenant for expired reservations."""
+        """Logs one line per change, and one per model and tenant that had expired reservations."""
         self._look_at_workers(self._selector.catalog.workers)
         self._look_at_shedding(self._selector.catalog.partitions)
         self._look_at_health(self._selector.catalog.partitions)
@@ -60,8 +60,8 @@ class SelectorLog:
         self._workers = dict(workers)
 
     def _look_at_health(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
-        """One line when a worker's first rank is ejected, and one when its last rank has
-        returned."""
+        """Logs a line when the first rank of a worker is ejected, and another when none is ejected
+        any more."""
         if not self._ejected and not any(each.health.out for each in partitions.values()):
             return
         now: set[tuple[tuple[str, str], int]] = set()

@@ -1,10 +1,10 @@
-"""Log lines on stderr, one per event, as text or JSON, in UTC, with fields; written by a thread.
+"""Log lines on stderr, as text or JSON: one per event, with fields and the time in UTC.
 
 A log call passes fields as `extra`. Lines that peers or clients can cause are limited per kind
 (`RateLimit`), except in the access log, which has one line per request.
 
-A pipe that is not read blocks its writer, which is only the thread. The waiting lines are bounded
-in bytes; beyond that, lines are dropped and counted, and the next line reports the number."""
+A thread writes the lines, so a pipe that nobody reads blocks only this thread. The bytes of waiting
+lines are limited. Lines beyond are dropped; the next line gives their number."""
 
 import logging
 import os
@@ -25,8 +25,8 @@ FLUSH_S = 1.0  # seconds allowed for the waiting lines at exit
 
 
 class LineWriter:
-    """A queue of lines, and the thread that writes them. Only one thread at a time may call `write`
-    and read `dropped`."""
+    """A queue of lines, and the thread that writes them. `write` and `dropped` may be used by only
+    one thread at a time."""
 
     def __init__(self, descriptor: int, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         self.dropped = 0  # total lines
@@ -39,11 +39,11 @@ class LineWriter:
         threading.Thread(target=self._run, name="log writer", daemon=True).start()
 
     def write(self, line: str) -> bool:
-        """Queue a line and add its line end; False if it was dropped."""
+        """Queues a line with a line end. Returns False if the line was dropped."""
         return self.write_lines(line.encode("utf-8", "backslashreplace") + b"\n", 1)
 
     def write_lines(self, data: bytes, lines: int) -> bool:
-        """Queue this many complete lines; False if all of them were dropped."""
+        """Queues `data`, which has this many complete lines. Returns False if they were dropped."""
         if self._taken_bytes - self._done_bytes + len(data) > self._most_waiting_bytes:
             self.dropped += lines
             return False
@@ -52,7 +52,7 @@ class LineWriter:
         return True
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until the lines so far are written; False if that takes too long."""
+        """Waits until the lines so far are written. Returns False after `timeout_s` seconds."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
@@ -74,7 +74,7 @@ class LineWriter:
                 event.set()
 
     def _waiting(self) -> list[bytes | threading.Event]:
-        """The lines queued since the last call."""
+        """Takes everything out of the queue."""
         items = []
         try:
             while True:
@@ -96,7 +96,7 @@ class LineWriter:
 
 
 class QueuedLines(logging.Handler):
-    """Formats a record on the thread that logs, and passes the line to a LineWriter."""
+    """Formats a record on the thread that logs it, and passes the line to a LineWriter."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class QueuedLines(logging.Handler):
         self._untold = 0 if self.writer.write(line) else self._untold + 1
 
     def flush(self) -> None:
-        """Called at exit by logging.shutdown."""
+        """Waits for the queued lines; logging.shutdown calls this at exit."""
         self.writer.flush(FLUSH_S)
 
 
@@ -139,7 +139,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class LogState:
-    """The log writer, and counts of the lines that were not written."""
+    """The log writer, and the numbers of lines that were not written."""
 
     def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
         # Configuration warnings, to be logged once the server listens.
@@ -148,16 +148,16 @@ class LogState:
         self._writer = writer
 
     def suppressed(self) -> int:
-        """Lines suppressed by the rate limit."""
+        """Returns the number of lines suppressed by the rate limit."""
         return self._limit.suppressed
 
     def dropped(self) -> int:
-        """Lines dropped because stderr is not read."""
+        """Returns the number of lines dropped because stderr is not read."""
         return self._writer.dropped
 
 
 def set_up(level: str, form: str) -> LogState:
-    """Send all logging of the process to stderr; `form` is "text" or "json"."""
+    """Sends all logging of the process to stderr; `form` is "text" or "json"."""
     writer = LineWriter(STDERR)
     handler = QueuedLines(writer)
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
@@ -170,8 +170,8 @@ def set_up(level: str, form: str) -> LogState:
 
 
 def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
-    """Write the traceback that ends the process after the queued lines; Python writes it in pieces,
-    and lines would mix with it."""
+    """Returns a hook that writes the last traceback after the queued lines. Python writes a
+    traceback in pieces, which would otherwise be mixed with these lines."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         handler.flush()
@@ -181,7 +181,7 @@ def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
 
 
 def flat(config: object) -> dict[str, object]:
-    """A configuration struct as flat fields; nested ones become `listen.port`."""
+    """Flattens a configuration struct: a nested field becomes, say, `listen.port`."""
     fields: dict[str, object] = {}
 
     def walk(prefix: str, values: Mapping[str, object]) -> None:
@@ -208,7 +208,7 @@ def _utc(created: float) -> str:
 
 
 class TextLines(logging.Formatter):
-    """`2026-01-31T12:00:00.000Z INFO lean_selector.server listening address=0.0.0.0:8092`"""
+    """Formats `2026-01-31T12:00:00.000Z INFO lean_selector.server listening address=[::]:8092`."""
 
     def format(self, record: logging.LogRecord) -> str:
         event = record.getMessage()
@@ -228,18 +228,18 @@ def _shown(value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """The text as a JSON string on one line."""
+    """Returns the text as a JSON string without line breaks."""
     return _one_line(_encode(text.encode("utf-8", "replace").decode()))
 
 
 def _one_line(json: bytes) -> str:
-    """JSON with escapes for characters that a terminal or a line reader may interpret; they occur
-    only in strings."""
+    """Escapes characters that a terminal or a line reader may interpret. They occur only in
+    strings."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
 
 
 class JsonLines(logging.Formatter):
-    """One object per line: time, level, logger, event, and the fields."""
+    """Formats a line as a JSON object: time, level, logger, event, and the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -257,7 +257,7 @@ class JsonLines(logging.Formatter):
 
 
 class LineAllowance:
-    """State of the rate limit for one kind of lines."""
+    """The state of the rate limit for lines of one kind."""
 
     __slots__ = ("at", "lines", "suppressed")
 
@@ -268,8 +268,8 @@ class LineAllowance:
 
 
 class RateLimit(logging.Filter):
-    """Suppresses lines of a kind beyond BURST and LINES_PER_S; the next line of the kind reports
-    the number."""
+    """Limits the lines of each kind to BURST, refilled with LINES_PER_S. The next line of the kind
+    that passes gives the number of suppressed ones."""
 
     def __init__(self, burst: float = BURST, lines_per_s: float = LINES_PER_S) -> None:
         super().__init__()

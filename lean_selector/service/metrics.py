@@ -1,8 +1,8 @@
 """The metrics of both services: tables with the name, source and meaning of each metric.
 
 Metrics of optional parts are in the modules of `server/` that wire these parts. A scrape reads
-counters of other modules. Iterators run across slices, so they iterate over copies. Labels are
-registered models and workers, never ids chosen by clients."""
+counters of other modules in slices, so iterators iterate over copies. Labels are registered models
+and workers, never ids that clients choose."""
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ WORKERS: Final = "Registered workers by lifecycle."
 
 
 class LoadScope(Protocol):
-    """The load state of one model and tenant."""
+    """The in-flight load of one model and tenant."""
 
     model_name: str
     tenant_id: str
@@ -95,7 +95,7 @@ def process_families(
 
 
 def connection_families(connections: Connections) -> Families:
-    """The number of HTTP connections, the bytes that they hold, and refusals (D27)."""
+    """Metrics of HTTP connections: their number, the bytes that they hold, and refusals (D27)."""
     tls = connections.tls
 
     def reloads() -> list[Sample]:
@@ -131,7 +131,7 @@ def connection_families(connections: Connections) -> Families:
 
 
 def load_families(scopes: Callable[[], Sequence[LoadScope]]) -> Families:
-    """The active load per model and per rank."""
+    """Metrics of active load, per model and per rank."""
 
     def ranks() -> Iterator[tuple[str, RankLoad]]:
         for scope in scopes():
@@ -180,7 +180,7 @@ def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
 
 
 def prompt_families(unknown: Mapping[str, int]) -> Families:
-    """`unknown`: prompts of raw requests without hashes, counted by reason."""
+    """`unknown` counts, by reason, raw requests for which not all prompt blocks are known."""
     return table({
         "unknown_prompts_total": (lambda: by("reason", dict(sorted(unknown.items()))),
             "Prompts of raw requests with unknown blocks, by reason."),

@@ -1,10 +1,9 @@
-"""The answer of GET /openapi.json, made of the files in `openapi/`: `schemas.json` describes the
-structs of bodies and answers, and a file for each service its routes.
+"""Creates the answer of GET /openapi.json from the files in `openapi/`: `schemas.json` describes
+the structs of bodies and answers; each service has a file that describes its routes.
 
-The files are written by hand, and tests compare them with the routes and the structs. A schema has
-the fields that its struct declares; `allOf` names the schema of the struct that it extends. One
-whose name ends in `16` takes the place of its namesake in the 1.6 dialect.
-"""
+The files are written by hand, and tests compare them with the routes and the structs. A schema
+lists the fields that its struct declares; `allOf` names the schema of the base struct. In the 1.6
+dialect, a schema `...16` replaces the schema of the same name without `16`."""
 
 from importlib.resources import files
 from typing import Any, Final
@@ -19,8 +18,8 @@ _DIALECT: Final = "_16"
 
 
 def openapi_text(document: str, served: set[tuple[str, str]], asks_tokens: bool) -> bytes:
-    """The description of the `served` routes, by method and path. `document` is the file of the
-    service, with `_16` after it for the 1.6 dialect."""
+    """Returns the description of the `served` routes, given as (method, path). `document` is the
+    name of the service's file, with `_16` appended for the 1.6 dialect."""
     described = _file(document.removesuffix(_DIALECT))
     described["info"]["version"] = __version__
     paths = described["paths"]
@@ -48,7 +47,7 @@ def _file(name: str) -> dict[str, Any]:
 
 
 def _add_schemas(node: Any, known: Schemas, dialect: str, found: Schemas) -> None:
-    """Adds to `found` what the node refers to, at any depth."""
+    """Adds to `found` the schemas that `node` refers to, directly or indirectly."""
     if isinstance(node, list):
         for each in node:
             _add_schemas(each, known, dialect, found)
@@ -61,7 +60,7 @@ def _add_schemas(node: Any, known: Schemas, dialect: str, found: Schemas) -> Non
 
 
 def _whole(schema: dict[str, Any], known: Schemas) -> dict[str, Any]:
-    """The schema with the fields of the one that it extends before its own."""
+    """Returns the schema with the fields of its base schemas first, then its own."""
     schema = dict(schema)
     for base in schema.pop("allOf", ()):
         extended = _whole(known[base["$ref"].removeprefix(_PLACE)], known)

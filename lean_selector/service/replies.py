@@ -1,5 +1,5 @@
-"""Complete responses, as JSON. Dumps and snapshots are made in slices, once for all requests that
-wait for one."""
+"""Encodes complete responses, mostly JSON. Large answers such as dumps are made in slices; requests
+that arrive meanwhile share the next one."""
 
 import logging
 import time
@@ -19,7 +19,8 @@ from lean_selector.wire.selection_bodies import ErrorBody
 
 
 def is_json(content_type: bytes | None) -> bool:
-    """`application/json` or `application/*+json`, in any case, parameters allowed."""
+    """Whether this is `application/json` or `application/*+json`, in any case, perhaps with
+    parameters."""
     if not content_type:
         return False
     media = content_type.partition(b";")[0].strip().lower()
@@ -37,7 +38,7 @@ _log = logging.getLogger("lean_selector.http")
 
 
 class Reply:
-    """The result of a handler with a variable status or with warnings, which go into the header
+    """A handler's result with a status of its own or with warnings, which are sent in the header
     `x-warning`."""
 
     __slots__ = ("body", "status", "warnings")
@@ -49,8 +50,8 @@ class Reply:
 
 
 class LaterReply(PendingReply):
-    """The result of a handler that answers later, once. In-process callers set `take`, which
-    receives the status and the body, or the error, instead."""
+    """A handler's result that is answered once, later. In-process callers set `take`, which then
+    gets the status and the body, or an error, instead of a response."""
 
     __slots__ = ("fault", "take")
 
@@ -62,8 +63,8 @@ class LaterReply(PendingReply):
         self.take: Callable[[int, object], None] | None = None
 
     def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:
-        """Answer 200 with `shape(found)`. An exception is answered here as the gate does it,
-        because the caller, which admitted a queued request, continues with others."""
+        """Answers 200 with `shape(found)`. If `shape` raises, the error is answered here as the
+        gate would do, since the caller must go on with other queued requests."""
         try:
             body = shape(found)
         except Exception as error:
@@ -72,8 +73,8 @@ class LaterReply(PendingReply):
             self.answer(200, body)
 
     def refuse(self, error: Exception) -> None:
-        """Answer with an error; an in-process caller receives a SelectorError unchanged. Any other
-        exception is logged, and becomes an internal error."""
+        """Answers with an error. An in-process caller gets a SelectorError unchanged. Any other
+        exception is logged, and answered as an internal error."""
         if not isinstance(error, SelectorError):
             _log.error("a request that waited could not be answered", exc_info=error)
             self.answer(500, INTERNAL_ERROR)
@@ -95,8 +96,8 @@ Answer = bytes | LaterReply
 
 
 def sent(status: int, result: object) -> Answer:
-    """The response for a handler's result: a body, or one of the objects above. Bytes are a
-    finished response."""
+    """Returns the response for a handler's result: a body, a Reply or a LaterReply. Bytes are a
+    complete response already."""
     # Separate checks: mypyc compiles each one to a comparison of types.
     if isinstance(result, bytes) or isinstance(result, LaterReply):  # noqa: SIM101
         return result
@@ -107,13 +108,13 @@ def sent(status: int, result: object) -> Answer:
 
 
 def reply(status: int, body: object, extra: bytes = b"") -> bytes:
-    """A finished answer; `extra` as in `encode_response`."""
+    """Encodes a complete response; `extra` as in `encode_response`."""
     return encode_response(status, json_form(body), JSON, extra)
 
 
 def warning_line(warnings: Sequence[str]) -> bytes:
-    """The header line `x-warning`, for the `extra` of `reply`: joined by "; ", in printable ASCII.
-    Other characters become `\u00e9`, and a long text is cut with "..."."""
+    """Returns the header line `x-warning` with the warnings joined by "; ", for `extra` of `reply`.
+    Characters outside printable ASCII become `\\u00e9`, and a long text is cut off with "..."."""
     pieces: list[str] = []
     room = _LONGEST_WARNING
     for letter in "; ".join(warnings):
@@ -127,7 +128,7 @@ def warning_line(warnings: Sequence[str]) -> bytes:
 
 
 def printable(text: str) -> str:
-    """A text for a header: characters outside printable ASCII become `\u00e9`."""
+    """Makes a text fit for a header: characters outside printable ASCII become `\\u00e9`."""
     return "".join(letter if " " <= letter <= "~" else f"\\u{ord(letter):04x}" for letter in text)
 
 
@@ -139,7 +140,8 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 
 class SlicedAnswers:
-    """Used only on the loop's thread."""
+    """Makes large answers in slices, one answer for all waiting requests. For the loop's thread
+    only."""
 
     def __init__(
         self,
@@ -149,8 +151,8 @@ class SlicedAnswers:
         content_type: bytes = JSON,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`parts` creates the iterator for a body; `name` is for the log; `call_soon` is the
-        loop's."""
+        """`name` is for the log; `parts` returns an iterator over the parts of a body; `call_soon`
+        is the loop's."""
         self._name = name
         self._new_parts = parts
         self._call_soon = call_soon
@@ -162,7 +164,7 @@ class SlicedAnswers:
         self._made: GrowingResponse | None = None  # set together with _parts
 
     def answer(self, *, at_once: bool) -> Answer:
-        """`at_once`: the body is known to be small."""
+        """Returns the answer, at once or later. `at_once`: the body is known to be small."""
         if at_once:
             return encode_response(200, b"".join(self._new_parts()), self._content_type)
         pending = LaterReply(is_being_made=True)
@@ -184,7 +186,7 @@ class SlicedAnswers:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Encode one slice, then return to the loop."""
+        """Encodes parts for SLICE_S seconds, then returns to the loop."""
         assert self._parts is not None
         assert self._made is not None
         slice_ends = self._clock() + SLICE_S

@@ -87,7 +87,7 @@ Watermarks = Callable[[Partition], dict[RankKey, int]]
 
 
 class DumpAnswers:
-    """Used only on the loop's thread."""
+    """Makes the answers of GET /dump. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class DumpAnswers:
         return self._sliced.answer(at_once=self._is_small())
 
     def answer_16(self) -> Answer:
-        """The dump as in 1.6, without the fields that only our replicas read."""
+        """Returns the dump as in 1.6, without the fields that only our replicas read."""
         return self._sliced_16.answer(at_once=self._is_small())
 
     def _is_small(self) -> bool:
@@ -116,7 +116,7 @@ class DumpAnswers:
         return sum(partition.index.total_blocks for partition in partitions) <= _SMALL_BLOCKS
 
     def parts(self, *, as_1_6: bool = False) -> Iterator[bytes]:
-        """The body in small parts. `as_1_6`: as in 1.6."""
+        """Yields the body in small parts; `as_1_6` omits the fields that 1.6 lacks."""
         from lean_selector.wire.dump import encode_dump
         from lean_selector.wire.dump_shapes import PartitionDump
 
@@ -153,7 +153,7 @@ _MATCH_BYTES: Final = 200  # memory of one rank's match
 
 
 def _held_by(request: SelectionRequest) -> int:
-    """The approximate memory of a queued request."""
+    """Returns the approximate memory of a queued request, in bytes."""
     prompt, allowed = request.prompt, request.allowed_worker_ids
     hashes = len(prompt.local_hashes) + len(prompt.sequence_hashes())
     ids = 0 if allowed is None else 64 * len(allowed)
@@ -182,8 +182,8 @@ class SelectionService(WorkerHandlers):
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`call_later` is needed only if waiting is limited. `bare_dump` answers `/dump` without
-        details, as 1.6 does. `books_at` is the route of `select_and_reserve` in metrics."""
+        """`call_later` is needed only if the time in the queue is limited. `bare_dump` answers
+        `/dump` without our fields, as in 1.6. `books_at`: the route of `select_and_reserve`."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
@@ -192,7 +192,7 @@ class SelectionService(WorkerHandlers):
         self._base_terms = base_terms(selector.settings)
 
     def routes(self) -> tuple[Route, ...]:
-        """All routes of the selector in a dialect."""
+        """Returns all routes of the selector in this dialect."""
         bodies = self.bodies
         patch = with_param_and_body(worker_id_param, bodies["/workers/{worker_id}"], self.patch)
         return (
@@ -237,7 +237,7 @@ class SelectionService(WorkerHandlers):
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None
     ) -> Prompt:
-        """The prompt of a route that matches it against the index."""
+        """Returns the prompt for a route that matches prompts against the index."""
         return prompt_to_select(body, partition.block_size, partition.is_eagle)
 
     # -- selection -----------------------------------------------------------------------------
@@ -316,8 +316,8 @@ class SelectionService(WorkerHandlers):
     def _placed_or_parked(
         self, partition: Partition, request: SelectionRequest, shape: Shape
     ) -> object:
-        """The answer to a request that may be queued: `shape` of the placement, now or later.
-        `shape` may have effects; it is called at most once."""
+        """Chooses a rank, or queues the request, and returns the answer: `shape(placement)`, now or
+        later. `shape` may have side effects; it is called at most once."""
         pending: LaterReply | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
@@ -346,7 +346,7 @@ class SelectionService(WorkerHandlers):
         return pending
 
     def _unclaim(self, request: SelectionRequest) -> None:
-        """The request is no longer queued."""
+        """Releases the reservation id of a request that has left the queue."""
         if request.books:
             self.selector.bookings.claimed.discard(request.reservation_id)
 
@@ -433,7 +433,7 @@ class SelectionService(WorkerHandlers):
         request: SelectionRequest,
         placement: Placement,
     ) -> None:
-        """Cache the choice of `/select`, so that it can be booked by its id."""
+        """Caches the choice of `/select`, so that a later request can reserve it by its id."""
         cached = CachedSelection(
             placement.worker_id,
             placement.dp_rank,
@@ -447,8 +447,8 @@ class SelectionService(WorkerHandlers):
         self.selector.selections.put(key, selection_id, cached, self._clock())
 
     def _replayed(self, key: PartitionKey, selection_id: str, reservation_id: str) -> Booked:
-        """Book the choice of an earlier `/select`. It stays cached if this fails, so that a retry
-        may succeed."""
+        """Reserves what an earlier `/select` chose. If this fails, the choice stays cached for a
+        retry, unless its session is bound elsewhere."""
         selections, now = self.selector.selections, self._clock()
         cached = selections.get(key, selection_id, now)
         if cached is None:

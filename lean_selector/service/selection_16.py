@@ -1,8 +1,8 @@
 """The selection service for clients of 1.6 (`--api 1.6`): routes and the handlers that differ.
 
-In 1.6 a reservation's id is `selection_id`, which is claimed when its request arrives; a prompt may
-be empty, and its partial last block counts; answers have more fields. Spec selection_16.md. The
-other handlers are in `selection`."""
+In 1.6 a reservation's id is `selection_id`, which is claimed when its request arrives. A prompt may
+be empty, and its incomplete last block counts. Answers have more fields. See spec selection_16.md.
+The other handlers are in `selection`."""
 
 import secrets
 import uuid
@@ -84,7 +84,7 @@ class SelectionService16(SelectionService):
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
-        """If KV reuse is off, replace derived sequence hashes by random ones."""
+        """Replaces derived sequence hashes by random ones if KV reuse is off."""
         reuses = None if override is None else override.assume_kv_reuse
         if reuses is None:
             reuses = self.selector.settings.assume_kv_reuse
@@ -141,7 +141,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """The answer for a placement; for a reservation it includes the prompt."""
+        """Returns the answer for a placement, with the prompt of `booked` if it was reserved."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET
@@ -173,7 +173,7 @@ class SelectionService16(SelectionService):
         )
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
-        """Whether the rank has too many blocks with this prompt; UNSET if unknown."""
+        """Whether the rank has too many blocks with this prompt; UNSET if that is unknown."""
         threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
         if threshold is None or blocks is None:
             return UNSET
@@ -219,6 +219,6 @@ class SelectionService16(SelectionService):
 
 
 def _outlook_of(placement: Placement) -> RankOutlook:
-    """The outlook of a placement that was requested with one."""
+    """Returns the outlook of a placement whose request asked for one."""
     assert not isinstance(placement.outlook, UnsetType)
     return placement.outlook

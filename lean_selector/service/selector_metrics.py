@@ -62,7 +62,7 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """`meters` are those of all routes and the gateway; `overload_status` is the status of shed
+    """`meters` are those of all routes and of the gateway. `overload_status` is the status of shed
     requests."""
     issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
@@ -218,7 +218,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
 
 
 class WorkerFigures:
-    """The figures of one worker, summed over its ranks."""
+    """The values of one worker, summed over its ranks."""
 
     __slots__ = (
         "counts",
@@ -338,8 +338,8 @@ def worker_families(
 
 
 def model_outcomes(selector: Selector, partitions: list[Partition]) -> Iterator[Sample]:
-    """placed, shed and no_worker by model and tenant; unknown_tenant for other tenants of a model;
-    unknown_model for all other models together."""
+    """Yields placed, shed and no_worker by model and tenant. Requests for a model whose tenant has
+    no worker are unknown_tenant; those for unknown models are unknown_model, all in one series."""
     refusals = selector.catalog.refusals
     counts = {key: (0, 0, refused) for key, refused in refusals.known.items()}
     for partition in partitions:
@@ -366,7 +366,7 @@ def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]
 def session_families(
     partitions: Callable[[], list[Partition]], peers: PeerSessions | None
 ) -> Families:
-    """Empty if sessions are off (`peers` is None)."""
+    """Metrics of sessions; none if sessions are off (`peers` is None)."""
     if peers is None:
         return []
 
@@ -402,7 +402,7 @@ def session_families(
 
 
 def selection_cache_families(cache: SelectionCache) -> Families:
-    """Metrics of selections cached by id."""
+    """Metrics of the choices of `/select` that are cached by id."""
 
     def ended() -> list[Sample]:
         counts = {"booked": cache.used, "expired": cache.expired, "evicted": cache.evicted}

@@ -1,6 +1,6 @@
 """Routes of both services: replicas' peers and snapshot, discovery.
 
-Spec slot_tracker.md 3.6; details of peers and the snapshot are our extension (decision D22)."""
+Spec slot_tracker.md 3.6. Details of peers and the snapshot are extensions (decision D22)."""
 
 from collections.abc import Callable
 from typing import Final, Protocol
@@ -34,7 +34,7 @@ class Replication(Protocol):
 
 
 class ReplicaHandlers:
-    """The routes for replicas; `replication` is None if replica sync is off."""
+    """The routes for replicas. `replication` is None if replica sync is off."""
 
     def __init__(self, replication: Replication | None) -> None:
         self._replication = replication
@@ -59,8 +59,8 @@ class ReplicaHandlers:
         return OK
 
     def list_peers(self, query: Query) -> object:
-        """The peers' endpoints; with `?detail=true` also their states, and dropped events by
-        reason."""
+        """Returns the endpoints of the peers; with `?detail=true` also their states, and dropped
+        events by reason."""
         if wants_detail(query):
             return {} if self._replication is None else self._replication.state()
         return [] if self._replication is None else self._replication.peers()
@@ -79,5 +79,5 @@ NOTHING = DiscoveryReport([], [], [])
 
 
 def discovery_routes(report: Callable[[], DiscoveryReport] | None) -> tuple[Route, ...]:
-    """`report` is None without discovery."""
+    """The route GET /discovery; `report` is None if nothing is discovered."""
     return (("GET", "/discovery", READ, plain(report if report is not None else lambda: NOTHING)),)

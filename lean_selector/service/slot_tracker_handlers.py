@@ -130,7 +130,7 @@ def tracker_families(trackers: Trackers) -> Families:
 
 
 class TrackerLog:
-    """The log lines of the slot tracker. Call `look` about every second."""
+    """Writes the log lines of the slot tracker. Call `look` about every second."""
 
     def __init__(self, trackers: Trackers) -> None:
         self._trackers = trackers
@@ -138,7 +138,7 @@ class TrackerLog:
         self._expired = 0
 
     def expired(self, count: int) -> None:
-        """A slice of expired requests, to be logged at the next look."""
+        """Counts a slice of expired requests; the next `look` logs them."""
         self._expired += count
 
     def look(self) -> None:

@@ -1,7 +1,7 @@
 """The page `GET /ui` and its data: `GET /fleet`, `GET /prefixes`, and `GET /events` with changes.
 
-Nothing runs while no client listens. One round collects the changes for all clients, in slices of
-the loop's turns. A client that reads too slowly misses events, and then gets everything again."""
+Nothing runs while no client listens. One round collects the changes for all clients, in slices. A
+client that reads too slowly misses events, and is then sent the whole state again."""
 
 import re
 import time
@@ -38,7 +38,7 @@ _BLOCKS: Final = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def page() -> tuple[bytes, bytes]:
-    """The page, and header lines that forbid all scripts, styles and requests but its own."""
+    """Returns the page, and header lines that allow only its own scripts, styles and requests."""
     text = files("lean_selector.service").joinpath("ui.html").read_bytes()
     hashes = {
         kind: b"'sha256-%b'" % b64encode(sha256(block).digest())
@@ -69,7 +69,7 @@ class Listener:
 
 
 class Events:
-    """Used only on the loop's thread."""
+    """Sends the events of GET /events to all clients. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Events:
         return reply
 
     def close(self) -> None:
-        """End all streams at the start of a shutdown."""
+        """Ends all streams when a shutdown begins."""
         self._is_over = True
         for listener in list(self._listeners):
             self._leave(listener)
@@ -145,7 +145,7 @@ class Events:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Run one slice of a round."""
+        """Runs one slice of a round."""
         ends, going = self._clock() + SLICE_S, self._round
         if going is None:
             return
@@ -172,7 +172,7 @@ class Events:
             self._start()
 
     def _tell(self) -> Iterator[None]:
-        """One round: collect the changes, and send them to each client."""
+        """Runs one round: collects the changes, and sends them to each client."""
         fleet, whole, news = self._view.empty(), b"", b""
         yield from self._view.look(fleet)
         watch, told, before = self.choices, self._told, self._ranks
@@ -247,7 +247,7 @@ class Page:
         return encode_response(200, self._text, b"text/html; charset=utf-8", self._lines)
 
     def close(self) -> None:
-        """End all streams at the start of a shutdown."""
+        """Ends all streams when a shutdown begins."""
         self.events.close()
 
     def _fleet_parts(self) -> Iterator[bytes]:

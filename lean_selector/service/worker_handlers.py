@@ -1,4 +1,4 @@
-"""Workers in both dialects of the selection service: registration, changes, lists, reports; and
+"""Handlers for workers in both dialects: registration, changes, lists, reports of outcomes; and
 readiness.
 
 Handlers translate: struct in, one call into the core, struct out. Rules are in `core.selection`.
@@ -47,9 +47,9 @@ from lean_selector.wire.selection_bodies import (
 
 
 class ServiceState:
-    """Readiness. `is_recovering`: the index is being recovered from a peer. `is_draining`: a
-    shutdown has begun; requests are still answered. `state_fault`: why the state directory cannot
-    be written."""
+    """What readiness depends on. While `is_recovering`, the index is being recovered from a peer.
+    While `is_draining`, the service shuts down but still answers. `state_fault` says why the state
+    directory cannot be written."""
 
     __slots__ = ("is_draining", "is_recovering", "state_fault")
 
@@ -65,12 +65,12 @@ class ServiceState:
 
 
 class WorkerRecords:
-    """Used only on the loop's thread."""
+    """Encoded records of the workers. Used only on the loop's thread."""
 
     def __init__(
         self, catalog: Catalog, record: Callable[[Worker], object] = Worker.record
     ) -> None:
-        """`record` makes the API's view of a worker."""
+        """`record` returns a worker as the API shows it."""
         self._catalog = catalog
         self._record = record
         self._encoded: dict[Worker, bytes] = {}  # some may have been removed
@@ -78,14 +78,14 @@ class WorkerRecords:
         self._revision = catalog.revision  # of `_all`; a new catalog is empty
 
     def one(self, worker: Worker) -> JsonText:
-        """The record of a worker in the catalog. A changed worker is a new object."""
+        """Encodes a worker of the catalog anew. A changed worker is a new object."""
         if len(self._encoded) > 2 * len(self._catalog.workers):  # most are gone
             self._encoded.clear()
         text = self._encoded[worker] = self._text(worker)
         return JsonText(text)
 
     def all(self) -> JsonText:
-        """The list of all records, in the catalog's order."""
+        """Returns all records in the catalog's order; encodes them only after a change."""
         if self._revision != self._catalog.revision:
             workers = self._catalog.matching(None, None)
             self._encoded = {worker: self._text(worker) for worker in workers}
@@ -109,7 +109,7 @@ DETAILED_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
 
 def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetail:
-    """The current health of a worker's ranks."""
+    """Returns the current health of a worker's ranks."""
     partition = catalog.partitions.get(worker.spec.key)
     rows: list[RankHealthRow] = []
     if partition is None:
@@ -138,7 +138,7 @@ def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetai
 
 
 def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType:
-    """The workers with an ejected rank, sorted; UNSET if there are none."""
+    """Returns the workers that have an ejected rank, sorted; UNSET if there are none."""
     found: dict[int, EjectedWorker] = {}
     for partition in catalog.partitions.values():
         for worker_id, dp_rank in sorted(partition.health.out):
@@ -162,7 +162,7 @@ class KvSources(Sources, Protocol):
 
 
 class WorkerHandlers(ReplicaHandlers):
-    """The handlers, and their state."""
+    """The handlers for workers, and their state."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class WorkerHandlers(ReplicaHandlers):
         self._clock = clock
 
     def worker_routes(self) -> tuple[Route, ...]:
-        """The routes with the same bodies and answers in every dialect."""
+        """Returns the routes whose bodies and answers are equal in all dialects."""
         report = with_warnings(with_param_and_body(worker_id_param, WorkerReport, self.report))
         return (
             ("GET", "/health", OPEN, plain(lambda: OK)),
@@ -196,7 +196,7 @@ class WorkerHandlers(ReplicaHandlers):
         return worker.record()
 
     def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
-        """A worker with its current state."""
+        """Returns a worker with its current health and event sources."""
         fields = worker.shown(WorkerRecord.__struct_fields__)
         health = health_of(worker, self.selector.catalog, now)
         return WorkerDetail(**fields, health=health, kv_sources=[*sources])
@@ -207,7 +207,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._ready(self._records.all(), ejected_workers(self.selector.catalog))
 
     def ready_in_brief(self) -> Reply:
-        """Readiness without information about workers."""
+        """Returns readiness without naming workers."""
         return self._ready(UNSET, UNSET)
 
     def _ready(
@@ -228,7 +228,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._shown(200, worker)
 
     def _shown(self, status: int, worker: Worker) -> JsonText | Reply:
-        """A worker's current record, with warnings."""
+        """Returns a worker's current record, with warnings about its endpoints."""
         record = self._records.one(worker)
         selector = self.selector
         listens = selector.settings.use_kv_events
