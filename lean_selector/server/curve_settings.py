@@ -26,7 +26,7 @@ _EVENTS_SECRET = "--kv-events-curve-secret-key-file"
 
 
 def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> CurveGate:
-    """The gate that admits replicas to our PUB socket, with our key pair. Raises StartError."""
+    """Returns the gate that admits replicas to our PUB socket with our keys. Raises StartError."""
     pair = _read(_REPLICA_SECRET, config.secret_key_file, read_pair)
     admitted: tuple[bytes, ...] = (pair.public,)
     if config.peer_keys_file is not None:
@@ -35,7 +35,7 @@ def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> Curv
 
 
 def engine_client_keys(config: EngineKeysFlags) -> CurveClient:
-    """Our key pair for engines, and the engines' public keys. Raises StartError."""
+    """Reads our key pair for engines, and the engines' public keys. Raises StartError."""
     believed = _read(_EVENTS_SERVERS, config.server_keys_file, read_list)
     if config.secret_key_file is None:
         return CurveClient(new_pair(), believed)

@@ -1,9 +1,9 @@
 """`--decision-log PATH`: the candidates, the choice and the outcome of each request.
 
-`lean-selector simulate` and `replay` read it; wire/decision_lines.py defines the format. A prompt
-is represented by one hash per 512 tokens; the log contains no tokens and no text. When a request
-ends, a thread writes its line. At a given size the file is renamed to PATH.1, replacing an older
-one."""
+`lean-selector simulate` and `replay` read this file; its format is in wire/decision_lines.py. It
+has no tokens and no text: a prompt is represented by one hash per 512 tokens. When a request ends,
+its line is queued for a thread that writes it. When the file reaches a given size, it is renamed to
+PATH.1, which replaces an older PATH.1."""
 
 import logging
 import os
@@ -44,9 +44,9 @@ _encoder = msgspec.json.Encoder()
 
 
 def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
-    """One id per SPAN_TOKENS of a prompt, including a partial last span: 32 bits of the sequence
-    hash of the block in which the span ends. 32 bits suffice, because prompts are compared from
-    their beginning, so only spans after the same prefix can collide."""
+    """Returns one id per SPAN_TOKENS of a prompt, also for an incomplete last span: 32 bits of the
+    sequence hash of the block in which the span ends. 32 bits suffice, because prompts are compared
+    from their start: only spans that follow the same prefix could collide."""
     words = memoryview(sequence_hashes).cast("I")[1::2]  # the upper halves
     blocks = len(words)
     spans = -(-blocks * block_size // SPAN_TOKENS)
@@ -61,7 +61,7 @@ def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
 
 
 def header_of(settings: RouterSettings, share: float) -> bytes:
-    """The first line of a file: the settings that a replay can change."""
+    """Returns the first line of a file, which has the settings that a replay can change."""
     default = RouterSettings()
     names = (name for name in settings.__struct_fields__ if name not in ("dialect", "sessions"))
     given = {name: getattr(settings, name) for name in names}
@@ -74,10 +74,10 @@ def header_of(settings: RouterSettings, share: float) -> bytes:
 
 
 class RotatingFile(LineWriter):
-    """A LineWriter that starts a new file, with a header, before the file becomes too large."""
+    """A LineWriter that starts a new file, with a header, before the size limit is exceeded."""
 
     def __init__(self, path: str, most_bytes: int, header: bytes) -> None:
-        """Append to the existing file. Raises OSError."""
+        """Opens the file to append to it. Raises OSError."""
         self._path = path
         self._most_bytes = most_bytes
         self._header = header
@@ -112,8 +112,8 @@ class RotatingFile(LineWriter):
         self._write_whole(self._header)
 
     def _write_whole(self, data: bytes) -> None:
-        """Write all of the data, or nothing and raise OSError, so that the file has only whole
-        lines."""
+        """Writes all of `data`. If that fails, removes the written part and raises OSError, so that
+        the file has only whole lines."""
         rest = memoryview(data)
         try:
             while rest:
@@ -125,8 +125,8 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Observes choices and the ledgers' calls, which it passes on to `then`. Prompts without block
-    hashes are left out."""
+    """Observes choices and the ledgers' events, and passes the events on to `then`. A prompt
+    without block hashes is not logged."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class DecisionLog:
         then: LifecycleEvents | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Append to the file. `share`: fraction of requests, sampled by id. `clock` must be the
-        clock of the core. Raises StartError."""
+        """`share` is the fraction of requests to log, sampled by id; `clock` must be the core's
+        clock. Opens the file to append to it. Raises StartError."""
         try:
             self._file = RotatingFile(path, most_bytes, header_of(settings, share))
         except OSError as error:
@@ -169,7 +169,7 @@ class DecisionLog:
         placement: Placement,
         now: float,
     ) -> None:
-        """`placement` was chosen among `ranks` and will be reserved next."""
+        """Records that `placement` was chosen among `ranks`; its reservation follows."""
         if self._share < 1.0 and not self._is_drawn(request.reservation_id):
             return
         tokens = request.prompt.isl_tokens
@@ -198,7 +198,7 @@ class DecisionLog:
     def reported(
         self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
     ) -> None:
-        """Add facts about a request that the ledgers' calls lack."""
+        """Adds facts about a request that the ledgers' events lack."""
         line = self._begun.get(reservation_id)
         if line is not None:
             if ttft_s is not None:
@@ -213,7 +213,7 @@ class DecisionLog:
         dp_rank: int | None,
         ttft_s: float | None,
     ) -> None:
-        """An access log names the worker that served a request, perhaps not the chosen one."""
+        """Records which worker served a request, according to an access log."""
         line = self._begun.get(reservation_id)
         if line is None:
             return
@@ -288,7 +288,7 @@ class DecisionLog:
     # -- the log itself ------------------------------------------------------------------------
 
     def hand_over(self) -> None:
-        """Hand the lines of ended requests to the writer thread; call it periodically."""
+        """Passes the lines of ended requests to the writing thread. Call it periodically."""
         lines, self._ended = self._ended, []
         if lines and self._file.write_lines(_encoder.encode_lines(lines), len(lines)):
             self.requests += len(lines)
@@ -303,7 +303,7 @@ class DecisionLog:
         })  # fmt: skip
 
     def close(self) -> None:
-        """Wait a few seconds at most for pending lines to be written."""
+        """Waits until pending lines are written, for a few seconds at most."""
         self.hand_over()
         self._file.flush(_FLUSH_S)
         dropped = self._file.dropped + self._file.failed

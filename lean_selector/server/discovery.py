@@ -1,4 +1,4 @@
-"""Wires discovery; imported only if a discovery target is set."""
+"""Wires discovery. Imported only if a discovery target is set."""
 
 import importlib
 import os
@@ -34,7 +34,7 @@ def selector_discoveries(
     replication: Replication | None,
     links: Links,
 ) -> Discoveries:
-    """The discoveries of workers and peers. Raises StartError."""
+    """Returns the discoveries of workers and peers. Raises StartError."""
     finding, workers, others = _discoveries_of(
         config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
     )
@@ -74,7 +74,7 @@ def selector_discoveries(
 def tracker_discoveries(
     config: TrackerConfig, replication: Replication, links: Links
 ) -> Discoveries:
-    """The discoveries of peers. Raises StartError."""
+    """Returns the discoveries of peers. Raises StartError."""
     finding, _, targets = _discoveries_of(
         config.finder, links.resolver.resolve, [], config.replica.discover
     )
@@ -83,7 +83,7 @@ def tracker_discoveries(
 
 
 def discovery_families(finding: Discoveries) -> Families:
-    """Metrics: a fixed number of series per discovery flag."""
+    """Metrics of discovery: a fixed number of series per discovery flag."""
 
     def sightings() -> list[tuple[str, Sighting]]:
         return [(labels(discovery=one.name, finds=finds), one) for finds, one in finding.sightings]
@@ -109,7 +109,7 @@ def discovery_families(finding: Discoveries) -> Families:
 def _discoveries_of(
     finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
-    """Create the finders to run; returns them with the targets for workers and for peers. Raises
+    """Creates the finders, and returns them with the targets for workers and for peers. Raises
     StartError."""
     worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
     targets = [*worker_targets, *peer_targets]
@@ -132,7 +132,7 @@ def _find_peers(
     replication: Replication,
     allowed: AllowedEndpoints | None,
 ) -> None:
-    """Add and remove the peers found at `targets`, as HTTP requests would."""
+    """Adds and removes the peers found at `targets`, as HTTP requests would."""
     http_port = config.replica.discover_http_port
     port = replication.sync.bound_endpoint.rpartition(":")[2]
     own_port = int(port) if port.isdigit() else 0
@@ -183,7 +183,7 @@ def _ask_service(target: Target) -> AskService:
 
 
 def _extra(module: str, target: Target) -> None:
-    """Check that a module of an extra is installed. Raises StartError."""
+    """Checks that the extra which has this module is installed. Raises StartError."""
     try:
         importlib.import_module(module)
     except ImportError:

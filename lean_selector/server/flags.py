@@ -1,12 +1,12 @@
 """Flags as fields of frozen dataclasses: `name: type = flag(default, "--name", "VARIABLE", ge=0)`.
 
-A group is a dataclass: the first line of its docstring is its title, followed by `name: help` for
-each field. A configuration is a dataclass whose fields are groups. The command line, the
+A group of flags is a dataclass. The first line of its docstring is the title, followed by `name:
+help` for each field. A configuration is a dataclass whose fields are groups. The command line, the
 environment, the TOML file, the help and the page of flags are generated from these fields alone.
 
 The command line takes precedence over the environment, the environment over the file, the file over
 the default. An empty variable counts as unset. An invalid value stops the start with one line and
-status 2 (D15). So does a flag that has no effect without a missing other one, and an empty value
+status 2 (D15). So does a flag without effect because another flag is missing, and an empty value
 that would allow more than intended."""
 
 import argparse
@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How a field is set. `each`, or else the field's type, parses its text."""
+    """How a field is set. Its text is parsed by `each` if given, otherwise by the field's type."""
 
     name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Flag:
 
 
 def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """A field of a group; `more` are fields of Flag."""
+    """Declares a field of a group; `more` are fields of Flag."""
     made: dict[str, Any] = {"metadata": {"flag": Flag(name=name, env=env, **more)}}
     if isinstance(default, list):
         return field(default_factory=default.copy, **made)
@@ -56,13 +56,13 @@ def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
 
 
 def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """A flag that Dynamo has too; its first variable is DYN_ and the name."""
+    """Declares a flag that Dynamo has too; its first variable is `DYN_` and the flag's name."""
     return flag(default, name, f"DYN_{name[2:].upper().replace('-', '_')}", *env, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The configuration of a program: subclasses have one field per group."""
+    """Base class of a program's configuration. A subclass has one field per group of flags."""
 
     # Flag -> source of its value: FLAG, the variable, or the file.
     given: dict[str, str] = field(default_factory=dict, compare=False)
@@ -70,7 +70,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Field:
-    """One flag of a configuration, and where to store its value."""
+    """A flag of a configuration, and the place where its value is stored."""
 
     flag: Flag
     help: str
@@ -81,7 +81,7 @@ class Field:
     default: Any
 
     def read(self, text: str) -> Any:
-        """Parse the value. Raises ValueError with what was expected."""
+        """Parses the value. Raises ValueError that says what was expected."""
         flag, kind = self.flag, self.kind
         if flag.filled and not text.strip(", "):
             raise ValueError("expected a value")
@@ -124,21 +124,21 @@ class Field:
 
     @property
     def shown_default(self) -> str:
-        """The default in help texts; empty if there is none."""
+        """Returns the default for help texts, or "" if there is none."""
         value = self.default
         if value is None or value == []:
             return ""
         return str(value).lower() if isinstance(value, bool) else f"{value}"
 
     def says(self, *, briefly: bool) -> str:
-        """The help text; the brief one ends at the first semicolon."""
+        """Returns the help text. The brief one is cut at the first semicolon."""
         default = f" (default {self.shown_default})" if self.shown_default else ""
         env = f" [env {', '.join(self.flag.env)}]" if self.flag.env else ""
         return self.help.partition(";")[0] + default if briefly else self.help + default + env
 
 
 def fields_of(config: Any) -> Iterator[Field]:
-    """The flags of a configuration, in order of declaration."""
+    """Yields the flags of a configuration in the order of their declaration."""
     for part in fields(config):
         if not is_dataclass(part.type):
             continue
@@ -160,7 +160,7 @@ def fields_of(config: Any) -> Iterator[Field]:
 
 
 def whole_number(text: str) -> int:
-    """Parse ASCII digits only; Python's int also accepts 1_0 and digits of other scripts."""
+    """Parses ASCII digits only. Python's int also accepts 1_0 and digits of other scripts."""
     if re.fullmatch(r"\s*[+-]?[0-9]+\s*", text, re.ASCII) is None:
         raise ValueError("expected a whole number")
     return int(text)
@@ -176,14 +176,14 @@ def _decimal(text: str) -> float:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error on one line; exit status 2."""
+    """Reports an error in one line, and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: Any, *, briefly: bool = False) -> None:
-    """Add a configuration's flags; `briefly`: only common ones appear in the help."""
+    """Adds a configuration's flags. If `briefly`, the help shows only common ones."""
     parser.formatter_class = _Lines
     parser.add_argument(
         FILE, metavar="PATH", help="TOML file of flags, named without --; flags and "
@@ -223,7 +223,7 @@ def load(
     argv: Sequence[str],
     environ: Mapping[str, str],
 ) -> T:
-    """The configuration. An invalid one ends the process through `parser.error`."""
+    """Returns the configuration. If it is invalid, ends the process through `parser.error`."""
     args = vars(parser.parse_args(argv))
     found, file = list(fields_of(config)), args[FILE.removeprefix("--")]
     in_file = _read_file(parser, file, found)
@@ -267,7 +267,7 @@ def load(
 def _read_file(
     parser: argparse.ArgumentParser, path: str | None, found: Sequence[Field]
 ) -> dict[str, str]:
-    """The values in a TOML file: flag -> text."""
+    """Returns the values in a TOML file, as flag -> text."""
     if path is None:
         return {}
     try:
@@ -295,7 +295,7 @@ def _text(value: object) -> str:
 
 
 def made_of(kind: type[T], *groups: object, **more: Any) -> T:
-    """A `kind` filled from fields of the same names in the groups, and from `more`."""
+    """Creates a `kind` from equally named fields of the groups, and from `more`."""
     names = cast(Any, kind).__struct_fields__
     told = {name: value for group in groups for name, value in vars(group).items() if name in names}
     return kind(**told | more)

@@ -1,4 +1,4 @@
-"""The flags of `lean-selector gateway`: its own and the selector's."""
+"""The flags of `lean-selector gateway`: its own ones and those of the selector."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -24,8 +24,8 @@ _TOUCHES = 3.0  # renewals per reservation expiry time
 
 
 def _url(value: str) -> str:
-    """Parse a worker's `http://host:port`. A trailing /v1, as in base URLs for OpenAI's clients, is
-    removed."""
+    """Parses a worker's `http://host:port`, and removes a trailing /v1, which base URLs for
+    OpenAI's clients have."""
     url = Url(value)
     if url.target.rstrip("/") not in ("", "/v1") or "?" in value or "#" in value:
         raise ValueError(f"`{value}`: expected http://HOST:PORT or http://HOST:PORT/v1")
@@ -33,7 +33,7 @@ def _url(value: str) -> str:
 
 
 def _collector(value: str) -> str:
-    """Parse `http://host:4318`; a path is allowed for collectors behind a proxy."""
+    """Parses `http://host:4318`, optionally with a path, for a collector behind a proxy."""
     url = Url(value)
     return url.origin + url.target.rstrip("/")
 
@@ -136,13 +136,12 @@ class GatewayConfig(SelectorConfig):
 
     @property
     def touch_after_s(self) -> float:
-        """Interval at which a reservation is renewed while its response is streamed."""
+        """Returns how often, in seconds, a reservation is renewed during its answer's stream."""
         return self.reservations.reservation_expiry_s / _TOUCHES
 
     @cached_property
     def selector(self) -> SelectorConfig:
-        """The configuration of the selector in this process, whose API is served on its own
-        port."""
+        """Returns the configuration of the selector in this process; its API has its own port."""
         gateway, discover = self.gateway, self.discover
         if gateway.workers:
             defaults = discover.defaults if "--discover-defaults" in self.given else _DEFAULTS

@@ -1,4 +1,4 @@
-"""Build the gateway and run it on the host, with a selector in this process.
+"""Builds the gateway and runs it, with a selector in the same process.
 
 This module only wires. Two servers share the loop: the gateway's, which handles signals, and the
 selector's API, which answers until the gateway has drained."""
@@ -33,12 +33,12 @@ from lean_selector.service.metrics import prompt_families
 
 
 def run_gateway(config: GatewayConfig) -> None:
-    """Run the gateway until a signal stops it. Raises StartError."""
+    """Runs the gateway until a signal stops it. Raises StartError."""
     run(config, lambda log_state: _gateway(config, log_state))
 
 
 def _spans(endpoint: str | None) -> Any:
-    """The exporter of spans (`otlp_spans`), or None. Raises StartError."""
+    """Returns the exporter of spans (`otlp_spans`); None if it is off. Raises StartError."""
     if endpoint is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Wires POST /route, access logs, and the prompt reader of /route and of the gateway."""
+"""Wires POST /route, access logs, and the reader of prompts that /route and the gateway use."""
 
 import importlib
 import socket
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
-    """The reader of raw prompts for the gateway and /route. Raises StartError."""
+    """Returns the reader of raw prompts for the gateway and /route. Raises StartError."""
     if settings.mode is not Mode.LOCAL:
         return Prompts(settings, fleet, client)
     assert settings.tokenizer is not None
@@ -56,7 +56,7 @@ def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -
 
 
 class AccessLogReaders:
-    """Receives access logs on bound sockets, from construction until it is closed."""
+    """Receives access logs on its sockets, from construction until `close`."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class AccessLogReaders:
 
 
 class GatewayRoutes:
-    """POST /route, access logs, or both. Logs are received from construction until it is closed."""
+    """POST /route, access logs, or both. Logs are received from construction until `close`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class GatewayRoutes:
         new_client: Callable[[], OutboundClient],
         decisions: "DecisionLog | None" = None,
     ) -> None:
-        """`new_client` creates the client for engines. Raises StartError, with nothing left
+        """`new_client` creates the client for engines. Raises StartError, and then leaves nothing
         open."""
         selector = service.selector
         self._prompts: Prompts | None = None
@@ -162,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """Without access logs, no end is reported."""
+    """Replaces `has_ended`: without access logs, no end of a request is reported."""
     return False

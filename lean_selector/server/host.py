@@ -1,4 +1,4 @@
-"""The host of a service: log, listeners, periodic tick, signals, graceful shutdown."""
+"""Hosts a service: log, listeners, periodic tick, signals, graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def is_beyond_loopback(host: str) -> bool:
-    """Whether other machines can reach `host`, the value of --host. Any name but `localhost` counts
-    as reachable."""
+    """Whether other machines can reach `host`, the value of --host. Any name except `localhost`
+    counts as reachable."""
     if host.lower().rstrip(".") == "localhost":
         return False
     try:
@@ -46,7 +46,7 @@ def is_beyond_loopback(host: str) -> bool:
 
 
 def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[str]:
-    """Warnings about what an unauthenticated client of `host` could do. `asks_who`: clients need a
+    """Returns warnings about what anyone who reaches `host` could do. `asks_who`: clients need a
     token or a certificate. `has_allowed`: endpoints are checked against an allowlist."""
     if asks_who or not is_beyond_loopback(host):
         return []
@@ -77,7 +77,7 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 
 class ExpirySweep:
-    """Used only on the loop's thread."""
+    """Expires overdue reservations in slices. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class ExpirySweep:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`expire(now, steps)` drops overdue reservations in at most `steps` steps and returns the
-        steps used; if it used all, more may be left. `arrived` returns the number of reservations
-        ever booked. `call_soon` is the loop's."""
+        number of steps used; if it is `steps`, more may be left. `arrived` returns the number of
+        reservations ever booked. `call_soon` is the loop's."""
         self._expire = expire
         self._arrived = arrived
         self._call_soon = call_soon
@@ -98,13 +98,13 @@ class ExpirySweep:
         self._is_stopped = False
 
     def begin(self) -> None:
-        """Run the first slice now and the others in later turns. Call it about every second."""
+        """Runs the first slice now and schedules the next. Call it about every second."""
         if not self._is_scheduled:
             self._arrived_before = self._arrived()
             self._slice()
 
     def stop(self) -> None:
-        """Start no more slices."""
+        """Prevents further slices."""
         self._is_stopped = True
 
     def _slice(self) -> None:
@@ -137,14 +137,14 @@ LAST_CALL_S = 0.05
 
 
 class StartError(Exception):
-    """The service cannot start; the message is one line."""
+    """The service cannot start; the message has one line."""
 
 
 def run(
     config: ServiceConfig, serve: Callable[[logs.LogState], Coroutine[object, object, None]]
 ) -> None:
-    """Set up the log; log the build (pure or compiled) and the settings that differ from the
-    defaults; then run `serve` on a loop to its end. Warnings are logged after the listening
+    """Sets up the log, and logs the build (pure or compiled) and the settings that differ from the
+    defaults. Then runs `serve` on a loop until it ends. Warnings are logged after the listening
     addresses."""
     listen = config.listen
     log_state = logs.set_up(listen.log_level, listen.log_format)
@@ -168,7 +168,7 @@ async def _under_watch(service: Coroutine[object, object, None]) -> None:
 
 
 def new_zmq_context() -> zmq.asyncio.Context:
-    """A ZMQ context, and enough descriptors for the largest fleet."""
+    """Creates a ZMQ context, with enough file descriptors for the largest fleet."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -176,7 +176,7 @@ def new_zmq_context() -> zmq.asyncio.Context:
 
 
 class HttpServer:
-    """Listens on TCP and optionally on a UNIX socket, and serves one app until stopped."""
+    """Listens on TCP, optionally also on a UNIX socket, and serves one app until it is stopped."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class HttpServer:
         protocol: type[HttpProtocol] = HttpProtocol,
         port_flag: str = "--port",
     ) -> None:
-        """`name` appears in the log, `port_flag` in the error if it cannot listen."""
+        """`name` is for the log. `port_flag` is named in the error if the port cannot be bound."""
         self._listen = listen
         self._name = name
         self._port_flag = port_flag
@@ -205,7 +205,7 @@ class HttpServer:
         self._stop_now = asyncio.Event()
 
     async def start(self) -> None:
-        """Bind the listeners. Raises StartError."""
+        """Binds the listeners. Raises StartError."""
         date_header.set(time.time())
         self.connections.sweep(time.monotonic())
         listen = self._listen
@@ -255,8 +255,8 @@ class HttpServer:
         self._stop.set()
 
     def watch(self, look: Callable[[bool], object]) -> None:
-        """Call `look` to check a file: about every TICK_S, and with True on SIGHUP, which forces a
-        reload. Call this before `serve`."""
+        """Registers `look`, which checks a file: it is called about every TICK_S, and with True on
+        SIGHUP, which forces a reload. Call `watch` before `serve`."""
         self._looks.append(partial(look, False))
         self.on_reload.append(partial(look, True))
 
@@ -271,12 +271,12 @@ class HttpServer:
         close: Callable[[], Awaitable[None]],
         doubts: Iterable[str] = (),
     ) -> None:
-        """Log the warnings in `doubts`, then serve until a signal; then drain for at most
-        `drain_s`, or until a second signal.
+        """Logs the warnings in `doubts`, serves until a signal, then drains for at most `drain_s`
+        or until a second signal.
 
         `tick` runs about every TICK_S, `refuse_new` when the shutdown begins, `close` at its end.
-        MOST_TICKS_LOST consecutive failures of the tick also stop the service; the last exception
-        is raised at the end."""
+        If `tick` fails MOST_TICKS_LOST times in a row, the service stops too, and at the end raises
+        the last exception."""
         for doubt in doubts:
             log.warning(doubt)
         if self.on_reload:
@@ -301,8 +301,8 @@ class HttpServer:
         log.info("stopped")
 
     def sweep(self, now: float) -> None:
-        """Apply timeouts of connections, log refused clients, reload changed files. Called by
-        `serve`, or by the owner of a second server."""
+        """Applies timeouts of connections, logs refused clients, and reloads changed files. `serve`
+        calls it; for a second server, its owner does."""
         self.connections.sweep(now)
         self._log_refusals()
         if self._tls is not None:
@@ -311,13 +311,13 @@ class HttpServer:
             look()
 
     def abort(self) -> None:
-        """Stop listening, and drop open connections at once."""
+        """Stops listening, and drops open connections at once."""
         for listener in self._listeners:
             listener.close()
         self.connections.abort()
 
     async def _drain(self) -> None:
-        """Answer requests until all connections are idle, for at most `drain_s` (D14, D27)."""
+        """Answers requests until all connections are idle, for at most `drain_s` (D14, D27)."""
         started = now = time.monotonic()
         self.connections.sweep(now)
         self.connections.start_draining()
@@ -389,7 +389,7 @@ def os_reason(error: OSError) -> str:
 
 
 def tokens_of(listen: ListenFlags) -> AccessTokens | None:
-    """The tokens, or None if no token is required. Raises StartError."""
+    """Returns the accepted tokens, or None if no token is required. Raises StartError."""
     path = listen.auth_token_file
     if path is None:
         return None

@@ -1,9 +1,9 @@
-"""A span for each request that is routed, sent over OTLP by OpenTelemetry's SDK.
+"""Sends a span for each routed request over OTLP, with OpenTelemetry's SDK.
 
-Imported only with `--otlp-endpoint`; requires the extra `otel`. The SDK has a bounded queue of
-ended spans, and sends them in batches from its own thread. A slow or absent collector loses spans,
-which the SDK logs, but never blocks the loop. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and the SDK's
-other variables apply."""
+Imported only with `--otlp-endpoint`; requires the extra `otel`. The SDK queues ended spans, up to a
+limit, and sends them in batches from its own thread. If the collector is slow or absent, spans are
+lost, which the SDK logs, but the loop is never blocked. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and
+the SDK's other variables apply."""
 
 import time
 from typing import Any, Final
@@ -23,10 +23,10 @@ _CLOSING_MS: Final = 2_000  # time for pending spans at exit
 
 
 class OtlpSpans:
-    """Used on the loop's thread, except `close`, which blocks."""
+    """Traces of requests. Used on the loop's thread, except for `close`, which blocks."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint`: `http://HOST:4318` of a collector."""
+        """`endpoint` is the collector's `http://HOST:4318`."""
         named = Resource({SERVICE_NAME: "lean-selector"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
@@ -37,8 +37,8 @@ class OtlpSpans:
         self._open: dict[ProxiedRequest, tuple[trace.Span, int]] = {}  # (span, start time)
 
     def begin(self, proxied: ProxiedRequest) -> None:
-        """Start a child of the client's span, if the request has one; it is the parent of the
-        worker's."""
+        """Starts a span for the request. Its parent is the client's span, if any; the worker is
+        told to make its span a child of the new one."""
         given = traceparent_of(proxied.request.section)
         parent = self._propagator.extract({} if given is None else {"traceparent": given})
         began = time.time_ns()
@@ -80,6 +80,6 @@ class OtlpSpans:
         span.end()
 
     def close(self) -> None:
-        """Send pending spans."""
+        """Sends pending spans."""
         self._processor.force_flush(_CLOSING_MS)
         self._provider.shutdown()

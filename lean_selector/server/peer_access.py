@@ -12,7 +12,7 @@ from lean_selector.server.service_flags import AccessFlags
 
 
 def credentials_of(access: AccessFlags) -> Credentials:
-    """Raises StartError."""
+    """Reads the credentials that the flags name. Raises StartError."""
     flag = "token"
     try:
         token = None if access.token_file is None else TokenFile(access.token_file)
@@ -33,8 +33,8 @@ def credentials_of(access: AccessFlags) -> Credentials:
 
 
 def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
-    """A function that raises BadRequest, naming the field, if an endpoint of a worker is not
-    allowed."""
+    """Returns a check of a worker's endpoints: it raises BadRequest, naming the field, if one is
+    not allowed."""
 
     def check(spec: WorkerSpec) -> None:
         for field, endpoint in _endpoints(spec):
@@ -46,7 +46,7 @@ def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
 
 
 def _endpoints(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
-    """(field, endpoint) for every endpoint of this worker that we may connect to."""
+    """Yields (field, endpoint) for each endpoint of this worker that we may connect to."""
     if spec.endpoint:
         yield "endpoint", spec.endpoint
     if spec.kv_events_endpoint:

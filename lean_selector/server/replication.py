@@ -1,7 +1,7 @@
 """Wires the replica sync of a service: sockets, receivers and publishers.
 
-Both services use it; they differ in how a partition is found, and in what follows an applied
-event."""
+Both services use it. They differ in how a partition is found, and in what happens after a peer's
+event was applied."""
 
 import asyncio
 import logging
@@ -55,9 +55,9 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
 
 
 class Replication:
-    """The replication of a service. Raises StartError if it cannot be set up.
+    """The replica sync of a service. Raises StartError if it cannot be set up.
 
-    `on_applied(event, now)` is called for each peer's event that changed state here."""
+    `on_applied(event, now)` is called for each peer's event that has changed state here."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Replication:
         *,
         tells_sessions: bool = False,
     ) -> None:
-        """`targets` are all partitions that `lookup` finds; `links` are those of the process. With
-        `tells_sessions`, `sessions` must be set before `start`.
+        """`targets` returns all partitions that `lookup` can find. `links` is the process-wide one.
+        If `tells_sessions`, set `sessions` before `start`.
 
-        The callables are not called here, so their targets may be created later, using `events`."""
+        The callables are not called during construction, so what they use may be created later."""
         self._lookup = lookup
         self._credentials = credentials_of(config.peers)  # for HTTP requests to peers
         self._allowed = links.allowed
@@ -121,7 +121,7 @@ class Replication:
         self.events = ReplicaEvents(self.router_id, self._publish)
 
     def start(self) -> None:
-        """Start to receive from peers. Call it on the running loop."""
+        """Starts to receive from peers. Call it on the running loop."""
         self.sync.start()
         log.info(
             "replica sync is on at %s, process_id=%d", self.sync.bound_endpoint, self.router_id
@@ -131,7 +131,7 @@ class Replication:
             self._begin_catch_up()
 
     def catch_up_from(self, urls: list[str]) -> None:
-        """Set the HTTP URLs of the discovered peers. The first call with URLs starts a catch-up."""
+        """Sets the URLs of the discovered peers. The first call with URLs starts a catch-up."""
         self._catch_up_urls[:] = dict.fromkeys((*self._given_urls, *urls))
         if self._catch_up_urls and self._catching_up is None:
             self._begin_catch_up()
@@ -150,7 +150,7 @@ class Replication:
         self._catching_up_task = supervise("catch-up", self._catching_up.run)
 
     def _client(self, url: str) -> OutboundClient:
-        """URLs from a flag need no check against the allowlist."""
+        """Creates the client for a peer. URLs from a flag are not checked against the allowlist."""
         allowed = None if url in self._given_urls else self._allowed
         return OutboundClient(self._resolve, self._credentials, allowed)
 
@@ -186,7 +186,7 @@ class Replication:
         return SessionVerdict.OFF if self.sessions is None else self.sessions.hear(event, now)
 
     def session_list(self) -> Answer:
-        """The sessions' bindings, for a replica that catches up; empty if sessions are off."""
+        """Returns the bindings of sessions, for a replica that catches up; may be empty."""
         return self._session_lists.answer(at_once=self.sessions is None)
 
     def _session_list(self) -> Iterator[bytes]:
@@ -203,7 +203,7 @@ class Replication:
         return self.sync.peers()
 
     def snapshot(self) -> Answer:
-        """The live reservations, for a replica that catches up."""
+        """Returns the live reservations, for a replica that catches up."""
         live = sum(len(target.slots.reservations) for target in self._targets())
         return self._snapshots.answer(at_once=live <= _SMALL_SNAPSHOT)
 
@@ -219,7 +219,7 @@ class Replication:
                 yield live_booking(target, held, self.router_id)
 
     def families(self) -> Families:
-        """Metrics of events sent to and received from replicas."""
+        """Metrics of events that were sent to replicas and received from them."""
         sync, applier, events = self.sync, self.applier, self.events
 
         def exchanged() -> Iterator[Sample]:

@@ -147,8 +147,8 @@ class RouterFlags:
     policy: cost function of a rank; dynamo: the reference's; latency: time to first token, and the
       cost of evictions for the prompt (default dynamo; the gateway: latency)
     model_policies: cost function for one model, as MODEL=latency; may be repeated
-    use_kv_events: learn from the workers' KV events; off: no event endpoints needed, and overlap is
-      0, or what --router-ttl-secs assumes
+    use_kv_events: learn from the workers' KV events; off: workers need no event endpoints, and
+      overlap is 0 unless --router-ttl-secs is set
     ttl_s: with KV events off, assume that a routed prompt stays cached this long; 0: assume
       nothing; unset: 120 with --api 1.6, else nothing
     predicted_ttl_s: with KV events on, assume that a routed prompt is cached this long, until its
@@ -157,7 +157,7 @@ class RouterFlags:
       KV events are on
     overlap_score_credit: blocks of prefill that a cached device block saves in the cost; above 1
       only with --api 1.6
-    overlap_score_credit_decay: how fast that credit decreases as a rank's waiting prefill grows
+    overlap_score_credit_decay: how fast the overlap credit falls as a rank's waiting prefill grows
     prefill_load_scale: weight of prefill against decode in the cost
     overlap_score_weight: deprecated; sets the prefill load scale, and if 0 also the overlap credit
     active_request_weight: blocks added to a rank's cost for each active request, besides the blocks
@@ -225,10 +225,11 @@ class QueueFlags:
 class BusyFlags:
     """Load shedding
 
-    active_decode_blocks: a rank is busy above this fraction of its total_kv_blocks; unset: never
+    active_decode_blocks: a rank is busy if its active blocks exceed this fraction of its
+      total_kv_blocks; unset: never
     active_prefill_tokens: a rank is busy above this many active prefill tokens; unset: never
-    active_prefill_tokens_frac: a rank is busy above this many times its max_num_batched_tokens;
-      unset: never
+    active_prefill_tokens_frac: a rank is busy if its active prefill tokens exceed this many times
+      its max_num_batched_tokens; unset: never
     overload_status: HTTP status of a request that is shed because all workers are busy; unset: 503,
       and 429 with --api 1.6
     """
@@ -275,7 +276,7 @@ class SessionsFlags:
 
     @property
     def settings(self) -> SessionSettings | None:
-        """None if sessions are off."""
+        """Returns the settings, or None if sessions are off."""
         if self.ttl_s is None:
             return None
         bonus = DEFAULT_BONUS_BLOCKS if self.bonus_blocks is None else self.bonus_blocks
@@ -397,8 +398,7 @@ class PromptsFlags:
     memory_mb: maximum memory for known prompts, in MiB
     ask_from_bytes: tokenize only if at least this many bytes of a prompt are unknown; `none`:
       never; unset: 0, or 16384 with --prompts learn if the response carries the token ids
-    ask_timeout_s: timeout of tokenization by an engine; after it, route by the known part of the
-      prompt
+    ask_timeout_s: timeout of tokenization by an engine; then a prompt is routed by its known part
     """
 
     mode: str | None = flag(None, "--prompts", each=_mode)
@@ -421,7 +421,7 @@ class PromptsFlags:
 
     @property
     def settings(self) -> "PromptSettings | None":
-        """None if raw prompts are not accepted."""
+        """Returns the settings, or None if raw prompts are not accepted."""
         if self.mode is None:
             return None
         from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
@@ -578,7 +578,7 @@ class SelectorConfig(ServiceConfig):
 
     @property
     def thresholds(self) -> BusyThreshold:
-        """The thresholds of all models without their own."""
+        """Returns the busy thresholds for models that have none of their own."""
         return made_of(BusyThreshold, self.busy)
 
     @property

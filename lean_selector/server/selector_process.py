@@ -1,7 +1,7 @@
-"""Build, start and stop the parts of the selector, and its listener.
+"""Builds, starts and stops the parts of the selector, and its listener.
 
-Everything runs on one uvloop loop in one thread. This module only wires: it creates the objects and
-passes each one the few others that it uses (decision D14)."""
+Everything runs on one uvloop loop in one thread. This module only wires: it creates the objects,
+and passes to each one the few others that it uses (decision D14)."""
 
 import asyncio
 import random
@@ -74,10 +74,10 @@ class SelectorParts:
     recovery and route handlers.
 
     Call `start` to begin outbound work, `tick` every TICK_S, and `refuse_new` when a shutdown
-    begins; await `close` at its end. Raises StartError, with nothing running."""
+    begins; await `close` at its end. If construction raises StartError, nothing is left running."""
 
     def __init__(self, config: SelectorConfig, context: zmq.asyncio.Context) -> None:
-        """`context` has no sockets yet."""
+        """`context` must not have any sockets yet."""
         loop = asyncio.get_running_loop()
         allowed = self.allowed = config.endpoints.rules
         engine_keys = None
@@ -239,14 +239,14 @@ class SelectorParts:
             self._forget(max(0.01, min(0.5, config.settings.routed_ttl_s / 40)))
 
     def engine_client(self) -> "OutboundClient":
-        """The client for requests to engines. Raises StartError."""
+        """Returns the client for requests to engines. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
         from lean_selector.server.peer_access import credentials_of
 
         return OutboundClient(self.resolve, credentials_of(self._config.engines), self.allowed)
 
     def peer_client(self) -> "OutboundClient":
-        """The client for requests to peers. Raises StartError."""
+        """Returns the client for requests to peers. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
         from lean_selector.server.peer_access import credentials_of
 
@@ -263,8 +263,8 @@ class SelectorParts:
         return len(expired)
 
     def _forget(self, every_s: float) -> None:
-        """Expire routed prompts, repeatedly. Clients would see a lifetime of seconds end a tick
-        late (recorded case predicted_ttl)."""
+        """Expires routed prompts every `every_s` seconds. A tick would be too coarse: clients can
+        see lifetimes of a few seconds (recorded case predicted_ttl)."""
         loop = asyncio.get_running_loop()
         self._forgetting = loop.call_later(every_s, self._forget, every_s)
         now = time.monotonic()
@@ -307,7 +307,7 @@ class SelectorParts:
         return self._page
 
     def begin_no_links(self) -> None:
-        """Cancel pending connects, because the loop may end before their turn."""
+        """Cancels pending connects, because the loop may end before they run."""
         self._links.is_ending = True
 
     async def close(self) -> None:
@@ -337,12 +337,12 @@ def _log_discarded(partition: Partition) -> None:
 
 
 def run_selector(config: SelectorConfig) -> None:
-    """Run the selection service until a signal stops it. Raises StartError."""
+    """Runs the selection service until a signal stops it. Raises StartError."""
     run(config, lambda log_state: _selector(config, log_state))
 
 
 async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
-    """The selector, served over HTTP."""
+    """Runs the selector and serves its API over HTTP."""
     loop = asyncio.get_running_loop()
     tokens = tokens_of(config.listen)
     context = new_zmq_context()
@@ -368,8 +368,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
 
 
 def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
-    """The protocol class for connections to the selector's API, with its limits; responses may be
-    streamed."""
+    """Returns the protocol class for the selector's API, with its limits; it can stream answers."""
     if config.page.is_off:
         return HttpProtocol
     from lean_selector.http.streaming import StreamingProtocol
@@ -378,7 +377,7 @@ def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
 
 
 def gateway_routes_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayRoutes | None":
-    """The routes for gateways, if enabled. Raises StartError."""
+    """Returns the routes for gateways, or None if they are off. Raises StartError."""
     if not config.access_logs.places and config.prompts.settings is None:
         return None
     from lean_selector.server.gateway_routes import GatewayRoutes
@@ -411,8 +410,8 @@ def selector_app(
     tokens: AccessTokens | None = None,
     meters: Sequence[RouteMeter] = (),
 ) -> App:
-    """The selector's API. `more` are metrics of other parts of the process, `meters` those of
-    selections outside of the routes, `tokens` the accepted bearer tokens."""
+    """Returns the application of the selector's API. `more` are metrics of other parts of the
+    process, `meters` those of selections made without a route, `tokens` the accepted ones."""
     is_16 = config.settings.dialect == API_1_6
     return observed(
         (*parts.routes, *(() if gateways is None else gateways.routes())),

@@ -1,8 +1,8 @@
-"""Load and reload the certificate of a service, its key, and its client authorities.
+"""Loads and reloads a service's certificate, its key, and the authorities for client certificates.
 
-Reloaded files apply to new handshakes; open connections are unaffected. Files that do not fit
-together prevent the start; if they change later, the error is logged and the old ones stay in
-use."""
+Reloaded files apply to new handshakes, not to open connections. Files that do not fit together
+prevent the start. If they change later so that they do not fit, the error is logged, and the old
+ones stay in use."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ Marks = tuple[tuple[int, int, int] | None, ...]  # (time of change, inode, size)
 
 
 class ServerTls:
-    """Makes the protocol of each TLS connection of a TCP listener."""
+    """Creates the protocol for each TLS connection of a TCP listener."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ServerTls:
         connections: Connections,
         new_protocol: Callable[[], asyncio.Protocol],
     ) -> None:
-        """Raises ValueError on one line, naming the flag and the file."""
+        """Raises ValueError with one line that names the flag and the file."""
         self._files: Final = files
         self._counts: Final = connections.tls
         self._door: Final = TlsAcceptor(self._context(), connections, new_protocol)
@@ -43,10 +43,10 @@ class ServerTls:
         return self._door.new_connection()
 
     def look(self, now: float) -> None:
-        """Reload changed files, and log failures. Call it periodically.
+        """Reloads changed files, and logs failures. Call it periodically.
 
-        A change is loaded once two checks see the same files, because a certificate and its key are
-        not replaced atomically."""
+        A certificate and its key are not replaced in one step, so a change is loaded only when two
+        consecutive calls find the same files."""
         self._log.look(now)
         marks = _marks(self._files)
         is_settled, self._seen = marks == self._seen, marks
@@ -54,7 +54,7 @@ class ServerTls:
             self._load(marks)
 
     def reload(self) -> None:
-        """Reload at once, even if the files look unchanged."""
+        """Reloads the files at once, even if they look unchanged."""
         self._load(_marks(self._files))
 
     def _context(self) -> ssl.SSLContext:
@@ -78,8 +78,8 @@ class ServerTls:
 
 
 class HandshakeLog:
-    """Logs failed handshakes, at most one line in several seconds, because any client can cause
-    them."""
+    """Logs failed handshakes. Any client can cause them, so there is at most one line in several
+    seconds."""
 
     def __init__(self, counts: TlsCounts) -> None:
         self._counts: Final = counts
@@ -87,7 +87,7 @@ class HandshakeLog:
         self._not_before = 0.0  # monotonic seconds
 
     def look(self, now: float) -> None:
-        """Call it periodically."""
+        """Logs the failures since the last line, if it is time for one. Call it periodically."""
         failures, known = self._counts.failures, self._known
         if now < self._not_before or failures == known:
             return
@@ -100,8 +100,8 @@ class HandshakeLog:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context for TLS 1.2 and later. Raises ValueError on one line, naming the flag and the
-    file."""
+    """Creates a context for TLS 1.2 and later. Raises ValueError with one line that names the flag
+    and the file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # Otherwise a TLS 1.2 client could force repeated costly renegotiations.
@@ -125,8 +125,8 @@ def server_context(files: TlsFiles) -> ssl.SSLContext:
 
 
 def not_after_of(path: str) -> int | None:
-    """The expiry of the first certificate in a PEM file, in seconds since 1970; None if
-    unreadable."""
+    """Returns when the first certificate in a PEM file expires, in seconds since 1970; None if the
+    file is unreadable."""
     try:
         shown: dict[str, Any] = ssl._ssl._test_decode_cert(path)  # type: ignore[attr-defined]
         return int(ssl.cert_time_to_seconds(shown["notAfter"]))

@@ -21,14 +21,14 @@ _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
 
 def path(value: str) -> str:
-    """Parse a path. An empty one is refused, because the kernel would choose an address for it."""
+    """Parses a path. An empty path is refused: the kernel would choose an address for it."""
     if not value:
         raise ValueError("expected a path")
     return value
 
 
 def url(value: str) -> str:
-    """Parse a base URL; a trailing slash is removed."""
+    """Parses a base URL, and removes a trailing slash."""
     value = value.removesuffix("/")
     if not value.startswith(("http://", "https://")):
         raise ValueError(f"`{value}` is not an http:// or https:// URL")
@@ -38,7 +38,7 @@ def url(value: str) -> str:
 
 
 def port(value: str) -> int:
-    """Parse a port to bind. 0 is refused, because peers could not know the port."""
+    """Parses a port to bind. 0 is refused, because peers could not know the chosen port."""
     if value.strip() == "0":
         raise ValueError("port must be greater than zero")
     number = whole_number(value)
@@ -60,7 +60,7 @@ def _peer(value: str) -> str:
 
 
 def pattern(value: str) -> str:
-    """Check a pattern of allowed endpoints."""
+    """Checks a pattern of allowed endpoints."""
     _allowed([value])
     return value
 
@@ -72,7 +72,7 @@ def _allowed(patterns: list[str]) -> "AllowedEndpoints":
 
 
 def checked_by(module: str, name: str, metavar: str) -> Callable[[str], str]:
-    """A parser that calls a function of a module which is imported only when the flag is set."""
+    """Returns a parser that calls a function of `module`, which is imported at its first call."""
 
     def check(value: str) -> str:
         getattr(importlib.import_module(module), name)(value)
@@ -89,7 +89,7 @@ _where = checked_by("lean_selector.workers.particulars", "peer_target_of", "wher
 
 
 class TlsFiles(NamedTuple):
-    """Paths of PEM files. Without `client_ca` clients need no certificate."""
+    """Paths of PEM files. If `client_ca` is None, clients need no certificate."""
 
     cert: str
     key: str
@@ -134,7 +134,7 @@ class ListenFlags:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """None if the port does not use TLS. The UNIX socket never does."""
+        """Returns the TLS files; None if the port has no TLS. The UNIX socket never has TLS."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_client_ca)
@@ -166,8 +166,8 @@ class ReplicaFlags:
     bind: ZMQ endpoint to bind instead of a port, such as tcp://*:9092
     advertise: the endpoint at which other replicas reach this one; refused as a peer
     peers: comma-separated ZMQ PUB endpoints of other replicas; may be repeated
-    catch_up: comma-separated HTTP URLs of other replicas to copy live reservations from; at start
-      from the first that answers, after missed events from all; may be repeated
+    catch_up: comma-separated HTTP URLs of replicas whose live reservations are copied; at start
+      from the first that answers, and after missed events from all of them; may be repeated
     discover: find the other replicas: dns:NAME:PORT or kubernetes:NAMESPACE/SERVICE:PORT; may be
       repeated
     discover_http_port: HTTP port of found replicas, to copy live reservations from; unset: as
@@ -201,7 +201,7 @@ class ReplicaFlags:
 
     @property
     def endpoint(self) -> str | None:
-        """The endpoint of the PUB socket; None without replica sync."""
+        """Returns the endpoint of the PUB socket; None if replica sync is off."""
         return self.bind if self.port is None else f"tcp://*:{self.port}"
 
 
@@ -211,7 +211,7 @@ class ReplicaKeysFlags:
 
     secret_key_file: encrypt replica sync (CURVE) with this key pair, made by `lean-selector keys`
     peer_keys_file: public keys of the trusted replicas, one per line; unset: all replicas share
-      this one's key pair
+      the key pair of this one
     """
 
     secret_key_file: str | None = flag(None, _REPLICA_SECRET, each=path, needs=_REPLICA)
@@ -240,7 +240,7 @@ class FinderFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AccessFlags:
-    """Credentials and certificates of our outbound requests."""
+    """Credentials and certificates for our outbound requests."""
 
     whose: ClassVar[str]  # the flags begin with --WHOSE, as in --WHOSE-token-file
     token_file: str | None
@@ -256,10 +256,10 @@ class PeersFlags(AccessFlags):
 
     token_file: bearer token for every request to another replica or an index peer; reread when it
       changes
-    ca_file: certificate authorities (PEM) for those with https URLs; unset: the system's
-    cert_file: client certificate (PEM) for those that require one; reread when it changes
+    ca_file: certificate authorities (PEM) for peers with https URLs; unset: the system's
+    cert_file: client certificate (PEM) for peers that require one; reread when it changes
     key_file: key of that certificate (PEM)
-    tls_name: name that their certificates must carry; unset: the host of the URL
+    tls_name: name that the certificates of peers must carry; unset: the host of the URL
     """
 
     whose = "peer"
@@ -282,11 +282,11 @@ class EndpointsFlags:
 
     @property
     def rules(self) -> "AllowedEndpoints | None":
-        """None if everything is allowed."""
+        """Returns the allowlist; None if everything is allowed."""
         return _allowed(self.allowed) if self.allowed else None
 
     def check(self, what: str, endpoints: list[str]) -> None:
-        """Raise ValueError, with text that begins with `what`, if an endpoint is not allowed."""
+        """Raises ValueError, with a text that begins with `what`, if an endpoint is not allowed."""
         rules = self.rules
         for each in endpoints:
             refusal = None if rules is None else rules.refusal(each)

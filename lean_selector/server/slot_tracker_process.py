@@ -1,4 +1,4 @@
-"""Build the slot tracker and run it on the host. Only wires."""
+"""Builds the slot tracker and runs it. This module only wires."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 2 * 1024 * 1024  # the reference's
 
 
 def run_slot_tracker(config: TrackerConfig) -> None:
-    """Run the slot tracker until a signal stops it. Raises StartError."""
+    """Runs the slot tracker until a signal stops it. Raises StartError."""
     run(config, lambda log_state: _slot_tracker(config, log_state))
 
 

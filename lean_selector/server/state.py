@@ -1,8 +1,8 @@
-"""The state of a service, written to its directory and restored at start; imported only with
---state-dir.
+"""The saved state of a service: written to `--state-dir`, restored at start. Imported only with
+this flag.
 
-The file `catalog` is one JSON object with one worker per line. Unreadable state is moved aside, and
-does not prevent the start."""
+The file `catalog` is a JSON object with one line per worker. A file that cannot be read is moved
+aside, and does not prevent the start."""
 
 import errno
 import logging
@@ -56,14 +56,14 @@ _NO_WORKERS = b"[]}"
 
 
 def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
-    """The text of the file. `head` has no workers, which are its last field."""
+    """Returns the text of the file. `workers` fill the last field of `head`, which is empty."""
     text = _encode(head)
     assert text.endswith(_NO_WORKERS)
     return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
 
 
 def read_catalog(text: bytes) -> CatalogFile:
-    """Raises Damaged, also for the version of another release."""
+    """Parses the file. Raises Damaged, also for the file of a release with another format."""
     try:
         return _decode_file(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -73,7 +73,7 @@ def read_catalog(text: bytes) -> CatalogFile:
 def read_rows(
     rows: Sequence[msgspec.Raw], decode: Callable[[bytes], T], problems: list[str]
 ) -> list[T]:
-    """The readable workers; faults of the others are appended to `problems`."""
+    """Returns the readable rows, and appends the faults of the others to `problems`."""
     found: list[T] = []
     for row in rows:
         try:
@@ -88,7 +88,7 @@ def read_rows(
 
 @dataclass
 class PeersByHttp:
-    """Changes to the peers made over HTTP; they take precedence over flags."""
+    """The peers added and removed over HTTP. They take precedence over the flags."""
 
     mesh: "Replication | None"  # None: restored peers are kept unchanged
     given: Collection[str]  # from flags
@@ -96,15 +96,15 @@ class PeersByHttp:
     restored: tuple[list[str], list[str]] = ([], [])
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """The added and the removed peers, each sorted."""
+        """Returns the added and the removed peers, each list sorted."""
         if self.mesh is None:
             return self.restored
         peers = set(self.mesh.peers())
         return sorted(peers - {*self.given, *self.found()}), sorted({*self.given} - peers)
 
     def restore(self, added: list[str], removed: list[str]) -> list[str]:
-        """Call it before the mesh is started. Returns the peers that could not be added, with
-        reasons."""
+        """Applies saved changes; call it before the mesh is started. Returns the peers that could
+        not be added, with reasons."""
         self.restored = added, removed
         mesh, problems = self.mesh, list[str]()
         if mesh is None:
@@ -128,8 +128,8 @@ _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 
 @dataclass
 class SelectorCatalog:
-    """The saved state of a selector. `discoveries` are the running ones, which update the
-    `roster`."""
+    """The saved state of a selector. `roster` has the workers found by `discoveries`, those that
+    run now."""
 
     selector: Selector
     peers: PeersByHttp
@@ -140,11 +140,11 @@ class SelectorCatalog:
 
     @property
     def revision(self) -> int:
-        """Increases with each change of a worker."""
+        """A number that increases with each change of a worker."""
         return self.selector.catalog.revision
 
     def text(self) -> bytes:
-        """The current text of the file. A worker is encoded only when it has changed."""
+        """Returns the current text of the file. Only changed workers are encoded again."""
         found = [] if self.roster is None else self.roster.kept()
         selector, before, self.lines = self.selector, self.lines, {}
         for worker_id, worker in selector.catalog.workers.items():
@@ -171,7 +171,7 @@ class SelectorCatalog:
         return catalog_text(head, [text for _, text in self.lines.values()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Restore it into a new selector. Returns what could not be restored."""
+        """Restores the file into a new selector. Returns what could not be restored."""
         problems = self.peers.restore(file.peers_added, file.peers_removed)
         selector = self.selector
         for row in file.thresholds:
@@ -214,8 +214,8 @@ class SelectorCatalog:
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
-        """Remove a worker that could not be registered from the members, so that it fixes no block
-        size."""
+        """Removes a worker that could not be registered from its partition's members, so that it
+        does not fix the block size."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -238,11 +238,11 @@ class TrackerCatalog:
 
     @property
     def revision(self) -> int:
-        """Increases with each change of a worker."""
+        """A number that increases with each change of a worker."""
         return self.trackers.revision
 
     def text(self) -> bytes:
-        """The current content of the file."""
+        """Returns the current text of the file."""
         added, removed = self.peers.changes()
         head = CatalogFile(
             version=1, service=self.service, peers_added=added, peers_removed=removed
@@ -250,7 +250,7 @@ class TrackerCatalog:
         return catalog_text(head, [_encode(row) for row in self.trackers.workers()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Restore it into new trackers. Returns what could not be restored."""
+        """Restores the file into new trackers. Returns what could not be restored."""
         problems = self.peers.restore(file.peers_added, file.peers_removed)
         for row in read_rows(file.workers, _decode_row, problems):
             try:
@@ -270,13 +270,13 @@ _AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # delays before retries of a read that failed
 
 
 class OtherService(Exception):
-    """The directory is intact, but belongs to the other service."""
+    """The directory is intact, but belongs to the other service (selector or slot tracker)."""
 
 
 def restore_catalog(
     directory: StateDirectory, contents: SelectorCatalog | TrackerCatalog, now: float
 ) -> None:
-    """Raises OtherService, with nothing restored."""
+    """Restores the catalog. Raises OtherService, and then has restored nothing."""
     file = _read(directory, CATALOG, lambda text, _: read_catalog(text))
     if file is None:
         return
@@ -310,11 +310,11 @@ def restore_reservations(
     now: float,
     wall_now: float,
 ) -> tuple[int, int]:
-    """Restore reservations; returns the numbers of restored ones and of dropped ones, which have
-    expired or whose rank is gone.
+    """Restores reservations. Returns how many were restored, and how many dropped because they have
+    expired or their rank is gone.
 
     `book` is called for each, oldest first, with the peer that admitted it (None: this replica).
-    `now` is in monotonic seconds, `wall_now` the same moment by the wall clock."""
+    `now` is in monotonic seconds; `wall_now` is the same moment by the wall clock."""
     problems: list[str] = []
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:
@@ -349,7 +349,7 @@ def restore_reservations(
 
 
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T]) -> T | None:
-    """Read a file; None if it does not exist or was moved aside."""
+    """Reads a file. Returns None if the file does not exist or was moved aside."""
     try:
         sealed = _tried(lambda: directory.read(name))
         if sealed is None:
@@ -367,7 +367,7 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T
 
 
 def _tried(read: Callable[[], T]) -> T:
-    """Read with retries, because a disk may fail once. Raises OSError."""
+    """Reads, and retries if that fails, because a disk may fail once. Raises OSError."""
     for pause_s in _AGAIN_AFTER_S:
         try:
             return read()
@@ -404,9 +404,9 @@ def keep_selector(
     finding: "Discoveries | None",
     state: ServiceState,
 ) -> Persister:
-    """Lock the directory, restore its state, and keep it up to date after `start`.
+    """Locks the directory, restores the state from it, and saves changes to it after `start`.
 
-    Call it before anything else is added to the selector, and before replica sync starts. Raises
+    Call this before anything else is added to the selector, and before replica sync starts. Raises
     StartError."""
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = SelectorCatalog(selector, peers)
@@ -429,7 +429,7 @@ def keep_trackers(
     replication: Replication | None,
     finding: "Discoveries | None",
 ) -> Persister:
-    """Like `keep_selector`, for a slot tracker."""
+    """Does for a slot tracker what `keep_selector` does for a selector."""
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = TrackerCatalog(trackers, peers)
 
@@ -475,7 +475,7 @@ def _kept(
 
 
 def _taken(directory: StateDirectory, patience_s: float) -> str | None:
-    """Lock the directory, or return what prevents it. Raises StartError."""
+    """Locks the directory. Returns what prevents that, or None. Raises StartError."""
     gives_up_at = time.monotonic() + patience_s
     while True:
         try:
@@ -493,7 +493,7 @@ def _taken(directory: StateDirectory, patience_s: float) -> str | None:
 
 
 def _found_peers(finding: "Discoveries | None") -> Callable[[], Collection[str]]:
-    """The endpoints that discoveries added to the mesh."""
+    """Returns a function that returns the endpoints which discovery has added to the mesh."""
     roster = None if finding is None else finding.peers
     if roster is None:
         return lambda: ()

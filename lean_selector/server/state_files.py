@@ -1,4 +1,4 @@
-"""A state directory: its lock, and its files, which are written atomically with a checksum."""
+"""A state directory: its lock, and its files, which are written atomically and with a checksum."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
-    """A partition whose block size is fixed, and the workers that fix it."""
+    """A partition with a fixed block size, and the workers that fix it."""
 
     model_name: str
     tenant_id: str
@@ -34,7 +34,7 @@ class PartitionRow(msgspec.Struct, frozen=True):
 
 
 class StoredThreshold(msgspec.Struct, frozen=True):
-    """The thresholds of a model and tenant."""
+    """The busy thresholds of a model and tenant."""
 
     model_name: str
     tenant_id: str
@@ -42,8 +42,8 @@ class StoredThreshold(msgspec.Struct, frozen=True):
 
 
 class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The file `catalog`: everything except live reservations. Workers are WorkerSpec for a
-    selector, WorkerRow for a slot tracker."""
+    """The file `catalog`: everything except live reservations. A worker is a WorkerSpec (selector)
+    or a WorkerRow (slot tracker)."""
 
     version: Literal[1]
     service: Literal["selector", "slot_tracker"]
@@ -69,11 +69,11 @@ _decode = msgspec.json.Decoder(_LastLine).decode
 
 
 class Damaged(ValueError):
-    """The content is not what was written; the message has the reason."""
+    """The content of a file is not what was written; the message has the reason."""
 
 
 class Checksum:
-    """Checksum of a file being written: `add` each part of the text, then write `end`."""
+    """The checksum of a file: `add` each part while writing the file, then write `end` to it."""
 
     def __init__(self) -> None:
         self._sum = xxh3_64()
@@ -88,7 +88,7 @@ class Checksum:
 
 
 def opened(sealed: bytes) -> tuple[bytes, float]:
-    """Verify the checksum; returns the text and when it was written, by the wall clock. Raises
+    """Verifies the checksum. Returns the text, and when it was written by the wall clock. Raises
     Damaged."""
     at = len(sealed) - len(_END) - _SUM_BYTES
     if at <= 0 or not sealed.endswith(_END):
@@ -114,12 +114,12 @@ _PID: Final = b"%-19d\n"  # of one size, so that the next one fits on a full dis
 
 
 class DirectoryHeld(Exception):
-    """Another process owns the directory; the message names it if known."""
+    """Another process owns the directory. The message names the process if it is known."""
 
 
 class StateDirectory:
-    """Call `take` first. `write` may be called from any thread, the other methods by one at a
-    time."""
+    """A state directory. Call `take` first. Any thread may call `write`; the other methods may be
+    called by one thread at a time."""
 
     def __init__(self, path: str) -> None:
         self.path: Final = os.path.abspath(path)
@@ -132,13 +132,13 @@ class StateDirectory:
     # -- the lock --------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Create the directory if missing. Raises OSError; a later `write` tries again."""
+        """Creates a missing directory. Raises OSError; a later `write` then tries again."""
         self._is_missing = True
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         self._is_missing = False
 
     def take(self) -> None:
-        """Lock the directory. Raises DirectoryHeld, or OSError; then the next `write` tries
+        """Locks the directory. Raises DirectoryHeld, or OSError, after which `write` tries
         again."""
         fd = self._locked()
         try:
@@ -150,7 +150,7 @@ class StateDirectory:
         self.generation += 1
 
     def close(self) -> None:
-        """Unlock it. Nothing may be written any more."""
+        """Unlocks the directory. Nothing may be written after that."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -181,8 +181,8 @@ class StateDirectory:
         return os.path.samestat(at_path, os.fstat(fd))
 
     def _hold(self) -> None:
-        """Check whether a disk was unmounted, and perhaps replaced or mounted again. Raises
-        OSError."""
+        """Locks the directory again if another one is at its path now, as when a disk was mounted.
+        Raises OSError."""
         with self._holding:
             if self._fd is not None and self._is_at_path(self._fd):
                 return
@@ -195,7 +195,7 @@ class StateDirectory:
                 raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that it still exists and is ours, and whether these files exist. Raises OSError."""
+        """Checks that it is ours; if a file is missing, changes `generation`. Raises OSError."""
         self._hold()
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1
@@ -203,7 +203,7 @@ class StateDirectory:
     # -- files -----------------------------------------------------------------------------------
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None if it does not exist. Raises OSError."""
+        """Returns the content of a file; None if the file does not exist. Raises OSError."""
         try:
             with open(os.path.join(self.path, name), "rb") as file:
                 return file.read()
@@ -211,14 +211,14 @@ class StateDirectory:
             return None
 
     def set_aside(self, name: str) -> str:
-        """Rename a file, replacing one renamed before; returns its new path. Raises OSError."""
+        """Renames a file, replacing one renamed before; returns its new path. Raises OSError."""
         aside = os.path.join(self.path, f"{name}.damaged")
         os.rename(os.path.join(self.path, name), aside)
         return aside
 
     def keep_copy(self, name: str) -> str:
-        """Keep a copy (hard link) of a file before it is overwritten, replacing an older copy;
-        returns its path. Raises OSError."""
+        """Keeps a copy (a hard link) of a file that will be overwritten, in place of an older copy.
+        Returns the path of the copy. Raises OSError."""
         copy = os.path.join(self.path, f"{name}.unfit")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(copy)
@@ -226,10 +226,10 @@ class StateDirectory:
         return copy
 
     def write(self, name: str, parts: Iterable[bytes], written_at: float) -> int:
-        """Replace a file by these parts and their checksum; returns its size in bytes.
+        """Replaces a file by these parts and their checksum. Returns the size of the file in bytes.
 
-        The file is on disk on return. Raises OSError, and any error of `parts`, with the old file
-        unchanged."""
+        On return the file is on disk. Raises OSError, and any error of `parts`; the old file is
+        then unchanged."""
         path = os.path.join(self.path, name)
         new = f"{path}.new"
         self._hold()
@@ -256,8 +256,8 @@ class StateDirectory:
 
 
 def _created(path: str) -> int:
-    """Create a file for writing, because the previous owner of the directory may still write to one
-    of that name."""
+    """Creates a new file for writing. One of that name is unlinked, since the directory's previous
+    owner may still write to it."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -284,12 +284,12 @@ T = TypeVar("T")
 
 
 class DiskHangs(Exception):
-    """The disk has accepted nothing for as long as the caller may wait."""
+    """The disk has accepted no data for as long as the caller could wait."""
 
 
 class DiskThread:
-    """Runs the disk operations of one file, one at a time, in threads, so that a hanging disk
-    blocks nothing else. Used only on the loop's thread."""
+    """Runs the disk operations of one file in threads, one at a time, so that a hanging disk blocks
+    nothing else. Used only on the loop's thread."""
 
     def __init__(self, directory: StateDirectory, name: str) -> None:
         self._directory = directory
@@ -305,7 +305,7 @@ class DiskThread:
         return None if self._job is None or self._job.done() else self._moved_at
 
     async def run(self, work: Callable[[], T], patience_s: float | None = None) -> T:
-        """Run `work`. Raises what it raises, and DiskHangs."""
+        """Runs `work` in a thread. Raises the errors of `work`, and DiskHangs."""
         assert self.moved_at is None, "one at a time"
 
         def timed() -> T:
@@ -323,7 +323,7 @@ class DiskThread:
         return result
 
     async def idle(self, patience_s: float | None = None) -> None:
-        """Wait for the end of the last operation. Raises DiskHangs."""
+        """Waits until the last operation has ended. Raises DiskHangs."""
         job = self._job
         while job is not None and not job.done():
             await asyncio.wait({job}, timeout=patience_s)
@@ -334,7 +334,7 @@ class DiskThread:
     async def write(
         self, parts: Iterable[bytes], written_at: float, patience_s: float | None = None
     ) -> None:
-        """Replace the file; it is on disk on return. Raises OSError and DiskHangs."""
+        """Replaces the file, which is on disk on return. Raises OSError and DiskHangs."""
 
         def each() -> Iterator[bytes]:
             for part in parts:

@@ -1,4 +1,4 @@
-"""Keep a state directory up to date: the catalog on each change, reservations at an interval.
+"""Saves state: writes the catalog after each change, and reservations at an interval.
 
 Work on the loop is done in slices; blocking disk operations run in the threads of `DiskThread`."""
 
@@ -28,7 +28,7 @@ Revision = list[tuple[Slots, int]]
 
 
 class LiveBookings:
-    """Live reservations of all partitions that `targets` returns."""
+    """The live reservations of all partitions that `targets` returns."""
 
     def __init__(
         self,
@@ -36,18 +36,18 @@ class LiveBookings:
         router_id: int,
         sequence: Callable[[], int],
     ) -> None:
-        """`router_id` and `sequence` are those of the replica; 0 without replica sync."""
+        """`router_id` and `sequence` are those of the replica; both are 0 without replica sync."""
         self._targets: Final = targets
         self._router_id: Final = router_id
         self._sequence: Final = sequence
         self._lines: Final = SnapshotLines(router_id)
 
     def revision(self) -> Revision:
-        """A value that changes exactly when a reservation changes."""
+        """Returns a value that changes if and only if a reservation changes."""
         return [(target.slots, target.slots.revision) for target in self._targets()]
 
     def parts(self, now: float) -> Iterator[bytes]:
-        """The text, one part per reservation, with ages at `now`."""
+        """Yields the text, one part per reservation, with ages as of `now`."""
         lines = self._lines
         lines.begin()
         yield snapshot_head(self._router_id, self._sequence())
@@ -74,7 +74,7 @@ LAST_S: Final = 2.0
 
 
 class Contents(Protocol):
-    """The catalog of a service, serialized for a state file."""
+    """The catalog of a service, as the text of a state file."""
 
     @property
     def revision(self) -> int: ...
@@ -83,8 +83,8 @@ class Contents(Protocol):
 
 
 class Persister:
-    """To be used from the loop's thread only. `on_fault` is called with the reason why state cannot
-    be written, and with None once it can."""
+    """Writes the state files. `on_fault` is called with the reason when state cannot be written,
+    and with None when it can again. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -123,15 +123,15 @@ class Persister:
 
     @property
     def fault(self) -> str | None:
-        """Why changes cannot be written, or None."""
+        """Why changes cannot be written, or None if they can."""
         return next((f"{name}: {why}" for name, why in self._faults.items()), None)
 
     def spent_s(self) -> float:
-        """Processor time of the loop and the threads."""
+        """Returns the processor time spent on the loop and in threads, in seconds."""
         return self._loop_spent_s + sum(file.spent_s for file in self._files.values())
 
     def age_s(self) -> float:
-        """How many seconds of changes a crash now would lose; 0 without changes."""
+        """Returns how many seconds of changes a crash would lose now; 0 if nothing has changed."""
         if self._bookings.revision() == self._saved_revision:
             return 0.0
         return time.monotonic() - self._saved_at
@@ -160,14 +160,14 @@ class Persister:
     # -- the catalog -----------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Note that the catalog may have changed."""
+        """Notes that the catalog may have changed."""
         self._change += 1
         self._seen_revision = self._catalog.revision
         self._changed.set()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
-        """Call `then` once all noted changes are on disk, or writing them has failed. Returns
-        False, without calling it, if there is nothing to wait for."""
+        """Calls `then` when all noted changes are on disk, or writing them has failed. If no change
+        is waiting to be written, does not call `then` and returns False."""
         if self._saved_change == self._change or CATALOG in self._faults:
             return False
         self._waiting.append((self._change, then))
@@ -247,8 +247,8 @@ class Persister:
     # -- any file --------------------------------------------------------------------------------
 
     async def _write(self, file: DiskThread, parts: Iterable[bytes]) -> None:
-        """Make the text in slices of the loop's turns, then write it. Raises OSError and
-        DiskHangs."""
+        """Encodes the text in slices between other work of the loop, then writes it. Raises OSError
+        and DiskHangs."""
         written_at = time.time()
         slices: list[bytes] = []
         made: list[bytes] = []
@@ -283,8 +283,8 @@ class Persister:
             self._on_fault(self.fault)
 
     def look(self, now: float) -> None:
-        """Note changes that no call reported, such as a discovery's, and end waits for a disk that
-        has hung for HANGS_AFTER_S. Call it about every second."""
+        """Notes changes that no call reported, such as those by discovery. Answers those who wait
+        for a disk that has hung for HANGS_AFTER_S. Call it about every second."""
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():
@@ -294,7 +294,7 @@ class Persister:
                     self._tell_waiting(self._change)
 
     def begin_with(self, fault: str | None) -> None:
-        """Note that the directory could not be locked yet."""
+        """Notes why the directory could not be locked yet, if it could not."""
         if fault is not None:
             self._say(CATALOG, fault)
         self.note()
@@ -308,8 +308,8 @@ class Persister:
         ]
 
     async def close(self) -> None:
-        """Write everything, and unlock the directory. Continue while the disk takes data within
-        every LAST_S; else the end of the process unlocks it."""
+        """Writes everything, then unlocks the directory. Gives up if the disk accepts nothing for
+        LAST_S; then the end of the process unlocks the directory."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
