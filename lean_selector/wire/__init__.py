@@ -1,1 +1,1 @@
-"""Codecs: msgspec structs, and typed encoders and decoders; they only validate."""
+"""Codecs: msgspec structs with typed encoders and decoders, which check shapes and ranges only."""

@@ -1,7 +1,7 @@
-"""Request bodies as bytes: why a body is invalid (D8, D32), and fast decoding of long prompts.
+"""Work on undecoded request bodies: why one is invalid (D8, D32), and fast reading of long prompts.
 
-A body of the wrong shape may also be malformed, which is then reported instead. Checking 8 MiB of
-any content takes a fraction of a second and creates no object per value: all loops run in C."""
+If a body has the wrong shape and is malformed too, the latter is reported. Checking 8 MiB of any
+content takes a fraction of a second and creates no object per value: all loops run in C."""
 
 import re
 import secrets
@@ -20,13 +20,13 @@ from lean_selector.core.errors import BadRequest
 from lean_selector.wire.scalars import HashList, packed_signed, packed_u32
 from lean_selector.wire.selection_bodies import PromptFields
 
-# These check the grammar and create no objects.
+# These decoders check the grammar and create no objects.
 _skip_json = msgspec.json.Decoder(msgspec.Raw).decode
 _skip_messagepack = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
-# A number beyond f64 has 309 digits before the point, or fewer and an exponent. A number with
-# neither 200 digits nor a three-digit exponent is smaller; all others are checked. Both expressions
-# begin with literal characters, because a search for those is fast, and a look-behind is not.
+# A number beyond f64 has 309 digits before the point, or fewer and an exponent. So a text without
+# 200 digits in a row and without a three-digit exponent is fine; any other text is checked. Both
+# expressions begin with literal characters: searching for those is fast, a look-behind is not.
 _LONG_RUN = b"0" * 200
 _ANY_DIGIT_AS_0 = bytes.maketrans(b"123456789", b"000000000")
 _LARGE_EXPONENT = re.compile(rb"[eE]\+?+0*+[1-9][0-9]{2}")
@@ -35,15 +35,15 @@ _LARGE_NUMBER = re.compile(
     rb"(?:[0-9]*+(?:\.[0-9]++)?+[eE]\+?+0*+[1-9][0-9]{2,}+"
     rb"|[0-9]{199,}+(?:\.[0-9]++)?+(?:[eE][+-]?+[0-9]++)?+)"
 )
-_STRINGS_BYTES = 256 * 1024  # removed in one pass: the pieces take memory
+_STRINGS_BYTES = 256 * 1024  # searched for strings at a time: pieces take memory
 
 MOST_COSTLY_NUMBERS = 1000
-# The JSON parser needs 10 us for each of these, and 0.05 us for other numbers.
+# The JSON parser needs 10 us for each slow number, and 0.05 us for any other number.
 _COSTLY_NUMBER = re.compile(rb"[eE](?<=[0-9].)[+-]?+0*+[1-9][0-9]{2}")
 
 
 def messagepack_fault(body: bytes | bytearray) -> str:
-    """Why `body` is not MessagePack; "" if it is, whatever its shape."""
+    """Return why `body` is not MessagePack; "" if it is, whatever its shape."""
     try:
         _skip_messagepack(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -52,7 +52,7 @@ def messagepack_fault(body: bytes | bytearray) -> str:
 
 
 def json_fault(text: bytes | bytearray) -> str:
-    """Why `text` is not JSON by the rules of D8; "" if it is, whatever its shape."""
+    """Return why `text` is not JSON by the rules of D8; "" if it is, whatever its shape."""
     try:
         _skip_json(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -61,7 +61,7 @@ def json_fault(text: bytes | bytearray) -> str:
 
 
 def _is_beyond_f64(text: bytes) -> bool:
-    """Whether a number of a JSON text is too large for a double."""
+    """Whether a JSON text contains a number that is too large for a double."""
     if not _may_be_beyond_f64(text):
         return False
     numbers = _without_strings(text)
@@ -75,11 +75,11 @@ def _may_be_beyond_f64(text: bytes) -> bool:
 
 
 def _without_strings(text: bytes) -> bytes:
-    """A JSON text without its strings."""
+    """Return a JSON text without the strings in it."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside: list[bytes] = []
-    first = 0  # the pieces between quotes; every other one is outside of strings
+    first = 0  # text.split(b'"'): every other piece is outside of strings
     for at in range(0, len(text), _STRINGS_BYTES):
         pieces = text[at : at + _STRINGS_BYTES].split(b'"')
         outside.append(b"".join(pieces[first::2]))
@@ -89,15 +89,14 @@ def _without_strings(text: bytes) -> bytes:
 
 def has_costly_numbers(text: bytes | bytearray) -> bool:
     """Whether a JSON text has more than MOST_COSTLY_NUMBERS numbers that are slow to parse. For a
-    body of token ids this takes two searches for a rare character."""
+    body of token ids, two searches for a rare character suffice."""
     if not _has_many(text, b"e") and not _has_many(text, b"E"):
         return False
     return _has_many_costly(text) and _has_many_costly(_without_strings(bytes(text)))
 
 
 def _has_many(text: bytes | bytearray, byte: bytes) -> bool:
-    """Whether it occurs more than MOST_COSTLY_NUMBERS / 2 times; searching for a rare byte is
-    fast."""
+    """Whether `byte` occurs at least MOST_COSTLY_NUMBERS / 2 times. Fast if `byte` is rare."""
     at = -1
     for _ in range(MOST_COSTLY_NUMBERS // 2):
         at = text.find(byte, at + 1)
@@ -113,22 +112,22 @@ def _has_many_costly(text: bytes | bytearray) -> bool:
 
 # Bodies that would block the loop -----------------------------------------------------------------
 #
-# 8 MiB of `[1,2],` take a second to decode. At the bound of its kind, a body takes some 50 ms. A
-# body shorter than this cannot take longer, and is not checked.
+# 8 MiB of `[1,2],` take a second to decode. At each of these limits a body takes some 50 ms. A body
+# below COSTLY_BODY_BYTES cannot take longer, and is not checked.
 
 COSTLY_BODY_BYTES: Final = 256 * 1024
 MOST_STRINGS_AND_LISTS: Final = 1 << 15  # up to 1.5 us each; field names are strings
 MOST_VALUES: Final = 3 << 18  # elements of lists of numbers: 0.05 us each
 MOST_ESCAPES: Final = 1 << 18  # 0.1 us each
 MOST_PACKED: Final = 1 << 21  # elements of a packed list: 0.02 us each
-_MOST_FIELDS = 256  # of a MessagePack body; no struct has 30
+_MOST_FIELDS = 256  # in a MessagePack body; no struct has 30
 _LISTS: Final = frozenset({"token_ids", "routing_token_ids", "block_hashes", "sequence_hashes"})
 _MM_NAMES: Final = frozenset({"block_mm_infos"})
 _read_fields = msgspec.msgpack.Decoder(dict[str, Raw]).decode
 
 
 def json_excess(body: bytes | bytearray) -> str:
-    """The bound that a JSON body exceeds, so that it must not be decoded; "" if none."""
+    """Return the limit that a JSON body exceeds, so that it must not be decoded; "" if none."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     values, lists, strings = body.count(b","), body.count(b"["), body.count(b'"') // 2
@@ -149,7 +148,7 @@ def json_excess(body: bytes | bytearray) -> str:
 
 
 def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
-    """Likewise for a MessagePack body with fields of these names."""
+    """Like `json_excess`, for a MessagePack body. Each field in `names` has a limit in bytes."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that encode the number of fields
@@ -158,7 +157,7 @@ def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
     try:
         fields = _read_fields(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""  # the decoder reports that
+        return ""  # the decoder will report the error
     for name, value in fields.items():
         raw = memoryview(value)
         if name == "mm_routing_info":
@@ -174,22 +173,22 @@ def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
 
 # Long bodies with a prompt ------------------------------------------------------------------------
 #
-# Their lists of numbers are cut out and packed, each replaced by a placeholder that only this
-# process knows. So the decoder sees a few hundred bytes instead of long lists, and no integer
-# becomes an object. A body that is unusual in any way is left to the plain decoders, which report
-# errors.
+# The lists of numbers are cut out of such a body and packed. A placeholder that only this process
+# knows replaces each list. So the decoder sees a few hundred bytes instead of long lists, and no
+# integer becomes an object. If a body is unusual in any way, the plain decoders handle it, and
+# report errors.
 
 T = TypeVar("T")
 Body = bytes | bytearray
 
-# Below this size cutting costs more than it saves: some 50 hashes in two lists.
+# Below this size, cutting lists out costs more than it saves: some 50 hashes in two lists.
 LONG_PROMPT_BYTES: Final = 2048
-# If the rest of a body may contain this many slow numbers (D32), it is checked for them. Above this
-# size cutting gains nothing.
+# A rest above _SHORT_REST_BYTES may contain too many slow numbers (D32), and is checked. Above
+# _MOST_REST_BYTES cutting lists out gains nothing.
 _SHORT_REST_BYTES: Final = 4096
 _MOST_REST_BYTES: Final = 128 * 1024
 
-# How far into a body its tokens, or its next list of hashes, are searched.
+# Tokens, or the next list of hashes, are searched in this many bytes of the body.
 _HEAD_BYTES: Final = 512
 
 _BLOCK_HASHES: Final = b'"block_hashes":'
@@ -208,8 +207,8 @@ _WIDE: Final = b"\xcf\xd3"  # tags of 8-byte integers, which nearly all hashes a
 
 
 def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """A decoder for long JSON bodies with PromptFields, which packs their lists. It returns None
-    for a body that it does not support."""
+    """Return a decoder for long JSON bodies with PromptFields, which packs the lists of numbers.
+    The decoder returns None for a body that it does not support."""
     decode = msgspec.json.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:
@@ -237,7 +236,7 @@ def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _list_after(body: Body, key: bytes, start: int, end: int) -> tuple[int, int]:
-    """The span of the flat list after a key, between `start` and `end`; (0, 0) if there is none."""
+    """Return the span of the flat list after `key`, between `start` and `end`; (0, 0) if none."""
     at = body.find(key, start, end) + len(key)
     if at < len(key):
         return 0, 0
@@ -248,14 +247,14 @@ def _list_after(body: Body, key: bytes, start: int, end: int) -> tuple[int, int]
 
 
 def _list_text(name: str, body: Body, at: int, end: int) -> bytes:
-    """The text of a flat list. Raises BadRequest for more than MOST_PACKED values."""
+    """Return the text of a flat list. Raises BadRequest if it has more than MOST_PACKED values."""
     if end - at > 2 * MOST_PACKED and body.count(b",", at, end) >= MOST_PACKED:
         raise BadRequest(f"{name} has more than {MOST_PACKED} values")
     return bytes(body[at:end])
 
 
 def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
-    """The body with its hash lists replaced; an empty span means no list."""
+    """Return the body with placeholders for the lists at `spans`; an empty span means no list."""
     pieces: list[Body] = []
     done = 0
     for at, end in spans:
@@ -267,7 +266,7 @@ def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
 
 
 def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """`_decoded` for JSON; also None for non-ASCII text or too many slow numbers."""
+    """Like `_decoded`, for JSON. Also None for non-ASCII text and for too many slow numbers."""
     if not rest.isascii():
         return None
     if _SHORT_REST_BYTES < len(rest) <= _MOST_REST_BYTES and has_costly_numbers(rest):
@@ -276,7 +275,7 @@ def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """The decoded rest of a body; None if it is long or invalid."""
+    """Decode the rest of a body, after lists were cut out; None if it is too long or invalid."""
     if len(rest) > _MOST_REST_BYTES:
         return None
     try:
@@ -286,8 +285,8 @@ def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) -> T | None:
-    """The fields, with the lists that were cut out; None if a placeholder is missing, because a
-    list was part of another field or its key is repeated."""
+    """Put the lists that were cut out back into the fields. None if a placeholder is missing,
+    because a list was part of another field or its key is repeated."""
     if not isinstance(fields, PromptFields):
         return None
     if block is not None:
@@ -308,7 +307,7 @@ def _is_cut(hashes: HashList) -> bool:
 
 
 def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
-    """The fields of a JSON body with a token prompt, packed to 4 bytes each."""
+    """Decode a JSON body with a token prompt; tokens are packed to 4 bytes each."""
     at, end = _list_after(body, _TOKEN_IDS, 0, len(body))
     tokens = packed_u32(_list_text("token_ids", body, at, end)) if end else None
     if tokens is None:
@@ -321,13 +320,13 @@ def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
 
 
 def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """MessagePack variant of `long_json_reader`: lists are arrays of integers of 8 bytes."""
+    """MessagePack variant of `long_json_reader`; the lists must be arrays of 8-byte integers."""
     decode = msgspec.msgpack.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:
         block_at, block_end = _array_after(body, _BINARY_BLOCK_HASHES, 0)
         at, end = _array_after(body, _BINARY_SEQUENCE_HASHES, block_end)
-        if not end:  # one list is missing, or they are in another order
+        if not end:  # one list is missing, or the two are in another order
             return None
         block = array_packed(body, block_at, block_end) if block_end else b""
         sequence = array_packed(body, at, end)
@@ -341,7 +340,7 @@ def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _array_after(body: Body, key: bytes, start: int) -> tuple[int, int]:
-    """The span of the array after a key, if all its integers have 8 bytes; (0, 0): none."""
+    """Return the span of the array after `key`, if 8-byte integers fit into it; (0, 0) if none."""
     at = body.find(key, start, start + _HEAD_BYTES) + len(key)
     if at < len(key) or at >= len(body):
         return 0, 0
@@ -352,7 +351,7 @@ def _array_after(body: Body, key: bytes, start: int) -> tuple[int, int]:
 
 
 def array_packed(body: Body, at: int, end: int) -> bytes | None:
-    """An array of 8-byte integers, packed; None if it has other elements."""
+    """Pack an array of 8-byte integers; None if the array has other elements."""
     elements = bytearray(body[at + 1 + _SIZES[body[at]] : end])
     if elements[::9].translate(None, _WIDE):
         return None

@@ -1,22 +1,22 @@
-"""GET /discovery: the discoveries, and the state of each discovered worker and peer (decision
-D22)."""
+"""The answer of GET /discovery: all discoveries, and the state of each discovered worker and peer
+(decision D22)."""
 
 from typing import Final
 
 import msgspec
 
-# For engines that report no event source, if all of them publish at one port.
+# For engines that report no event source: the port where all of them publish.
 EVENTS_PORT: Final = """--discover-defaults '{"events_port":5557}'"""
 
 
 class DiscoveryState(msgspec.Struct, frozen=True):
-    """One discovery, as given by a flag."""
+    """A discovery, which a flag of the service enables."""
 
     discovery: str
     finds: str  # "workers" or "peers"
     state: str  # "starting", "watching" or "failing"
     since_s: float  # seconds in this state
-    found: int | None  # number found last, which stays in effect; None before the first result
+    found: int | None  # how many were found last, and are in effect; None before the first result
     failures: int
     last_error: str | None
 
@@ -28,7 +28,7 @@ class DiscoveredWorker(msgspec.Struct, frozen=True):
     worker_id: int
     discoveries: list[str]
     state: str  # see docs/guide/discovery.md
-    leaves_in_s: float | None  # set while no discovery lists the worker
+    leaves_in_s: float | None  # seconds until removal; None while it is listed
     last_error: str | None  # why it could not be queried or registered
 
 
@@ -39,7 +39,7 @@ class DiscoveredPeer(msgspec.Struct, frozen=True):
     # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "refused" or "itself"
     state: str
     leaves_in_s: float | None
-    last_error: str | None  # why it was refused, or why catch-up from it fails
+    last_error: str | None  # why it was refused, or why its snapshot could not be fetched
 
 
 class DiscoveryReport(msgspec.Struct, frozen=True):
@@ -51,8 +51,8 @@ class DiscoveryReport(msgspec.Struct, frozen=True):
 
 
 class KeptWorker(msgspec.Struct, frozen=True):
-    """A discovered worker in the state directory: which discovery found it, and whether it was
-    deleted over HTTP while listed."""
+    """A discovered worker as stored in the state directory: which discovery found it, and whether
+    it was deleted over HTTP while the discovery listed it."""
 
     key: str  # hash of its endpoint
     worker_id: int

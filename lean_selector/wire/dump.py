@@ -1,9 +1,9 @@
-"""The text of GET /dump: a partition's index as the events that rebuild it.
+"""The text of GET /dump: events from which a partition's index can be rebuilt.
 
-Written in parts of bounded work; dumps of any selector or standalone indexer can be read. Our
-entries also have the model_name and tenant_id (the key alone is ambiguous if a name contains a
-colon) and the watermarks of the sources; peers ignore unknown keys. Knows neither HTTP nor the
-index. Spec: indexer.md 4.1, 4.2 and 7.5."""
+The text is written in parts of bounded work. The reader accepts dumps of any selector or standalone
+indexer. Our entries also have the model_name and tenant_id (the key alone is ambiguous if a name
+contains a colon) and the watermarks of the sources; peers ignore unknown keys. Independent of HTTP
+and of the index. Spec: indexer.md 4.1, 4.2 and 7.5."""
 
 import struct
 from array import array
@@ -35,7 +35,7 @@ from lean_selector.wire.dump_shapes import (
 
 _TIER_NAMES = {tier: tier.name.lower() for tier in Tier}
 _TIERS = {name: tier for tier, name in _TIER_NAMES.items()}
-# Blocks in one part of the text; encoding takes some 0.2 ms, or 0.5 as events of one block each.
+# Blocks per part. A part takes some 0.2 ms to encode, or 0.5 ms if each event has one block.
 _PART_BLOCKS = 512
 
 _encode = msgspec.json.Encoder().encode
@@ -45,11 +45,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_dump(partitions: Sequence[PartitionDump], *, as_1_6: bool = False) -> Iterator[bytes]:
-    """The whole text in parts, with entries in the given order; with `as_1_6`, only fields of 1.6.
+    """Yield the whole text in parts, entries in the given order. With `as_1_6`, only fields of 1.6.
 
     Partitions with equal keys (model `a:b` of tenant `c`, model `a` of tenant `b:c`) all appear:
-    the first has the key, the others have it with colons added, and the names in the entry
-    distinguish them. A peer that reads only keys gets the first one right."""
+    the first has the key, and the others have the key with colons added. The names in an entry
+    distinguish them. A peer that reads only keys applies the first one correctly."""
     if not partitions:
         yield b"{}"
         return
@@ -89,7 +89,7 @@ def _keys(partitions: Sequence[PartitionDump]) -> list[str]:
 
 
 def _events(runs: Iterator[list[StoredRun]], as_1_6: bool) -> Iterator[bytes]:
-    """Events joined by commas; ids count from 0 within each tier."""
+    """Yield events joined by commas. Event ids count from 0 within each tier."""
     ids = dict.fromkeys(Tier, 0)
     part: list[bytes] = []
     blocks = 0
@@ -127,7 +127,7 @@ class NotADump(ValueError):
 
 
 class BadEvent(ValueError):
-    """One event cannot be read; the others of its entry count."""
+    """One event cannot be read. The other events of the entry can still be used."""
 
 
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -139,8 +139,8 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str]]:
-    """The entries of a dump, and why other entries were skipped. Unless an entry has names, its key
-    is split at the last colon. Raises NotADump."""
+    """Return the entries of a dump, and for each skipped entry the reason. If an entry has no
+    names, its key is split at the last colon. Raises NotADump."""
     try:
         entries = _decode_keys(body)
     except _UNREADABLE as error:
@@ -168,7 +168,7 @@ def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str
 
 
 def _watermarks(raw: Raw | UnsetType) -> dict[RankKey, int]:
-    """The valid watermarks; a missing one only costs a replay."""
+    """Return the valid watermarks. A missing watermark only costs a replay."""
     if raw is UNSET:
         return {}
     try:
@@ -184,7 +184,7 @@ def _watermarks(raw: Raw | UnsetType) -> dict[RankKey, int]:
 
 
 def decode_event(raw: Raw) -> DumpEvent:
-    """One event of an entry. Raises BadEvent."""
+    """Decode one event of an entry. Raises BadEvent."""
     try:
         return _event(_decode_tier_event(raw))
     except (*_UNREADABLE, OverflowError) as error:
@@ -218,5 +218,5 @@ def _event(read: ReadTierEvent) -> DumpEvent:
 
 
 def _hashes(hashes: list[int]) -> "array[int]":
-    """The hashes as unsigned 64-bit; OverflowError if one is out of range."""
+    """Pack hashes as unsigned 64-bit. Raises OverflowError if one is out of range."""
     return array("Q", hashes)

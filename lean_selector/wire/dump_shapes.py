@@ -1,7 +1,6 @@
-"""The structs of a dump: input of the writer, its JSON, and what the reader accepts.
+"""The structs of a dump: the writer's input, the JSON, and what the reader accepts.
 
-Reading and writing have separate types: a reader accepts more than we ever write.
-"""
+Reading and writing have separate types, because the reader accepts more than we ever write."""
 
 from array import array
 from collections.abc import Iterator
@@ -16,8 +15,8 @@ from lean_selector.wire.scalars import U32, NonNegative
 
 
 class PartitionDump(msgspec.Struct, frozen=True):
-    """A partition to write. `watermarks` are the positions of its sources when `runs` began; `runs`
-    may contain later events, and applying those again is harmless."""
+    """A partition to write. `watermarks` are the positions of the partition's sources when `runs`
+    began. `runs` may include later events; a replay applies those again, which is harmless."""
 
     model_name: str
     tenant_id: str
@@ -43,7 +42,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoredData(msgspec.Struct, frozen=True, gc=False):
-    """The content of an event: only stored blocks here."""
+    """The content of an event. A dump stores blocks, and never removes them."""
 
     stored: Stored
 
@@ -57,7 +56,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event, with its tier."""
+    """An event together with the tier of its blocks."""
 
     worker_id: int
     storage_tier: str
@@ -65,7 +64,7 @@ class TierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
-    """A `TierEvent` of the 1.6 dialect; here the domain of the residency is always the worker."""
+    """A `TierEvent` of the 1.6 dialect. The residency's domain is always the worker here."""
 
     worker_id: int
     storage_tier: str
@@ -74,7 +73,7 @@ class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Names(msgspec.Struct, frozen=True):
-    """Fields of an entry that the reference lacks; encoded without braces."""
+    """Fields of an entry that the reference does not write; encoded without braces."""
 
     model_name: str
     tenant_id: str
@@ -82,7 +81,7 @@ class Names(msgspec.Struct, frozen=True):
 
 
 class DumpedPartition(msgspec.Struct, frozen=True):
-    """One entry as read; its events are decoded by `decode_event`."""
+    """One entry as it was read. `decode_event` decodes its events."""
 
     model_name: str
     tenant_id: str
@@ -92,7 +91,7 @@ class DumpedPartition(msgspec.Struct, frozen=True):
 
 
 class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive blocks that a rank holds. `local_hashes` is 8 bytes per block, little-endian."""
+    """Consecutive blocks that a rank holds. `local_hashes` has 8 bytes per block, little-endian."""
 
     worker_id: int
     dp_rank: int

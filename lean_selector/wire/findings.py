@@ -1,4 +1,5 @@
-"""Findings of `lean-selector check` and of the page, and the answers that they are derived from."""
+"""Findings of `lean-selector check` and of the page, and the answers from which they are
+derived."""
 
 import msgspec
 
@@ -7,7 +8,7 @@ from lean_selector.wire.selection_bodies import KvSource, WorkerHealthDetail
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the table."""
+    """One line of the report."""
 
     level: str  # ok, note, warning or error
     subject: str  # "selector", "worker 3", "worker 3 rank 1"
@@ -19,18 +20,18 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class WorkerRecord(msgspec.Struct):
-    """A row of GET /workers?detail=true; the reference has only some of these fields."""
+    """A row of GET /workers?detail=true. The reference returns only some of these fields."""
 
     worker_id: int
     model_name: str
-    lifecycle: str  # workers of a slot tracker have none, and are not checked
+    lifecycle: str  # empty for workers of a slot tracker, which are not checked
     tenant_id: str = "default"
     routing_group: str | None = None  # the tenant, as 1.6 names it
     endpoint: str | None = None
     block_size: int | None = None
     total_kv_blocks: int | None = None
     data_parallel_size: int | None = None  # None: one rank
-    health: WorkerHealthDetail | None = None  # None: the reference
+    health: WorkerHealthDetail | None = None  # None if the selector is the reference
     not_schedulable_reasons: list[str] = []
 
     def __post_init__(self) -> None:
@@ -46,8 +47,7 @@ class Readiness(msgspec.Struct):
 
 
 class SelectorFacts(msgspec.Struct):
-    """What a selector reports about itself. The reference reports neither sources nor
-    discoveries."""
+    """What a selector reports about itself. The reference reports no sources and no discoveries."""
 
     is_ready: bool
     workers: list[WorkerRecord]

@@ -21,13 +21,13 @@ class FleetWorker(msgspec.Struct, frozen=True):
 
 
 class FleetRank(msgspec.Struct, frozen=True, gc=False):
-    """A rank's state, its load, and totals since it was registered."""
+    """A rank's state, its load, and counts since the rank was registered."""
 
     worker_id: int
     dp_rank: int
-    state: str  # in_service, probation, ejected; if the worker is not schedulable, its lifecycle
+    state: str  # in_service, probation, ejected; or the lifecycle of an unschedulable worker
     since: int | None  # start of the ejection or probation, or None
-    source: str | None  # state of its source of KV events; None: it has no source
+    source: str | None  # state of the rank's source of KV events; None: no source
     source_since: int | None
     prefill_tokens: int = 0
     decode_blocks: int = 0
@@ -46,14 +46,14 @@ class FleetRank(msgspec.Struct, frozen=True, gc=False):
 
 
 class FleetModel(msgspec.Struct, frozen=True):
-    """A model and tenant that has had a worker."""
+    """A partition (model and tenant) that has or had a worker."""
 
     model_name: str
     tenant_id: str
     block_size: int
     pending_count: int
     pending_isl_tokens: int
-    shed: int  # total requests shed
+    shed: int  # requests shed since the start
 
 
 class Fleet(msgspec.Struct):
@@ -68,26 +68,26 @@ class Fleet(msgspec.Struct):
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The changes since the previous event; with `whole`, everything."""
+    """The changes since the previous event; if `whole` is true, the whole state."""
 
     whole: bool
     version: str
     now: float
-    monotonic: float  # seconds, in the clock of a choice's `at`
+    monotonic: float  # seconds, on the clock of a choice's `at`
     workers: list[FleetWorker] | UnsetType = UNSET
     ranks: list[FleetRank]
-    gone: list[str]  # WORKER/RANK
+    gone: list[str]  # removed ranks as WORKER/RANK
     models: list[FleetModel]
     findings: list[Finding] | UnsetType = UNSET
-    seen: int  # total choices since a page was opened
+    seen: int  # number of choices since a page was opened
     choices: list[Decision]
 
 
 class PrefixTree(msgspec.Struct, frozen=True):
-    """An item of GET /prefixes: the largest runs in the index of a model and tenant."""
+    """An item of GET /prefixes: the longest prefixes in the index of a model and tenant."""
 
     model_name: str
     tenant_id: str
     block_size: int
-    held_blocks: int  # on all ranks and tiers
+    held_blocks: int  # total over all ranks and tiers
     runs: list[UpperRun]

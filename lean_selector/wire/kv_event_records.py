@@ -1,7 +1,8 @@
-"""One decoded event of any layout, converted into the record that the index applies.
+"""Convert a decoded event of any layout into the record that the index applies.
 
-Interprets the fields: tiers, unsigned hashes, flat tokens, and the salt and multimodal hashes among
-the extra keys. Knows no batch, and no bytes except keys. Spec: indexer.md 1.4 and 2.2; D26."""
+Interprets the event's fields: tiers, unsigned hashes, flat tokens, and the salt and multimodal
+hashes among the extra keys. Handles no batches, and no bytes except keys. Spec: indexer.md 1.4 and
+2.2; D26."""
 
 import re
 from typing import cast
@@ -34,17 +35,17 @@ from lean_selector.wire.kv_event_shapes import (
     Token,
 )
 
-DETAIL_CHARACTERS = 200  # characters of a peer's text that go into messages
+DETAIL_CHARACTERS = 200  # a message quotes at most this many characters of a peer's text
 
-# Raised by msgspec for invalid or truncated values, wrong types, invalid UTF-8, and deep nesting.
+# What msgspec raises: invalid or truncated values, wrong types, invalid UTF-8, deep nesting.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _EVENT_TYPES = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
 _MM_IDENTIFIER = re.compile(r"[0-9a-fA-F]{64}\Z")
 
-# Extra keys of an unknown kind, by the name in the counts.
+# Types of extra keys that are not known -> the name under which they are counted.
 _KINDS = {type(None): "nil", float: "float", dict: "map", list: "list"}
-_UNKNOWN_KEY_SEED = 26  # may be any field of the seed except that of tokens
+_UNKNOWN_KEY_SEED = 26  # a hash seed; any number that differs from the seed for tokens
 _ANYWHERE = 2**63
 
 # Names and texts that may be sent as MessagePack bin.
@@ -65,8 +66,8 @@ _TIERS: dict[str | None, Tier] = {
 
 
 class Skips:
-    """The events of a slice that could not be decoded: counts, and an error text for the last of
-    each kind. A message can contain a million of them, so no object is created per event."""
+    """Counts the events of a slice that could not be decoded, and keeps the last error text of each
+    kind. A message can have a million such events, so no object is created per event."""
 
     def __init__(self) -> None:
         self._by_kind: dict[tuple[str, str], SkippedEvent] = {}
@@ -91,7 +92,7 @@ class Skips:
 
 
 def record_of(event: ArrayEvent | MapEvent) -> Event | None:
-    """The record for a typed event; ValueError if its fields contradict each other."""
+    """Return the record for a typed event; ValueError if its fields contradict each other."""
     if isinstance(event, ArrayStored):
         return stored_record(event)
     if isinstance(event, MapStored):
@@ -115,12 +116,12 @@ def stored_record(
     salt: str | None = None,
     infos: MultimodalInfos | None = None,
 ) -> BlockStored:
-    """The record for a stored event. `salt` and `infos` occur in the map form only."""
+    """Return the record for a stored event. Only the map form can have `salt` and `infos`."""
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
     mm_hashes, unknown_keys, next_token = None, None, None
-    # reported separately, but it was part of the prefix that the engine was given
+    # reported in its own field, but with the prefix that was given to the engine
     if salt is not None:
         salt = salt.removeprefix(ENGINE_SALT_PREFIX)
     if event.extra_keys:
@@ -154,7 +155,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """The token after the last of this many blocks, if known."""
+    """Return the token that follows the first `blocks` blocks, if known."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None
@@ -162,13 +163,13 @@ def _token_behind(lookahead: object, blocks: int) -> int | None:
 
 
 def _u64(value: Hash) -> int:
-    """A negative number means the same bits unsigned; of bytes, the last eight count, big-endian,
-    as in vLLM's own ints."""
+    """Return a hash as unsigned 64-bit integer. A negative int keeps its bits. Of bytes, the last
+    eight are used, big-endian, as vLLM itself computes ints from them."""
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & U64_MAX
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:
-    """The number of blocks with a hash and all their tokens; a pair counts as a token."""
+    """Return how many blocks have a hash and all their tokens (a pair counts as one)."""
     size = event.block_size
     return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
 
@@ -184,7 +185,7 @@ def u64s(values: list[Hash]) -> list[int]:
 
 
 def _flattened(pairs: list[Token]) -> list[int]:
-    """[(a, b), (b, c), ...] -> [a, b, c, ...]."""
+    """Flatten token pairs: [(a, b), (b, c), ...] -> [a, b, c, ...]."""
     tokens: list[int] = []
     second = 0
     for pair in pairs:
@@ -197,14 +198,14 @@ def _flattened(pairs: list[Token]) -> list[int]:
 
 
 def tier_of(medium: str | None) -> Tier | None:
-    """The tier of a medium; None for an unknown name."""
+    """Return the tier that an engine calls `medium`; None for an unknown name."""
     tier = _TIERS.get(medium)
     return _TIERS.get(medium.upper()) if tier is None and medium is not None else tier
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Whether the blocks are elsewhere: any text except LOCAL says so, and a value of another type
-    is ignored. Blocks on a secondary tier belong to the worker if it is LOCAL (D26)."""
+    """Whether the blocks are outside of the worker. A text in `locality` decides: LOCAL means no,
+    any other yes. Otherwise any text in `ownership` means yes. Other types are ignored (D26)."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""
@@ -220,14 +221,14 @@ def _salt_of(keys: list[object] | None) -> str | None:
 def _mm_hashes_of_keys(
     event: ArrayStored | MapStored,
 ) -> tuple[list[list[int] | None] | None, dict[str, int] | None]:
-    """The hashes of each block, and counts of the unknown kinds of keys. Unknown keys enter a
-    block's hash as a number, so no prompt has this hash, and the blocks below are unreachable
+    """Return the multimodal hashes per block, and the counts of unknown kinds of keys. An unknown
+    key is hashed to a number that no prompt has. So the block and those below it match nothing
     (D26)."""
     extra_keys = event.extra_keys[: _blocks(event)] if event.extra_keys else []
     if not any(extra_keys):
         return None, None
     unknown: dict[str, int] = {}
-    # An object may begin after the block, in tokens that the engine's hash looks ahead to.
+    # An object may begin behind the block, in tokens that the engine's hash looks ahead to.
     end = event.block_size if event.lookahead_token_ids is not None else _ANYWHERE
     mm_hashes = [
         _mm_hashes_of_block(keys, event.lora_name, end, unknown) if keys else None
@@ -239,10 +240,10 @@ def _mm_hashes_of_keys(
 def _mm_hashes_of_block(
     keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
 ) -> list[int] | None:
-    """The multimodal hashes among a block's keys. An identifier is any text before an offset, or 64
-    hex digits alone that are not the name of an adapter; the first 16 of 64 hex digits are the
-    hash. Other texts, bytes and integers name things that are hashed otherwise, such as an
-    adapter."""
+    """Return the multimodal hashes among a block's extra keys. A multimodal identifier is any text
+    with an offset, or a text of 64 hex digits that is not the adapter's name. Of 64 hex digits the
+    first 16 are the hash. Other texts, bytes and integers name things that are hashed otherwise,
+    such as an adapter."""
     hashes = []
     others = []
     for key in keys:
@@ -270,14 +271,14 @@ def _mm_hashes_of_block(
 
 
 def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
-    """The multimodal hashes of each block; used instead of the extra keys, even if empty."""
+    """Return the multimodal hashes per block; these replace the extra keys, even if empty."""
     return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]
 
 
 def rearranged(event: object) -> dict[str, object]:
-    """The fields of an untyped event, named as in the map form. Names and texts may be bin. In the
-    tail of an array, a field of the wrong type is left out. Raises ValueError if it is not an
-    event."""
+    """Return the fields of an untyped event, named as in the map form. Names and texts may be bin.
+    In the tail of an array, a field of the wrong type is omitted. Raises ValueError if `event` is
+    not an event."""
     if isinstance(event, list):
         fields = _by_position(event)
     elif isinstance(event, dict):

@@ -17,14 +17,14 @@ import msgspec
 from msgspec import Meta, Struct
 
 Hash = int | bytes  # signed or unsigned; bytes if vLLM is configured not to send ints
-Token = int | tuple[int, int]  # pairs (t[i], t[i + 1]) from EAGLE workers; not checked for u32 here
+Token = int | tuple[int, int]  # EAGLE workers send pairs (t[i], t[i + 1]); unchecked for u32
 GroupIdx = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 BlockSize = Annotated[int, Meta(ge=0)]
 
 
 class MultimodalObject(Struct, gc=False):
     mm_hash: Annotated[int, Meta(ge=0)]
-    offsets: object  # required, but not hashed
+    offsets: object  # required by the layout, but not hashed
 
 
 class MultimodalInfo(Struct, gc=False):
@@ -32,7 +32,7 @@ class MultimodalInfo(Struct, gc=False):
 
 
 ExtraKeys = list[list[object] | None]
-Lookahead = list[list[int]]  # per block: the following tokens that the engine's hash covers
+Lookahead = list[list[int]]  # per block: the tokens after it that the engine's hash covers
 MultimodalInfos = list[MultimodalInfo | None]
 
 
@@ -109,7 +109,7 @@ MapEvent = MapStored | MapRemoved | MapCleared | MapIgnored
 
 
 class ArrayEvents(Struct, array_like=True, gc=False):
-    """The usual batch, `[ts, events, rank]`; the oldest vLLM and SGLang send no rank."""
+    """The usual batch, `[ts, events, rank]`; the oldest vLLM and SGLang omit the rank."""
 
     ts: float
     events: list[ArrayEvent]
@@ -122,7 +122,8 @@ class MapEvents(Struct, array_like=True, gc=False):
     dp_rank: int | None = None
 
 
-# What the publisher sends, like the engines themselves --------------------------------------------
+# Events that our publisher sends, as an engine would
+# -----------------------------------------------
 
 
 class PublishedStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False, omit_defaults=True):
@@ -163,13 +164,13 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class LoadStat(Struct, array_like=True, tag=True, gc=False):
-    """SGLang's published load, on its own socket; before 0.5.23 it ended with the rank."""
+    """The load of SGLang, published on its own socket. Before 0.5.23 it ended with the rank."""
 
     running_requests: Count
     waiting_requests: Count
     kv_tokens: Count
     kv_token_capacity: Count  # 0: unknown
-    dp_rank: object = None  # number of the socket; not used
+    dp_rank: object = None  # number of the engine's socket; not used
     waiting_uncached_tokens: Count | None = None
     total_tokens: Count | None = None
     max_running_requests: Count | None = None

@@ -1,11 +1,11 @@
 """Decode event batches of vLLM, SGLang and TRT-LLM, in all their layouts, into records.
 
-An event that cannot be decoded is skipped and counted by reason; the rest of its batch is kept.
-msgspec has no union of maps and arrays, so the first event selects one of two typed decoders. A
-batch that fits into a window and that this decoder accepts is decoded at once. Any other batch is
-decoded in slices of bounded work: an event that the typed decoders refuse is decoded untyped and
-normalized, and an event larger than a window becomes several records. Knows nothing of the index.
-Spec: indexer.md 1.3 and 1.4; D25."""
+An event that cannot be decoded is skipped and counted by reason; the other events of the batch are
+used. msgspec has no union of maps and arrays, so the first event selects one of two typed decoders.
+A batch is decoded at once if it fits into a window and the typed decoder accepts it. Any other
+batch is decoded in slices of bounded work: an event that the typed decoders refuse is decoded
+untyped and normalized, and an event larger than a window becomes several records. Independent of
+the index. Spec: indexer.md 1.3 and 1.4; D25."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -56,26 +56,24 @@ from lean_selector.wire.messagepack import (
     size_of,
 )
 
-# A message is scanned once to find its parts: some 10 ms at this size, if its values are small.
+# A message is scanned once to find its parts: at this size, some 10 ms if its values are small.
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 MAX_BATCH_EVENTS = 1 << 16
 MAX_EVENT_BLOCKS = 1 << 16  # a prompt of 1 M tokens in blocks of 16
-MAX_BLOCK_TOKENS = (
-    4096  # per block, in an event that is decoded in parts; real blocks have up to 256
-)
-# Per slice. Events that cannot be decoded take longest: some 8 us each.
+MAX_BLOCK_TOKENS = 4096  # per block, if an event is decoded in parts; real blocks have up to 256
+# Events per slice. Those that cannot be decoded take longest, some 8 us each.
 SLICE_EVENTS = 256
-# Per part, whose input must fit into a window.
+# Blocks per part; the input of a part must fit into a window.
 PART_BLOCKS = 512
 PART_BLOCKS_WITH_KEYS = 32
 PART_TOKENS = 4096  # pairs of tokens take 45 KB
-_MAX_FIELDS = 1024  # of the map or array of a batch or large event; known layouts have up to 16
-_MAX_FIELD_BYTES = 4096  # of each field of a large event, except lists
+_MAX_FIELDS = 1024  # in the map or array of a batch or large event; known layouts have up to 16
+_MAX_FIELD_BYTES = 4096  # per field of a large event, except lists
 
-# The keys for the rank in a batch that is a map.
+# Key of the rank, in a batch that is a map.
 _RANK_NAMES = ("data_parallel_rank", "dp_rank", "attn_dp_rank")
 _I32 = range(-(2**31), 2**31)
-_POSITIONS = 17  # positions of an event's array that are read
+_POSITIONS = 17  # number of positions that are read from an event in array form
 _LISTS = ("block_hashes", "token_ids", "extra_keys", "block_mm_infos", "lookahead_token_ids")
 _NAMES: set[object] = {*_LISTS, *TEXT_FIELDS, "parent_block_hash", "block_size", "group_idx"}
 _NAMES |= {str(name).encode() for name in _NAMES}
@@ -100,7 +98,7 @@ Slices = Iterator[EventBatch | None]  # in order; None: nothing to apply yet
 
 
 class NotABatch(ValueError):
-    """The payload is not an event batch: nothing in it can be attributed to a rank."""
+    """The payload is not an event batch, so nothing in it can be attributed to a rank."""
 
 
 class TooManyEvents(NotABatch):
@@ -122,8 +120,8 @@ def decode_small(payload: Bytes) -> EventBatch | None:
 
 
 def batch_slices(payload: Bytes) -> Slices:
-    """Decode any batch of at most MAX_BATCH_BYTES in slices of bounded work. Raises only NotABatch,
-    and only before the first slice."""
+    """Decode any batch of at most MAX_BATCH_BYTES in slices of bounded work. Raises NotABatch
+    before the first slice, and nothing else."""
     try:
         dp_rank, pieces = _rank_and_pieces(memoryview(payload))
     except NotABatch:
@@ -141,8 +139,8 @@ def batch_slices(payload: Bytes) -> Slices:
 
 
 def _rank_and_pieces(data: memoryview) -> tuple[int | None, list[tuple[memoryview, int]]]:
-    """Split a batch without decoding its events. It is an array, or a map as one vLLM revision
-    sent."""
+    """Split a batch without decoding its events. A batch is an array; one vLLM revision sent
+    maps."""
     count, at = count_of(data)
     if count > _MAX_FIELDS:
         raise NotABatch(f"a batch of more than {_MAX_FIELDS} fields")
@@ -180,8 +178,8 @@ def _pieces(events: ListReader[Raw]) -> list[tuple[memoryview, int]]:
 
 
 def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[bytes, Raw]:
-    """The undecoded fields of a large event; ValueError if it is neither array nor map, or has too
-    many fields."""
+    """Return the undecoded fields of a large event. Raises ValueError if it is neither array nor
+    map, or has too many fields."""
     count, _ = count_of(data)
     if count > _MAX_FIELDS:
         raise ValueError(f"more than {_MAX_FIELDS} fields")
@@ -194,7 +192,7 @@ def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[byt
 
 
 def _value(data: memoryview, most: int) -> object:
-    """A decoded value; an empty tuple (never a decoded value) if it has more than `most` bytes."""
+    """Decode a value. If it has more than `most` bytes, return (), which no value decodes to."""
     return _untyped(data) if len(data) <= most else ()
 
 
@@ -203,8 +201,8 @@ def _typed(payload: Bytes) -> ArrayEvents | MapEvents:
 
 
 def _first_event_is_array(payload: Bytes) -> bool:
-    """Look at the byte after `[float64 ts, [`, with which every known producer starts. A wrong
-    guess costs time only."""
+    """Guess from the byte after `[float64 ts, [`, with which all known engines start. A wrong guess
+    costs time only."""
     if len(payload) < 16:
         return False
     start = 11 + {0xDC: 2, 0xDD: 4}.get(payload[10], 0)
@@ -224,8 +222,8 @@ def _of_piece(dp_rank: int | None, piece: memoryview, count: int) -> EventBatch:
 def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> EventBatch:
     events: list[Event] = []
     skips: Skips | None = None
-    removal: BlockRemoved | None = None  # the last record, if the next event can extend it
-    medium: str | None = None  # the medium of that record's event
+    removal: BlockRemoved | None = None  # the last record, if the next event may extend it
+    medium: str | None = None  # the medium of the event that made the record
     for event in typed:
         plain = _plain_removal(event)
         if plain is not None and removal is not None and plain.medium == medium:
@@ -247,7 +245,7 @@ def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> Event
 
 
 def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | None:
-    """The event, if it is a removal that has only blocks and a tier."""
+    """Return the event if it is a removal with only blocks and a tier; otherwise None."""
     if isinstance(event, ArrayRemoved):
         is_plain = event.group_idx is None and event.kind_or_locality is None
         return event if is_plain and event.ownership is None else None
@@ -259,7 +257,7 @@ def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | 
 
 
 def _apart(dp_rank: int | None, raw_events: list[Raw]) -> EventBatch:
-    """Decode a piece with unusual content event by event."""
+    """Decode a piece with unusual content, event by event."""
     events: list[Event] = []
     skips = Skips()
     for raw in raw_events:
@@ -270,7 +268,7 @@ def _apart(dp_rank: int | None, raw_events: list[Raw]) -> EventBatch:
 
 
 def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
-    """Decode one event as typed if its layout is known, otherwise normalized; None for
+    """Decode one event: typed if its layout is known, otherwise untyped and normalized. None for
     `Ignored`."""
     decode = _array_event if is_array(raw[0]) else _map_event
     try:
@@ -288,11 +286,11 @@ def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
 
 
 def _slices_of_large(dp_rank: int | None, data: memoryview) -> Slices:
-    """The records of an event that is larger than a window, part by part.
+    """Yield the records of an event that is larger than a window, part by part.
 
     All hashes are decoded before the first part, so an event that refers to itself is skipped as a
-    whole. Invalid tokens end the event: the blocks before them count, as if the engine had sent
-    only those."""
+    whole. At an invalid token the event ends: the blocks before the token are used, as if the
+    engine had sent only those."""
     tag: object = None
     try:
         fields, lists = _large_fields(data)
@@ -322,7 +320,7 @@ def _slices_of_large(dp_rank: int | None, data: memoryview) -> Slices:
 
 
 def _large_fields(data: memoryview) -> tuple[dict[str, object], dict[str, Raw]]:
-    """The fields of a large event by name, and separately its undecoded lists."""
+    """Return the fields of a large event by name, and apart from them its undecoded lists."""
     unread = _fields_of(data)
     fields: dict[str, object] = {}
     if isinstance(unread, list):
@@ -345,7 +343,7 @@ def _unless_array(raw: Raw) -> object:
 
 
 def _bound_of(event: MapStored | MapRemoved, blocks: int) -> SkippedEvent | None:
-    """The reason to skip an event that exceeds a bound, or None."""
+    """Return why an event exceeds a limit and must be skipped; None if it does not."""
     event_type = "stored" if isinstance(event, MapStored) else "removed"
     if blocks > MAX_EVENT_BLOCKS:
         return SkippedEvent(event_type, "too_many_blocks", f"it has {blocks} blocks")
@@ -370,7 +368,7 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
     above = [] if parent is None else u64s([parent])
     is_twice = len({*above, *hashes}) != len(above) + len(hashes)
     if is_twice:
-        hashes = hashes[:1] * 2  # too many: refused for the duplicate, if not for an earlier reason
+        hashes = hashes[:1] * 2  # two suffice: the record is refused for the duplicate
     tokens = ListReader(lists["token_ids"], _tokens)
     keys = ListReader(lists["extra_keys"], _keys) if "extra_keys" in lists else None
     infos = ListReader(lists["block_mm_infos"], _infos) if "block_mm_infos" in lists else None
@@ -401,8 +399,8 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
 
 
 def _checked_rank(rank: object) -> int | None:
-    """A negative rank means the same as nil. A rank beyond i32 fits no worker, as in the
-    reference."""
+    """Return the rank. Negative means None, like nil; so does a rank beyond i32, which fits no
+    worker (as in the reference)."""
     if rank is None:
         return None
     if type(rank) is not int or rank not in _I32:

@@ -1,4 +1,4 @@
-"""Additions to msgspec: read a list in windows, and a value that is followed by other bytes."""
+"""Additions to msgspec: read a list in windows, and read a value that other bytes follow."""
 
 import re
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from typing import Generic, TypeVar
 import msgspec
 from msgspec.msgpack import Decoder
 
-# Bytes decoded in one step: at most 2 ms as Python objects, whatever the content.
+# Bytes per decoding step: at most 2 ms as Python objects, whatever the content.
 WINDOW_BYTES = 64 * 1024
 
 Bytes = bytes | memoryview
 _T = TypeVar("_T")
 
 _skip = Decoder(msgspec.Raw).decode
-# msgspec reports bytes after the first value only in this text; a test pins it.
+# Only this text tells that bytes follow the first value; a test pins msgspec's wording.
 _TRAILING = re.compile(r"trailing characters \(byte (\d+)\)")
 
 
@@ -23,13 +23,13 @@ def is_array(tag: int) -> bool:
 
 
 def array_header(count: int) -> bytes:
-    """The header of an array of `count` values."""
+    """Return the MessagePack header of an array of `count` values."""
     return b"\xdd" + count.to_bytes(4, "big")
 
 
 def count_of(data: Bytes) -> tuple[int, int]:
-    """The number of values of an array (or pairs of a map), and where they start. Raises ValueError
-    for anything else; does not check the values."""
+    """Return the number of values of an array (or pairs of a map), and the offset of the first one.
+    Raises ValueError for other types. Does not check the values."""
     tag = data[0] if len(data) else 0xC1
     if 0x80 <= tag < 0xA0:
         return tag & 15, 1
@@ -51,7 +51,7 @@ def first_value(decode: Callable[[Bytes], _T], data: Bytes) -> _T:
 
 
 def size_of(data: Bytes) -> int:
-    """The length of the first value; other bytes may follow it."""
+    """Return the length in bytes of the first value; other bytes may follow."""
     try:
         return len(memoryview(_skip(data)))
     except msgspec.DecodeError as error:
@@ -62,16 +62,16 @@ def size_of(data: Bytes) -> int:
 
 
 def _first_end(error: msgspec.DecodeError) -> int | None:
-    """The end of the first value, if the error says that bytes follow it."""
+    """Return where the first value ends, if the error says that bytes follow the value."""
     found = _TRAILING.search(str(error))
     return int(found[1]) if found else None
 
 
 class ListReader(Generic[_T]):
-    """Reads an array from its start, in pieces."""
+    """Reads an array in pieces, from the first value to the last."""
 
     def __init__(self, data: Bytes, decode: Callable[[bytes], list[_T]]) -> None:
-        """`decode` reads an array of values. Raises ValueError if `data` is not an array."""
+        """`decode` decodes an array of values. Raises ValueError if `data` is not an array."""
         self._data = memoryview(data)
         self._decode = decode
         self.left, self._at = count_of(self._data)
@@ -80,7 +80,7 @@ class ListReader(Generic[_T]):
             raise ValueError("not an array")
 
     def take(self, count: int) -> list[_T]:
-        """The next values, fewer at the end; ValueError if they do not fit into a window."""
+        """Return the next `count` values, fewer at the end; ValueError if they exceed a window."""
         count = min(count, self.left)
         head = array_header(count)
         end = self._end_of(count)
@@ -92,12 +92,12 @@ class ListReader(Generic[_T]):
         return values
 
     def rest(self) -> memoryview:
-        """The bytes after the values read so far."""
+        """Return the bytes after the values that were read so far."""
         return self._data[self._at :]
 
     def piece(self, most: int) -> tuple[memoryview, int]:
-        """The bytes of the next values, and their number: at most `most` values that fit into a
-        window, or one larger value. Call it while values are left, on valid MessagePack."""
+        """Return the bytes of the next values and their number: at most `most` values that fit into
+        a window, or one larger value. Requires that values are left, and valid MessagePack."""
         count = min(2 * self._step, most, self.left)
         end = self._end_of(count)
         while end is None and count > 1:
@@ -112,7 +112,7 @@ class ListReader(Generic[_T]):
         return found, count
 
     def _end_of(self, count: int) -> int | None:
-        """Where this many values end; None if beyond the window."""
+        """Return the offset where this many values end; None if it is beyond the window."""
         window = self._data[self._at : self._at + WINDOW_BYTES]
         head = array_header(count)
         try:

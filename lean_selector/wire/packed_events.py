@@ -1,10 +1,10 @@
-"""Decode event batches in their usual layouts into packed lists: for the compiled form.
+"""Decode event batches in their usual layouts into packed lists. For the compiled form.
 
-Supports events as tagged maps, as vLLM and SGLang send them now, and as arrays; hashes as numbers
-or digests, u32 tokens, an adapter and a salt, and nothing else that is hashed. Any other batch is
-left to `kv_events.py`; both produce equivalent records. No Python object is created per token or
-hash. Compiled, this saves most of the work; interpreted it is slower. Knows nothing of the index.
-Spec: indexer.md 1.4."""
+Supports events as tagged maps (what vLLM and SGLang send now) and as arrays, with hashes as numbers
+or digests, u32 tokens, an adapter and a salt. Nothing else may enter the hash. Any other batch is
+left to `kv_events.py`, and both modules produce equivalent records. No Python object is created per
+token or hash, which is most of the work saved by compiling; interpreted, this module is slower.
+Independent of the index. Spec: indexer.md 1.4."""
 
 from typing import Final
 
@@ -34,11 +34,11 @@ from lean_selector.core.index.shapes import (
 from lean_selector.wire.kv_event_records import tier_of
 
 MAX_PACKED_EVENTS: Final[i64] = 256
-PART_BLOCKS: Final[i64] = 512  # blocks of one record, some 0.15 ms to apply
-_MOST_BLOCKS: Final[i64] = 1 << 16  # blocks of an event: MAX_EVENT_BLOCKS
-_MOST_TOKENS: Final[i64] = 1 << 12  # tokens of a block: MAX_BLOCK_TOKENS
+PART_BLOCKS: Final[i64] = 512  # blocks per record, which take some 0.15 ms to apply
+_MOST_BLOCKS: Final[i64] = 1 << 16  # blocks per event: MAX_EVENT_BLOCKS
+_MOST_TOKENS: Final[i64] = 1 << 12  # tokens per block: MAX_BLOCK_TOKENS
 _MOST_KEY: Final[i64] = 63  # characters of an extra key; one of 64 may be a hash in hex
-_FEW: Final[i64] = 8  # up to this many hashes are compared with each other
+_FEW: Final[i64] = 8  # up to this many hashes are compared pairwise
 _WIDTHS: Final = b"\x04\x08\x01\x02\x04\x08\x01\x02\x04\x08"  # sizes of numbers, from 0xCA to 0xD3
 
 _NIL: Final[i64] = 0xC0
@@ -58,7 +58,7 @@ _GROUP: Final[i64] = 128
 _KIND: Final[i64] = 256
 _LOCALITY: Final[i64] = 512
 _SALT: Final[i64] = 1024
-_OTHER: Final[i64] = 2048  # only the other decoder supports it, unless it is nil
+_OTHER: Final[i64] = 2048  # a field that only `kv_events.py` supports, unless it is nil
 _OF_STORED: Final = _PARENT | _TOKENS | _SIZE | _ADAPTER | _KEYS | _SALT  # not allowed in a removal
 _FIELDS: Final = {
     b"block_hashes": 1,
@@ -80,12 +80,12 @@ _FIELDS: Final = {
 
 
 class _Unusual(Exception):
-    """The batch must be decoded by the other decoder."""
+    """Raised if `kv_events.py` must decode the batch."""
 
 
 def packed_batch(payload: bytes) -> EventBatch | None:
-    """Decode a whole batch, or return None. Events of more than PART_BLOCKS blocks become several
-    records. Bytes after the first value are ignored."""
+    """Decode a whole batch; None if the layout is unusual. An event of more than PART_BLOCKS blocks
+    becomes several records. Bytes after the first value are ignored."""
     try:
         return _Reader(payload).batch()
     except (_Unusual, IndexError, UnicodeDecodeError):  # IndexError: truncated
@@ -104,7 +104,7 @@ class _Reader:
         self._gone_tier: Tier | None = None
         self._gone_group: int | None = None
         self._gone_events = 0
-        # The fields of the current event.
+        # The fields of the event that is being read.
         self._first: i64 = 0  # where its block hashes start
         self._names = b""
         self._parent: int | None = None
@@ -180,7 +180,7 @@ class _Reader:
             raise _Unusual
 
     def _fields(self, count: i64, is_stored: bool) -> i64:
-        """Read the fields of a map, in any order; returns which ones were present."""
+        """Read the fields of a map, in any order. Returns a bit mask of those present."""
         seen: i64 = 0
         while count > 0:
             count -= 1
@@ -265,7 +265,7 @@ class _Reader:
             raise _Unusual
         tier, group, kind = tier_of(self._medium), self._group, self._kind
         adapter, salt = self._adapter or None, self._salt
-        # reported separately, but it was part of the prefix that the engine was given
+        # reported in its own field, but with the prefix that was given to the engine
         if salt is not None:
             salt = salt.removeprefix(ENGINE_SALT_PREFIX)
         salt = salt or self._key_salt or None
@@ -300,7 +300,7 @@ class _Reader:
         if fields > 3 and not self._passes_nil():
             self._group = self._below(1 << 31)
         if fields > 4:
-            self._here()  # this may also be a kind
+            self._here()  # older layouts have the kind here
         if fields > 5:
             self._unused()  # ownership
         self._step_over(fields - 6)
@@ -338,7 +338,7 @@ class _Reader:
         return value
 
     def _array(self) -> i64:
-        """The length of an array; the header is read."""
+        """Read the header of an array, and return the array's length."""
         tag: i64 = self._byte()
         if tag & 0xF0 == 0x90:
             return tag & 15
@@ -356,7 +356,7 @@ class _Reader:
         return out.getvalue()
 
     def _hashes_into(self, out: BytesWriter) -> None:
-        """Read a list of hashes, 8 bytes each."""
+        """Read a list of hashes into `out`, 8 bytes each."""
         count: i64 = self._array()
         if count > _MOST_BLOCKS:
             raise _Unusual
@@ -365,7 +365,7 @@ class _Reader:
             write_i64_le(out, self._hash())
 
     def _hash(self) -> i64:
-        """Read a hash: a 64-bit number, as signed, or the last eight bytes of a digest."""
+        """Read a hash: a 64-bit number (as signed), or a digest (its last eight bytes)."""
         data, at = self._data, self._at
         tag: i64 = data[at]
         if tag == 0xCF or tag == 0xD3:
@@ -416,7 +416,7 @@ class _Reader:
         return value
 
     def _tokens(self) -> bytes:
-        """Read a list of u32, 4 bytes each."""
+        """Read a list of u32 numbers, packed to 4 bytes each."""
         count: i64 = self._array()
         out = BytesWriter()
         data, at = self._data, self._at
@@ -458,14 +458,14 @@ class _Reader:
         return self._data[start : self._at].decode()
 
     def _here(self) -> None:
-        """Read a locality, which must be LOCAL or nil."""
+        """Read a locality. Raises _Unusual unless it is LOCAL or nil."""
         word = self._text()
         if word is not None and word.upper() != "LOCAL":
             raise _Unusual
 
     def _plain_keys(self) -> None:
-        """Read extra keys that are short texts: an adapter, a salt. Those of the first block may
-        include our salt; other texts name things that are hashed elsewhere."""
+        """Read extra keys that are short texts: an adapter, a salt. The first block's keys may
+        include a salt with our prefix. Other texts name things that are hashed elsewhere."""
         count: i64 = self._array()
         is_first = True
         while count > 0:
@@ -485,7 +485,7 @@ class _Reader:
             is_first = False
 
     def _step_over(self, left: i64 = 1) -> None:
-        """Skip this many values of any kind, including nested ones."""
+        """Skip this many values of any kind, with everything nested in them."""
         data, size = self._data, i64(len(self._data))
         while left > 0:
             left -= 1
@@ -517,7 +517,7 @@ class _Reader:
                 raise _Unusual
 
     def _unused(self) -> None:
-        """Skip an unused value, which must not be a text or a list."""
+        """Skip a value that is not used. Raises _Unusual for a text or a list."""
         tag: i64 = self._data[self._at]
         is_fixed: bool = tag >= 0x90 and tag < 0xC0
         if is_fixed or (tag >= 0xC4 and tag <= 0xC6) or (tag >= 0xD9 and tag <= 0xDD):
@@ -540,7 +540,7 @@ class _Reader:
 
 
 def _differ(names: bytes, parent: int | None) -> bool:
-    """Whether the hashes differ from each other and from the parent."""
+    """Whether all hashes differ, from each other and from the parent."""
     count: i64 = i64(len(names)) >> 3
     others = names
     if parent is not None:

@@ -1,8 +1,8 @@
-"""The forms of a prompt in a request, and their normalisation.
+"""The forms in which a request can give its prompt, and how they are normalised.
 
-Order and texts of the checks follow spec selection.md 1.4: multimodal routing info, then token ids,
-then hashes with `isl_tokens`; the first form present is used, the others are only validated. Knows
-nothing of workers."""
+The order of the checks and their texts follow spec selection.md 1.4: multimodal routing info, then
+token ids, then hashes with `isl_tokens`. The first form that is present is used; the others are
+only validated. Independent of workers."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ from lean_selector.wire.selection_bodies import PromptFields
 
 
 def binary_form(body_type: type[Any]) -> type[Any]:
-    """MessagePack variant of a body: hash lists are arrays of integers of either sign, or `bin`."""
+    """MessagePack variant of a body: hash lists are arrays (integers of either sign) or `bin`."""
     return _with_hash_lists(body_type, "Binary", bytes | tuple[int, ...] | None)
 
 
 def short_form(body_type: type[Any]) -> type[Any]:
-    """Variant of a body for short JSON: hash lists are decoded directly."""
+    """Return the variant of a body for short JSON: hash lists are decoded directly."""
     return _with_hash_lists(body_type, "Short", list[int] | None)
 
 
@@ -43,9 +43,9 @@ def _with_hash_lists(body_type: type[Any], prefix: str, hashes: object) -> type[
 def prompt_to_select(
     fields: PromptFields, block_size: int, is_eagle: bool, *, may_be_empty: bool = False
 ) -> Prompt:
-    """The prompt of a route that matches it against the index. It may be empty only if
-    `may_be_empty`. Raises BadRequest with the documented text; msgspec.ValidationError for a wrong
-    shape."""
+    """Return the prompt for a route that matches prompts against the index. Raises BadRequest with
+    the documented text (unless `may_be_empty`, also for an empty prompt), and
+    msgspec.ValidationError for a wrong shape."""
     if fields.token_ids is not None or fields.mm_routing_info is not None:
         prompt = _from_tokens(fields, block_size, is_eagle)
         if prompt is not None:
@@ -58,8 +58,8 @@ def prompt_to_select(
 def prompt_to_book(
     fields: PromptFields, block_size: int, is_eagle: bool, *, is_learned: bool = False
 ) -> Prompt:
-    """The prompt of `/reservations`, which may be empty. Block hashes are read only if booked
-    prompts are assumed cached."""
+    """Return the prompt for `/reservations`, which may be empty. Block hashes are read only if
+    `is_learned` is set: booked prompts are then assumed cached."""
     prompt = _from_tokens(fields, block_size, is_eagle)
     if prompt is not None:
         return prompt
@@ -70,7 +70,7 @@ def prompt_to_book(
 
 
 def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
-    """The prompt in hash form; `with_local`: block hashes are required and must match."""
+    """Return a prompt given as hashes. `with_local`: it needs as many block hashes."""
     local = b""
     if with_local:
         if is_absent(fields.block_hashes):
@@ -96,7 +96,7 @@ def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
 
 
 def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt | None:
-    """The prompt in token form, or None."""
+    """Return a prompt given as tokens; None if there are none."""
     info = fields.mm_routing_info
     if info is not None and info.routing_token_ids:
         tokens: list[int] | bytes = info.routing_token_ids

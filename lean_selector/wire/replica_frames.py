@@ -1,15 +1,14 @@
 """Replica-sync messages: the frames that selectors and slot trackers publish to each other.
 
-Implements the MessagePack layout of slot_tracker.md section 3.2, and which inputs are accepted by
-its section 3.4. Knows nothing of sockets, nor of the effect of an event. Frames contain both names
-of the group, because 1.3 receivers need `tenant_id` and later ones `routing_group`; either one is
-read. Our events are also numbered (decision D24), in a key that the reference ignores. It ignores
-the heartbeat too, which has another topic.
+Implements the MessagePack layout of slot_tracker.md section 3.2, and section 3.4: which input is
+accepted. Independent of sockets, and of the effect of an event. Frames contain the group under both
+of its names, because 1.3 receivers need `tenant_id` and later ones `routing_group`; the decoder
+accepts either one. Our events also carry a number (decision D24), in a key that the reference
+ignores. The reference also ignores our heartbeat, which has another topic.
 
-The typed decoder accepts keys in any order, unknown keys, and missing keys that have a default.
-Only maps are read, since every sender writes maps; the reference also accepts positional arrays,
-integer keys, and bytes for text. The frames of sessions are those of selection_16.md section
-6.1."""
+The typed decoder accepts keys in any order, unknown keys, and missing keys that have a default. It
+reads only maps, since every sender writes maps; the reference also accepts positional arrays,
+integer keys, and bytes for text. The frames of sessions follow selection_16.md section 6.1."""
 
 import struct
 from collections.abc import Sequence
@@ -35,14 +34,14 @@ from lean_selector.wire.replica_shapes import (
 )
 
 TOPIC = b"dynamo.slot-tracker.v1"
-HEARTBEAT_TOPIC = TOPIC + b".lean-heartbeat"  # matches our subscription to the prefix TOPIC
+HEARTBEAT_TOPIC = TOPIC + b".lean-heartbeat"  # subscribers to TOPIC receive this too
 
 
-# A prompt of a million tokens takes 0.6 MB in blocks of 16, and 9 MB in blocks of one: 9 bytes per
-# hash, and a few hundred bytes for the rest.
+# A prompt of a million tokens takes 0.6 MB in blocks of 16, and 9 MB in blocks of one token: 9
+# bytes per hash, and a few hundred bytes for the other fields.
 MAX_EVENT_BYTES = 10 << 20
 MAX_HASHES = 1 << 20
-MAX_OTHER_BYTES = 1 << 20  # besides the hashes
+MAX_OTHER_BYTES = 1 << 20  # of a message without its hashes
 
 SESSION_TOPIC = b"dynamo.session-affinity.v1"
 # An id has at most 256 bytes, the names of a model and a group a few more.
@@ -76,7 +75,7 @@ _KIND: dict[str, EventKind] = {name: kind for kind, name in _KIND_NAME.items()}
 
 
 def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
-    """The second frame of an event, numbered if `sequence` is given; the first is always TOPIC."""
+    """Return the second frame of an event, with its number if given. The first is always TOPIC."""
     booking = event.booking
     data: Literal["MarkPrefillCompleted", "Free"] | AddVariant
     if event.kind is EventKind.ADD:
@@ -116,10 +115,10 @@ def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
 
 
 def _token_sequence(hashes: bytes) -> msgspec.Raw:
-    """8 bytes LE each, as a MessagePack array of integers in their shortest form.
+    """Encode hashes (8 bytes LE each) as a MessagePack array of integers in their shortest form.
 
-    Via Python integers a million take 160 ms. In a long prompt usually no hash is below 2^32, which
-    one comparison of all upper halves shows; then each is `cf` and 8 bytes, which takes 15 ms."""
+    Via Python integers, a million hashes take 160 ms. Usually no hash is below 2^32, which one
+    comparison of all upper halves shows. Then each is encoded as `cf` and 8 bytes, in 15 ms."""
     count = len(hashes) // 8
     if count >= _MANY_HASHES:
         upper = 0
@@ -137,12 +136,12 @@ def _token_sequence(hashes: bytes) -> msgspec.Raw:
 
 
 def encode_heartbeat(router_id: int, sequence: int) -> bytes:
-    """The second frame of a heartbeat; the first is HEARTBEAT_TOPIC."""
+    """Return the second frame of a heartbeat; the first is HEARTBEAT_TOPIC."""
     return _encode(Heartbeat(router_id, sequence))
 
 
 def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
-    """The heartbeat in a received message; raises UndecodableFrames."""
+    """Decode the heartbeat in a received message. Raises UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
     try:
@@ -152,7 +151,7 @@ def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
 
 
 def encode_session(event: SessionEvent) -> bytes:
-    """The second frame; the first is always SESSION_TOPIC."""
+    """Return the second frame of a session event; the first is always SESSION_TOPIC."""
     return _encode(
         SessionEnvelope(
             model_name=event.model_name,
@@ -167,7 +166,7 @@ def encode_session(event: SessionEvent) -> bytes:
 
 
 def decode_session(frames: Sequence[bytes]) -> SessionEvent:
-    """The binding in a received message; raises UndecodableFrames."""
+    """Decode the session binding in a received message. Raises UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
     payload = frames[1]
@@ -189,10 +188,10 @@ def decode_session(frames: Sequence[bytes]) -> SessionEvent:
 
 
 def payload_of(frames: Sequence[bytes]) -> bytes:
-    """The payload of a received message; raises UndecodableFrames."""
+    """Return the payload of a received message. Raises UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
-    if frames[0] != TOPIC:  # a prefix subscription also receives longer topics
+    if frames[0] != TOPIC:  # a subscription is for a prefix, so longer topics arrive too
         raise UndecodableFrames("another topic")
     if len(frames[1]) > MAX_EVENT_BYTES:
         raise TooBig(f"more than {MAX_EVENT_BYTES} bytes")
@@ -200,7 +199,7 @@ def payload_of(frames: Sequence[bytes]) -> bytes:
 
 
 def decode_event(payload: bytes) -> ReplicaEvent:
-    """The event in a second frame; raises UndecodableFrames."""
+    """Decode the event in a second frame. Raises UndecodableFrames."""
     try:
         envelope = first_value(_decode_envelope, payload)  # bytes after the map are ignored
         data = envelope.event.data
@@ -261,11 +260,11 @@ def _event_of(envelope: Envelope, hashes: bytes) -> ReplicaEvent:
 
 
 def _hashes(raw: msgspec.Raw) -> bytes:
-    """8 bytes LE each, from an array of u64, or nil.
+    """Pack an array of u64 (or nil) to 8 bytes LE per hash.
 
     Nearly all hashes are above 2^32, so every element is `cf` and 8 bytes. If the header agrees
-    with the length, and each ninth byte is `cf`, eight strided copies reverse the bytes: 6 us for
-    815 blocks, against 23 us via integers."""
+    with the length, and each ninth byte is `cf`, eight strided copies reverse the bytes. This takes
+    6 us for 815 blocks, against 23 us via integers."""
     data = bytes(raw)
     if data == _NIL:
         return b""

@@ -1,5 +1,5 @@
-"""Messages between replicas, as typed structs: events, heartbeats, snapshots; and the bodies of the
-routes about replicas, with both names of the endpoint (D18, D22)."""
+"""Messages between replicas, as typed structs: events, heartbeats, snapshots. Also the bodies of
+the routes for peers, where an endpoint may have either of its two names (D18, D22)."""
 
 from typing import Annotated, Literal
 
@@ -55,14 +55,14 @@ class Envelope(msgspec.Struct, gc=False, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, gc=False):
-    """The number of events that a replica has published."""
+    """How many events a replica has published so far."""
 
     router_id: U64
     lean_sequence: U64
 
 
 class SessionEnvelope(msgspec.Struct, gc=False, kw_only=True):
-    """The binding of a session, in the order of the reference."""
+    """The binding of a session to a rank; fields in the reference's order."""
 
     model_name: str
     routing_group: str
@@ -93,8 +93,8 @@ class SnapshotLine(msgspec.Struct, gc=False):
     worker_id: NonNegative
     dp_rank: U32
     router_id: NonNegative  # the replica that admitted it
-    age_s: _Age  # seconds since its last event
-    prefill_tokens: NonNegative  # outstanding tokens
+    age_s: _Age  # seconds since the reservation's last event
+    prefill_tokens: NonNegative  # prefill tokens that are not computed yet
     prefill_done: bool
     prefill_duration_s: _Age | None
     expected_output_tokens: U32 | None
@@ -107,9 +107,9 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """A SnapshotLine, encoded except for its age and the fields that can change."""
+    """A SnapshotLine in encoded form, without the age and the other fields that can change."""
 
-    before: bytes  # the text after the age
+    before: bytes  # the encoded text after the age
     after: bytes
     prefill_tokens: int
     prefill_done: bool
@@ -121,7 +121,7 @@ class SessionListHead(msgspec.Struct):
 
 
 class SessionLine(msgspec.Struct, gc=False):
-    """One bound session of GET /replica_sync/sessions."""
+    """One bound session, in GET /replica_sync/sessions."""
 
     model_name: str
     tenant_id: str
@@ -130,7 +130,7 @@ class SessionLine(msgspec.Struct, gc=False):
     dp_rank: U32 | None
     sequence: NonNegative
     writer_id: NonNegative  # the replica that made the binding
-    idle_s: _Age  # seconds since the session's last reservation there
+    idle_s: _Age  # seconds since the session's last reservation at that replica
 
     def __post_init__(self) -> None:
         if max(self.worker_id, self.sequence, self.writer_id) > U64_MAX:
@@ -153,12 +153,12 @@ class PeerUrlRequest(PeerRequest):
 
 
 class PeerState(msgspec.Struct, frozen=True):
-    """One peer in GET /replica_sync/peers?detail=true."""
+    """One peer, in GET /replica_sync/peers?detail=true."""
 
     endpoint: str
     state: str
     since_s: float  # seconds in this state
-    retries: int  # connection attempts since then
+    retries: int  # connection attempts since the state began
     last_error: str | None  # why it is not connected
 
 
@@ -166,19 +166,19 @@ class PublisherState(msgspec.Struct, frozen=True):
     """One replica that numbers its events."""
 
     router_id: int
-    sequence: int  # number of its last known event
-    heard_s: float  # seconds since its last message
+    sequence: int  # number of the last event that we know this replica published
+    heard_s: float  # seconds since the last message of this replica
     missed: int
-    is_behind: bool  # missed events are not yet repaired
+    is_behind: bool  # events were missed, and no snapshot has made up for them yet
 
 
 class CurveState(msgspec.Struct, frozen=True):
-    """State of the encryption; public keys as Z85."""
+    """The state of CURVE encryption. Public keys are Z85 text."""
 
-    public_key: str  # this replica's
-    peer_keys: int  # number of admitted keys
-    refused: int  # handshakes refused for an unknown key
-    last_refused: str | None  # the public key
+    public_key: str  # public key of this replica
+    peer_keys: int  # number of peer keys that are admitted
+    refused: int  # handshakes refused because the peer's key is unknown
+    last_refused: str | None  # the public key that was refused last
 
 
 class SyncState(msgspec.Struct, frozen=True):
@@ -187,11 +187,11 @@ class SyncState(msgspec.Struct, frozen=True):
     router_id: int
     peers: list[PeerState]
     published: int
-    refused: int  # events not published: too large, or too many waiting
-    queue_overflows: int  # times a peer's queue began to drop events
+    refused: int  # events not published, because they were too large or too many waited
+    queue_overflows: int  # how often a peer's queue began to drop events
     sequence: int  # number of the last event published or refused
     received: int
-    missed: int  # events published by numbering replicas and never received
+    missed: int  # numbered events that other replicas published and we never received
     publishers: list[PublisherState]  # the replicas that number their events
     applied: dict[str, int]  # by kind of event
     dropped: dict[str, int]  # by reason

@@ -1,8 +1,8 @@
 """A replica's live reservations (GET /replica_sync/snapshot) and bound sessions (GET
 /replica_sync/sessions), one per line.
 
-Each text is one JSON value with one item per line, so a reader can split it without parsing all of
-it at once. Times are given as ages, because replicas share no clock."""
+Each text is one JSON value with one item per line, so a reader can split the text without parsing
+it as a whole. Times are sent as ages in seconds, because replicas share no clock."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
@@ -40,8 +40,8 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
-    """The text in parts; ages are measured by `clock`, in monotonic seconds. `sequence`: the number
-    of events that this replica has published; `listed` must include their effects."""
+    """Yield the text in parts. `clock` returns monotonic seconds, from which ages are computed.
+    `sequence`: how many events this replica has published; `listed` must include their effects."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:
@@ -51,7 +51,7 @@ def encode_snapshot(
 
 
 def snapshot_head(router_id: int, sequence: int) -> bytes:
-    """The text before the first line. Each line starts with a line feed; a comma separates
+    """Return the text before the first line. Each line starts with a line feed; a comma separates
     lines."""
     return b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
 
@@ -85,11 +85,11 @@ _NO_AGE = b'"age_s":0.0'  # cannot be part of a string, where quotes are escaped
 
 
 class SnapshotLines:
-    """Cached lines for successive snapshots, since most of a line is unchanged.
+    """Caches encoded lines between snapshots, because most of a line does not change.
 
-    Call `begin` for each snapshot, then `line` for each reservation. Reservations without a call
-    since the last `begin` are dropped. The cache takes some 400 bytes per reservation, and 20 per
-    block."""
+    Call `begin` for each snapshot, then `line` for each reservation. A reservation is dropped from
+    the cache if it got no `line` call since the last `begin`. The cache takes some 400 bytes per
+    reservation, and 20 per block."""
 
     def __init__(self, router_id: int) -> None:
         self._router_id = router_id
@@ -100,7 +100,7 @@ class SnapshotLines:
         self._last, self._kept = self._kept, {}
 
     def line(self, target: ReplicaTarget, held: Reservation, now: float) -> bytes:
-        """One live reservation, as `encode_snapshot` writes it."""
+        """Return the line for one live reservation, as `encode_snapshot` writes it."""
         kept = self._last.get(held)
         if (
             kept is None
@@ -115,21 +115,21 @@ class SnapshotLines:
 
 
 class SnapshotParts(NamedTuple):
-    """A snapshot whose reservations are not decoded yet."""
+    """A snapshot that is split into lines; the reservations are not decoded yet."""
 
     router_id: int
-    sequence: int  # number of events that the replica had published; 0: not given
+    sequence: int  # how many events the replica had published; 0: not given
     lines: list[bytes]
 
 
 def split_snapshot(text: bytes) -> SnapshotParts:
-    """Split the text by lines; raises BadSnapshot."""
+    """Split a snapshot into lines. Raises BadSnapshot."""
     about, lines = _split(text, _decode_head, "snapshot")
     return SnapshotParts(about.router_id, about.sequence, lines)
 
 
 def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_Head, list[bytes]]:
-    """The head of a text, and its item lines."""
+    """Return the decoded head of a text, and its lines, one per item."""
     head, *lines = text.rstrip().split(b"\n")
     try:
         about = decode(head + b"]}")
@@ -141,8 +141,8 @@ def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_H
 
 
 def decode_line(line: bytes, clock: float) -> LiveBooking:
-    """One reservation, with times in the clock whose current time is `clock`; raises
-    BadSnapshot."""
+    """Decode one reservation. `clock` is the current time of a clock; the times returned are on
+    that clock. Raises BadSnapshot."""
     try:
         read = _decode_line(line.removesuffix(b","))
         hashes = hashes_from_json("sequence_hashes", read.sequence_hashes)
@@ -172,7 +172,7 @@ def decode_line(line: bytes, clock: float) -> LiveBooking:
 
 
 def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:
-    """The text of GET /replica_sync/sessions, in parts."""
+    """Yield the text of GET /replica_sync/sessions in parts."""
     yield b'{"version":1,"sessions":['
     end = b"\n"
     for live in sessions:
@@ -194,13 +194,13 @@ def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:
 
 
 def split_session_list(text: bytes) -> list[bytes]:
-    """Split the text by lines; raises BadSnapshot."""
+    """Split a list of sessions into lines. Raises BadSnapshot."""
     _, lines = _split(text, _decode_session_head, "list of sessions")
     return lines
 
 
 def decode_session_line(line: bytes) -> LiveSession:
-    """One session; raises BadSnapshot."""
+    """Decode one session. Raises BadSnapshot."""
     try:
         read = _decode_session_line(line.removesuffix(b","))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Scalars on the wire: integers and their lists, hashes, and the names of a partition.
+"""Scalars on the wire: integers and lists of them, hashes, and the names of a partition.
 
 In JSON, hashes are signed 64-bit integers. Internally a list of hashes is `bytes`, 8 per block,
-little-endian (signed and unsigned have the same bits). Only this module converts them."""
+little-endian (signed and unsigned have the same bits). Only this module converts the two."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ DEFAULT_GROUP = "default"
 
 
 def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
-    """The tenant, under either of its names; raises BadRequest if both are given and differ."""
+    """Return the tenant under either name. Raises BadRequest if both are given and differ."""
     if tenant_id is UNSET:
         return DEFAULT_GROUP if routing_group is UNSET else routing_group
     if routing_group is not UNSET and routing_group != tenant_id:
@@ -34,10 +34,10 @@ def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
 
 # JSON lists of integers, packed by simdjson, or by msgspec without it.
 #
-# For other texts the result is None, and the caller lets msgspec report the error, so that errors
-# do not depend on the installed parser.
+# The result is None for any other text. The caller then lets msgspec report the error, so that
+# errors do not depend on the installed parser.
 
-# A parser keeps some twelve times its longest text in memory, so longer texts are cut at commas.
+# A parser keeps some twelve times its longest text in memory, so longer texts are split at commas.
 KEPT_BYTES: Final = 128 * 1024
 _BLANKS: Final = b" \t\r\n"
 _SHORT_BYTES: Final = 256  # reading a shorter list of ids with simdjson takes longer
@@ -46,12 +46,12 @@ _decode_integers = msgspec.json.Decoder(list[int]).decode
 
 
 def _simdjson_parse() -> Callable[[bytes], Any] | None:
-    """simdjson's parser of a JSON text; None without simdjson."""
+    """Return simdjson's JSON parser; None if simdjson is not installed."""
     try:
         parse: Callable[[bytes], Any] = import_module("simdjson").Parser().parse
     except ImportError:
         return None
-    return parse if sys.byteorder == "little" else None  # it packs in the machine's byte order
+    return parse if sys.byteorder == "little" else None  # it packs in machine byte order
 
 
 _parse = _simdjson_parse()
@@ -59,29 +59,29 @@ HAS_SIMDJSON: Final = _parse is not None
 
 
 def packed_signed(text: bytes) -> bytes | None:
-    """A JSON list of integers from -(2**63) to 2**63 - 1, 8 bytes little-endian each; None for any
-    other text."""
+    """Pack a JSON list of integers from -(2**63) to 2**63 - 1 to 8 bytes little-endian each. None
+    for any other text."""
     if _parse is not None:
         return packed_with(_parse, text, "i")
     return packed_by_msgspec(text, "q")
 
 
 def packed_u32(text: bytes) -> bytes | None:
-    """A JSON list of integers from 0 to 2**32 - 1, 4 bytes little-endian each; None for any other
-    text."""
+    """Pack a JSON list of integers from 0 to 2**32 - 1 to 4 bytes little-endian each. None for any
+    other text."""
     if _parse is None or len(text) < _SHORT_BYTES:
         return packed_by_msgspec(text, "I")
     return packed_with(_parse, text, "u")
 
 
-@functools.lru_cache(maxsize=8192)  # by length; 8 192 blocks of 16 tokens are 131 072 tokens
+@functools.lru_cache(maxsize=8192)  # per list length; 8 192 blocks of 16 tokens are 131 072 tokens
 def packer(count: int, kind: str = "q") -> Callable[..., bytes]:
-    """A function that packs this many integers of a `struct` format, little-endian."""
+    """Return a function that packs `count` integers in a `struct` format, little-endian."""
     return struct.Struct(f"<{count}{kind}").pack
 
 
 def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
-    """A JSON list of integers, packed in this `struct` format; None for any other text."""
+    """Pack a JSON list of integers in the `struct` format `kind`. None for any other text."""
     try:
         integers = _decode_integers(text)
         return packer(len(integers), kind)(*integers)
@@ -92,7 +92,7 @@ def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
 def packed_with(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """The list, parsed by simdjson: signed in 8 bytes each, or unsigned in 4."""
+    """Parse a list by simdjson, and pack it: signed to 8 bytes each, or unsigned to 4."""
     if text[:1] != b"[":  # simdjson accepts a leading byte order mark
         text = text.lstrip(_BLANKS)
     if text[:1] != b"[" or text.rfind(b"[") > 0:  # simdjson flattens nested lists
@@ -101,7 +101,7 @@ def packed_with(
         if len(text) <= KEPT_BYTES:
             return _packed_piece(parse, text, of_type)
         return _packed_pieces(parse, text, of_type)
-    except Exception:  # many undocumented kinds
+    except Exception:  # simdjson raises many undocumented kinds
         return None
 
 
@@ -115,8 +115,8 @@ def _packed_piece(
 def _packed_pieces(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """Parse a long text in pieces. If the text is not a list of integers,
-    one of its pieces is not either."""
+    """Parse and pack a long text in pieces. If the text is not a list of integers, one of the
+    pieces is invalid too."""
     end = text.rfind(b"]")
     if end < 0 or text[end + 1 :].strip(_BLANKS):
         return None
@@ -128,7 +128,7 @@ def _packed_pieces(
         if stop - at > 2 * KEPT_BYTES:  # only blanks between two commas, or no integer
             return packed_by_msgspec(text, "q" if of_type == "i" else "I")
         piece = _packed_piece(parse, b"[%b]" % text[at:stop], of_type)
-        if not piece:  # no value before or after a comma, or too large a number
+        if not piece:  # an empty element, or a number that is too large
             return None
         packed.append(piece)
         at = stop + 1
@@ -136,7 +136,7 @@ def _packed_pieces(
 
 
 def _halved(wide: bytes) -> bytes | None:
-    """8-byte integers as 4 bytes each; None if one is out of range."""
+    """Pack unsigned 8-byte integers to 4 bytes each. None if one is too large."""
     zeros = bytes(len(wide) >> 3)
     narrow = bytearray(len(wide) >> 1)
     for byte in range(4):
@@ -148,27 +148,27 @@ def _halved(wide: bytes) -> bytes | None:
 
 # Integers and hashes ------------------------------------------------------------------------------
 
-_LOOKED_AT_TOGETHER = 4096  # hashes per step, when an invalid one is searched in a long list
-# msgspec bounds integers by at most 2**63 - 1; `check_u64` checks larger ones.
+_LOOKED_AT_TOGETHER = 4096  # hashes checked per step when an invalid one is searched in a long list
+# msgspec cannot bound integers above 2**63 - 1, so `check_u64` does it.
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 
 
 def check_u64(name: str, value: int) -> None:
-    """Raises msgspec.ValidationError beyond 2**64 - 1."""
+    """Raise msgspec.ValidationError if `value` is above 2**64 - 1."""
     if value > U64_MAX:
         raise msgspec.ValidationError(f"Expected `int` <= {U64_MAX} - at `$.{name}`")
 
 
 def check_finite(name: str, value: float) -> None:
-    """Raises BadRequest for an infinity or NaN, which MessagePack and Python allow and JSON does
+    """Raise BadRequest for an infinity or NaN. MessagePack and Python allow these values, JSON does
     not."""
     if not math.isfinite(value):
         raise BadRequest(f"{name}: expected a number, got {value}")
 
 
 def unpack_signed(hashes: bytes) -> tuple[int, ...]:
-    """Hashes of 8 bytes each as the signed integers of JSON."""
+    """Unpack hashes of 8 bytes each to signed integers, as in JSON."""
     return struct.unpack(f"<{len(hashes) // 8}q", hashes)
 
 
@@ -176,9 +176,9 @@ _decode_hashes = msgspec.json.Decoder(list[int]).decode
 
 
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
-    """A JSON list of signed 64-bit integers, packed. Raises msgspec.ValidationError naming `field`
-    for anything else; the caller, which has the whole body, then distinguishes invalid JSON from a
-    wrong shape."""
+    """Pack a JSON list of signed 64-bit integers. Raises msgspec.ValidationError naming `field` for
+    anything else. The caller then checks the whole body, to distinguish invalid JSON from a wrong
+    shape."""
     read = packed_signed(bytes(raw))
     if read is not None:
         return read
@@ -191,7 +191,7 @@ def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
 
 
 def hashes_from_signed(field: str, hashes: list[int]) -> bytes:
-    """Signed 64-bit hashes, packed; raises msgspec.ValidationError for one out of range."""
+    """Pack signed 64-bit hashes. Raises msgspec.ValidationError if one is out of range."""
     try:
         return packer(len(hashes))(*hashes)
     except struct.error:
@@ -199,7 +199,7 @@ def hashes_from_signed(field: str, hashes: list[int]) -> bytes:
 
 
 def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
-    """64-bit hashes of either sign, packed; raises msgspec.ValidationError for one out of range."""
+    """Pack 64-bit hashes of either sign. Raises msgspec.ValidationError beyond the range."""
     try:
         return packer(len(hashes))(*hashes)
     except struct.error:
@@ -218,7 +218,7 @@ def _out_of_range(field: str, hashes: Sequence[int], top: int) -> msgspec.Valida
 
 
 def _first_beyond(hashes: Sequence[int], top: int) -> int:
-    """The index of the first hash outside of -(2**63) <= hash < top; -1 if there is none."""
+    """Return the index of the first hash outside of -(2**63) <= hash < top; -1 if there is none."""
     for start in range(0, len(hashes), _LOOKED_AT_TOGETHER):
         some = hashes[start : start + _LOOKED_AT_TOGETHER]
         if min(some) < -(2**63) or max(some) >= top:
@@ -227,7 +227,7 @@ def _first_beyond(hashes: Sequence[int], top: int) -> int:
 
 
 def f32(value: float) -> float:
-    """`value` rounded to single precision; infinite if out of its range."""
+    """Round `value` to single precision; infinite if it is out of range."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
@@ -235,13 +235,13 @@ def f32(value: float) -> float:
 
 
 def f32_shortest(value: float) -> float:
-    """The float with the fewest digits that equals `value` in single precision: 0.1, not
+    """Return the float with the fewest digits that equals `value` in single precision: 0.1, not
     0.100000001."""
     for digits in range(1, 9):
         short = float(f"{value:.{digits}g}")
         if f32(short) == value:
             return short
-    return float(f"{value:.9g}")  # enough digits to distinguish all values of single precision
+    return float(f"{value:.9g}")  # nine digits distinguish all values of single precision
 
 
 # Lists of hashes in a body ------------------------------------------------------------------------
@@ -255,7 +255,7 @@ HashList = object
 
 
 def packed(name: str, hashes: HashList) -> bytes:
-    """The hashes, 8 bytes each; raises msgspec.ValidationError for anything else."""
+    """Return the hashes packed, 8 bytes each. Raises msgspec.ValidationError for anything else."""
     if isinstance(hashes, Raw):
         return hashes_from_json(name, hashes)
     if isinstance(hashes, bytes):
@@ -277,7 +277,7 @@ def is_absent(hashes: HashList) -> bool:
 
 
 def check_ignored(fields: msgspec.Struct, name: str) -> None:
-    """Check a hash list that is not used because the prompt came in another form."""
+    """Validate a hash list that is unused because the prompt has another form."""
     hashes: HashList = getattr(fields, name)
     if not is_absent(hashes):
         packed(name, hashes)
@@ -285,16 +285,16 @@ def check_ignored(fields: msgspec.Struct, name: str) -> None:
 
 # Sets of workers in requests ----------------------------------------------------------------------
 
-# Checking fewer costs as much as a look-up. Sets larger than a worker can have ranks are not
-# cached; those cached take 6 MB at most.
+# For sets up to _FEW_WORKERS, the check costs as much as a look-up. Sets larger than a worker can
+# have ranks are not cached. The cached sets take 6 MB at most.
 _FEW_WORKERS: Final = 8
 _KEPT_SETS: Final = 16
 _MOST_WORKERS: Final = 65_536
-_MOST_ID_CHARACTERS: Final = 4096  # up to 12 bytes each in a path, which may have 64 KiB
+_MOST_ID_CHARACTERS: Final = 4096  # in a path of up to 64 KiB, up to 12 bytes each
 
 
 def check_id(name: str, value: str) -> None:
-    """Raises BadRequest for an id that would not fit into a URL path."""
+    """Raise BadRequest for an id that would not fit into a URL path."""
     if len(value) > _MOST_ID_CHARACTERS:
         raise BadRequest(
             f"{name} must not have more than {_MOST_ID_CHARACTERS} characters, and has {len(value)}"
@@ -302,14 +302,14 @@ def check_id(name: str, value: str) -> None:
 
 
 def check_count(name: str, count: int, most: int) -> None:
-    """Raises BadRequest if a field has more entries than allowed."""
+    """Raise BadRequest if a field has more than `most` entries."""
     if count > most:
         raise BadRequest(f"{name} must not have more than {most} entries, and has {count}")
 
 
 def allowed_workers(ids: list[int]) -> frozenset[int]:
-    """The ids as a set. Raises msgspec.ValidationError for an id above 2**64 - 1, BadRequest for
-    too many ids."""
+    """Return the ids as a set. Raises msgspec.ValidationError for an id above 2**64 - 1, and
+    BadRequest for too many ids."""
     check_count("allowed_worker_ids", len(ids), _MOST_WORKERS)
     if _FEW_WORKERS < len(ids) <= MAX_RANKS:
         return _kept(tuple(ids))
@@ -318,7 +318,7 @@ def allowed_workers(ids: list[int]) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=_KEPT_SETS)
 def _kept(ids: tuple[int, ...]) -> frozenset[int]:
-    """The cached set, whose hash is computed already."""
+    """Return the cached set of these ids. A cached set need not be hashed again."""
     return _checked(ids)
 
 
@@ -332,8 +332,8 @@ def _checked(ids: list[int] | tuple[int, ...]) -> frozenset[int]:
 
 
 class JsonText:
-    """JSON text that is sent as it is, as an answer or a part of one. For text that is sent often
-    and changes rarely."""
+    """JSON text that is sent unchanged, as an answer or as a part of one. For text that is sent
+    often and rarely changes."""
 
     __slots__ = ("text",)
 

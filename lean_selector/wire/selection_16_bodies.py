@@ -1,7 +1,7 @@
-"""Bodies of the selection service in the 1.6 dialect that differ from `selection_bodies`.
+"""Bodies of the selection service in the 1.6 dialect, where they differ from `selection_bodies`.
 
-The tenant is `routing_group`, and a reservation's id is `selection_id`; `tenant_id` is accepted too
-(D2). Spec: selection_16.md 1 to 5, 8."""
+The tenant is called `routing_group` and a reservation's id `selection_id`; `tenant_id` is accepted
+as well (D2). Spec: selection_16.md 1 to 5, 8."""
 
 import math
 from typing import Self
@@ -37,7 +37,7 @@ from lean_selector.wire.selection_bodies import (
 
 
 class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
-    """The 1.3 fields with wider ranges; the first invalid one is reported."""
+    """The fields of 1.3 with wider ranges. The first invalid field is reported."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -93,7 +93,7 @@ class SelectAndReserveRequest16(SelectFields, kw_only=True):
 
 
 class ReservationRequest16(PromptFields, kw_only=True):
-    """POST /reservations. Without `worker_id`, books the selection with this id."""
+    """POST /reservations. Without `worker_id`, books the earlier choice with this selection_id."""
 
     selection_id: str
     worker_id: NonNegative | None = None
@@ -120,14 +120,14 @@ class ProjectionRequest16(PromptFields, kw_only=True):
 
 
 class FetchPayload(msgspec.Struct, frozen=True):
-    """Blocks that can be fetched, and from where."""
+    """Blocks that the worker can fetch, and from where."""
 
     block_hashes: tuple[int, ...]
     source_control_endpoint: str
 
 
 class FetchAction(msgspec.Struct, frozen=True):
-    """An action for the engine."""
+    """An action that the engine should take."""
 
     action_id: str
     action_type: str
@@ -136,7 +136,7 @@ class FetchAction(msgspec.Struct, frozen=True):
 
 
 class KvHint(msgspec.Struct, frozen=True):
-    """Where the chosen worker can fetch blocks of the prompt."""
+    """Tells where the chosen worker can fetch blocks of the prompt."""
 
     protocol_version: str
     message_id: str
@@ -149,8 +149,8 @@ class KvHint(msgspec.Struct, frozen=True):
 
 
 class Selection16(msgspec.Struct, frozen=True, gc=False):
-    """The answer to /select and /select_and_reserve; the latter always has the first four fields.
-    The JSON keys are in this order."""
+    """The answer to /select and /select_and_reserve. The latter always has the first four fields.
+    The JSON keys have the order of the fields."""
 
     selection_id: str | UnsetType
     sequence_hashes: tuple[int, ...] | UnsetType  # as signed integers
@@ -210,7 +210,7 @@ class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
-    """One row of /overlap_scores, in blocks; host_pinned_blocks and disk_blocks are cumulative."""
+    """A row of /overlap_scores, in blocks; host_pinned_blocks and disk_blocks are cumulative."""
 
     worker_id: int
     dp_rank: int
@@ -240,7 +240,7 @@ class OverlapScores16(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerRecord16(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as the API shows it, in this key order."""
+    """A worker as the API shows it. The JSON keys have the order of the fields."""
 
     worker_id: int
     model_name: str
@@ -274,7 +274,7 @@ class WorkerRecord16(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDetail16(WorkerRecord16, frozen=True, kw_only=True):
-    """A worker in GET /workers?detail=true: its record, health and event sources."""
+    """A worker in GET /workers?detail=true: record, health, and sources of KV events."""
 
     health: WorkerHealthDetail
-    kv_sources: list[SourceCondition]  # by rank; empty without a subscription
+    kv_sources: list[SourceCondition]  # one per rank; empty without a subscription

@@ -1,7 +1,7 @@
-"""Bodies of the selection service in the 1.3 dialect, and answers that are not records of the core.
+"""Bodies of the selection service in the 1.3 dialect, and answers that the core does not define.
 
-Unknown fields are ignored; `null` counts as absent for optional fields. Spec selection.md: 1.3 has
-the bodies, 1.4 the forms of a prompt and which one is used."""
+Unknown fields are ignored. For optional fields, `null` counts as absent. Spec selection.md: 1.3
+describes the bodies, 1.4 the forms of a prompt and which form is used."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -38,14 +38,14 @@ from lean_selector.wire.scalars import (
 
 if TYPE_CHECKING:
     _HashListField = HashList
-    _Tokens = list[int] | bytes  # bytes: tokens of a long JSON body, 4 bytes each
+    _Tokens = list[int] | bytes  # bytes: the tokens of a long JSON body, packed to 4 bytes each
 else:
-    _HashListField = Raw  # as in a long JSON body; other forms have their own types
+    _HashListField = Raw  # as in a long JSON body; other bodies have their own types
     _Tokens = list[U32]
 
 
 class Scoped(msgspec.Struct, kw_only=True):
-    """The partition that a body names."""
+    """The partition (model and tenant) that a body names."""
 
     model_name: str = DEFAULT_GROUP
     tenant_id: str | UnsetType = UNSET
@@ -74,14 +74,14 @@ class BlockMmInfo(msgspec.Struct, frozen=True):
 
 
 class MmRoutingInfo(msgspec.Struct, frozen=True):
-    """The hashed form of a prompt with multimodal objects."""
+    """A prompt with multimodal objects, in hashed form."""
 
     routing_token_ids: list[U32]
     block_mm_infos: list[BlockMmInfo | None] = []
 
 
 class PromptFields(Scoped, kw_only=True):
-    """The fields for a prompt, which the bodies of five routes share. `null` counts as absent."""
+    """The prompt fields, which the bodies of five routes share. `null` counts as absent."""
 
     token_ids: _Tokens | None = None
     mm_routing_info: MmRoutingInfo | None = None
@@ -94,8 +94,8 @@ class PromptFields(Scoped, kw_only=True):
     is_eagle: bool | None = None
 
     def check_shape(self) -> None:
-        """Raises msgspec.ValidationError for what decoding does not check: hash lists, and integers
-        beyond 2**64 - 1. A successful request checks them later anyway."""
+        """Raise msgspec.ValidationError for what decoding does not check: hash lists, and integers
+        beyond 2**64 - 1. For requests that fail; a successful request checks these later anyway."""
         check_ignored(self, "block_hashes")
         check_ignored(self, "sequence_hashes")
         if self.isl_tokens is not None:
@@ -106,7 +106,7 @@ class PromptFields(Scoped, kw_only=True):
 
 
 class SourceCondition(msgspec.Struct, frozen=True):
-    """One rank's source of KV events, with fields of `GET /kv_sources`."""
+    """The state of one rank's source of KV events; a part of the fields of `GET /kv_sources`."""
 
     dp_rank: int
     state: str
@@ -115,7 +115,7 @@ class SourceCondition(msgspec.Struct, frozen=True):
 
 
 class SourceStatus(msgspec.Struct, frozen=True):
-    """One source as `GET /kv_sources` shows it."""
+    """One source of KV events, in `GET /kv_sources`."""
 
     worker_id: int
     dp_rank: int
@@ -125,20 +125,20 @@ class SourceStatus(msgspec.Struct, frozen=True):
     # no_replay, partial (D35)
     state: str
     state_age_s: float
-    problem: str | None  # description of the fault, on one line
+    problem: str | None  # one line that describes the fault
     connection: str  # resolving, connecting, connected, retrying
     last_seq: int | None  # number of the last live batch
-    lag_batches: int  # batches known to exist and not fully applied
-    lost_batches: int  # batches that no replay had, since the index last matched the engine
+    lag_batches: int  # batches that are known to exist and are not fully applied
+    lost_batches: int  # batches that no replay had, since the index last was complete
     gaps: int
     replayed_batches: int
     restarts: int
-    backlog_bytes: int  # received and not yet applied, replays included
+    backlog_bytes: int  # bytes received and not applied yet, including replays
     dropped_batches: (
-        int  # received and dropped because too many waited; a replay may bring them back
+        int  # messages dropped because too many waited; a replay may still deliver them
     )
     messages: int
-    skipped: dict[str, int]  # "event_type:reason", and "message:reason" without a batch
+    skipped: dict[str, int]  # counts by "event_type:reason"; "message:reason" for whole messages
     last_message_age_s: float | None
     last_error: str | None
 
@@ -158,12 +158,12 @@ TokenCount = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class WorkerReport(msgspec.Struct, kw_only=True):
-    """POST /workers/{worker_id}/report. Without `dp_rank` it applies to the whole worker."""
+    """POST /workers/{worker_id}/report. Without `dp_rank`, the report is about the whole worker."""
 
     outcome: Outcome
     dp_rank: U32 | None = None
     ttft_ms: Annotated[float, Meta(ge=0.0, le=86_400_000.0)] | None = None
-    cached_tokens: TokenCount | None = None  # prompt tokens that the engine counted as cached
+    cached_tokens: TokenCount | None = None  # prompt tokens that the engine found in its cache
 
 
 class Ending(msgspec.Struct, kw_only=True):
@@ -178,23 +178,23 @@ class RankHealthRow(msgspec.Struct, frozen=True):
 
     dp_rank: int
     state: str  # in_service, probation or ejected
-    reason: str | None  # reason of its last ejection
-    since_s: float | None  # seconds it has been ejected or on probation
-    returns_in_s: float | None  # None: not ejected, or until a poll succeeds
+    reason: str | None  # reason for the last ejection
+    since_s: float | None  # seconds in ejection or probation
+    returns_in_s: float | None  # None: not ejected, or ejected until a poll succeeds
     failures: int  # consecutive
     failed_polls: int  # consecutive
-    ejections: int  # recent ejections, which prolong the next one
+    ejections: int  # recent ejections; they make the next one longer
 
 
 class WorkerHealthDetail(msgspec.Struct, frozen=True):
-    """`state` is that of the worst rank; `ranks` has those with failures or ejections."""
+    """`state` is that of the worst rank; `ranks` lists only ranks with failures or ejections."""
 
     state: str
     ranks: list[RankHealthRow]
 
 
 class WorkerDetail(WorkerRecord, frozen=True, kw_only=True):
-    """A worker in GET /workers?detail=true: its record, health and event sources."""
+    """A worker in GET /workers?detail=true: record, health, and sources of KV events."""
 
     health: WorkerHealthDetail
     kv_sources: list[SourceCondition]  # by rank; empty without a subscription
@@ -246,7 +246,8 @@ class WorkerFields(msgspec.Struct, kw_only=True):
             self.kv_transfer_preferred_weight = f32_shortest(weight)
 
     def by_rank(self, name: str) -> dict[int, str]:
-        """The value of a field that is a map by rank; raises msgspec.ValidationError beyond u32."""
+        """Return a field that maps ranks to texts; msgspec.ValidationError if a rank is beyond
+        u32."""
         ranked = {int(dp_rank): value for dp_rank, value in getattr(self, name).items()}
         if ranked and max(ranked) > 2**32 - 1:
             raise msgspec.ValidationError(f"Expected `int` <= {2**32 - 1} - at key in `$.{name}`")
@@ -282,7 +283,7 @@ class Registration(WorkerFields, kw_only=True):
         )
 
     def more(self) -> dict[str, Any]:
-        """Fields of this dialect only."""
+        """Return the fields that only this dialect has."""
         raise NotImplementedError
 
 
@@ -296,8 +297,8 @@ class WorkerRequest(Registration, kw_only=True):
 
 
 class Change(WorkerFields, kw_only=True):
-    """The fields of PATCH /workers/{worker_id} in every dialect; a present one that is not null
-    overwrites the old value."""
+    """The fields of PATCH /workers/{worker_id} in every dialect. A field overwrites the old value
+    if it is present and not null."""
 
     lifecycle: str | None = None
     kv_events_endpoints: dict[RankText, str] | None = None
@@ -330,13 +331,13 @@ class RoutingConstraints(msgspec.Struct):
     preferred_taints: dict[str, float] = {}  # single precision
 
     def required(self) -> frozenset[str]:
-        """The required taints. Raises BadRequest for more taints than a worker can have."""
+        """Return the required taints. Raises BadRequest for more taints than a worker can have."""
         check_count("routing_constraints.required_taints", len(self.required_taints), MAX_RANKS)
         return frozenset(self.required_taints)
 
     def weights(self) -> dict[str, float]:
-        """The weights of the preferred taints, rounded to single precision. Raises BadRequest for
-        too many, or naming one that is not finite."""
+        """Return the weights of the preferred taints, in single precision. Raises BadRequest for
+        too many taints, or if a weight is not finite; the text names the taint."""
         check_count("routing_constraints.preferred_taints", len(self.preferred_taints), MAX_RANKS)
         for name, weight in self.preferred_taints.items():
             check_finite(f"routing_constraints.preferred_taints.{name}", weight)
@@ -357,7 +358,7 @@ class Pinned(msgspec.Struct):
 
 
 class SelectionSessionContext(msgspec.Struct):
-    """The session in the form sent by agents; only its id has an effect."""
+    """The session in the form that agents send. Only its id has an effect."""
 
     session_id: str
     parent_session_id: str | None = None
@@ -383,7 +384,7 @@ class SelectFields(PromptFields, kw_only=True):
     """The fields that POST /select and /select_and_reserve share."""
 
     selection_id: str | None = None
-    explain: bool | None = None  # the figures behind the choice, in the answer
+    explain: bool | None = None  # whether the answer should contain the figures behind the choice
     router_config_override: RouterOverride | None = None
     expected_output_tokens: U32 | None = None
     priority_jump: float | None = None
@@ -400,7 +401,7 @@ class SelectFields(PromptFields, kw_only=True):
         self.allowed()
 
     def session(self) -> str | None:
-        """The session's id, from the field that takes precedence."""
+        """Return the session id, from the field that takes precedence."""
         context = self.session_context
         return self.session_id if context is None else context.session_id
 
@@ -410,7 +411,7 @@ class SelectFields(PromptFields, kw_only=True):
 
 
 class SelectRequest(SelectFields, kw_only=True):
-    """POST /select. An advisory one is never queued, and its answer includes the rank's load."""
+    """POST /select. An advisory request is never queued; its answer has the rank's load."""
 
     advisory: bool = False
 
@@ -422,8 +423,8 @@ class SelectAndReserveRequest(SelectFields, kw_only=True):
 
 
 class ReservationRequest(PromptFields, kw_only=True):
-    """POST /reservations: books a worker chosen by the client, or the selection `selection_id`,
-    which is then also the default for the reservation's id."""
+    """POST /reservations. Books a worker that the client chose, or the selection `selection_id`,
+    which is then also the default id of the reservation."""
 
     reservation_id: str | UnsetType = UNSET
     selection_id: str | None = None
@@ -474,7 +475,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
     ready: bool
     schedulable_workers: int
-    # A list of WorkerRecord; absent if tokens are enabled and the client has none.
+    # A list of WorkerRecord. Absent if tokens are enabled and the client sent none.
     workers: JsonText | UnsetType = UNSET
     recovering: bool | UnsetType = UNSET  # only during start-up recovery
     ejected: list[EjectedWorker] | UnsetType = UNSET  # only if there are any
@@ -485,7 +486,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class BodyIds(msgspec.Struct):
-    """Ids in a request or answer, for the access log."""
+    """The ids in a request or answer, for the access log."""
 
     request_id: str | UnsetType | None = UNSET
     selection_id: str | UnsetType | None = UNSET
@@ -508,8 +509,8 @@ class OpenAiErrorBody(msgspec.Struct, frozen=True):
 
     @classmethod
     def encoded(cls, status: int, message: str, code: str | None = None) -> bytes:
-        """The body of an error: `{"error": {"message", "type", "param", "code"}}`. `code` is a word
-        for programs, such as `model_not_found`."""
+        """Return the body of an error: `{"error": {"message", "type", "param", "code"}}`. `code` is
+        a word for programs, such as `model_not_found`."""
         if status == 429:
             kind = "rate_limit_error"
         else:
@@ -521,7 +522,7 @@ class OpenAiErrorBody(msgspec.Struct, frozen=True):
 
 
 class ThresholdRequest(msgspec.Struct, kw_only=True):
-    """POST /busy_threshold: absent or null fields stay unchanged."""
+    """POST /busy_threshold. A field that is absent or null stays unchanged."""
 
     model: str
     tenant_id: str | UnsetType = UNSET
@@ -546,7 +547,7 @@ class ThresholdRequest(msgspec.Struct, kw_only=True):
 
 
 class ThresholdRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The thresholds in force for a model; null: disabled."""
+    """The thresholds of a model that are in force; null: disabled."""
 
     model: str
     tenant_id: str | UnsetType
@@ -574,7 +575,7 @@ class Thresholds(msgspec.Struct, frozen=True):
 
 
 class OverloadBody(msgspec.Struct, frozen=True):
-    """The answer to a shed request; `error` is as in every other error."""
+    """The answer to a request that is shed. `error` has the form of all other errors."""
 
     error: str
     message: str

@@ -1,7 +1,7 @@
 """Request bodies of the slot tracker, as typed structs (spec slot_tracker.md 1.2 and 1.3).
 
-Unlike in the selector's bodies, no field may be null; a field with a default may be left out.
-Unknown fields are ignored. Missing fields are reported in the order of the declarations."""
+Unlike in the selector's bodies, no field may be null. A field with a default may be omitted.
+Unknown fields are ignored. Missing fields are reported in the order of declaration."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,14 +11,14 @@ from lean_selector.wire.scalars import U32, NonNegative, check_u64, group_of, ha
 
 
 class ScopedBody(msgspec.Struct, kw_only=True):
-    """The fields of every body: the scope, with the tenant under either of its names (D2)."""
+    """The fields of every body: the model, and the tenant under either of its names (D2)."""
 
     model_name: str
     tenant_id: str | UnsetType = UNSET
     routing_group: str | UnsetType = UNSET
 
     def group(self) -> str:
-        """The tenant. Raises BadRequest if both names are given and differ."""
+        """Return the tenant. Raises BadRequest if both names are given and differ."""
         return group_of(self.tenant_id, self.routing_group)
 
 
@@ -76,7 +76,7 @@ class AddRequest(ScopedBody, kw_only=True):
         check_u64("new_isl_tokens", self.new_isl_tokens)
 
     def hashes(self) -> bytes:
-        """The hashes, 8 bytes each; raises msgspec.ValidationError."""
+        """Return the hashes packed, 8 bytes each. Raises msgspec.ValidationError."""
         return hashes_from_json("sequence_hashes", self.sequence_hashes)
 
 
@@ -96,5 +96,5 @@ class PotentialLoadsRequest(ScopedBody, kw_only=True):
         check_u64("new_isl_tokens", self.new_isl_tokens)
 
     def hashes(self) -> bytes:
-        """The hashes, 8 bytes each; raises msgspec.ValidationError."""
+        """Return the hashes packed, 8 bytes each. Raises msgspec.ValidationError."""
         return hashes_from_json("sequence_hashes", self.sequence_hashes)
