@@ -1,1 +1,1 @@
-"""HTTP/1.1: server connections on httptools, and the client. Knows nothing of selection."""
+"""HTTP/1.1: server connections on httptools, and the client. Independent of selection."""

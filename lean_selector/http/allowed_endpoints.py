@@ -1,11 +1,11 @@
-"""Endpoints that we connect to: URL parsing, and the patterns of `--allow-endpoint`.
+"""The endpoints that we may connect to: URL parsing, and the patterns of `--allow-endpoint`.
 
 A pattern is `SCHEME://HOST:PORT`, or a path for `ipc` and `inproc` (docs/guide/operations.md
-describes it for users). The host of an endpoint is an address or a name. An address, in any
+describes patterns for users). The host of an endpoint is an address or a name. An address, in any
 spelling, is checked against the networks among the patterns. A name is checked against the name
-patterns; if none matches, the addresses that it resolves to are checked at connect time, and the
-connection is made to a checked address. An endpoint that cannot be parsed unambiguously matches
-nothing."""
+patterns. If no name pattern matches, the addresses that the name resolves to are checked at connect
+time, and only a checked address is connected. An endpoint that cannot be parsed unambiguously
+matches nothing."""
 
 import ipaddress
 import re
@@ -15,12 +15,12 @@ from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 _HTTP_PORTS: Final = {"http": 80, "https": 443}
-# Characters allowed unescaped in a request line and a host header.
+# Characters that may stand unescaped in a request line and a host header.
 _PLAIN: Final = re.compile(r"[!-~]+")
 
 
 class Url:
-    """A parsed URL. Raises ValueError with the reason."""
+    """A parsed URL. The constructor raises ValueError with the reason."""
 
     __slots__ = ("authority", "host", "is_secure", "port", "target")
 
@@ -39,7 +39,7 @@ class Url:
         except ValueError:
             raise ValueError(f"`{text}` has no valid port") from None
         self.is_secure: Final = parts.scheme == "https"
-        self.host: Final = parts.hostname  # in lower case, without brackets
+        self.host: Final = parts.hostname  # lower case, without brackets
         self.port: Final = _HTTP_PORTS[parts.scheme] if port is None else port
         name = f"[{self.host}]" if ":" in self.host else self.host
         self.authority: Final = f"{name}:{self.port}"
@@ -48,17 +48,17 @@ class Url:
 
     @property
     def origin(self) -> str:
-        """`http://host:port`, the same for every spelling of an endpoint."""
+        """Return `http://host:port`, equal for every spelling of the same endpoint."""
         return f"{'https' if self.is_secure else 'http'}://{self.authority}"
 
 
 def endpoint_url(endpoint: str) -> Url:
-    """The URL of a worker's endpoint; without a scheme it is plain HTTP. Raises ValueError."""
+    """Parse the endpoint of a worker; without a scheme it is plain HTTP. Raises ValueError."""
     return Url(_with_scheme(endpoint))
 
 
 def base_without_version(endpoint: str) -> str:
-    """The base URL for `/v1/...`, from an endpoint that may lack a scheme, and may end in /v1 as
+    """Return the base URL for `/v1/...`. The endpoint may lack a scheme, and may end in /v1, as the
     base URLs of OpenAI's clients do."""
     if not endpoint:
         return ""
@@ -67,9 +67,9 @@ def base_without_version(endpoint: str) -> str:
 
 
 def url_at(endpoint: str | None, path: str) -> str | None:
-    """The URL of a path on the worker with this endpoint; None if it is not HTTP.
+    """Return the URL of `path` on the worker with this endpoint; None if the endpoint is not HTTP.
 
-    The scheme and a trailing /v1 of the endpoint are optional; the path starts at the root of its
+    The scheme and a trailing /v1 of the endpoint are optional. The path starts at the root of the
     host."""
     if not endpoint:
         return None
@@ -90,7 +90,7 @@ def _with_scheme(endpoint: str) -> str:
 # -- patterns -------------------------------------------------------------------------------------
 
 FLAG: Final = "--allow-endpoint"
-_LOCAL: Final = ("ipc", "inproc")  # these have a path or a name, and no host
+_LOCAL: Final = ("ipc", "inproc")  # these schemes are followed by a path or a name, not by a host
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*")
 _NAME: Final = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _GLOB: Final = re.compile(r"[a-z0-9_*-]+(\.[a-z0-9_*-]+)*")
@@ -105,7 +105,7 @@ A = TypeVar("A", bound=tuple[int, tuple[Any, ...] | bytes])
 
 
 class _Pattern:
-    """One pattern. Raises ValueError with the reason."""
+    """One pattern. The constructor raises ValueError with the reason."""
 
     def __init__(self, text: str) -> None:
         self.text: Final = text
@@ -153,7 +153,7 @@ class _Pattern:
         return self.scheme in (target.scheme, "*") and target.port in self.ports
 
     def has_name(self, name: str) -> bool:
-        """Whether the name matches; a pattern without a host matches any."""
+        """Whether the name matches. A pattern without a host matches any name."""
         if self.name is not None:
             return self.name.fullmatch(name) is not None
         return self.network is None
@@ -165,13 +165,13 @@ class _Pattern:
 
 
 class _Target:
-    """A parsed endpoint. Raises ValueError if it is certainly invalid."""
+    """A parsed endpoint. The constructor raises ValueError if the endpoint is certainly invalid."""
 
     __slots__ = ("address", "name", "port", "scheme")
 
     def __init__(self, endpoint: str) -> None:
         scheme, separator, rest = endpoint.partition("://")
-        if not separator:  # an HTTP endpoint of a worker
+        if not separator:  # an HTTP endpoint of a worker, without scheme
             scheme, rest = "http", endpoint
         self.scheme: Final = scheme.lower()
         self.port = 0
@@ -198,15 +198,15 @@ class _Target:
 
 
 class AllowedEndpoints:
-    """The patterns in force. An empty list allows nothing."""
+    """The patterns in force. An empty list of patterns allows nothing."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        """Raises ValueError that names the pattern and the reason."""
+        """Raises ValueError that names the invalid pattern and the reason."""
         self._patterns: Final = [_Pattern(text) for text in patterns]
 
     def refusal(self, endpoint: str) -> str | None:
-        """Why an endpoint is refused, on one line. None if it is allowed, or if that depends on the
-        addresses of its name."""
+        """Return in one line why an endpoint is refused; None if it is allowed, or if that depends
+        on the addresses of its host name."""
         try:
             target, patterns = self._judged(endpoint)
         except ValueError:
@@ -220,14 +220,14 @@ class AllowedEndpoints:
         return f"`{endpoint}` is not allowed by {FLAG}"
 
     def check(self, endpoint: str) -> None:
-        """Raise PermissionError if `refusal` has a reason."""
+        """Raise PermissionError if `refusal` returns a reason."""
         reason = self.refusal(endpoint)
         if reason is not None:
             raise PermissionError(reason)
 
     def among(self, endpoint: str, addresses: Sequence[A]) -> list[A]:
-        """The allowed ones of the addresses that `endpoint` resolves to, at least one. Raises
-        PermissionError."""
+        """Return those of the endpoint's resolved addresses that are allowed, at least one. Raises
+        PermissionError if none is."""
         self.check(endpoint)
         target, patterns = self._judged(endpoint)
         if target.address is None and any(each.has_name(target.name) for each in patterns):
@@ -244,7 +244,7 @@ class AllowedEndpoints:
         return allowed
 
     def _judged(self, endpoint: str) -> tuple[_Target, list[_Pattern]]:
-        """A parsed endpoint, and the patterns for its scheme and port. Raises ValueError."""
+        """Return the parsed endpoint, and the patterns for its scheme and port."""
         target = _Target(endpoint)
         return target, [each for each in self._patterns if each.concerns(target)]
 
@@ -266,14 +266,14 @@ def _ports(text: str, port: str) -> range:
 
 
 def _address(host: str) -> IpAddress | None:
-    """The address that `host` spells, in any form that the system accepts; None for a name."""
+    """Return the address that `host` spells, in any form that the system accepts; else None."""
     text = host[1:-1] if host.startswith("[") else host
     try:
         found: IpAddress = ipaddress.ip_address(text)
     except ValueError:
         if re.fullmatch(r"[0-9a-fx.]+", text) is None:
             return None
-        try:  # 127.1, 0x7f000001, 017700000001
+        try:  # such as 127.1, 0x7f000001, 017700000001
             return ipaddress.IPv4Address(socket.inet_aton(text))
         except OSError:
             return None

@@ -1,8 +1,9 @@
 """The client side of HTTP/1.1: requests, answers, and keep-alive connections.
 
-A connection has one request at a time. It finds the end of the answer's body (RFC 9112 section
-6.3), and passes each piece on as it arrives; only an incomplete head is buffered. There is no
-coroutine, task or timer: the loop calls the connection, and `Upstream.sweep` is the clock."""
+A connection has one request at a time. The connection finds the end of the answer's body (RFC 9112
+section 6.3), and passes each piece on as it arrives; only an incomplete head is buffered. There is
+no coroutine, task or timer: the loop calls the connection, and `Upstream.sweep` applies the
+timeouts."""
 
 import asyncio
 import re
@@ -15,22 +16,22 @@ from lean_selector.http.body import _SIZE, ChunkedBody
 from lean_selector.http.head import HttpError, Limits
 
 MOST_HEAD_BYTES: Final = 64 * 1024
-# Less than the five seconds after which uvicorn (in vLLM and SGLang) closes an idle connection,
-# because a request sent at that moment must be repeated.
+# uvicorn (in vLLM and SGLang) closes an idle connection after five seconds. We close it earlier,
+# because a request that is sent at that moment must be repeated.
 IDLE_S: Final = 3.5
-_MOST_IDLE: Final = 256  # connections to one upstream
-# A request below this size is sent as one piece: joining costs less than a second segment.
+_MOST_IDLE: Final = 256  # idle connections per upstream
+# A request below this size is sent in one piece: joining costs less than a second TCP segment.
 _JOINED_BYTES: Final = 64 * 1024
 _WITHOUT_BODY: Final = (204, 304)
 _MOST_INTERIM: Final = 16  # interim answers before the final one
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.[01] [1-9][0-9]{2}(?: [\t -~\x80-\xff]*+)?+\r\n")
 _SIZE_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})\r\n")
-# Only the head of an answer is bounded here; a receiver bounds the body.
+# Only the head of an answer is limited here; the receiver limits the body.
 _UNBOUNDED: Final = Limits(max_body_bytes=1 << 62, max_discard_bytes=1 << 62)
 
 
 class MalformedAnswer(Exception):
-    """The bytes are not a usable answer; the message has the reason."""
+    """The bytes received are not a usable answer; the message has the reason."""
 
 
 # -- the end of a body ----------------------------------------------------------------------------
@@ -47,8 +48,8 @@ class SizedRelay:
         self.error: HttpError | None = None
 
     def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """The end of the body in `data`, or the length of `data`. Body bytes without framing are
-        appended to `payload`, if given."""
+        """Return the offset in `data` of the body's end, or the length of `data`. If `payload` is
+        given, the body's bytes are appended to it without framing."""
         stop = min(len(data), self.left)
         self.left -= stop
         self.is_done = self.left == 0
@@ -58,7 +59,7 @@ class SizedRelay:
 
 
 class UnboundedRelay:
-    """Everything until the connection ends."""
+    """A body that ends when the connection ends."""
 
     __slots__ = ("error", "is_done")
 
@@ -73,7 +74,7 @@ class UnboundedRelay:
 
 
 class ChunkedRelay(ChunkedBody):
-    """A chunked body. A complete chunk, such as one token of a stream, is parsed by one match."""
+    """A chunked body. One match parses a complete chunk, such as one token of a stream."""
 
     __slots__ = ("_payload",)
 
@@ -116,7 +117,7 @@ BodyRelay = SizedRelay | ChunkedRelay | UnboundedRelay
 
 
 class AnswerHead:
-    """The head of an answer. `lines` are the header lines as received, each after its CRLF."""
+    """The head of an answer. `lines` has the header lines as received, with a CRLF before each."""
 
     __slots__ = ("is_chunked", "keeps", "lines", "relay", "start", "status")
 
@@ -134,14 +135,14 @@ class AnswerHead:
         self.lines = lines
         self.relay = relay
         self.is_chunked = is_chunked
-        self.keeps = keeps  # the connection can be reused after the body
+        self.keeps = keeps  # whether the connection can be reused after the body
 
 
 _READ: Final = (b"connection", b"content-length", b"transfer-encoding")
 
 
 class _Collector:
-    """httptools' callbacks; collects the fields of an answer."""
+    """The callbacks for httptools. Collects the header fields of an answer that are needed."""
 
     __slots__ = ("fields",)
 
@@ -156,8 +157,8 @@ class _Collector:
 
 
 class _Judged:
-    """The parsed head of an answer, independent of its request. Cached, since servers repeat
-    theirs."""
+    """The parsed head of an answer, whatever the request was. Cached, since servers repeat their
+    heads."""
 
     __slots__ = ("fault", "is_chunked", "keeps", "length", "lines", "start", "status")
 
@@ -168,8 +169,8 @@ class _Judged:
         self.lines = b"\r\n" + rest[:-4] if len(rest) > 2 else b""
         self.keeps = keeps
         self.is_chunked = False
-        self.length = -1  # -1: not given
-        self.fault = ""  # why the end of the body cannot be determined
+        self.length = -1  # content length; -1: not given
+        self.fault = ""  # why the end of the body is unknown
 
 
 _judged: Final[dict[bytes, _Judged]] = {}  # by the bytes of the head
@@ -178,7 +179,7 @@ _MOST_JUDGED_BYTES: Final = 2048
 
 
 def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
-    """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`; None for an interim answer, which another one
+    """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`; None for an interim answer (1xx), as another
     follows. `answers_head`: the request was HEAD, so no body follows. Raises MalformedAnswer."""
     known = _judged.get(text)
     if known is None:
@@ -205,7 +206,7 @@ def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
 
 
 def _judge(text: bytes) -> _Judged:
-    """Raises MalformedAnswer."""
+    """Parse a head that is not cached. Raises MalformedAnswer."""
     if _STATUS_LINE.match(text) is None:
         raise MalformedAnswer("the answer is not HTTP: it has no status line of HTTP/1.1")
     collector = _Collector()
@@ -244,11 +245,11 @@ class Receiver(Protocol):
     """The consumer of an answer. No call follows `on_end` or `on_lost`."""
 
     def on_head(self, head: AnswerHead) -> bool:
-        """The answer begins. Returns whether to pass its body without framing."""
+        """The answer begins. Returns True to get the body without its framing."""
         ...
 
     def on_body(self, data: bytes, is_last: bool) -> None:
-        """A piece of the body, never empty. `is_last`: the answer ends with it, and `on_end`
+        """A piece of the body, never empty. If `is_last`, the piece ends the answer, and `on_end`
         follows at once."""
         ...
 
@@ -257,13 +258,13 @@ class Receiver(Protocol):
         ...
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
-        """The answer will not be completed. `is_stale`: a reused connection ended before the first
-        byte of this answer, as if the other side had just closed it."""
+        """The rest of the answer will not come. `is_stale`: a reused connection ended before the
+        first byte of this answer, so the other side had probably just closed it."""
         ...
 
 
 class ClientConnection(asyncio.Protocol):
-    """A connection that is idle or has one request."""
+    """A connection that is idle, or serves one request."""
 
     __slots__ = (
         "_answers_head",
@@ -285,7 +286,7 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, upstream: "Upstream") -> None:
         self.upstream = upstream
         self.requests = 0
-        # Time of the last activity, send or release: monotonic seconds of the last sweep.
+        # When the connection was last active (read, sent or released), as the `now` of a sweep.
         self.heard_at = upstream.now
         self._transport: asyncio.Transport | None = None
         self._receiver: Receiver | None = None
@@ -314,14 +315,14 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for the upstream: it is not idle, nor paused because the client does not
-        read."""
+        """Whether the connection waits for the upstream. It does not if it is idle, or paused
+        because the client does not read."""
         return self._receiver is not None and not self._is_paused
 
     def send(
         self, head: bytes, body: bytes | bytearray, receiver: Receiver, answers_head: bool = False
     ) -> None:
-        """Send a request; `receiver` is not called before this returns."""
+        """Send a request. `receiver` is only called after this method has returned."""
         transport = self._transport
         assert transport is not None
         assert self._receiver is None, "one request at a time"
@@ -353,14 +354,14 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def drop(self) -> None:
-        """Abort the connection because the answer is not wanted; this also stops the upstream."""
+        """Abort the connection, because nobody needs the answer. This also stops the upstream."""
         self._receiver = None
         self.upstream.closed(self)
         if self._transport is not None:
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
-        """Abort the connection and give the receiver the reason."""
+        """Abort the connection, and pass the reason to the receiver."""
         receiver = self._receiver
         self.drop()
         if receiver is not None:
@@ -369,7 +370,7 @@ class ClientConnection(asyncio.Protocol):
     # -- called by the loop --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport does not inherit from it
+        # uvloop's transport does not inherit from asyncio.Transport
         self._transport = cast(asyncio.Transport, transport)
         self.upstream.open.add(self)
 
@@ -425,7 +426,7 @@ class ClientConnection(asyncio.Protocol):
         receiver.on_lost(f"{what} {when}", self.requests > 1 and not self._has_answer)
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """Handle a complete head and the bytes after it."""
+        """Handle a head once it is complete. Returns the bytes after it, if there are any."""
         receiver = self._receiver
         assert receiver is not None
         while True:
@@ -461,7 +462,7 @@ class ClientConnection(asyncio.Protocol):
             if self._interim > _MOST_INTERIM:
                 self.fail(f"more than {_MOST_INTERIM} interim answers")
                 return None
-        # An upstream that refuses a long body may not read it; the unread data then fills the
+        # An upstream that refuses a long body may not read it. Then the unread data would fill the
         # kernel's buffers.
         self._relay = head.relay
         self._keeps = head.keeps and not (self._is_long and head.status >= 400)
@@ -471,8 +472,8 @@ class ClientConnection(asyncio.Protocol):
         return data
 
     def _end(self, receiver: Receiver, is_clean: bool) -> None:
-        """Complete the answer. Keep the connection for reuse if possible: not if the upstream
-        answered before it had read the whole request."""
+        """Complete the answer. Keep the connection for reuse if possible. Not possible if the
+        upstream answered before it had read the whole request."""
         self._receiver = self._relay = None
         self.resume()
         if self._keeps and is_clean and self._is_sent and self.is_open:
@@ -483,7 +484,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 class Upstream:
-    """A server, given by its base URL, and the connections to it. Used only on the loop's
+    """A server with the connections to it; `text` is the server's base URL. Used only on the loop's
     thread."""
 
     __slots__ = ("_idle", "host_line", "now", "number", "open", "text", "url", "users")
@@ -495,7 +496,7 @@ class Upstream:
         self.url: Final = Url(self.text)
         self.host_line: Final = b"host: %b" % self.url.authority.encode()
         self.now = now  # monotonic seconds at the last sweep
-        self.users = 0  # current requests, including those still connecting
+        self.users = 0  # current requests, including those that wait for a connection
         self.open: set[ClientConnection] = set()
         self._idle: list[ClientConnection] = []
 
@@ -504,7 +505,7 @@ class Upstream:
         return bool(self.open or self.users)
 
     def kept(self) -> ClientConnection | None:
-        """The most recently used idle connection, or None."""
+        """Return the idle connection that was used last, or None."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -524,7 +525,7 @@ class Upstream:
         self._idle.append(connection)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Close connections that were idle, or waited for an answer, for too long."""
+        """Close connections that were idle, or waited for an answer, for too long (monotonic)."""
         self.now = now
         for connection in list(self.open):
             age_s = now - connection.heard_at

@@ -1,7 +1,7 @@
-"""The open connections of one server: their number, memory, timeouts and counts.
+"""The open connections of one server: number, memory, timeouts and counts.
 
-Has the state and limits that connections share; `protocol` handles each connection. Nothing here
-waits: `sweep`, called about once a second, is the only clock (decisions D14 and D27)."""
+Has the state and the limits that connections share; `protocol` handles a single connection. Nothing
+here waits: `sweep`, called about once a second, applies the timeouts (decisions D14 and D27)."""
 
 from collections import deque
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from typing import Final, NamedTuple, Protocol
 
 from lean_selector.http.head import HeaderBlocks, HttpError, Limits, Request
 
-# Reasons of failed handshakes: labels of a metric.
+# Why a TLS handshake failed: the labels of a metric.
 REASONS: Final = (
-    "client_certificate",  # missing or untrusted
+    "client_certificate",  # of the client; missing or untrusted
     "closed",  # the client disconnected
     "not_tls",
     "other",
@@ -24,54 +24,54 @@ REASONS: Final = (
 
 
 class TlsCounts:
-    """TLS totals; all 0 while TLS is off."""
+    """Counts about TLS since the start; all 0 while TLS is off."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.completed = 0
         self.failures: dict[str, int] = dict.fromkeys(REASONS, 0)
-        self.last_failure = ""  # address and error text
-        self.reloads = 0  # reloads of the files
+        self.last_failure = ""  # the client's address and the error text
+        self.reloads = 0  # how often the files were reloaded
         self.reload_failures = 0
-        self.not_after: int | None = None  # expiry of the certificate, in seconds since 1970
+        self.not_after: int | None = None  # when our certificate expires, in seconds since 1970
 
 
-# A gateway opens some hundreds: this is enough for a fleet of gateways, and below a descriptor
-# limit of 2**16, of which KV events take two or three per worker rank.
+# A gateway opens some hundreds of connections, so this suffices for a fleet of gateways. It is
+# below a descriptor limit of 2**16, of which KV events take two or three per worker rank.
 MAX_CONNECTIONS: Final = 16_384
 
-# Time per turn of the loop for the input of all connections, except small requests. A slice that
-# has begun (bounded by `reader`) may exceed it by a millisecond.
+# Time in seconds per turn of the loop for the input of all connections, except small requests. A
+# slice that has begun (limited by `reader`) may exceed this by a millisecond.
 TURN_S: Final = 0.002
 
-# Bytes of requests that are incomplete, queued, or behind another one of their connection: 32
-# bodies of 8 MiB, or 2 500 long prompts of 100 KiB. A single connection can hold 9 MiB.
+# Bytes held for requests that are incomplete, queued, or behind another one of their connection: 32
+# bodies of 8 MiB, or 2 500 long prompts of 100 KiB. One connection can hold 9 MiB.
 MAX_HELD_BYTES: Final = 256 * 1024 * 1024
-# memory is freed down to this share, so that one pass makes room for many requests
+# if too much is held, free down to this share, so that one pass makes room for many requests
 _ROOM_KEPT: Final = 7 / 8
 
-# Refused clients that get time to read the reason; more than this many are dropped at once.
+# How many refused clients get time to read the reason. Any further ones are dropped at once.
 _MAX_TOLD: Final = 256
 
 
 def plain_refusal(error: HttpError) -> bytes:
-    """The body of the answer to an HTTP error."""
+    """Return the body of the answer to an HTTP error, as plain text."""
     return b'{"error":"%b"}' % error.text.encode()
 
 
 class Timeouts(NamedTuple):
-    """Seconds, with the precision of the sweep."""
+    """Timeouts in seconds, as precise as the interval of the sweep."""
 
-    idle_s: float = 75.0  # keep-alive connection without a request
-    read_s: float = 30.0  # incomplete request; bodies get more
-    write_s: float = 30.0  # client that does not read its answer
-    linger_s: float = 5.0  # client that still sends after its last answer
+    idle_s: float = 75.0  # for a keep-alive connection without a request
+    read_s: float = 30.0  # for an incomplete request; bodies get more
+    write_s: float = 30.0  # for a client that does not read its answer
+    linger_s: float = 5.0  # for a client that still sends after its last answer
     quiet_s: float = 1.0  # replaces idle_s and linger_s while the server drains
-    handshake_s: float = 10.0  # a TLS handshake, from connect to end
+    handshake_s: float = 10.0  # for a TLS handshake, from connect to end
 
 
 class Connection(Protocol):
-    """The part of a connection that `Connections` uses."""
+    """The part of a connection's interface that `Connections` uses."""
 
     @property
     def held_bytes(self) -> int: ...  # memory of unanswered requests
@@ -95,12 +95,12 @@ class Connections:
         refusal: Callable[[HttpError], bytes] = plain_refusal,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`call_soon` is the loop's; `refusal` makes the body of an HTTP error."""
+        """`call_soon` is the loop's method; `refusal` makes the body for an HTTP error."""
         self.call_soon = call_soon
         self.clock = clock
-        # Whether a request is refused regardless of its body, as without a token.
+        # Returns whether to refuse a request whatever its body is, for example without a token.
         self.refuses: Callable[[Request], bool] | None = None
-        self.spent_s = 0.0  # time spent on input since the last turn of deferred work
+        self.spent_s = 0.0  # seconds spent on input in this turn of the loop
         self._later: deque[Callable[[], None]] = deque()
         self._is_due = False  # a turn of deferred work is scheduled
         self.limits = limits or Limits()
@@ -110,8 +110,8 @@ class Connections:
         self.refusal = refusal
         self.header_blocks: HeaderBlocks = {}
         self.open: set[Connection] = set()
-        self.greeting: set[Connection] = set()  # in their TLS handshake; each counts in `open`
-        self.told: set[Connection] = set()  # refused, while the client reads the reason
+        self.greeting: set[Connection] = set()  # during the TLS handshake; count as open
+        self.told: set[Connection] = set()  # refused; the client may still read the reason
         self.held_bytes = 0  # the sum over `open` and `greeting`
         self.now = 0.0  # monotonic seconds at the last sweep
         self.is_draining = False
@@ -119,7 +119,7 @@ class Connections:
         self.is_over = False
         # Totals
         self.accepted = 0
-        self.accept_failures = 0  # failures of accept: no descriptor or memory left
+        self.accept_failures = 0  # failed accepts: no descriptor or memory was left
         self.refused = 0
         self.bodies_refused = 0
         self.tls = TlsCounts()
@@ -141,8 +141,8 @@ class Connections:
             connection.abort()
 
     def greet(self, connection: Connection) -> None:
-        """Add a new connection whose TLS handshake begins. A few above the limit may finish it,
-        because a refusal can be sent only then."""
+        """Add a new connection that begins a TLS handshake. A few connections above the limit may
+        finish the handshake, because a refusal can be sent only afterwards."""
         if self.is_over:
             connection.abort()
         elif len(self.open) + len(self.greeting) < self.max_connections + _MAX_TOLD:
@@ -152,7 +152,7 @@ class Connections:
             connection.abort()
 
     def forget(self, connection: Connection) -> None:
-        """Remove a connection that is closed, or whose handshake is over."""
+        """Remove a connection that is closed, or a TLS connection whose handshake is over."""
         self.greeting.discard(connection)
         self.open.discard(connection)
         self.told.discard(connection)
@@ -165,11 +165,11 @@ class Connections:
             self.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Continue deferred work until the time of a turn is spent."""
+        """Continue deferred work until TURN_S is spent in this turn of the loop."""
         self.spent_s = 0.0
         began, later = self.clock(), self._later
         try:
-            for _ in range(len(later)):  # work deferred now waits for the next turn
+            for _ in range(len(later)):  # what is put off meanwhile waits for the next turn
                 later.popleft()()
                 self.spent_s = self.clock() - began
                 if self.spent_s >= TURN_S:
@@ -180,9 +180,9 @@ class Connections:
                 self.call_soon(self._turn)
 
     def make_room(self) -> None:
-        """Refuse connections until the held memory is below the limit, in descending order of held
-        bytes times seconds. So a new client is safe, and a client that sends a large body slowly or
-        stalls goes first."""
+        """If too much memory is held, refuse connections, in descending order of held bytes times
+        seconds. So a new client is safe. A client that sends a large body slowly, or stalls, goes
+        first."""
         if self.held_bytes <= self.max_held_bytes:
             return
         now = self.now
@@ -198,21 +198,21 @@ class Connections:
                 connection.turn_away("too many incomplete requests")
 
     def sweep(self, now: float) -> None:
-        """Apply the timeouts. `now` is monotonic seconds. Call it about once a second, and once
+        """Apply the timeouts. `now` is in monotonic seconds. Call it about once a second, and once
         before the first connection, because ages count from the last sweep."""
         self.now = now
         for connection in (*self.open, *self.told, *self.greeting):
             connection.expire(now)
 
     def start_draining(self) -> None:
-        """From now on every answer is the last of its connection, unless more requests are queued
-        on it. A connection without a request is closed only after a quiet time, because its client
-        may have sent a request that has not arrived yet."""
+        """From now on, close each connection after its answer, unless more requests are queued on
+        it. A connection without a request is closed only after a quiet time, because a request of
+        the client may be in flight."""
         self.is_draining = True
         self.quiet_from = self.now
 
     def abort(self) -> None:
-        """Drop all connections at once, including unsent answers, and all later ones."""
+        """Drop all connections at once, with unsent answers; drop later connections as well."""
         self.is_over = True
         for connection in (*self.open, *self.told, *self.greeting):
             connection.abort()

@@ -1,4 +1,4 @@
-"""The head of a request: size limits, the header section, the credential, and the request."""
+"""The head of a request: size limits, header section, credential; and the class Request."""
 
 import os
 import re
@@ -14,8 +14,8 @@ import httptools
 
 
 class Limits(NamedTuple):
-    """Sizes in bytes, inclusive. max_head_bytes applies to the request line and to the header
-    section. A body over max_body_bytes is read and dropped, up to max_discard_bytes, so that the
+    """Sizes in bytes, inclusive. max_head_bytes limits the request line, and also the header
+    section. A body above max_body_bytes is read and dropped, up to max_discard_bytes, so that the
     client can read the refusal."""
 
     max_body_bytes: int = 8 * 1024 * 1024  # the selector's; the slot tracker has 2 MiB
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 
 
 class HttpError:
-    """Why the connection must end, with the status to answer."""
+    """Why a connection must end, and the HTTP status of the answer."""
 
     __slots__ = ("status", "text")
 
@@ -34,35 +34,35 @@ class HttpError:
 
 
 # --------------------------------------------------------------------------------------------------
-# The header section: httptools (llhttp) validates it; the needed fields are stored.
+# The header section. httptools (llhttp) validates it, and the fields that we need are stored.
 #
-# Knows nothing of connections, nor of the end of a body; `reader` does.
+# Independent of connections, and of the end of a body (see `reader`).
 
 _VERSION: Final = re.compile(rb"[0-9]\.[0-9]\r\n")
 
-# The characters of RFC 9110 section 7.2: a name, an IPv4 or a bracketed address, and an optional
-# port. Empty is allowed: a client that has no name for us sends that.
+# Characters of RFC 9110 section 7.2: a name, an IPv4 address or a bracketed address, and an
+# optional port. Empty is allowed, because a client that has no name for us sends that.
 _HOST: Final = re.compile(
     rb"(?:\[[0-9A-Za-z:.~_%!$&'()*+,;=-]++\]|[0-9A-Za-z._~%!$&'()*+,;=-]*+)(?::[0-9]*+)?+"
 )
 
 _MAX_HEADERS = 100  # as in hyper, which the reference uses
 
-# The only varying header name of this length
+# The only name among the varying headers that has this length.
 _RESERVATION_ID_LENGTH: Final = len(b"x-reservation-id")
 
-CHUNKED = -1  # in place of a content length
+CHUNKED = -1  # stands for a content length
 
 
 def length_of(digits: bytes) -> int:
-    """A content length; -1: leave it to the parser."""
+    """Parse a content length; -1 if the HTTP parser must judge it."""
     return int(digits) if digits.isdigit() and len(digits) <= 15 else -1
 
 
 class HeaderBlock:
-    """The fields of a version and a header section. Read only, because requests with the same
-    section share it. `content_length` is that of the parsed section; if a `frame` is used, the
-    length is read from each section instead."""
+    """The parsed HTTP version and header section. Read only, because requests with equal sections
+    share it. `content_length` is that of the parsed section. If `frame` is set, the length is read
+    from each request's section instead."""
 
     __slots__ = (
         "accept",
@@ -98,7 +98,7 @@ class HeaderBlock:
         self.frame: LengthFrame | None = None
 
     def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
-        """This section with other values in its varying lines; None if it must be parsed."""
+        """Return this block with other values in varying lines; None if parsing is needed."""
         content_length, traceparent = self.content_length, self.traceparent
         reservation_id = self.reservation_id
         for name, value in values:
@@ -123,36 +123,36 @@ class HeaderBlock:
 
 
 class LengthFrame:
-    """The text around the content length, for header sections that differ only in that."""
+    """The text around the content length, for header sections that differ only in the length."""
 
     __slots__ = ("_prefix", "_prefix_bytes", "_suffix", "_suffix_bytes", "block", "lengths")
 
     def __init__(self, prefix: bytes, suffix: bytes, block: HeaderBlock) -> None:
-        """`prefix` ends before the first digit, `suffix` is not empty."""
+        """`prefix` ends directly before the first digit; `suffix` is not empty."""
         self._prefix, self._prefix_bytes = prefix, len(prefix)
         self._suffix, self._suffix_bytes = suffix, len(suffix)
         self.block = block
-        self.lengths = 0  # number of such sections in the cache
+        self.lengths = 0  # number of cached sections that match this frame
 
     def length_in(self, section: bytes) -> int:
-        """The length in a section; -1 if the section does not match this frame."""
+        """Return the content length in a section; -1 if the text around it differs."""
         if section.startswith(self._prefix) and section.endswith(self._suffix):
             return length_of(section[self._prefix_bytes : -self._suffix_bytes])
         return -1
 
 
 def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> HeaderBlock:
-    """The block for these fields (by lower-case name), which llhttp has validated: lengths are
+    """Build the block from fields (by lower-case name) that llhttp has validated: a length is
     digits."""
     options = fields.get(b"connection", b"").lower().translate(None, b" \t").split(b",")
     keep_alive = (
         b"close" not in options
         and (not is_http10 or b"keep-alive" in options)
-        and not is_upgrade  # ignored: the request is answered normally, then the connection closes
+        and not is_upgrade  # ignored: we answer normally, then close the connection
     )
     is_chunked = b"transfer-encoding" in fields
     expect = fields.get(b"expect")
-    # RFC 9110 section 10.1.1: not for HTTP/1.0.
+    # RFC 9110 section 10.1.1: HTTP/1.0 has no `100 Continue`.
     expects_continue = expect is not None and not is_http10 and expect.lower() == b"100-continue"
     return HeaderBlock(
         is_http10,
@@ -166,13 +166,13 @@ def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> H
     )
 
 
-# Parsed sections. The key is the whole section; or, for a section without its varying lines, the
-# pieces around these lines and their names, so that different sections have different keys.
+# Parsed sections. The key is the whole section; or, if varying lines were cut out, the remaining
+# pieces and the names of those lines, so that different sections have different keys.
 HeaderBlocks = dict[bytes | tuple[bytes, ...], HeaderBlock]
 
 
 class _Collector:
-    """httptools' callbacks, found by attribute name."""
+    """The callbacks for httptools, which finds them by name."""
 
     __slots__ = ("on_header",)
 
@@ -181,7 +181,7 @@ class _Collector:
 
 
 def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
-    """Parse and validate `1.1 CRLF name: value CRLF ... CRLF CRLF`, the rest of a head after
+    """Parse and validate `1.1 CRLF name: value CRLF ... CRLF CRLF`: the part of a head after
     `HTTP/`."""
     if not text.startswith((b"1.1\r\n", b"1.0\r\n")):
         if _VERSION.match(text) is None:
@@ -205,14 +205,14 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
     hosts = 1 if b"host" in fields else 0
     if len(fields) != header_count:
         fields, hosts = _merged_fields(head)
-    # RFC 9112 section 3.2. With two hosts, a proxy may take it for a request to another server.
+    # RFC 9112 section 3.2. If there are two hosts, a proxy may route the request by the other one.
     if hosts > 1 or (hosts == 0 and not is_http10):
         return HttpError(400, "exactly one host header is required")
     if hosts and _HOST.fullmatch(fields[b"host"]) is None:
         return HttpError(400, "malformed host header")
     coding = fields.get(b"transfer-encoding")
     if coding is not None:
-        if is_http10:  # RFC 9112 section 6.1: such framing is invalid
+        if is_http10:  # RFC 9112 section 6.1: HTTP/1.0 has no chunked framing
             return HttpError(400, "transfer-encoding in an HTTP/1.0 request")
         if coding.lower() != b"chunked":
             return HttpError(501, "transfer-encoding is not supported, except chunked")
@@ -220,8 +220,8 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
 
 
 def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
-    """The fields of a head with repeated names, whose values are joined to a list (RFC 9110 section
-    5.3), and the number of `host` lines, which are not joined."""
+    """Return the fields of a head in which names are repeated, and the number of `host` lines.
+    Repeated values are joined to a list (RFC 9110 section 5.3), except those of `host`."""
     fields: dict[bytes, bytes] = {}
     hosts = 0
 
@@ -237,13 +237,13 @@ def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The `authorization` line: cut out of header sections before they are cached, and recognized by a
-# keyed digest.
+# The `authorization` line. It is cut out of header sections before they are cached, and recognized
+# by a keyed digest.
 #
-# Neither this class nor the reader's caches store a credential: only the position of its line, and
-# digests with random keys of this process. RFC 9110 section 11.6.2, RFC 6750 section 2.1.
+# Neither this class nor the reader's caches store a credential: they store the position of the
+# line, and digests with random keys of this process. RFC 9110 section 11.6.2, RFC 6750 section 2.1.
 
-# A line whose value every parser accepts, with the name in any case.
+# A line whose value every parser accepts. The name may be in any case.
 _LINE: Final = re.compile(rb"\r\n(?i:authorization):([\t -~\x80-\xff]*+)(?=\r\n)")
 _NAME: Final = b"\r\nauthorization:"
 
@@ -251,41 +251,41 @@ _DIGEST_BYTES: Final = 32
 _KEYED: Final = blake2b(digest_size=_DIGEST_BYTES, key=os.urandom(64))
 _LINE_KEY: Final = os.urandom(16)
 
-UNUSABLE: Final = b""  # a credential that is not a single bearer token
+UNUSABLE: Final = b""  # stands for a credential that is not a single bearer token
 
 
 def digest_of(text: bytes) -> bytes:
-    """A digest to store in place of a secret, keyed per process."""
-    made = _KEYED.copy()  # a third cheaper than hashing the key each time
+    """Return a digest with a key of this process, to be stored in place of a secret."""
+    made = _KEYED.copy()  # takes a third less time than hashing the key each time
     made.update(text)
     return made.digest()
 
 
 def has_credentials(section: bytes) -> bool:
-    """Whether a header section (version, then lines after their CRLF) has such a line."""
+    """Whether a header section (version, then lines after CRLF) has an `authorization` line."""
     return _NAME in section.lower()
 
 
 def _credential_of(value: bytes) -> bytes:
-    """The digest of a bearer token, or UNUSABLE."""
+    """Return the digest of a header's bearer token; UNUSABLE if it is no single token."""
     scheme, _, token = value.strip(b" \t").partition(b" ")
     return digest_of(token.strip(b" \t")) if scheme.lower() == b"bearer" else UNUSABLE
 
 
 class CredentialLine:
-    """The last credential line of a connection: its position and digest.
+    """Position and digest of the last `authorization` line on a connection.
 
     `credential` belongs to the section last passed to `rest_of`: the digest of a bearer token,
     UNUSABLE, or None.
 
-    The line is recognized by Python's own hash (SipHash) of a key and its text, in a third of the
-    time of the token's digest. It only tells whether this connection sent the same line before;
-    another text matches with a chance of one in 2**64."""
+    The line is recognized by Python's own hash (SipHash) of a key and the line, in a third of the
+    time of the token's digest. This hash only tells whether the connection sent the same line
+    before. Another line matches with a probability of 2**-64."""
 
     __slots__ = ("_begin", "_known", "_size", "_start", "_value", "credential")
 
     def __init__(self, section: bytes) -> None:
-        """`section` has credentials."""
+        """`section` has an `authorization` line."""
         self.credential: bytes | None = UNUSABLE
         self._begin = 0
         self._size = 0  # size of the line with both its line breaks
@@ -303,10 +303,11 @@ class CredentialLine:
         self._value = _credential_of(found[1])
 
     def rest_of(self, section: bytes) -> bytes:
-        """The section without its line, if that is the known one; otherwise all of it."""
+        """Return the section without its `authorization` line if that is known, otherwise all of
+        it."""
         begin, size = self._begin, self._size
         if not size or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
-            # Earlier lines may have changed in length, such as the content length.
+            # Earlier lines may have another length now, such as the content length.
             begin = section.find(self._start) if size else -1
             if begin < 0 or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
                 self.credential = None
@@ -319,9 +320,9 @@ class CredentialLine:
 class Request:
     """One request as the client sent it.
 
-    `path` and `query` are raw; a body that is too large is dropped. `section` is the head after
-    `HTTP/`: the version and the header lines with their ends. `credential` is the digest of the
-    bearer token, UNUSABLE, or None."""
+    `path` and `query` are raw. A body that is too large is missing. `section` is the head after
+    `HTTP/`: the version, and the header lines with their line ends. `credential` is the digest of
+    the bearer token, UNUSABLE, or None."""
 
     __slots__ = (
         "body",

@@ -1,8 +1,8 @@
-"""Listeners: bind sockets, accept connections in bulk, and shut down without losing any.
+"""Listeners: bind sockets, accept many connections at once, and shut down without losing any.
 
 Handles listening sockets, the path of a UNIX socket, and errors of accept(2). uvloop's own server
-accepts one connection per turn of the loop, so new clients starve while turns are long; this one
-accepts many. Knows nothing of a connection's protocol (decisions D14, D19 and D27)."""
+accepts one connection per turn of the loop, so new clients wait for long if turns are long; this
+listener accepts many. Independent of a connection's protocol (decisions D14, D19 and D27)."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ log = logging.getLogger("lean_selector.server")
 
 BACKLOG: Final = 1024
 
-# 20 to 50 us each: a full turn takes 3 ms.
+# Accepts per turn of the loop. They take 20 to 50 us each: a full turn takes 3 ms.
 ACCEPTS_PER_TURN: Final = 64
 
-# Pause after an accept that failed for lack of descriptors or memory. Waiting clients stay in the
-# backlog; without the pause the readable listener would spin the loop.
+# Pause after an accept that failed for lack of descriptors or memory. The clients wait in the
+# backlog meanwhile. Without the pause, the readable socket would keep the loop busy.
 ACCEPT_PAUSE_S: Final = 0.5
 
-# Errors of accept(2) that concern a single connection, which is then gone.
+# Errors of accept(2) that concern only the accepted connection, which is lost.
 _OF_ONE: Final = frozenset(
     {
         errno.ECONNABORTED,
@@ -47,8 +47,8 @@ _OF_ONE: Final = frozenset(
     }
 )
 
-# A vanished client host is noticed after 30 s, even while the client waits for a worker and nothing
-# is sent to it: probes start after 15 s, and sent data stays unconfirmed no longer than 30 s.
+# A client host that vanished is noticed after 30 s, even if nothing is sent to the client because
+# it waits for a worker. Probes start after 15 s, and sent data may stay unconfirmed for 30 s.
 # Accepted sockets inherit these options.
 _OF_TCP: Final = (
     (socket.SOL_SOCKET, "SO_REUSEADDR", 1),
@@ -73,11 +73,11 @@ _SO_ATTACH_FILTER: Final = 26
 def inet_socket(
     host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> socket.socket:
-    """A bound socket; TCP sockets also listen, with options for accepted connections. Raises
-    OSError. The name is resolved here, because the loop's own resolver would leave four threads."""
+    """Return a bound socket; TCP sockets also listen, with options for accepted connections. Raises
+    OSError. Resolves the name here, because the loop's resolver would leave four threads."""
     try:
         found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
-    except UnicodeError:  # a label too long for DNS
+    except UnicodeError:  # part of the name is too long for DNS
         raise OSError("not a host name") from None
     family, _, proto, _, address = found[0]
     bound = socket.socket(family, kind, proto)
@@ -97,20 +97,20 @@ def inet_socket(
 
 
 class UnixPath:
-    """The path of a UNIX socket. Bound atomically, and unlinked only while it is ours: a successor
-    binds the path as soon as we release it, long before we exit."""
+    """The path of a UNIX socket. It is bound atomically, and unlinked only while it is ours: a
+    successor process binds the path as soon as we release it, long before we exit."""
 
     def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
-        """`kind` may be SOCK_DGRAM for a socket that only receives."""
+        """For a socket that only receives, `kind` may be SOCK_DGRAM."""
         self._path = path
         self._kind = kind
         self._ours: tuple[int, int] | None = None  # (device, inode)
 
     def take(self) -> socket.socket:
-        """A bound socket (listening, if a stream) with mode 0660 from the start. Replaces a stale
-        socket; at every moment the path leads to a socket that answers. Raises OSError."""
+        """Return a bound socket (a stream also listens), with mode 0660 from the start. Replaces a
+        stale socket; at every moment the path leads to a socket that answers. Raises OSError."""
         if len(os.fsencode(self._path)) > _MAX_PATH_BYTES:
-            raise OSError("AF_UNIX path too long")  # the error text of Python's bind
+            raise OSError("AF_UNIX path too long")  # what Python's bind would report
         if self._is_taken():
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         listening = socket.socket(socket.AF_UNIX, self._kind)
@@ -147,12 +147,12 @@ class UnixPath:
             except (ConnectionRefusedError, FileNotFoundError):
                 return False
             except TimeoutError:
-                pass  # its backlog is full
+                pass  # the socket is alive: its backlog is full
         return True
 
     def let_go(self) -> None:
-        """Unlink the path. Call it before the socket is closed, because after that another file may
-        get the same inode."""
+        """Unlink the path. Call it before the socket is closed: afterwards another file may have
+        the same inode."""
         ours, self._ours = self._ours, None
         if ours is None:
             return
@@ -163,10 +163,10 @@ class UnixPath:
 
 
 def _bind_beside(listening: socket.socket, path: str) -> str:
-    """Bind to a temporary name in the same directory, to be renamed."""
+    """Bind the socket to a temporary name in the same directory, to be renamed."""
     folder = os.path.dirname(path)
     while True:
-        # Short, because a socket's path has a length limit.
+        # The name is short, because a socket's path has a length limit.
         name = os.path.join(folder, "." + secrets.token_hex(2))
         try:
             listening.bind(name)
@@ -178,7 +178,7 @@ def _bind_beside(listening: socket.socket, path: str) -> str:
 
 
 class Listener:
-    """One listening socket on the running loop; accepts its connections."""
+    """One listening socket on the running loop, whose connections it accepts."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Listener:
         connections: Connections,
         path: UnixPath | None = None,
     ) -> None:
-        """`listening` is bound and listens; `path` is that of a UNIX socket; `connections` has the
+        """`listening` is bound and listens; `path` is the path of a UNIX socket; `connections`
         counts."""
         self._connections = connections
         self._socket = listening
@@ -201,7 +201,7 @@ class Listener:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is closed and all accepted connections are open."""
+        """Whether the listener is closed and every connected client was accepted."""
         return self._is_closed and not self._opening
 
     def start(self) -> None:
@@ -209,15 +209,15 @@ class Listener:
         self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def stop_inviting(self) -> None:
-        """Keep new clients away; clients that have connected are still accepted.
+        """Keep new clients away. Clients that are already connected are still accepted.
 
         Closing a listening socket resets connections that are not accepted yet, with their
-        requests. So new clients are kept away first: for a UNIX socket by unlinking its path, for
-        TCP by dropping SYNs. Clients repeat a SYN after a second, and are refused then."""
+        requests. So new clients are kept away first: for a UNIX socket by unlinking the path, for
+        TCP by dropping SYNs. Clients repeat a SYN after a second, and are then refused."""
         if self._path is not None:
             self._path.let_go()
         elif self._socket.family in (socket.AF_INET, socket.AF_INET6):
-            # Without the filter, a connection can be reset within a few microseconds.
+            # Without the filter, connections made in the last microseconds could be reset.
             with contextlib.suppress(OSError):
                 self._socket.setsockopt(
                     socket.SOL_SOCKET,
@@ -226,7 +226,7 @@ class Listener:
                 )
 
     def close(self) -> None:
-        """Accept all connected clients, and close."""
+        """Accept all clients that are connected, and close."""
         if self._is_closed:
             return
         if self._path is not None:
@@ -238,8 +238,8 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> bool:
-        """Accept as many connections as a turn may; True if there may be more. Called when the
-        listener is readable, and again while it returns True."""
+        """Accept as many connections as a turn may. Returns True if there may be more. Called when
+        the socket is readable, and again while it returned True."""
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, _ = self._socket.accept()
@@ -265,16 +265,16 @@ class Listener:
     def _opened(self, accepted: socket.socket, task: "asyncio.Task[object]") -> None:
         self._opening.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, OSError):  # it concerns the client, which is gone
+        if isinstance(error, OSError):  # it concerns only this client, which is gone
             log.debug("a connection could not be opened", extra={"error": str(error)})
         elif error is not None:
-            with contextlib.suppress(RuntimeError):  # raised if a transport owns the socket
+            with contextlib.suppress(RuntimeError):  # raised if a transport already owns the socket
                 accepted.close()
             message = "a connection could not be opened"
             self._loop.call_exception_handler({"message": message, "exception": error})
 
     def _starve(self, error: OSError) -> None:
-        """No descriptor or memory is left: log it once, and try again later."""
+        """No descriptor or memory is left: log this once, and try again later."""
         self._connections.accept_failures += 1
         if not self._is_starved:
             self._is_starved = True

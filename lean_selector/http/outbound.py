@@ -1,8 +1,8 @@
-"""Our own HTTP/1.1 requests on the service's loop, with or without TLS.
+"""HTTP/1.1 requests of our own, on the service's loop, with or without TLS.
 
-Each request has its own connection, so it never uses one that the server has just closed. A given
-resolver resolves names off the loop (D29); a TLS handshake occupies the loop for a millisecond or
-two. Redirects and proxy settings of the environment are ignored."""
+Each request has its own connection, so it never uses a connection that the server has just closed.
+The given resolver resolves names off the loop (D29). A TLS handshake occupies the loop for a
+millisecond or two. Redirects, and proxy settings of the environment, are ignored."""
 
 import asyncio
 import os
@@ -22,18 +22,18 @@ from lean_selector.http.trust import Credentials
 TIMEOUT_S: Final = 5.0
 MOST_BODY_BYTES: Final = 4 << 20
 MOST_LINE_BYTES: Final = 4 << 20
-# Reading pauses above this many unread bytes; one read of the kernel may exceed it.
+# Above this many unread bytes, reading pauses. One read of the kernel may exceed it.
 MOST_WAITING_BYTES: Final = 256 * 1024
-_CITED_CHARACTERS: Final = 200  # characters of an error's body that the error text quotes
+_CITED_CHARACTERS: Final = 200  # the error text quotes at most this much of an answer's body
 
-# (ip, port), or more for IPv6; with the family, as resolvers return them.
+# As resolvers return them: the family, and (ip, port) or more for IPv6.
 SocketAddress = tuple[int, tuple[Any, ...] | bytes]
 Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
 
 
 class OutboundFailed(Exception):
-    """The request failed. The text is one line and names the request; `status` is that of the
-    answer, if one arrived."""
+    """The request failed. The text is one line and names the request. `status` is the HTTP status
+    of the answer, if one arrived."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -42,11 +42,11 @@ class OutboundFailed(Exception):
 
 
 class OutboundTimedOut(OutboundFailed):
-    """There was no answer in time."""
+    """The answer did not arrive in time."""
 
 
 class OutboundAnswer(NamedTuple):
-    """A complete answer with any status."""
+    """A complete answer, whatever the status."""
 
     status: int
     body: bytes
@@ -63,9 +63,9 @@ async def connect(
     allowed: AllowedEndpoints | None = None,
     tls_name: str | None = None,
 ) -> None:
-    """Connect to the upstream if that is `allowed`. An address that does not answer leaves time for
-    the others. `tls_name` is the name that the certificate must have, instead of the host. Raises
-    OSError."""
+    """Connect to the upstream if `allowed` permits. Several addresses share the time, so that a
+    silent one does not use all of it. `tls_name` is the name that the certificate must have, if not
+    the host. Raises OSError."""
     to, ends = connection.upstream.url, time.monotonic() + timeout_s
     if allowed is not None:
         allowed.check(to.origin)
@@ -109,10 +109,10 @@ async def _connect(
 
 
 def reason(error: Exception) -> str:
-    """Why there is no connection, in a few words."""
+    """Return in a few words why there is no connection."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
-    if isinstance(error, ssl.SSLError | socket.gaierror):  # their errno are not system errors
+    if isinstance(error, ssl.SSLError | socket.gaierror):  # errno is not a system error then
         return error.strerror or str(error)
     if isinstance(error, OSError) and error.errno is not None:
         return os.strerror(error.errno)
@@ -123,9 +123,9 @@ def reason(error: Exception) -> str:
 
 
 class Exchange:
-    """The answer to a request on `connection`, read in pieces.
+    """The answer to the request on `connection`, read in pieces.
 
-    Reading pauses while too much waits. Its errors do not name the request."""
+    Reading pauses while too many bytes wait. Errors raised here do not name the request."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self.status = 0  # 0 until `head` returns
@@ -142,7 +142,7 @@ class Exchange:
             await self._wait()
 
     async def piece(self) -> bytes | None:
-        """The next bytes of the body, None at its end. Raises OutboundFailed."""
+        """Return the next bytes of the body; None at the end. Raises OutboundFailed."""
         while not self._pieces:
             if self._is_over:
                 return None
@@ -154,7 +154,7 @@ class Exchange:
         return taken
 
     async def body(self, most_bytes: int) -> bytes:
-        """The whole body. Raises OutboundFailed, also for more than `most_bytes`."""
+        """Return the whole body. Raises OutboundFailed, also if it has more than `most_bytes`."""
         pieces: list[bytes] = []
         size = 0
         while (piece := await self.piece()) is not None:
@@ -201,10 +201,10 @@ class Exchange:
 
 
 class Lines:
-    """The lines of one answer, in order, read on demand."""
+    """Reads the lines of one answer, in order, on demand."""
 
     def __init__(self, exchange: Exchange, silence_s: float, most_bytes: int) -> None:
-        """`silence_s` bounds the wait for more data, `most_bytes` the length of a line."""
+        """`silence_s` limits the wait for more data, `most_bytes` the length of a line."""
         self._exchange: Final = exchange
         self._silence_s = silence_s
         self._most_bytes = most_bytes
@@ -213,7 +213,7 @@ class Lines:
         self._is_over = False
 
     async def next(self) -> bytes | None:
-        """The next line without its end; None after the last one. Raises OutboundFailed."""
+        """Return the next line without its line end; None after the last. Raises OutboundFailed."""
         while not self._ready:
             if self._is_over:
                 return None
@@ -246,7 +246,7 @@ class Lines:
 
 
 class OutboundClient:
-    """Sends requests; used only on the loop's thread. Keeps nothing between requests but
+    """Sends requests. Used only on the loop's thread. Between requests, it keeps only the
     credentials."""
 
     def __init__(
@@ -263,7 +263,7 @@ class OutboundClient:
     async def get(
         self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
     ) -> OutboundAnswer:
-        """Send a GET request."""
+        """Send a GET request and return the answer. Raises as `request` does."""
         return await self.request("GET", url, timeout_s=timeout_s, most_bytes=most_bytes)
 
     async def request(
@@ -275,8 +275,8 @@ class OutboundClient:
         timeout_s: float = TIMEOUT_S,
         most_bytes: int = MOST_BODY_BYTES,
     ) -> OutboundAnswer:
-        """The answer with any status, within `timeout_s` in total. `body` is JSON. Raises
-        OutboundFailed without an answer, and for an answer of more than `most_bytes`."""
+        """Send a request and return the answer, whatever its status. `timeout_s` limits the total
+        time; `body` is JSON. Raises OutboundFailed, also for an answer above `most_bytes`."""
         with _failures_of(f"{method} {url}", timeout_s):
             async with (
                 asyncio.timeout(timeout_s),
@@ -287,8 +287,8 @@ class OutboundClient:
     async def text(
         self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
     ) -> bytes:
-        """The body of a 2xx answer to a GET; for another status, raises OutboundFailed with a quote
-        of it."""
+        """Send a GET and return the body of a 2xx answer. For another status, raises
+        OutboundFailed, which quotes the body."""
         answer = await self.get(url, timeout_s=timeout_s, most_bytes=most_bytes)
         if not 200 <= answer.status < 300:
             raise OutboundFailed(f"GET {url}: {_cited(answer.status, answer.body)}", answer.status)
@@ -303,9 +303,9 @@ class OutboundClient:
         silence_s: float,
         most_bytes: int = MOST_LINE_BYTES,
     ) -> AsyncIterator[Lines]:
-        """A GET whose 2xx answer is read line by line; leaving the context ends it. `timeout_s`
-        bounds the wait for the head, `silence_s` each wait for more data, `most_bytes` a line.
-        Raises OutboundFailed, as does reading the lines."""
+        """Send a GET whose 2xx answer is read line by line. Leaving the context ends the request.
+        `timeout_s` limits the wait for the head, `silence_s` each wait for more data, `most_bytes`
+        a line. Raises OutboundFailed; so does reading the lines."""
         with _failures_of(f"GET {url}", timeout_s):
             async with AsyncExitStack() as open_:
                 async with asyncio.timeout(timeout_s):
@@ -319,8 +319,8 @@ class OutboundClient:
     async def exchange(
         self, method: str, url: str, body: bytes, timeout_s: float
     ) -> AsyncIterator[Exchange]:
-        """A request whose answer has begun; leaving the context ends it. `timeout_s` bounds only
-        the connecting. Raises OutboundFailed, OSError and ValueError."""
+        """Send a request, and yield its answer. Leaving the context ends the request. `timeout_s`
+        limits only the time to connect. Raises OutboundFailed, OSError and ValueError."""
         to, credentials = Url(url), self._credentials
         context = credentials.trust.context() if to.is_secure else None
         connection = ClientConnection(Upstream(to.origin))
@@ -354,7 +354,7 @@ class OutboundClient:
 
 
 async def succeeded(exchange: Exchange) -> None:
-    """Raise OutboundFailed, quoting the start of the answer, unless its status is 2xx."""
+    """Unless the status is 2xx, raise OutboundFailed that quotes the start of the body."""
     if not 200 <= exchange.status < 300:
         said = b""
         while len(said) < _CITED_CHARACTERS and (piece := await exchange.piece()) is not None:
@@ -364,7 +364,7 @@ async def succeeded(exchange: Exchange) -> None:
 
 @contextmanager
 def _failures_of(asked: str, timeout_s: float) -> Iterator[None]:
-    """Convert exceptions inside into an OutboundFailed that begins with the request."""
+    """Convert exceptions in the context to OutboundFailed; its text begins with `asked`."""
     try:
         yield
     except TimeoutError:

@@ -1,9 +1,10 @@
 """The asyncio protocol of one connection: reader -> app -> one write.
 
-Responsible for order (answers are sent in the order of the requests, even if one is delayed),
-back-pressure, timeouts and closing. Knows no routes and no bodies. The app is a plain function;
-nothing here awaits, and no task or timer is created per request: `Connections.sweep`, called about
-once a second, is the only clock (spec: slot_tracker.md 1.2; decisions D11, D14 and D27)."""
+Responsible for order (answers are sent in the order of the requests, even if one answer comes
+late), back-pressure, timeouts and closing. Independent of routes and bodies. The app is a plain
+function. Nothing awaits, and no task or timer is created per request: `Connections.sweep`, called
+about once a second, applies the timeouts (spec: slot_tracker.md 1.2; decisions D11, D14 and
+D27)."""
 
 import array
 import asyncio
@@ -31,29 +32,29 @@ log = logging.getLogger(__name__)
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-# One pass answers the requests of one `feed`, or up to this many bytes, before other connections
-# get their turn: 2 000 answers to /dump would not fit in memory.
+# One pass answers the requests of one `feed`, or up to this many bytes. Then other connections get
+# their turn. (2 000 answers to /dump would not fit in memory.)
 _MAX_PASS_BYTES = 256 * 1024
 
-# Input up to this size, usually a whole request, is read in any turn. Larger input is deferred once
-# the time of a turn is spent (`Connections.put_off`).
+# Input up to this size, usually a whole request, is read in any turn of the loop. Larger input is
+# deferred if the turn's time is spent (`Connections.put_off`).
 _SMALL_READ_BYTES = 16 * 1024
 
-# Bytes that wait for a later turn or behind a queued request. Above this, reading stops, and a
-# disconnect goes unnoticed until the queued request is answered. Few clients pipeline, and only a
-# few requests.
+# Bytes that wait for a later turn or behind a queued request. Above this, reading stops; then a
+# disconnect goes unnoticed until the queued request is answered. Few clients pipeline, and those
+# that do send only a few requests.
 _MAX_WAITING_BYTES = 64 * 1024
 _MAX_PARKED_BYTES = 1024 * 1024
-_REQUEST_BYTES = 512  # memory of a request besides its text
+_REQUEST_BYTES = 512  # memory that a request takes besides its text
 
-# Bytes that a client may still send after its last answer, so that it can read that answer: closing
-# with unread input makes the kernel send RST, which discards what the client has not read yet.
+# Bytes that a client may still send after its last answer. Closing a socket with unread input makes
+# the kernel send RST, which discards what the client has not read of the answer.
 _MAX_LINGER_BYTES = 64 * 1024 * 1024
 
-# A slow sender gets more time if its body comes at 16 KiB/s; 30 s alone would require 280 KB/s.
+# A slow client gets more time if its body comes at 16 KiB/s; 30 s alone would need 280 KB/s.
 _MIN_BODY_BYTES_PER_S = 16 * 1024
 
-# Reasons for not handling queued requests: bits of HttpProtocol._holds.
+# Why queued requests are not handled now: bits of HttpProtocol._holds.
 _PARKED: Final = 1
 _WRITE_PAUSED: Final = 2
 _SCHEDULED: Final = 4
@@ -61,7 +62,7 @@ _ANSWERED_LAST: Final = 8
 _ENDED: Final = 16
 
 
-# Replaces the headers of a queued request, to free long values.
+# Replaces the headers of a queued request, to free the memory of long values.
 _HTTP10: Final = HeaderBlock(True, False, 0, None, None, None, False)
 _HTTP11: Final = HeaderBlock(False, True, 0, None, None, None, False)
 
@@ -90,23 +91,23 @@ class HttpProtocol(asyncio.Protocol):
     transport: asyncio.Transport
 
     def __init__(self, app: App, connections: Connections) -> None:
-        # Constant for the server's lifetime.
+        # The same for all connections of a server.
         self._app = app
         self._connections = connections
-        # Constant for the connection's lifetime.
+        # Constant while the connection lives.
         self._reader = RequestReader(
             connections.limits, connections.header_blocks, connections.refuses
         )
         self._holds = 0  # 0: queued requests are handled
         self._reading_paused = False
         self._got_eof = False
-        self.since = connections.now  # start of the current state; timeouts count from it
-        # bytes unwritten at the last sweep, because the client does not read
+        self.since = connections.now  # when the current state began; timeouts count from here
+        # bytes that were unwritten at the last sweep, because the client does not read
         self._unwritten_bytes = 0
-        self._linger_bytes = 0  # bytes dropped since the last answer
+        self._linger_bytes = 0  # bytes received and dropped since the last answer
         self.held_bytes = 0  # memory of unanswered requests; 0 if none waits
-        # Unhandled requests (from one `feed` at most), and the request whose answer is pending.
-        # While any input is queued here or in the reader, a hold is set.
+        # Requests that are not handled yet (of one `feed` at most), and the request with a pending
+        # answer. While input is queued here or in the reader, a hold is set.
         self._queue: deque[Request] = deque()
         self._parked: PendingReply | None = None
         self._parked_request: Request | None = None
@@ -115,7 +116,7 @@ class HttpProtocol(asyncio.Protocol):
     # called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport does not inherit from it
+        # uvloop's transport does not inherit from asyncio.Transport
         self.transport = cast(asyncio.Transport, transport)
         self._connections.admit(self)
 
@@ -154,12 +155,12 @@ class HttpProtocol(asyncio.Protocol):
             connections.make_room()
 
     def eof_received(self) -> bool:
-        """Returning True keeps the transport open for writing. A client that half-closes gets its
+        """Return True to keep the transport open for writing. So a client that half-closes gets its
         answers."""
         self._got_eof = True
         parked = self._parked
         if parked is not None and not parked.is_being_made:
-            self._hang_up()  # D11: a client that half-closes probably does not wait for this answer
+            self._hang_up()  # D11: a client that half-closes has probably given up on this answer
             self._holds |= _ENDED
             return False
         return self._has_more or parked is not None
@@ -190,27 +191,27 @@ class HttpProtocol(asyncio.Protocol):
         age_s = now - self.since
         if self._holds & (_ENDED | _WRITE_PAUSED):
             unwritten = self.transport.get_write_buffer_size()
-            # While we drain, a client that has its answer only has to notice the close.
+            # While the server drains, a client that has its answer need only notice the close.
             is_read = is_draining and not self._reader.has_unread_input
             linger_s = timeouts.quiet_s if is_read else timeouts.linger_s
             if unwritten < self._unwritten_bytes:
-                self.since = now  # it reads, if slowly
+                self.since = now  # the client reads, if slowly
             elif age_s > (timeouts.write_s if unwritten else linger_s):
                 self.transport.abort()
             self._unwritten_bytes = unwritten
         elif self._holds:
-            return  # it waits for us, not for the client
+            return  # the connection waits for the service, not for the client
         elif self._reader.is_unfinished:
             if age_s > timeouts.read_s + self._reader.received_bytes / _MIN_BODY_BYTES_PER_S:
                 self._refuse(HttpError(408, "request not received in time"))
         else:
             is_quiet = is_draining and min(age_s, now - connections.quiet_from) > timeouts.quiet_s
-            # A request that has not been handled counts as unread input.
+            # If input is unread, a request has arrived that is not handled yet.
             if (age_s > timeouts.idle_s or is_quiet) and not _has_unread(self.transport):
                 self._end(lingers=is_draining)
 
     def turn_away(self, reason: str) -> None:
-        """Answer 503 in place of queued or incomplete requests, and close."""
+        """Answer 503 instead of handling queued or incomplete requests, and close."""
         if not self._holds & (_ENDED | _ANSWERED_LAST) and not self.transport.is_closing():
             self._hang_up()
             self._refuse(HttpError(503, reason))
@@ -219,7 +220,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport.abort()
 
     def settle(self) -> None:
-        """Decide what to do next once all complete requests are answered."""
+        """Decide what comes next, once all complete requests are answered."""
         reader = self._reader
         if self._holds & _ENDED:
             return
@@ -242,7 +243,7 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def _has_more(self) -> bool:
-        """Whether requests or unread bytes follow the last handled request."""
+        """Whether requests or unread bytes wait behind the last handled request."""
         return bool(self._queue) or bool(self._reader.waiting)
 
     def _take(self, data: bytes) -> None:
@@ -255,7 +256,7 @@ class HttpProtocol(asyncio.Protocol):
         self._serve()
 
     def _serve(self) -> None:
-        """Answer queued requests until none is left or a hold is set; write once."""
+        """Answer queued requests until none is left or a hold is set, in a single write."""
         queue = self._queue
         replies: list[Response] = []
         reply_bytes = 0
@@ -275,7 +276,7 @@ class HttpProtocol(asyncio.Protocol):
             self.settle()
 
     def _answer(self, request: Request) -> Response | None:
-        """The bytes to write for a request; None if it is parked because the answer is pending."""
+        """Return the bytes to write for a request; None if it is parked until its answer."""
         try:
             answer = self._app(request)
         except Exception:
@@ -299,7 +300,7 @@ class HttpProtocol(asyncio.Protocol):
         return reply
 
     def _framed(self, request: Request, reply: Response) -> Response:
-        """The reply, without body for HEAD, and with a `connection` header if needed."""
+        """Return the reply: without body for HEAD, and with a `connection` header if needed."""
         if request.method == b"HEAD":
             reply = without_body(reply)
         if self._is_last(request):
@@ -310,14 +311,14 @@ class HttpProtocol(asyncio.Protocol):
         return reply
 
     def _is_last(self, request: Request) -> bool:
-        """Whether the connection ends with the answer to this request."""
+        """Whether the connection ends after the answer to this request."""
         is_last = self._connections.is_draining and not (
             self._has_more or self._reader.is_unfinished
         )
         return is_last or not request.keep_alive
 
     def _park(self, reply: PendingReply, request: Request) -> None:
-        # The fields still needed; the app has read the body.
+        # Keep only the fields still needed; the app has read the body.
         headers = _HTTP10 if request.headers.is_http10 else _HTTP11
         parked = Request(request.method, b"", None, b"", headers)
         parked.keep_alive = request.keep_alive
@@ -327,7 +328,7 @@ class HttpProtocol(asyncio.Protocol):
         reply.park(self._finish_parked)
 
     def _finish_parked(self, response: Response) -> None:
-        """Write the pending answer, and continue with queued requests in a new pass."""
+        """Write the answer that was pending, and go on with queued requests in a new pass."""
         request = self._parked_request
         assert request is not None
         self._unpark()
@@ -348,7 +349,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _hang_up(self) -> None:
-        """Drop the parked and queued requests: the client will not read their answers."""
+        """Drop parked and queued requests, because the client will not read the answers."""
         self._queue.clear()
         self._reader.drop()
         parked = self._parked
@@ -361,8 +362,8 @@ class HttpProtocol(asyncio.Protocol):
                 log.exception("on_disconnect failed")
 
     def _schedule(self) -> None:
-        """Continue in a later turn of the loop, so that others get theirs first; never inside the
-        app's call."""
+        """Go on in a later turn of the loop, so that other connections get theirs first. Never
+        called inside the app's call."""
         self._holds |= _SCHEDULED
         self._connections.put_off(self._go_on)
         self._update_reading()
@@ -372,7 +373,7 @@ class HttpProtocol(asyncio.Protocol):
         self._proceed()
 
     def _proceed(self) -> None:
-        """Continue after a hold was cleared."""
+        """Go on, because a hold was cleared."""
         if not self._holds:
             if self._reader.waiting and not self._queue:
                 self._take(b"")
@@ -381,7 +382,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Read, unless the client does not read its answers or too much of its input waits."""
+        """Pause reading if the client does not read answers, or too much of its input waits."""
         holds, reader, parked_bytes = self._holds, self._reader, self._parked_bytes
         queued_bytes = sum(map(_size_of, self._queue)) if self._queue else 0
         if not (
@@ -404,7 +405,7 @@ class HttpProtocol(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer an HTTP error, and close."""
+        """Answer with an HTTP error, and close."""
         self.transport.write(
             encode_response(
                 error.status, self._connections.refusal(error), extra=b"connection: close\r\n"
@@ -413,7 +414,7 @@ class HttpProtocol(asyncio.Protocol):
         self._end(lingers=True)
 
     def _end(self, lingers: bool) -> None:
-        """Close when everything is sent; if `lingers`, wait until the client stops sending."""
+        """Close when everything is sent; with `lingers`, when the client stops sending."""
         self._holds |= _ENDED
         self._let_go()
         self.since = self._connections.now
@@ -439,7 +440,7 @@ def _size_of(request: Request) -> int:
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:
-    """Whether unread input is left, so that a close would reset the connection."""
+    """Whether the socket has unread input, so that a close would reset the connection."""
     sock = transport.get_extra_info("socket")
     if sock is None:
         return False

@@ -1,19 +1,19 @@
-"""Bytes of one connection -> requests. No I/O, no clock, and it never raises.
+"""Turns the bytes of one connection into requests. No I/O, no clock, and it never raises.
 
 Responsible for framing: the start and end of a request, and all limits on its size. httptools
-(llhttp) parses each distinct header section once, because clients repeat theirs, except for lines
-that vary per request: length, trace, id. These lines are cut out, and a section with a known
-remainder is not parsed again. If too many sections differ only in the length, the connection
-compares the text around it. `authorization` is cut out before caching; only its connection
-recognizes it again (`CredentialLine`). Follows RFC 9112; limits and statuses are in spec
-selection.md 1.1 and slot_tracker.md 1.2.
+(llhttp) parses each distinct header section once, because clients repeat their headers, except for
+lines that vary per request: length, trace, id. These lines are cut out. A section whose other lines
+are known is not parsed again. If too many sections differ only in the length, the connection
+compares the text around the length instead. `authorization` is cut out before caching; only the
+connection itself recognizes the line again (`CredentialLine`). Follows RFC 9112; limits and
+statuses are in spec selection.md 1.1 and slot_tracker.md 1.2.
 
 Request smuggling exploits two servers that disagree on where a request ends. So the following are
 refused with 400 or 501, and the connection is closed: content-length beside transfer-encoding, any
 second content-length, a content-length that is not plain digits, any coding but a single "chunked",
 chunked in HTTP/1.0, folded header lines, space before a colon, bare CR or LF or NUL anywhere in a
 head, control characters in chunk extensions, chunk data not ended by CRLF, trailers that are no
-header lines, a request line without exactly two spaces, no host or two of them."""
+header lines, a request line without exactly two spaces, no host or two hosts."""
 
 import re
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from lean_selector.http.head import (
 from lean_selector.http.head import HttpError as HttpError
 from lean_selector.http.head import Limits as Limits
 
-# Method, path, query; a fragment, which clients should not send, is dropped. The version follows.
+# Method, path, query. A fragment is dropped; clients should not send one. The version follows.
 _REQUEST_LINE: Final = re.compile(
     rb"([!#$%&'*+\-.^_`|~0-9A-Za-z]++) ([^\x00-\x20\x7f?#]++)"
     rb"(?:\?([^\x00-\x20\x7f#]*+))?+(?:#[^\x00-\x20\x7f]*+)?+ HTTP/"
@@ -43,33 +43,33 @@ _ABSOLUTE_FORM: Final = re.compile(rb"(?i:https?)://[^/]*+")
 _BLANK_LINES: Final = re.compile(rb"(?:\r\n)++")
 _METHOD_BYTE: Final = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z\r]")
 
-# Header lines that vary from request to request, as clients spell them, with a value that llhttp
-# always accepts. The match excludes the line break.
+# Header lines that vary between requests, as clients spell them, with a value that llhttp always
+# accepts. The match does not include the line break.
 _VARYING: Final = re.compile(
     rb"\r\n([cC]ontent-[lL]ength|traceparent|Traceparent|[xX]-[rR]equest-[iI][dD]"
     rb"|[xX]-[rR]eservation-[iI][dD]): "
     rb"([0-9A-Za-z._-]{1,128})(?=\r\n)"
 )
 
-_MAX_REMEMBERED_BLOCKS = 1024  # each of at most the next size: 2 MiB in all
+_MAX_REMEMBERED_BLOCKS = 1024  # entries of at most the next size: 2 MiB in total
 _MAX_REMEMBERED_BLOCK_BYTES = 2048
 _MOST_LENGTHS = 64  # cached sections that differ only in the length
 
-# per call; a new header section takes some 20 us
+# per call; to parse a new header section takes some 20 us
 MOST_REQUESTS: Final = 64
 
 
 class RequestReader:
     """Splits the bytes of one connection into requests.
 
-    After each `feed` the caller must answer the requests it returned, in order, and then check
-    `error`, an answer to send before closing, and `wants_continue`: the client sends its body only
-    after `100 Continue` (the caller resets it). `notice` is true if either is set.
+    After each `feed`, the caller must answer the returned requests, in order. Then it checks
+    `error` (an answer to send before closing) and `wants_continue` (the client sends its body only
+    after `100 Continue`; the caller resets the flag). `notice` is true if either is set.
 
-    A `feed` does bounded work. Bytes that it leaves in `waiting` are read before any further bytes;
-    `feed(b"")` continues with them.
+    One `feed` does bounded work. The rest of its bytes stays in `waiting`, and is read before any
+    further bytes; `feed(b"")` continues with them.
 
-    After a request with keep_alive false, or when `error` is set, further bytes are ignored;
+    After a request with keep_alive false, or once `error` is set, further bytes are ignored.
     `has_unread_input` then tells whether the client may still be sending."""
 
     __slots__ = (
@@ -98,21 +98,21 @@ class RequestReader:
         blocks: HeaderBlocks | None = None,
         refuses: Callable[[Request], bool] | None = None,
     ) -> None:
-        """`blocks` caches parsed header sections; connections should share one. `refuses`: whether
-        a request is refused regardless of its body, which is then not read."""
+        """`blocks` caches parsed header sections; connections should share one cache. `refuses`
+        tells whether a request is refused whatever its body is; the body is then not read."""
         # Constant for the connection's lifetime.
         self._limits = limits
         self._refuses = refuses
         self._max_head_bytes = limits.max_head_bytes
         self._max_body_bytes = limits.max_body_bytes
         self._blocks: HeaderBlocks = {} if blocks is None else blocks
-        self._credentials: CredentialLine | None = None  # set once a request had credentials
-        self._frame: LengthFrame | None = None  # set if lengths vary too much to cache each section
+        self._credentials: CredentialLine | None = None  # set by the first request with credentials
+        self._frame: LengthFrame | None = None  # set if lengths vary too much for the cache
         self.error: HttpError | None = None
-        self.is_finished = False  # nothing more is read
+        self.is_finished = False  # all further bytes are ignored
         self.has_unread_input = False
         self.waiting = bytearray()  # received, but not read yet
-        # The incomplete request: its head so far, or the request and its body so far.
+        # The incomplete request: a part of its head; or the request, with a part of its body.
         self.is_unfinished = False
         self._head = bytearray()
         self._request: Request | None = None
@@ -123,13 +123,13 @@ class RequestReader:
 
     @property
     def received_bytes(self) -> int:
-        """The bytes of the incomplete request so far; 0 between requests."""
+        """How many bytes of the incomplete request were received; 0 between requests."""
         return len(self._head) if self._body is None else self._body.wire_bytes
 
     @property
     def held_bytes(self) -> int:
-        """The memory of the incomplete request and of waiting bytes; a body that is too large takes
-        none."""
+        """Memory in bytes of the incomplete request and of waiting bytes. A body that is too large
+        takes none."""
         kept = len(self._head) if self._body is None else len(self._body.content)
         return kept + len(self.waiting)
 
@@ -145,7 +145,7 @@ class RequestReader:
             self.waiting += data
 
     def feed(self, data: bytes) -> list[Request]:
-        """The requests completed by `data`, in order; never raises."""
+        """Return the requests that `data` completes, in order. Never raises."""
         requests: list[Request] = []
         if self.waiting:
             data = bytes(self.waiting) + data
@@ -162,7 +162,7 @@ class RequestReader:
         return requests
 
     def read_heads(self, data: bytes, at: int, requests: list[Request]) -> None:
-        """Read from a boundary between requests, with nothing `waiting`. This is the hot path."""
+        """Read from the start of a request, with nothing `waiting`. This is the hot path."""
         size = len(data)
         method: bytes
         path: bytes
@@ -223,7 +223,7 @@ class RequestReader:
                 at = self._begin_body(request, length, data, end, requests)
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
-        """The block for a new header section, or None with `error` set."""
+        """Parse a header section that is not cached; None, with `error` set, if it is invalid."""
         self._frame = None
         if len(text) > self._limits.max_head_bytes:
             self._fail(HttpError(431, "request header section too large"))
@@ -237,9 +237,9 @@ class RequestReader:
             if varied is not None:
                 frame = known.frame
                 if frame is not None and frame.lengths < _MOST_LENGTHS:
-                    frame.lengths += 1  # a length may repeat, but an id does not
+                    frame.lengths += 1  # a length may repeat; an id, which is cut out too, does not
                     self._remember(text, varied)
-                else:  # parsing costs less than looking up a section that never repeats
+                else:  # parsing costs less than a look-up for a section that never repeats
                     self._frame = frame
                 return varied
         if has_credentials(text):
@@ -255,9 +255,9 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """The block for a section with credentials; only the rest without them is cached."""
+        """Return the block for a section with `authorization` lines. Only the rest is cached."""
         credentials = self._credentials
-        # The known line is cut out already, so a remaining one is a second one.
+        # The known line is already cut out, so any remaining one is a second one.
         is_second = credentials is not None and credentials.credential is not None
         self._credentials = credentials = CredentialLine(text)
         rest = text if is_second else credentials.rest_of(text)
@@ -279,7 +279,7 @@ class RequestReader:
         self._blocks[key] = block
 
     def _hold_head(self, data: bytes, at: int) -> None:
-        """Store an incomplete head, unless it can be refused already."""
+        """Store an incomplete head, unless it can already be refused."""
         max_head_bytes = self._limits.max_head_bytes
         line_end = data.find(b"\r\n", at)
         line_bytes = (len(data) if line_end < 0 else line_end) - at
@@ -296,7 +296,7 @@ class RequestReader:
     def _continue_head(self, data: bytes, requests: list[Request]) -> None:
         head = self._head
         head += data
-        # No line ended, so neither did the head: only check its size.
+        # No line ended, so the head did not end either: only check the size.
         if b"\n" not in data and len(head) <= self._limits.max_head_bytes:
             return
         whole = bytes(head)
@@ -307,11 +307,11 @@ class RequestReader:
     def _begin_body(
         self, request: Request, length: int, data: bytes, at: int, requests: list[Request]
     ) -> int:
-        """Handle a body that is chunked, too large, or incomplete. Returns where to continue."""
+        """Handle a body that is chunked, too large, or incomplete. Returns the next offset."""
         limits = self._limits
         is_held_back = request.headers.expects_continue and at == len(data)
         if length > limits.max_body_bytes and (is_held_back or length > limits.max_discard_bytes):
-            # The answer is known: it need not wait for the body.
+            # The answer does not depend on the body, so do not wait for it.
             return self._cut_short(request, data, requests)
         if self._refuses is not None and self._refuses(request):
             return self._cut_short(request, data, requests)
@@ -336,13 +336,13 @@ class RequestReader:
             self.is_finished = not request.keep_alive
         elif body.wire_bytes > self._limits.max_discard_bytes:
             return self._cut_short(request, data, requests)
-        elif at < len(data):  # the call has parsed as many chunks as it may
+        elif at < len(data):  # this call has parsed as many chunks as a call may
             self.waiting += memoryview(data)[at:]
             return len(data)
         return at
 
     def _cut_short(self, request: Request, data: bytes, requests: list[Request]) -> int:
-        """Deliver a request whose answer does not depend on the rest of its body."""
+        """Return a request whose answer does not depend on the rest of its body."""
         request.body_too_large = True
         request.keep_alive = False
         requests.append(request)
@@ -367,12 +367,12 @@ class RequestReader:
 
 
 def _each_stands_once(names: list[bytes], text: bytes) -> bool:
-    """Whether each cut-out line is the only one of its name; several would form a list."""
+    """Whether each line that was cut out is the only one of its name, so not a list."""
     lines = text.lower()
     return all(lines.count(b"\r\n%b:" % name.lower()) == 1 for name in names)
 
 
 def _origin_form(target: bytes) -> bytes:
-    """The path of a target in absolute form, which servers must accept (RFC 9112 section 3.2.2)."""
+    """Return the path of a target in absolute form, which we must accept (RFC 9112, 3.2.2)."""
     authority = _ABSOLUTE_FORM.match(target)
     return target if authority is None else target[authority.end() :] or b"/"

@@ -1,7 +1,7 @@
-"""The routes of one service: find the resource of a path, and whether it has the method.
+"""The routes of one service: find the resource of a path, and whether it supports the method.
 
-Also decodes the data in a target: one path parameter, and the query. The values of routes are
-opaque. Paths are compared literally: no decoding, no case folding, no trailing slash (spec:
+Also decodes the data in a request target: one path parameter, and the query. The values of routes
+are opaque. Paths are compared literally: no decoding, no case folding, no trailing slash (spec:
 selection.md 1.1, slot_tracker.md 1.2)."""
 
 from collections.abc import Iterable
@@ -13,12 +13,12 @@ T = TypeVar("T")
 _PERCENT: Final = 0x25
 
 
-# The value of the route found, and the raw parameter segment; None for literal paths.
+# The value of the route, and the raw path parameter; None for literal paths.
 Match = tuple[T, bytes | None]
 
 
 class MethodNotAllowed:
-    """The path exists without this method. `allow` is the text of that header: b"POST,GET,HEAD"."""
+    """The path exists without this method. `allow` is the header's value: b"POST,GET,HEAD"."""
 
     def __init__(self, allow: bytes) -> None:
         self.allow = allow
@@ -44,13 +44,13 @@ class RouteTable(Generic[T]):
     """Routes, each declared once as (method, template, value): `("DELETE", "/workers/{worker_id}",
     ...)`.
 
-    A template may have one parameter in braces, as its second segment; `{path*}` at its end matches
-    that segment and everything after it. GET routes also answer HEAD. Raises ValueError for a route
-    declared twice, and for a parameter elsewhere."""
+    A template may have one parameter in braces, as its second segment. `{path*}` at the end of a
+    template matches that segment and everything after it. GET routes also answer HEAD. Raises
+    ValueError for a route that is declared twice, and for a parameter elsewhere."""
 
     def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
         self._literal: dict[bytes, _Resource[T]] = {}
-        # By the first segment, then by the text after the parameter and its slash (None: no text).
+        # First segment -> text after the parameter and its slash (None: no text) -> resource.
         self._parametric: dict[bytes, dict[bytes | None, _Resource[T]]] = {}
         self._tails: dict[bytes, _Resource[T]] = {}  # by the first segment
         for method, template, value in routes:
@@ -70,7 +70,7 @@ class RouteTable(Generic[T]):
         return behind.setdefault(rest, _Resource())
 
     def match(self, method: bytes, path: bytes) -> Match[T] | MethodNotAllowed | None:
-        """The route of a request, None if no route has its path; literal paths take precedence."""
+        """Return a request's route; None if no route has the path. Literal paths come first."""
         resource = self._literal.get(path)
         if resource is not None:
             return resource.by_method.get(method) or resource.method_not_allowed
@@ -79,7 +79,7 @@ class RouteTable(Generic[T]):
         if behind is None:
             return self._with_tail(method, path, segments)
         param = segments[2]
-        # An empty parameter between slashes counts, as in the reference; at the end it does not.
+        # An empty parameter matches between slashes, as in the reference, not at a path's end.
         if len(segments) > 3:
             resource = behind.get(segments[3])
         else:
@@ -92,7 +92,7 @@ class RouteTable(Generic[T]):
     def _with_tail(
         self, method: bytes, path: bytes, segments: list[bytes]
     ) -> Match[T] | MethodNotAllowed | None:
-        """Match a path against `{path*}` templates; the parameter is the rest of the path."""
+        """Match a path against templates with `{path*}`; the parameter is the rest of the path."""
         resource = self._tails.get(segments[1]) if len(segments) > 2 else None
         if resource is None:
             return None
@@ -103,8 +103,8 @@ class RouteTable(Generic[T]):
 
 
 def percent_decode(segment: bytes) -> str:
-    """A path parameter as text. Malformed escapes are kept; raises ValueError for invalid UTF-8."""
-    # Searching for a byte by its number is 200 ns faster.
+    """Decode a path parameter. Malformed escapes are kept. Raises ValueError for invalid UTF-8."""
+    # Searching for a byte by its number saves 200 ns.
     return (unquote_to_bytes(segment) if _PERCENT in segment else segment).decode()
 
 
@@ -117,10 +117,10 @@ class RepeatedQueryField(ValueError):
 
 
 def parse_query(query: bytes, known: frozenset[str]) -> dict[str, str]:
-    """The known fields of a query string; others are ignored, even if repeated.
+    """Return the known fields of a query string. Other fields are ignored, even if repeated.
 
-    Form rules: `+` is a space, a key without value is empty, malformed escapes are kept, invalid
-    UTF-8 becomes U+FFFD. Raises RepeatedQueryField."""
+    As in forms, `+` is a space. A key without value has an empty one, malformed escapes are kept,
+    and invalid UTF-8 becomes U+FFFD. Raises RepeatedQueryField."""
     fields: dict[str, str] = {}
     for pair in query.split(b"&"):
         raw_name, _, raw_value = pair.partition(b"=")

@@ -1,7 +1,7 @@
-"""Streamed answers: pieces are sent at the pace of the client.
+"""Streamed answers: pieces are sent as fast as the client reads.
 
-Connects the app that produces pieces with the connection that writes them. Knows neither heads nor
-framing: the app's bytes are written unchanged."""
+Connects the app, which produces pieces, with the connection, which writes them. Handles neither
+heads nor framing: the app's bytes are written unchanged."""
 
 from collections.abc import Callable
 from typing import Final
@@ -15,11 +15,11 @@ CLOSE_LINE: Final = b"connection: close\r\n"
 
 class StreamedReply(PendingReply):
     """A streamed answer. The app returns it, and later calls either `resolve` with a whole
-    response, or `begin`, any number of `write`, and finally `finish` or `break_off`.
+    response, or `begin`, then `write` any number of times, and finally `finish` or `break_off`.
 
     If the client disconnects earlier, `on_disconnect` is called once, and the app must not call
-    anything more. `is_paused`: the client does not read; `on_pause` and `on_resume` report
-    changes."""
+    anything more. `is_paused`: the client does not read; changes are reported by `on_pause` and
+    `on_resume`."""
 
     __slots__ = (
         "_closes",
@@ -50,8 +50,8 @@ class StreamedReply(PendingReply):
     # -- for the app ---------------------------------------------------------------------------
 
     def begin(self, *, closes: bool = False) -> bytes:
-        """Begin the answer. Returns the `connection` line for the head, or nothing. `closes`: only
-        the end of the connection marks the end of the answer."""
+        """Begin the answer. Returns the `connection` line for the head, or nothing. `closes`: the
+        answer ends where the connection ends."""
         assert self._protocol is not None, "the request is not parked yet"
         self.begun = True
         line = self._protocol.connection_line()
@@ -65,8 +65,8 @@ class StreamedReply(PendingReply):
             protocol.finish(self._closes)
 
     def break_off(self) -> None:
-        """End the answer early. If its framing does not show that it is incomplete, the connection
-        is reset."""
+        """End the answer early. If the framing would not show that the answer is incomplete, the
+        connection is reset."""
         protocol = self._ended()
         if protocol is not None:
             protocol.break_off(self._closes)
@@ -104,8 +104,8 @@ def _too_early(data: bytes) -> None:
 # --------------------------------------------------------------------------------------------------
 # A connection whose answers may be streamed.
 #
-# Extends the pending answers of `protocol`: how a stream ends, and notifications while the client
-# does not read.
+# Adds to the pending answers of `protocol`: how a stream ends, and notifications when the client
+# stops or resumes reading.
 
 _KEPT_LINE: Final = b"connection: keep-alive\r\n"
 
@@ -137,7 +137,7 @@ class StreamingProtocol(HttpProtocol):
             reply.attach(self)
 
     def connection_line(self) -> bytes:
-        """The `connection` line for an answer that begins now."""
+        """Return the `connection` line for an answer that begins now."""
         request = self._parked_request
         assert request is not None
         if self._is_last(request):
@@ -153,7 +153,7 @@ class StreamingProtocol(HttpProtocol):
             self._after_parked()
 
     def break_off(self, resets: bool) -> None:
-        """End a streamed answer early. `resets`: reset the connection instead of closing it."""
+        """End a streamed answer early. `resets`: reset the connection, do not just close it."""
         self._unpark()
         if resets:
             self.transport.abort()

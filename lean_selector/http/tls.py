@@ -1,9 +1,9 @@
 """TLS between a connection of the loop and the HTTP protocol. Imported only if enabled.
 
-Unlike with the loop's own TLS, the protocol sees a transport that half-closes, continues to read
-and counts unwritten bytes as a plain one does (D27, D46). Handshakes are deferred like other long
-input. A connection in its handshake counts among the connections, and `Connections.sweep` is its
-clock. Knows no files, and of HTTP only the answer to clients without TLS."""
+The protocol sees a transport that half-closes, continues to read and counts unwritten bytes as a
+plain one does; the loop's own TLS does not (D27, D46). Handshakes are deferred like other long
+input. A connection in its handshake counts as open, and `Connections.sweep` applies its timeout.
+Handles no files, and of HTTP only the answer to clients without TLS."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _NOTHING_COMMON: Final = frozenset(
 
 
 def kind_of(error: ssl.SSLError) -> str:
-    """The metric label for a failure, one of `connections.REASONS`, from OpenSSL's name for it."""
+    """Return the metric label for a failure, one of `connections.REASONS`, by OpenSSL's name."""
     reason = error.reason or ""
     if reason in _CLIENT_CERTIFICATE:
         return "client_certificate"
@@ -44,25 +44,25 @@ def kind_of(error: ssl.SSLError) -> str:
 
 
 def text_of(error: ssl.SSLError) -> str:
-    """For the log."""
+    """Describe the error for the log."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     words = (error.reason or "the TLS handshake failed").lower().replace("_", " ")
     return f"it says: {words.partition(' alert ')[2]}" if " alert " in words else words
 
 
-# Bytes of a handshake that are read from a client; more stay unread until their turn. OpenSSL
-# accepts 100 KB of certificates.
+# Bytes that are read from a client at a time during its handshake; the rest waits for a turn.
+# OpenSSL accepts 100 KB of certificates.
 _MAX_GREETING_BYTES: Final = 128 * 1024
-# Bytes that a client may still send after a failed handshake, so that it can read the reason.
+# Bytes that a client may still send after a failed handshake, while it can read the reason.
 _MAX_LINGER_BYTES: Final = 1024 * 1024
 
-_RECORD_BYTES: Final = 16 * 1024  # plain text of one record, at most
-# Size of a piece for OpenSSL, whose buffers do not shrink: a connection keeps this much memory.
+_RECORD_BYTES: Final = 16 * 1024  # a record has at most this much plain text
+# Size of a piece given to OpenSSL. Its buffers do not shrink: a connection keeps this much memory.
 _FED_BYTES: Final = 32 * 1024
-_SMALL_READ_BYTES: Final = 4 * 1024  # 180 one-byte records
+_SMALL_READ_BYTES: Final = 4 * 1024  # up to 180 records of one byte each
 
-_HANDSHAKE: Final = 0x16  # the first byte from a TLS client
+_HANDSHAKE: Final = 0x16  # the first byte that a TLS client sends
 _PLAIN: Final = encode_response(
     400, b'{"error":"this port speaks TLS: use https://"}', extra=b"connection: close\r\n"
 )
@@ -77,7 +77,7 @@ class TlsAcceptor:
         connections: Connections,
         new_protocol: Callable[[], asyncio.Protocol],
     ) -> None:
-        """`context` is used for new handshakes, and may be replaced at any time."""
+        """`context` is used for each new handshake. It may be replaced at any time."""
         self.context = context
         self.connections: Final = connections
         self.new_protocol: Final = new_protocol
@@ -85,7 +85,7 @@ class TlsAcceptor:
         self.counts.is_on = True
 
     def new_connection(self) -> asyncio.Protocol:
-        """The protocol of a connection that was just accepted."""
+        """Return the protocol for a connection that was just accepted."""
         return TlsConnection(self)
 
 
@@ -122,9 +122,9 @@ class TlsConnection(asyncio.Protocol):
         self._tls: Final = door.context.wrap_bio(self._incoming, self._outgoing, server_side=True)
         self._inside: asyncio.Protocol | None = None  # None during the handshake
         self._has_said = False  # whether the client has sent anything
-        self._early = bytearray()  # input that waits for its turn
-        self._is_told = False  # it failed or was dropped, and was counted
-        self._is_deaf = False  # further input is not decrypted
+        self._early = bytearray()  # input that waits for a turn of the loop
+        self._is_told = False  # the failure or drop was counted
+        self._is_deaf = False  # further input is dropped undecrypted
         self._got_eof = False
         self._keeps_open = False  # keep open after that
         self._is_put_off = False  # a turn is scheduled to decrypt the waiting input
@@ -137,7 +137,7 @@ class TlsConnection(asyncio.Protocol):
     # called by the loop's transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport does not inherit from it
+        # uvloop's transport does not inherit from asyncio.Transport
         self._raw = cast(asyncio.Transport, transport)
         self._door.connections.greet(self)
 
@@ -151,14 +151,14 @@ class TlsConnection(asyncio.Protocol):
             pass  # RFC 8446, 6.1: no data follows a close_notify
         elif self._is_put_off:
             self._early += data
-        elif len(data) <= _SMALL_READ_BYTES:  # in any turn, as in `protocol`
+        elif len(data) <= _SMALL_READ_BYTES:  # read in any turn of the loop, as in `protocol`
             self._incoming.write(data)
             self._read(inside)
         else:
             self._decrypt(inside, data)
 
     def eof_received(self) -> bool:
-        """Also for a client that disconnects without close_notify: requests have a length."""
+        """Treat as end of input, even without a close_notify before it: requests have a length."""
         return self._inside is not None and self._end_of_input(self._inside)
 
     def pause_writing(self) -> None:
@@ -179,7 +179,7 @@ class TlsConnection(asyncio.Protocol):
             inside.connection_lost(exc)
             return
         self._door.connections.forget(self)
-        if self._has_said:  # otherwise a port probe, which does not count
+        if self._has_said:  # a client that sent nothing is a port probe, which does not count
             self._count("closed", "the client closed the connection in its TLS handshake")
 
     # called by Connections, during the handshake
@@ -201,7 +201,7 @@ class TlsConnection(asyncio.Protocol):
             self.abort()
 
     def turn_away(self, reason: str) -> None:
-        """Drop it: no answer can be sent during a handshake."""
+        """Drop the connection: no answer can be sent during a handshake."""
         self.abort()
 
     # the handshake
@@ -216,7 +216,7 @@ class TlsConnection(asyncio.Protocol):
         self.held_bytes += len(data)
         self._door.connections.held_bytes += len(data)
         if self.held_bytes > _MAX_GREETING_BYTES:
-            self._raw.pause_reading()  # until its turn
+            self._raw.pause_reading()  # until its turn of deferred work
         if not self._early:
             self._door.connections.put_off(self._go_on)
         self._early += data
@@ -229,8 +229,8 @@ class TlsConnection(asyncio.Protocol):
         self._early = bytearray()
 
     def _go_on(self) -> None:
-        """Continue the handshake. OpenSSL takes 0.25 ms with an ECDSA key and 0.5 ms with RSA of 2
-        048 bits, so a turn of deferred work continues a few."""
+        """Continue the handshake. OpenSSL takes 0.25 ms with an ECDSA key, and 0.5 ms with RSA of 2
+        048 bits. So one turn of deferred work can continue a few handshakes."""
         if self._is_deaf or self._raw.is_closing():
             return
         early, self._early = memoryview(self._early), bytearray()
@@ -248,7 +248,7 @@ class TlsConnection(asyncio.Protocol):
             self._fail("other", f"more than {_MAX_GREETING_BYTES} bytes in a TLS handshake")
 
     def _shake_hands(self) -> None:
-        """Continue the handshake with the input so far."""
+        """Continue the handshake with the input received so far."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -273,7 +273,7 @@ class TlsConnection(asyncio.Protocol):
             self._read(inside)
 
     def _fail(self, reason: str, text: str) -> None:
-        """Half-close, so that a reset cannot overtake the alert."""
+        """Half-close only, because a reset could overtake the alert."""
         self._count(reason, text)
         self._is_deaf = True
         self._let_go()
@@ -293,8 +293,8 @@ class TlsConnection(asyncio.Protocol):
     # input
 
     def _decrypt(self, inside: asyncio.Protocol, data: bytes) -> None:
-        """Decrypt as much as a turn allows; one-byte records cost a hundred times as much per byte
-        as those of 16 KiB."""
+        """Decrypt as much as a turn of the loop allows. Per byte, records of one byte cost a
+        hundred times as much as records of 16 KiB."""
         connections = self._door.connections
         before, began = connections.spent_s, connections.clock()
         view = memoryview(data)
@@ -310,7 +310,7 @@ class TlsConnection(asyncio.Protocol):
             connections.spent_s = before + connections.clock() - began
 
     def _put_off(self) -> None:
-        """Decrypt the rest in a later turn, and read nothing until then."""
+        """Decrypt the rest in a later turn of the loop. Until then, read nothing."""
         if not self._is_put_off:
             self._is_put_off = True
             self._raw.pause_reading()
@@ -329,7 +329,7 @@ class TlsConnection(asyncio.Protocol):
             self._raw.resume_reading()
 
     def _read(self, inside: asyncio.Protocol) -> None:
-        """Pass on all decrypted bytes, in one piece."""
+        """Pass on all decrypted bytes in one piece."""
         tls, incoming = self._tls, self._incoming
         pieces: list[bytes] = []
         is_over = is_broken = False
@@ -364,7 +364,7 @@ class TlsConnection(asyncio.Protocol):
         return self._keeps_open
 
     def _hear_on(self, data: bytes) -> None:
-        """Count and drop further input: the inner protocol counts it, if there is one."""
+        """Count and drop further input. If there is an inner protocol, it does the counting."""
         inside = self._inside
         if inside is not None:
             inside.data_received(data)
@@ -376,7 +376,7 @@ class TlsConnection(asyncio.Protocol):
     # called by the inner protocol
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Encrypt all of it at once; `data` may then be reused."""
+        """Encrypt all of `data` at once; the caller may then reuse it."""
         if self._is_deaf or self._raw.is_closing():
             return
         tls, size = self._tls, len(data)
@@ -397,7 +397,7 @@ class TlsConnection(asyncio.Protocol):
         return True
 
     def write_eof(self) -> None:
-        """Half-close; later input is dropped."""
+        """Half-close. Later input is dropped."""
         if not self._is_deaf:
             self._is_deaf = True
             self._say_farewell()
@@ -437,7 +437,7 @@ class TlsConnection(asyncio.Protocol):
         return self._raw.get_extra_info(name, default)
 
     def _say_farewell(self) -> None:
-        # It nearly always raises, because it expects an answer
+        # it nearly always raises, because it waits for the peer's close_notify
         with contextlib.suppress(ssl.SSLError):
             self._tls.unwrap()
         self._flush()

@@ -1,7 +1,7 @@
-"""Credentials for our own requests: a bearer token, trusted CAs, a certificate.
+"""Credentials for requests of our own: a bearer token, trusted CAs, a certificate.
 
-They come from files that may be replaced at run time. Changed files are read again; while they are
-invalid, the last valid version is used."""
+The credentials come from files that may be replaced at run time. Changed files are read again.
+While they are invalid, the last valid version is used."""
 
 import logging
 import os
@@ -17,11 +17,11 @@ _MOST_TOKEN_BYTES: Final = 64 * 1024
 
 
 class WatchedFile:
-    """A file's current content. A check costs one stat, which follows links, because mounted
-    secrets are links."""
+    """The current content of a file. Each check is one stat call that follows links, because
+    mounted secrets are links."""
 
     def __init__(self, path: str, most_bytes: int = MOST_FILE_BYTES, *, keeps: bool = True) -> None:
-        """`keeps=False`: the content is not cached, and `read` returns it only after a change."""
+        """`keeps=False`: the content is not stored, and `read` returns it only after a change."""
         self.path: Final = path
         self._keeps = keeps
         self._most_bytes = most_bytes
@@ -29,8 +29,8 @@ class WatchedFile:
         self._bytes = b""
 
     def read(self) -> tuple[bytes, bool]:
-        """The content (empty if unchanged and not cached), and whether it changed since the last
-        read. Raises OSError."""
+        """Return the content (empty if it is unchanged and not stored), and whether it changed
+        since the last read. Raises OSError."""
         status = os.stat(self.path)
         known = status.st_mtime_ns, status.st_ino, status.st_size
         if known == self._known:
@@ -45,16 +45,16 @@ class WatchedFile:
         return found, True
 
     def forget(self) -> None:
-        """Read the file at the next call, even if it looks unchanged."""
+        """Make the next `read` read the file, even if it looks unchanged."""
         self._known = None
 
 
 class TokenFile:
-    """The current token. While the file cannot be read, the last token is used."""
+    """The current bearer token. While the file cannot be read, the last token is used."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError or ValueError, with a one-line message, if there is no valid token at
-        first."""
+        """Raises OSError or ValueError, with a one-line message, if the file has no valid token
+        now."""
         self._file = WatchedFile(path, _MOST_TOKEN_BYTES)
         self._complains = False
         self._token = _token(path, self._file.read()[0])
@@ -80,29 +80,29 @@ def _token(path: str, text: bytes) -> bytes:
 
 
 class Trust:
-    """The TLS context, created on first use and again after a file has changed. Thread-safe: two
-    threads at most create it twice."""
+    """The TLS context. It is created on first use, and again after a file has changed. Thread-safe:
+    at worst, two threads both create it."""
 
     def __init__(
         self, ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
     ) -> None:
-        """`ca_file` has PEM certificates, which are then the only CAs; `cert_file` is our
-        certificate with its chain; `key_file` is its key, unless `cert_file` contains it."""
+        """`ca_file` has PEM certificates, which replace the system's CAs. `cert_file` is our
+        certificate with its chain. `key_file` is its key, unless `cert_file` contains the key."""
         self._ca_file: Final = ca_file
         self._cert_file: Final = cert_file
         self._key_file: Final = key_file
         self._files: Final = [WatchedFile(path) for path in (ca_file, cert_file, key_file) if path]
         self._context: ssl.SSLContext | None = None
-        self._held: list[bytes] = []  # contents of the files when last loaded or tried
-        self._is_unfit = False  # whether these contents are invalid
+        self._held: list[bytes] = []  # contents of the files at the last attempt to load them
+        self._is_unfit = False  # whether these contents were invalid
         self._complains = False
 
     def context(self) -> ssl.SSLContext:
-        """Raises OSError if the files have never been valid."""
+        """Return the current context. Raises OSError if the files have never been valid."""
         try:
             held = [file.read()[0] for file in self._files]
             if self._context is None or held != self._held:
-                # Once per change: loading the system's CAs takes some 20 ms.
+                # Only after a change: to load the system's CAs takes some 20 ms.
                 self._held, self._is_unfit = held, True
                 self._context = self._made()
                 self._is_unfit = False
@@ -138,7 +138,7 @@ class LockedKey(Exception):
 
 
 def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
-    """Raises LockedKey for a key with a passphrase; OpenSSL would prompt for it on the terminal."""
+    """Load our certificate. Raises LockedKey for a passphrase: OpenSSL would prompt for it."""
 
     def refuse() -> NoReturn:
         raise LockedKey(f"{key_file}: a key with a passphrase is not supported")
@@ -147,7 +147,7 @@ def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> 
 
 
 class Credentials:
-    """Token and TLS settings of requests; reloaded when their files change."""
+    """Token and TLS settings for requests. Reloaded when their files change."""
 
     def __init__(
         self,
@@ -155,11 +155,11 @@ class Credentials:
         trust: Trust | None = None,
         tls_name: str | None = None,
     ) -> None:
-        """`tls_name` is the name that certificates must have, instead of the host of the URL."""
+        """`tls_name` is the name that a server's certificate must have, if not the URL's host."""
         self.token: Final = token
         self.trust: Final = Trust() if trust is None else trust
         self.tls_name: Final = tls_name
 
     def authorization(self) -> bytes | None:
-        """The value of the `authorization` header, if there is one."""
+        """Return the value of the `authorization` header; None without a token."""
         return None if self.token is None else b"Bearer " + self.token.token()

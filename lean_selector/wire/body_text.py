@@ -236,7 +236,7 @@ def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _list_after(body: Body, key: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return the span of the flat list after `key`, between `start` and `end`; (0, 0) if none."""
+    """Return the span of the flat list after `key`, between `start` and `end`; else (0, 0)."""
     at = body.find(key, start, end) + len(key)
     if at < len(key):
         return 0, 0
