@@ -1,6 +1,7 @@
-"""The cases that were recorded from the reference, and the program that was recorded with them.
+"""The cases that were recorded from the reference, and the program that plays them.
 
-`conformance/replay.py` and the cases in `data/` are copies, kept as they came.
+The cases in `data/` are copies, kept as they came; so is `conformance/replay.py`, but for its
+command line.
 """
 
 import importlib.util
