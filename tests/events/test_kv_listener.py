@@ -6,11 +6,9 @@ After each story the index holds what the engine holds, or the source says that 
 import asyncio
 import contextlib
 import gc
-import itertools
 import logging
 import os
 import struct
-from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
@@ -29,9 +27,7 @@ from lean_selector.events.link import LinkState
 from lean_selector.events.links import MAX_WAITING_BYTES, Backlogs, Links
 from lean_selector.tasks import failures
 from tests.support.on_loop import DEADLINE_S, on_loop, until
-from tests.support.running_service import free_port
-
-END = b"\xff" * 8
+from tests.support.replaying_engine import BLOCK_SIZE, END, SERVED, SILENT, Engine
 
 
 @pytest.fixture(autouse=True)
@@ -40,144 +36,24 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "LOOK_FIRST_S", 0.005)
 
 
-class Engine:
-    """A publisher with a replay buffer. `copies` is what it holds; a batch is one event."""
-
-    engines = itertools.count()  # what each begins with, as with the time
-
-    def __init__(self, port: int, replay_port: int = 0, buffer: int = 1000) -> None:
-        self.began_at = 1_000_000.0 * next(self.engines)
-        self.context = zmq.asyncio.Context()
-        self.port = port
-        self.replay_port = replay_port
-        self.seq = 0
-        self.copies: Counter[int] = Counter()
-        self.buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer)
-        self.requests: list[int] = []
-        self.with_topic = True  # newer vLLM and TRT-LLM; False: SGLang and older vLLM
-        self.answers: int | None = None  # batches per replay before it falls silent
-        self.may_answer = asyncio.Event()
-        self.may_answer.set()
-        self.serving: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        # XPUB is PUB, and shows who subscribes.
-        self.pub = self.context.socket(zmq.XPUB)
-        self.pub.setsockopt(zmq.LINGER, 0)
-        self.pub.setsockopt(zmq.SNDHWM, 100_000)
-        await bound(self.pub, self.port)
-        if self.replay_port:
-            await self.serve_replays()
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.kill()
-
-    async def kill(self) -> None:
-        if self.serving is not None:
-            self.serving.cancel()
-            await asyncio.gather(self.serving, return_exceptions=True)
-            self.serving = None
-        self.context.destroy(linger=0)
-
-    @property
-    def blocks(self) -> set[int]:
-        return {block for block, copies in self.copies.items() if copies > 0}
-
-    @property
-    def asked(self) -> list[int]:
-        """Where replays were asked from, each once: one that is slow is asked for again."""
-        return [start for start, _ in itertools.groupby(self.requests)]
-
-    async def serve_replays(self) -> None:
-        router = self.context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.LINGER, 0)
-        await bound(router, self.replay_port)
-        self.serving = asyncio.get_running_loop().create_task(self._serve(router))
-
-    async def _serve(self, router: zmq.asyncio.Socket) -> None:
-        shape = [b"", b""] if self.with_topic else [b""]
-        while True:
-            identity, empty, start = await router.recv_multipart()
-            assert empty == b""
-            first = struct.unpack(">Q", start)[0]
-            self.requests.append(first)
-            await self.may_answer.wait()
-            wanted = [(seq, payload) for seq, payload in self.buffer if seq >= first]
-            for seq, payload in wanted[: self.answers]:
-                await router.send_multipart([identity, *shape, struct.pack(">Q", seq), payload])
-            if self.answers is None:
-                await router.send_multipart([identity, *shape, END, b""])
-
-    async def subscribed(self) -> None:
-        message = await asyncio.wait_for(self.pub.recv(), DEADLINE_S)
-        assert message == b"\x01"
-
-    def _batch(self, *events: object) -> list[bytes]:
-        payload = msgspec.msgpack.encode([self.began_at + self.seq, events, None])
-        self.buffer.append((self.seq, payload))
-        self.seq += 1
-        return [b"", struct.pack(">Q", self.seq - 1), payload]
-
-    async def publish(self, event: object, lost: bool = False) -> None:
-        frames = self._batch(event)
-        if not lost:
-            await self.pub.send_multipart(frames)
-
-    async def store_at_once(self, *blocks: int) -> None:
-        """One batch of so many events."""
-        self.copies.update(blocks)
-        await self.pub.send_multipart(
-            self._batch(*(["BlockStored", [block], None, [block, block], 2] for block in blocks))
-        )
-
-    async def store(self, *blocks: int, lost: bool = False) -> None:
-        for block in blocks:
-            self.copies[block] += 1
-            event = ["BlockStored", [block], None, [block, block], 2, None, "GPU", None, None]
-            await self.publish(event, lost)
-
-    async def remove(self, block: int, lost: bool = False) -> None:
-        self.copies[block] -= 1
-        await self.publish(["BlockRemoved", [block], "GPU"], lost)
-
-    async def clear(self) -> None:
-        self.copies.clear()
-        await self.publish(["AllBlocksCleared"])
-
-
-async def bound(socket: zmq.asyncio.Socket, port: int) -> None:
-    """Bind as soon as the port is free: closing the previous socket takes a moment."""
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while True:
-        try:
-            socket.bind(f"tcp://127.0.0.1:{port}")
-            return
-        except zmq.ZMQError:
-            assert asyncio.get_running_loop().time() < deadline, "the port stays taken"
-            await asyncio.sleep(0.005)
-
-
 class Service:
     """A listener and its index."""
 
     def __init__(
         self,
-        port: int,
-        replay_port: int = 0,
+        engine: Engine,
         turns: IngestTurns | None = None,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         **options: Any,
     ) -> None:
         self.links = Links(waiting=Backlogs(max_waiting_bytes))
-        self.index = KvIndex(2)
-        replay = f"tcp://127.0.0.1:{replay_port}" if replay_port else None
+        self.index = KvIndex(BLOCK_SIZE)
         options = {"replay_idle_s": 0.2, "retry_first_s": 0.02} | options
         self.listener = KvListener(
             self.links,
             KvIngest(self.index, 7, 0),
-            f"tcp://127.0.0.1:{port}",
-            replay,
+            engine.endpoint,
+            engine.replay_endpoint,
             turns or IngestTurns(),
             **options,
         )
@@ -210,25 +86,17 @@ class Service:
         )
 
 
-SERVED, SILENT = "served", "silent"  # replays are; whoever asks for them gets no answer
-
-
 @contextlib.asynccontextmanager
 async def heard(replays: str = "", **options: Any) -> AsyncIterator[tuple[Engine, Service]]:
     """An engine, and a service that has subscribed to it."""
-    port, replay_port = free_port(), free_port() if replays else 0
-    async with (
-        Engine(port, replay_port if replays == SERVED else 0) as engine,
-        Service(port, replay_port, **options) as service,
-    ):
+    async with Engine(replays) as engine, Service(engine, **options) as service:
         await engine.subscribed()
         yield engine, service
 
 
 @on_loop
 async def test_live_events_are_followed() -> None:
-    port = free_port()
-    async with Engine(port) as engine, Service(port) as service:
+    async with Engine() as engine, Service(engine) as service:
         assert service.state == "connecting"
         await engine.subscribed()
         await engine.store(1, 2, 3)
@@ -243,10 +111,9 @@ async def test_live_events_are_followed() -> None:
 @pytest.mark.parametrize("with_topic", [True, False])
 @on_loop
 async def test_lost_messages_are_replayed(with_topic: bool) -> None:
-    port, replay_port = free_port(), free_port()
-    engine = Engine(port, replay_port)
+    engine = Engine(SERVED)
     engine.with_topic = with_topic
-    async with engine, Service(port, replay_port) as service:
+    async with engine, Service(engine) as service:
         await until(lambda: service.state == "silent")
         await engine.subscribed()
         await engine.store(1, 2)
@@ -263,9 +130,7 @@ async def test_lost_messages_are_replayed(with_topic: bool) -> None:
 
 @on_loop
 async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
-    port, replay_port = free_port(), free_port()
-    async with Engine(port) as engine, Service(port, replay_port, replay_idle_s=0.05) as service:
-        await engine.subscribed()
+    async with heard(SILENT, replay_idle_s=0.05) as (engine, service):
         await engine.store(1)
         await engine.remove(1, lost=True)
         await engine.store(2)
@@ -273,8 +138,7 @@ async def test_an_engine_that_never_answers_does_not_stop_live_events() -> None:
         await engine.store(3)
         await until(lambda: service.blocks == {1, 2, 3})
         assert service.listener.status().lag_batches == 1
-        engine.replay_port = replay_port
-        await engine.serve_replays()
+        engine.serve_replays()
         await service.follows(engine)
 
 
@@ -356,10 +220,8 @@ async def test_a_clear_late_in_a_large_batch_ends_the_wait_for_a_replay() -> Non
     async with heard(SILENT, turns=turns) as (engine, service):
         await engine.store(1)
         await engine.store(2, lost=True)
-        stores = (["BlockStored", [block], None, [block, block], 2] for block in LARGE)
-        frames = engine._batch(*stores, ["AllBlocksCleared"])
+        await engine.store_at_once(*LARGE, then=(["AllBlocksCleared"],))
         engine.copies.clear()
-        await engine.pub.send_multipart(frames)
         await engine.store(5)
         await turns.step_until(lambda: service.blocks == {5} and service.state == "live")
 
@@ -378,11 +240,8 @@ async def test_messages_of_another_shape_are_ignored() -> None:
 
 @on_loop
 async def test_strange_replies_to_a_replay_are_ignored() -> None:
-    port, replay_port = free_port(), free_port()
-    async with Engine(port) as engine, Service(port, replay_port) as service:
-        router = engine.context.socket(zmq.ROUTER)
-        await bound(router, replay_port)
-        await engine.subscribed()
+    async with heard(SILENT) as (engine, service):
+        router = engine.router()
         await engine.store(1, lost=True)
         await engine.store(2)
         identity, _, _ = await router.recv_multipart()
@@ -397,12 +256,9 @@ async def test_strange_replies_to_a_replay_are_ignored() -> None:
 
 @on_loop
 async def test_closing_unsubscribes_at_once() -> None:
-    port, replay_port = free_port(), free_port()
     tasks = asyncio.all_tasks()
-    async with Engine(port) as engine, Service(port, replay_port) as service:
-        silent = engine.context.socket(zmq.ROUTER)
-        await bound(silent, replay_port)
-        await engine.subscribed()
+    async with heard(SILENT) as (engine, service):
+        engine.router()
         await engine.store(1, lost=True)
         await engine.store(2)  # and a replay is under way
         await until(lambda: service.state == "replaying" and service.blocks == {2})
@@ -417,11 +273,8 @@ async def test_closing_unsubscribes_at_once() -> None:
 @on_loop
 async def test_closing_ends_a_replay_that_hears_something_shortly_before(turns: int) -> None:
     """So many turns of the loop before."""
-    port, replay_port = free_port(), free_port()
-    async with Engine(port) as engine, Service(port, replay_port) as service:
-        silent = engine.context.socket(zmq.ROUTER)
-        await bound(silent, replay_port)
-        await engine.subscribed()
+    async with heard(SILENT) as (engine, service):
+        silent = engine.router()
         await engine.store(1, lost=True)
         await engine.store(2)
         await asyncio.wait_for(silent.recv_multipart(), DEADLINE_S)
@@ -462,13 +315,13 @@ async def test_a_bug_in_the_index_does_not_end_the_listening() -> None:
 
 @on_loop
 async def test_a_source_that_cannot_be_opened_says_so_and_is_tried_again() -> None:
-    port = free_port()
-    async with Service(port) as service:
+    engine = Engine()
+    async with Service(engine) as service:
         await until(lambda: service.state == "unreachable")
         status = service.listener.status()
         assert status.last_error == "no connection: Connection refused"
         assert status.problem == "never connected: Connection refused"
-        async with Engine(port) as engine:
+        async with engine:
             await engine.subscribed()
             await until(lambda: service.state == "no_replay")  # nothing is known of it
             await engine.store(1)
@@ -542,11 +395,11 @@ async def test_a_replay_of_more_than_may_wait_is_asked_for_in_parts() -> None:
 
 @on_loop
 async def test_a_bug_during_a_replay_does_not_end_the_following() -> None:
-    port, replay_port = free_port(), free_port()
-    service = Service(port, replay_port, replay_idle_s=DEADLINE_S)
+    engine = Engine(SERVED)
+    service = Service(engine, replay_idle_s=DEADLINE_S)
     service.listener._work._reader = FailingOnce(5)
     before = failures["kv replay"]
-    async with Engine(port, replay_port) as engine:
+    async with engine:
         await engine.store(*range(20), lost=True)
         engine.may_answer.clear()
         async with service:
@@ -577,10 +430,9 @@ async def test_a_bug_in_the_batch_that_shows_a_gap_does_not_keep_it_from_being_m
 
 @on_loop
 async def test_a_replay_endpoint_that_libzmq_refuses_is_no_replay() -> None:
-    port = free_port()
-    service = Service(port, 1)
-    service.listener.replay_endpoint = "tcp://127.0.0.1:+80"
-    async with Engine(port) as engine, service:
+    engine = Engine(SILENT)
+    engine.replay_endpoint = "tcp://127.0.0.1:+80"
+    async with engine, Service(engine) as service:
         await engine.subscribed()
         await engine.store(1, lost=True)
         await engine.store(2)

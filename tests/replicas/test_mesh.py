@@ -1,11 +1,8 @@
 """Replica sync over real sockets on the loopback, between two of ours."""
 
 import asyncio
-import itertools
 import logging
 import socket
-import struct
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,8 +12,7 @@ import zmq.asyncio
 
 from lean_selector.core.errors import BadRequest, Conflict
 from lean_selector.core.replication.events import Verdict
-from lean_selector.core.replication.shapes import EventKind, ReplicaEvent
-from lean_selector.events.links import Links
+from lean_selector.core.replication.shapes import EventKind
 from lean_selector.replicas.mesh import (
     HIGH_WATER_MARK,
     MAX_DUE_PER_TURN,
@@ -25,64 +21,10 @@ from lean_selector.replicas.mesh import (
 )
 from lean_selector.replicas.pub_socket import ReplicaSyncError
 from lean_selector.wire.replica_frames import MAX_EVENT_BYTES, MAX_HASHES, TOPIC, encode_event
+from tests.replicas.sync_replica import ANY_PORT, EVENT, Replica
 from tests.support.bookings import changed, replica_event
-from tests.support.on_loop import DEADLINE_S, inside, on_loop, until
+from tests.support.on_loop import inside, on_loop, until
 from tests.support.running_service import free_port
-
-EVENT = replica_event(
-    EventKind.ADD, "llama", "t1", 16, "r", 7, 0, 1, None, struct.pack("<3Q", 1, 2, 3), True, 48
-)
-_ROUTER_IDS = itertools.count(1)
-ANY_PORT = "tcp://127.0.0.1:*"
-
-
-class Replica:
-    """A ReplicaSync and what it heard."""
-
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        bind: int | str,
-        high_water_mark: int = HIGH_WATER_MARK,
-        links: Links | None = None,
-    ) -> None:
-        self.heard: list[ReplicaEvent] = []
-        self.verdict = Verdict.APPLIED
-        self.router_id = next(_ROUTER_IDS)
-        self.sync = ReplicaSync(
-            context,
-            bind,
-            [],
-            self.hear,
-            router_id=self.router_id,
-            high_water_mark=high_water_mark,
-            links=links,
-        )
-        self.sync.start()
-
-    def hear(self, event: ReplicaEvent, now: float) -> Verdict:
-        assert abs(now - time.monotonic()) < DEADLINE_S
-        self.heard.append(changed(event, sequence=None))
-        return self.verdict
-
-    async def connect_to(self, other: "Replica") -> None:
-        """Subscribe, and wait until the other's events arrive."""
-        assert self.sync.register_peer(other.sync.bound_endpoint)
-        await self.hear_one_from(other)
-
-    async def hear_one_from(self, other: "Replica") -> None:
-        ours = changed(EVENT, router_id=other.router_id)  # whose numbers they bear
-        marker = changed(ours, request_id="are you there")
-
-        def heard() -> bool:
-            other.sync.publish(marker)
-            return marker in self.heard
-
-        await until(heard)
-        last = changed(ours, request_id="you are")
-        other.sync.publish(last)
-        await until(lambda: last in self.heard)
-        self.heard.clear()
 
 
 class Mesh:

@@ -9,10 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
-import zmq
-import zmq.asyncio
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Tier
@@ -29,11 +26,13 @@ from lean_selector.replicas import recovery
 from lean_selector.replicas.recovery import Recovery, log_discarded
 from tests.support.on_loop import inside, on_loop, until
 from tests.support.outbound_server import Serve, hangs, response, says, serving
+from tests.support.replaying_engine import BLOCK_SIZE as SIZE
+from tests.support.replaying_engine import SERVED, Engine
 from tests.support.running_service import DEADLINE_S, RunningService, free_port
 
 KEY = ("m", "t")
 LONG_S = 3600.0  # never over; a test that waits for it has failed long before
-SILENT = "tcp://127.0.0.1:1"  # an engine that is not there
+NO_ENGINE = "tcp://127.0.0.1:1"
 
 
 # -- peers ----------------------------------------------------------------------------------------
@@ -77,7 +76,7 @@ def removed(*hashes: int, **where: Any) -> object:
     return event({"removed": {"block_hashes": list(hashes)}}, **where)
 
 
-def dump_of(*events: object, block_size: int = 4, **more: object) -> dict[str, object]:
+def dump_of(*events: object, block_size: int = SIZE, **more: object) -> dict[str, object]:
     return {"m:t": {"block_size": block_size, "events": list(events), **more}}
 
 
@@ -92,7 +91,6 @@ class Service:
     """A catalog and its subscriptions, without HTTP."""
 
     def __init__(self) -> None:
-        self.context = zmq.asyncio.Context()  # for engines
         self.subscriptions = KvSubscriptions(Links())
         self.catalog = Catalog(
             RouterSettings(use_kv_events=True),
@@ -105,8 +103,8 @@ class Service:
     def register(
         self,
         worker_id: int = 1,
-        block_size: int = 4,
-        endpoint: str = SILENT,
+        block_size: int = SIZE,
+        endpoint: str = NO_ENGINE,
         replay_endpoint: str | None = None,
     ) -> None:
         spec = WorkerSpec(
@@ -119,6 +117,9 @@ class Service:
             block_size=block_size,
         )
         assert not self.catalog.upsert(spec).reasons
+
+    def follow(self, engine: Engine) -> None:
+        self.register(endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint)
 
     @property
     def partition(self) -> Partition:
@@ -145,7 +146,6 @@ async def service() -> AsyncIterator[Service]:
         yield of
     finally:
         await of.subscriptions.close()
-        of.context.destroy(linger=0)
 
 
 async def recovered(of: Service, *events: object, **entry: Any) -> Recovery:
@@ -348,7 +348,7 @@ async def test_blocks_of_another_size_than_the_workers_are_dropped(
     assert of.index.block_size == 8
     assert of.index.is_empty
     assert not of.partition.watermarks
-    assert "recovered blocks of model=m tenant=t dropped: block size 4" in caplog.text
+    assert "recovered blocks of model=m tenant=t dropped: block size 2" in caplog.text
 
 
 @on_loop
@@ -373,12 +373,12 @@ async def test_a_worker_that_registered_first_gets_its_blocks_too(of: Service) -
 
 @on_loop
 async def test_a_rank_whose_engine_spoke_is_left_alone() -> None:
-    with KvEventPublisher(kv_block_size=4, endpoint="tcp://127.0.0.1:*") as engine:
+    with KvEventPublisher(kv_block_size=SIZE, endpoint="tcp://127.0.0.1:*") as engine:
         async with service() as of:
             of.register(endpoint=engine.endpoint)
 
             def is_heard() -> bool:
-                engine.publish_stored(None, [1, 2, 3, 4], None, [77])
+                engine.publish_stored(None, [1, 2], None, [77])
                 return of.blocks() == 1
 
             await until(is_heard, "the engine is heard")
@@ -410,67 +410,25 @@ async def test_a_worker_removed_meanwhile_gets_no_more_of_its_blocks() -> None:
 # -- watermarks -----------------------------------------------------------------------------------
 
 
-class Engine:
-    """Publishes one block per batch, numbered as the batch, and serves replays."""
-
-    def __init__(self, context: zmq.asyncio.Context) -> None:
-        self._pub, self._router = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
-        self.endpoint, self.replay_endpoint = (
-            f"tcp://127.0.0.1:{of.bind_to_random_port('tcp://127.0.0.1')}"
-            for of in (self._pub, self._router)
-        )
-        self._batches: list[bytes] = []
-        self.oldest = 0  # that it can replay
-        self.asked_from: list[int] = []
-        self._replays = asyncio.create_task(self._serve_replays())
-
-    async def subscribed(self) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            assert await self._pub.recv() == b"\x01"
-
-    async def publish(self, is_lost: bool = False) -> None:
-        name = len(self._batches)
-        event = ["BlockStored", [name], None, [name] * 4, 4]
-        self._batches.append(msgspec.msgpack.encode([0.0, [event], None]))
-        if not is_lost:
-            await self._pub.send_multipart([b"", name.to_bytes(8, "big"), self._batches[-1]])
-
-    async def _serve_replays(self) -> None:
-        while True:
-            identity, _, start = await self._router.recv_multipart()
-            first = int.from_bytes(start, "big")
-            self.asked_from.append(first)
-            for seq in range(max(first, self.oldest), len(self._batches)):
-                frames = [identity, b"", seq.to_bytes(8, "big"), self._batches[seq]]
-                await self._router.send_multipart(frames)
-            await self._router.send_multipart([identity, b"", b"\xff" * 8, b""])
-
-    async def close(self) -> None:
-        self._replays.cancel()
-        await asyncio.wait({self._replays})
-
-
 @pytest.mark.parametrize("missed", [0, 2])
 @inside(service)
 async def test_a_recovered_rank_asks_only_for_what_came_after_its_watermark(
     of: Service, missed: int
 ) -> None:
-    engine = Engine(of.context)
-    for _ in range(3 + missed):  # nobody listens yet
-        await engine.publish()
-    await recovered(of, stored(0), stored(1), stored(2), watermarks={"1:0": 2})
-    assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
-    of.register(endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint)
-    assert not of.partition.watermarks
-    assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
-    await engine.subscribed()
-    await until(lambda: engine.asked_from, "it asks for what it missed, if anything")
-    last = 2 + missed
-    await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): last}, "all is heard")
-    await engine.publish()
-    await until(lambda: of.blocks() == last + 2, "and what follows")
-    assert set(engine.asked_from) == {2}
-    await engine.close()
+    async with Engine(SERVED) as engine:
+        await engine.store(*range(3 + missed))  # nobody listens yet
+        await recovered(of, stored(0), stored(1), stored(2), watermarks={"1:0": 2})
+        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
+        of.follow(engine)
+        assert not of.partition.watermarks
+        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 2}
+        await engine.subscribed()
+        await until(lambda: engine.requests, "it asks for what it missed, if anything")
+        last = 2 + missed
+        await until(lambda: of.subscriptions.watermarks(of.partition) == {(1, 0): last}, "all")
+        await engine.store(last + 1)
+        await until(lambda: of.blocks() == last + 2, "and what follows")
+        assert engine.asked == [2]
 
 
 @pytest.mark.parametrize("can_replay", [True, False])
@@ -487,15 +445,17 @@ async def test_a_worker_that_registers_meanwhile_is_followed_behind_the_dump(
         writer.write(response(body))
         await writer.drain()
 
-    async with peer_that(later) as (peer, asked), service() as of:
-        engine = Engine(of.context)
-        for _ in range(5):
-            await engine.publish()
-        engine.oldest = 2
+    async with (
+        peer_that(later) as (peer, asked),
+        service() as of,
+        Engine(SERVED if can_replay else "") as engine,
+    ):
+        await engine.store(*range(5))
+        for _ in range(2):
+            engine.buffer.popleft()
         recovering = asyncio.ensure_future(of.recovery(peer).run())
         await until(lambda: asked, "the peer is asked")
-        replay_endpoint = engine.replay_endpoint if can_replay else None
-        of.register(endpoint=engine.endpoint, replay_endpoint=replay_endpoint)
+        of.follow(engine)
         if not can_replay:
             await engine.subscribed()  # or what it publishes would be lost
         may_answer.set()
@@ -506,10 +466,9 @@ async def test_a_worker_that_registers_meanwhile_is_followed_behind_the_dump(
                 lambda: of.subscriptions.statuses()[0].state == "live", "all it tells is heard"
             )
             assert of.blocks() == 5  # the dump, and what came after it
-            assert set(engine.asked_from) == {2}
+            assert engine.asked == [2]
         else:
             assert of.blocks() == 3
-        await engine.close()
 
 
 @on_loop
@@ -517,34 +476,34 @@ async def test_a_recovery_that_takes_long_does_not_keep_workers_from_being_heard
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "MAX_HOLD_S", 0.0)
-    async with peer_that(hangs) as (peer, asked), service() as of:
-        engine = Engine(of.context)
-        await engine.publish()
+    async with (
+        peer_that(hangs) as (peer, asked),
+        service() as of,
+        Engine(SERVED) as engine,
+    ):
+        await engine.store(0)
         recovering = asyncio.ensure_future(of.recovery(peer, timeout_s=LONG_S).run())
         await until(lambda: asked, "the peer is asked")
-        of.register(endpoint=engine.endpoint, replay_endpoint=engine.replay_endpoint)
+        of.follow(engine)
         await until(lambda: of.blocks() == 1, "what the engine replays")
         recovering.cancel()
         await asyncio.wait({recovering})
-        await engine.close()
 
 
 @inside(service)
 async def test_a_source_with_lost_batches_gives_no_watermark(of: Service) -> None:
-    engine = Engine(of.context)
-    for _ in range(3):
-        await engine.publish()
-    of.register(endpoint=engine.endpoint)
-    await engine.subscribed()
-    await engine.publish()
-    await until(lambda: of.blocks() == 1, "the fourth batch is heard")
-    # What came before it is unknown, but nothing of what came since is missing.
-    assert of.subscriptions.watermarks(of.partition) == {(1, 0): 3}
-    await engine.publish(is_lost=True)
-    await engine.publish()
-    await until(lambda: of.blocks() == 2, "the sixth batch is heard")
-    assert of.subscriptions.watermarks(of.partition) == {}
-    await engine.close()
+    async with Engine() as engine:
+        await engine.store(0, 1, 2)
+        of.follow(engine)
+        await engine.subscribed()
+        await engine.store(3)
+        await until(lambda: of.blocks() == 1, "the fourth batch is heard")
+        # What came before it is unknown, but nothing of what came since is missing.
+        assert of.subscriptions.watermarks(of.partition) == {(1, 0): 3}
+        await engine.store(4, lost=True)
+        await engine.store(5)
+        await until(lambda: of.blocks() == 2, "the sixth batch is heard")
+        assert of.subscriptions.watermarks(of.partition) == {}
 
 
 @inside(service)
@@ -571,7 +530,7 @@ def test_while_it_recovers_the_service_is_up_and_says_so() -> None:
                 "worker_id": 1,
                 "endpoint": "http://worker",
                 "block_size": 4,
-                "kv_events_endpoint": SILENT,
+                "kv_events_endpoint": NO_ENGINE,
             }
             assert running.post("/workers", worker)[0] == 201
             status, body = running.get("/ready")
