@@ -1,1 +1,1 @@
-"""Raw OpenAI requests: the gateway, POST /route, and the reading of prompts for both."""
+"""Raw OpenAI requests: the gateway, POST /route, and the prompt reader that both use."""

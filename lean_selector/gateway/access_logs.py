@@ -1,9 +1,9 @@
-"""Access-log lines of other gateways, which end reservations.
+"""Reads access-log lines of other gateways, which report ended requests, and frees reservations.
 
-A line has the word `lean-end`, then fields, `name=value` or `name="value"`, in any order. Text
-before the word, such as a syslog header, and unknown fields are ignored. A value that is `-` or
-empty counts as absent. A line frees a reservation, and reports the request's outcome for its
-worker's health."""
+A line has the word `lean-end`, followed by fields `name=value` or `name="value"` in any order. Text
+before this word, such as a syslog header, and unknown fields are ignored. A field with the value
+`-` or an empty value counts as absent. Each line frees one reservation, and reports the request's
+outcome for outlier detection of its worker."""
 
 import asyncio
 import ipaddress
@@ -27,7 +27,7 @@ _log = logging.getLogger("lean_selector.access_logs")
 
 
 class LogAddress(NamedTuple):
-    """A source of lines: a UDP address, or the path of a UNIX socket."""
+    """Where lines are received: a UDP address, or the path of a UNIX socket."""
 
     host: str = ""
     port: int = 0
@@ -42,7 +42,7 @@ LOOPBACK: Final[tuple[Network, ...]] = (
 
 
 def place_of(text: str) -> LogAddress:
-    """Parse `syslog:HOST:PORT` or `unixgram:PATH`; raises ValueError."""
+    """Parses `syslog:HOST:PORT` or `unixgram:PATH`. Raises ValueError."""
     kind, colon, rest = text.partition(":")
     if kind == "unixgram" and rest:
         return LogAddress(path=rest)
@@ -61,7 +61,7 @@ def place_of(text: str) -> LogAddress:
 
 
 def places_of(text: str) -> list[str]:
-    """Parse comma-separated sources, without duplicates; raises ValueError."""
+    """Parses comma-separated addresses for lines, and drops duplicates. Raises ValueError."""
     items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
     for item in items:
         place_of(item)
@@ -69,20 +69,20 @@ def places_of(text: str) -> list[str]:
 
 
 def networks_of(text: str) -> list[str]:
-    """Parse comma-separated networks (`10.0.0.0/8`) or addresses, without duplicates; raises
+    """Parses comma-separated networks (`10.0.0.0/8`) or addresses, and drops duplicates. Raises
     ValueError."""
     items = (item.strip() for item in text.split(",") if item.strip())
     return [str(ipaddress.ip_network(item)) for item in dict.fromkeys(items)]
 
 
 class Senders:
-    """The allowed senders: loopback addresses, and the given networks."""
+    """The hosts that may send lines: this machine (loopback), and the given networks."""
 
     def __init__(self, networks: list[str]) -> None:
         self._networks = (*LOOPBACK, *map(ipaddress.ip_network, networks))
 
     def may_write(self, host: str) -> bool:
-        """Whether this sender's address, as a socket returns it, is allowed."""
+        """Whether the sender with this address, as a socket returns it, is allowed."""
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address):
             address = address.ipv4_mapped or address
@@ -117,7 +117,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """The outcome from the fields of a line, without absent ones. Raises ValueError."""
+    """Returns the outcome that a line reports. `fields` lacks absent fields. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -188,7 +188,7 @@ _STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy logs -1 and Envoy 0 if 
 
 
 class Ended(NamedTuple):
-    """A finished request. Absent fields are None."""
+    """The end of a request, from a line. Absent fields are None."""
 
     reservation_id: str | None
     worker_id: int | None
@@ -198,15 +198,15 @@ class Ended(NamedTuple):
 
 
 class BadLine(ValueError):
-    """The datagram is not a valid line; the message has the reason."""
+    """A datagram is not a valid line; the message says why."""
 
 
 class OtherLine(BadLine):
-    """The datagram lacks the word: gateways log other notices to the same target."""
+    """A datagram lacks the word `lean-end`: gateways send other notices to the same address."""
 
 
 def ended_of(line: bytes) -> Ended:
-    """Raises BadLine, or OtherLine."""
+    """Parses a line. Raises BadLine or OtherLine."""
     if len(line) > LONGEST_LINE:
         raise BadLine(f"it is longer than {LONGEST_LINE} bytes")
     found = _WORD.search(line)
@@ -229,7 +229,7 @@ def ended_of(line: bytes) -> Ended:
 
 
 def _ttft_s(fields: dict[str, str]) -> float | None:
-    """The time of the last of nginx's attempts. Raises BadLine."""
+    """Returns the time to first token of nginx's last attempt. Raises BadLine."""
     text = _LIST.split(fields.get("ttft", "-"))[-1]
     if text == "-":
         return None
@@ -239,7 +239,7 @@ def _ttft_s(fields: dict[str, str]) -> float | None:
 
 
 def _fields(text: bytes) -> dict[str, str]:
-    """name -> value of the present fields. Raises BadLine."""
+    """Returns name -> value of the fields that are present. Raises BadLine."""
     fields: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -289,7 +289,7 @@ _MOST_SHOWN: Final = 200  # characters of a line that our log shows
 
 
 class LogEnds:
-    """Handles all lines of a process."""
+    """Handles the lines of all sockets, and counts them by result."""
 
     def __init__(
         self,
@@ -298,9 +298,9 @@ class LogEnds:
         clock: Callable[[], float],
         served: Callable[[str, int | None, int | None, float | None], None] | None = None,
     ) -> None:
-        """`free` ends a reservation, and `report` reports an outcome for a worker's health; both
-        raise NotFound. `served` is called before `free`, with the worker, its rank and the time to
-        first token."""
+        """`free` ends a reservation, and `report` reports the outcome of a request to outlier
+        detection; both raise NotFound. `served` is called before `free` with the worker, its rank
+        and the time to first token."""
         self._free = free
         self._report = report
         self._clock = clock
@@ -311,7 +311,7 @@ class LogEnds:
         self.unknown_workers = 0  # lines about a worker that is not registered
 
     def take(self, line: bytes) -> None:
-        """Handle a datagram from an allowed sender; never raises."""
+        """Handles a datagram from an allowed sender. Never raises."""
         now = self._clock()
         try:
             ended = ended_of(line)
@@ -346,7 +346,7 @@ class LogEnds:
                 self.unknown_workers += 1
 
     def refuse(self, host: str) -> None:
-        """Count a datagram from a sender that is not allowed."""
+        """Counts a datagram from a sender that is not allowed."""
         self.results[NOT_ALLOWED] += 1
         _log.warning(
             "line of an access log from an address that --lifecycle-allow does not list",
@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether the end of a reservation arrived before it was booked; True only once."""
+        """Whether a reservation's line arrived before its booking. True only once."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 
@@ -376,7 +376,7 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
 
 
 def warn_of_a_short_queue(place: str) -> None:
-    """Warn if a UNIX socket created now has a short queue, which it would keep."""
+    """Warns if a UNIX socket created now gets a short queue, which it would keep."""
     try:
         length = int(_QUEUE_LENGTH.read_text())
     except (OSError, ValueError):
@@ -392,7 +392,7 @@ def warn_of_a_short_queue(place: str) -> None:
 
 
 class LineReader:
-    """Reads one socket from its creation on."""
+    """Reads the lines from one socket."""
 
     def __init__(
         self,
@@ -401,8 +401,8 @@ class LineReader:
         refuse: Callable[[str], None],
         senders: Senders,
     ) -> None:
-        """`take` gets the lines of allowed `senders`, or all lines of a UNIX socket, which is
-        protected by the permissions of its path; `refuse` gets the addresses of other senders."""
+        """`take` gets the lines of allowed `senders`, or all lines of a UNIX socket, for which the
+        permissions of its path decide. `refuse` gets the addresses of other senders."""
         self._socket = bound
         self._take = take
         self._refuse = refuse
@@ -436,14 +436,14 @@ class LineReader:
                 self._refuse(sender[0])
 
     def close(self) -> None:
-        """Read the datagrams that have arrived, then close."""
+        """Reads the datagrams that have arrived, then closes the socket."""
         self._read()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
 
 
 def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:
-    """One series per result."""
+    """Metrics of lines, with one series per result."""
     return table({
         "lifecycle_lines_total": (lambda: by("result", dict(sorted(ends.results.items()))),
             "Lines of gateways' access logs, by result."),

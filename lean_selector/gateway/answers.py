@@ -1,9 +1,9 @@
-"""Fields that the gateway adds to a forwarded request and removes from the engine's answer.
+"""Adds fields to a forwarded request, and removes what they cause from the engine's answer.
 
-Token ids in an answer are read while it is relayed. Pieces are handled as they arrive, for streams
-and whole answers alike: a quote inside a JSON text is escaped, so a field's name followed by a list
-of numbers is unambiguous. Buffered are only the end of such a list, and an incomplete event if the
-usage of a stream must be removed."""
+Token ids in an answer are read while it is relayed. Streams and whole answers are handled alike,
+piece by piece. A quote inside a JSON text is escaped, so the name of a field followed by a list of
+numbers is unambiguous. Only the end of such a list is buffered, and also an incomplete event if the
+usage must be removed from a stream."""
 
 import re
 from collections.abc import Callable
@@ -41,7 +41,7 @@ _OUTPUT: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
 
 
 class Usage:
-    """The usage in an answer, None if absent. Only the last bytes are searched."""
+    """Reads the token counts (`usage`) at the end of an answer; they are None if absent."""
 
     __slots__ = ("_begin", "_last")
 
@@ -51,12 +51,12 @@ class Usage:
 
     @property
     def cached_tokens(self) -> int | None:
-        """The number of cached prompt tokens."""
+        """The number of prompt tokens that the engine had cached."""
         return self._said(_CACHED)
 
     @property
     def lengths(self) -> tuple[int, int] | None:
-        """The numbers of prompt and answer tokens."""
+        """The number of prompt tokens and the number of output tokens."""
         prompt, output = self._said(_PROMPT), self._said(_OUTPUT)
         if prompt is None or output is None:
             return None
@@ -68,8 +68,8 @@ class Usage:
 
 
 class AnswerReader:
-    """Reads an answer with status 200. At its end `on_ids` is called with the contents of the lists
-    of ids, as JSON text."""
+    """Reads an answer with status 200. At its end, calls `on_ids` with the contents of its lists of
+    token ids, as JSON text."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class AnswerReader:
         strips: bool,
         drops_usage: bool = False,
     ) -> None:
-        """`strips`: the client did not request ids, and gets `null` in place of each list.
+        """`strips`: the client did not request token ids, and gets `null` in place of each list.
         `drops_usage`: the client did not request the last event of a stream, which has only the
         usage."""
         self._on_ids = on_ids
@@ -94,7 +94,7 @@ class AnswerReader:
         self._is_too_long = False
 
     def feed(self, data: bytes) -> bytes:
-        """The bytes to send to the client for this piece of the answer, possibly none."""
+        """Takes a piece of the answer; returns the bytes to send to the client now."""
         pieces = _LIST.split(data)  # every second one is a list
         is_whole = data.endswith(b"\n") and len(pieces) // 2 == data.count(b"token_ids")
         if is_whole and self._array is None and not self._held:  # as nearly all
@@ -118,21 +118,21 @@ class AnswerReader:
         return text
 
     def rest(self) -> bytes:
-        """The bytes left at the end; empty for a well-formed answer."""
+        """Returns the bytes still buffered at the end; none for a well-formed answer."""
         rest = self._event + (self._held if self._strips else b"")
         self._event = self._held = b""
         return rest
 
     def end(self) -> bytes:
-        """End the answer; returns `rest`."""
+        """Ends the answer, and returns `rest`."""
         rest = self.rest()
         if self._on_ids is not None and self._array is None and not self._is_too_long:
             self._on_ids(self._prompt, b",".join(self._output))
         return rest
 
     def _without_ids(self, data: bytes) -> bytes:
-        """`data` with `null` in place of each list; its end may be buffered until the next
-        piece."""
+        """Returns `data` with `null` in place of each list of ids. The end of `data` may be
+        buffered until the next piece."""
         kept: list[bytes] = []
         at = 0
         self._held = b""
@@ -157,7 +157,7 @@ class AnswerReader:
         return b"".join(kept)
 
     def _without_usage(self, data: bytes) -> bytes:
-        """`data` up to the end of its last complete event, without the usage event."""
+        """Returns `data` up to the end of its last complete event, without the usage event."""
         data = self._event + data
         end = data.rfind(b"\n\n") + 2
         if end < 2:
@@ -189,7 +189,7 @@ class AnswerReader:
 
 
 def _beginning(data: bytes, at: int) -> int:
-    """How many bytes at the end of `data[at:]` may be the beginning of a list's name."""
+    """Returns how many bytes at the end of `data[at:]` may begin the name of an id list."""
     quote = data.find(b'"', max(at, len(data) - _LONGEST_NAME))
     while quote >= 0:
         if data[quote:].translate(None, b" ") in _BEGINNINGS:
@@ -209,7 +209,7 @@ _USAGE: Final = Raw(b'{"include_usage":true}')
 
 
 class Additions:
-    """The additions to one forwarded request, and how to remove them from its answer."""
+    """What is added to one forwarded request, and must be removed from its answer."""
 
     __slots__ = ("_drops_usage", "_fields", "_on_ids", "_strips")
 
@@ -220,9 +220,9 @@ class Additions:
         self._drops_usage = False
 
     def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
-        """Add a prefix to the salt, so that the engine reports it in its events, and set
-        `request.salt` to the salt in those events. False if the events will have no salt although
-        the request has one."""
+        """Adds a prefix to the salt, so that the engine's events have it, and sets `request.salt`
+        to the salt in those events. Returns False if the events will lack the salt of the
+        request."""
         salt = request.salt
         if salt is None:
             return True
@@ -242,8 +242,8 @@ class Additions:
     def ask_for_ids(
         self, request: ModelRequest, on_ids: Callable[[bytes | None, bytes], None]
     ) -> None:
-        """Request the ids, which `on_ids` receives: those of the prompt and, if there is only one
-        answer, of the answer. Does nothing if that would change the answer."""
+        """Requests token ids, and passes them to `on_ids`: those of the prompt, and those of the
+        output if there is only one answer. Does nothing if the request would change the answer."""
         if request.echoes:
             return
         if not request.asks_for_ids:
@@ -255,17 +255,17 @@ class Additions:
             self._on_ids = lambda prompt_ids, _: on_ids(prompt_ids, b"")
 
     def ask_for_usage(self, request: ModelRequest) -> None:
-        """Request the usage at the end of a stream, unless the client does."""
+        """Requests the usage at the end of a stream, unless the client sets `stream_options`."""
         if request.streams and not request.has("stream_options"):
             self._fields["stream_options"] = _USAGE
             self._drops_usage = True
 
     def body(self, request: ModelRequest) -> bytes:
-        """The body to forward: the client's own if nothing is added."""
+        """Returns the body to forward: the client's own body if nothing is added."""
         return request.with_fields(**self._fields) if self._fields else request.body
 
     def reader(self) -> AnswerReader | None:
-        """The reader of the answer; None if it is relayed unchanged."""
+        """Returns the reader for the answer, or None if the answer is relayed unchanged."""
         if self._on_ids is None and not self._drops_usage:
             return None
         return AnswerReader(self._on_ids, strips=self._strips, drops_usage=self._drops_usage)

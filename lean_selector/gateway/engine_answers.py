@@ -1,8 +1,8 @@
-"""What engines report about themselves: make, adapters, and the tokens of a prompt.
+"""Queries engines over HTTP: which software they run, their adapters (LoRA), and the tokens of a
+prompt.
 
-They are queried over HTTP when a request needs it: a few workers of a model for their make, all of
-them for adapters when a request names an unregistered model. Answers are cached, and refreshed in
-the background."""
+The software is asked of a few workers of a model. Adapters are asked of all workers, when a request
+names an unregistered model. Answers are cached, and refreshed in the background."""
 
 import asyncio
 import re
@@ -37,7 +37,7 @@ _VERSION: Final = re.compile(rb'"version"\s*:\s*"v?(\d{1,4})\.(\d{1,4})')
 
 
 class _Told(NamedTuple):
-    """A worker's answer."""
+    """What a worker answered about itself."""
 
     at: float
     make: str | None
@@ -46,7 +46,7 @@ class _Told(NamedTuple):
 
 
 class EngineAnswers:
-    """Used only on the loop's thread."""
+    """Cached answers of engines. Used only on the loop's thread."""
 
     def __init__(
         self, fleet: Fleet, client: OutboundClient, clock: Callable[[], float] = time.monotonic
@@ -58,7 +58,7 @@ class EngineAnswers:
         self._under_way: dict[object, asyncio.Task[None]] = {}
 
     def make(self, served: Served) -> Steps[str | None]:
-        """`vllm`, `sglang`, ...; None if no engine reports it."""
+        """Returns the engine's software, such as `vllm` or `sglang`; None if unknown."""
         told = self._any_told(served)
         key = ("make", served.model_name, served.tenant_id)
         if told is None:
@@ -70,14 +70,14 @@ class EngineAnswers:
 
     def reports_in_full(self, base: str) -> bool:
         """Whether this worker is a vLLM that supports `kv_cache_report_mode`. If its answer is
-        outdated, it is queried in the background, and the result is False until it answers."""
+        missing or old, it is asked in the background; without an answer, returns False."""
         told = self._told.get(base)
         if told is None or self._clock() - told.at > _MAKE_FRESH_S:
             self._beside(("report", base), partial(self._ask, base))
         return told is not None and told.version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
-        """The base model of an adapter, and the workers that have the adapter."""
+        """Returns the base model of an adapter, and the workers that have loaded the adapter."""
         found = self._adapted(name, tenant_id)
         bases = (
             self._bases(tenant_id)
@@ -168,7 +168,7 @@ class EngineAnswers:
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> "asyncio.Task[None]":
-        """A background query that several requests may share."""
+        """Starts a background query, or returns the one with this key that is running."""
         task = self._under_way.get(key)
         if task is None:
             task = self._under_way[key] = supervise("model lists", work, again=False)
@@ -186,8 +186,8 @@ class NotTokenized(Exception):
 
 class Tokenizer(Protocol):
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """The tokens of a prompt, 4 bytes each. `model` is the engine's name for the model or
-        adapter, `workers` the base URLs of the workers that have it. Raises NotTokenized."""
+        """Returns the tokens of a prompt, 4 bytes each. `model` is the engine's name of the model
+        or adapter; `workers` are the base URLs of the workers with it. Raises NotTokenized."""
         ...
 
     def close(self) -> None: ...
@@ -215,7 +215,7 @@ _NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')
 
 
 class EngineTokenizer:
-    """Queries engines over HTTP; at most two workers per prompt."""
+    """Lets engines tokenize, over HTTP; asks at most two workers per prompt."""
 
     def __init__(self, client: OutboundClient, timeout_s: float) -> None:
         self._client = client
@@ -225,7 +225,7 @@ class EngineTokenizer:
         self._lacking: dict[tuple[str, str], float] = {}
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """The tokens of a prompt, 4 bytes each. Raises NotTokenized."""
+        """Returns the tokens of a prompt, 4 bytes each. Raises NotTokenized."""
         failed = NotTokenized(Why.FAILED, "no worker has a URL to request tokens from")
         now = time.monotonic()
         self._turn += 1
@@ -276,7 +276,7 @@ def _tokens(body: bytes) -> bytes | None:
 
 
 def tokens_body(request: ModelRequest, model: str, path: str) -> bytes:
-    """The request itself; for vLLM's /tokenize, what makes it treat the prompt like the request."""
+    """Returns the request itself or, for vLLM's /tokenize, fields that make the same prompt."""
     if path != _TOKENIZE:
         fields: dict[str, object] = {**request.fields, "model": model}
         fields.pop("stream", None)

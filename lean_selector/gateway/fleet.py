@@ -1,4 +1,4 @@
-"""The served models and their workers, as the prompt code sees them."""
+"""The served models and their workers, for the code that reads prompts."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
@@ -9,21 +9,21 @@ from lean_selector.http.allowed_endpoints import url_at
 
 
 class Fleet(Protocol):
-    """The served models. Only workers that can be chosen count."""
+    """The served models and their workers, as far as they can be chosen."""
 
     def model(self, model_name: str, tenant_id: str) -> Served | None: ...
 
     def models(self, tenant_id: str) -> Sequence[str]:
-        """All model names of this tenant that `model` accepts, sorted."""
+        """Returns all model names that `model` accepts for this tenant, sorted."""
         ...
 
     def ejected(self) -> Collection[str]:
-        """Base URLs of ejected workers, which are queried only if there are no others."""
+        """Returns base URLs of ejected workers, which are queried only if there are no others."""
         ...
 
 
 class CatalogFleet:
-    """The workers of a selector in this process."""
+    """The served models of a selector in this process."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -70,7 +70,7 @@ class CatalogFleet:
 
 
 def well(workers: Mapping[int, str], fleet: Fleet) -> Mapping[int, str]:
-    """The base URLs of workers that are not ejected; all of them if every worker is."""
+    """Returns the workers that are not ejected; if all are ejected, returns them all."""
     ejected = fleet.ejected()
     if not ejected:
         return workers

@@ -1,4 +1,4 @@
-"""The gateway's counters and metrics. Labels are statuses, fixed words, and base URLs."""
+"""The gateway's counters and metrics. Labels are statuses, workers' base URLs, and fixed words."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -23,8 +23,8 @@ FIRST_BYTE_BOUNDS_S: Final[tuple[float, ...]] = (
 
 
 class RetryBudget:
-    """Bounds retries to a fifth of all requests, plus a few at first, so that failing workers do
-    not multiply the load."""
+    """Limits retries to a fifth of all requests, plus a few at the start, so that failing workers
+    do not multiply the load."""
 
     SHARE: Final = 0.2
     FIRST: Final = 20.0
@@ -35,11 +35,11 @@ class RetryBudget:
         self.denied = 0
 
     def add(self) -> None:
-        """Count a request."""
+        """Counts a request."""
         self._left = min(self._left + self.SHARE, self.MOST)
 
     def take(self) -> bool:
-        """Whether a retry is allowed; it is then counted."""
+        """Whether a retry is allowed. If so, the retry is counted."""
         if self._left < 1.0:
             self.denied += 1
             return False
@@ -48,7 +48,7 @@ class RetryBudget:
 
 
 class Counts:
-    """Totals since the process started; `active` is current."""
+    """Totals since the process started, and the number of `active` requests."""
 
     def __init__(self) -> None:
         self.active = 0  # unfinished requests

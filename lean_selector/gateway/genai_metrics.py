@@ -1,5 +1,5 @@
-"""Durations and token counts by model and worker, named by OpenTelemetry's conventions for
-generative AI, in the form of Prometheus.
+"""Histograms of durations and token counts by model and worker, for Prometheus. Their names follow
+OpenTelemetry's conventions for generative AI.
 
 Labels are bounded: registered models and existing workers."""
 
@@ -32,12 +32,12 @@ _OPERATIONS: Final = {
 
 
 def operation_of(path: bytes) -> tuple[str, str]:
-    """The operation and the provider, as OpenTelemetry's conventions name them."""
+    """Returns the operation and the provider in the terms of OpenTelemetry's conventions."""
     return _OPERATIONS.get(path, (path.rpartition(b"/")[2].decode(), "openai"))
 
 
 class Timing(NamedTuple):
-    """The measurements of a complete answer; tokens are counted by the engine."""
+    """What was measured during a complete answer. The engine counted the tokens."""
 
     duration_s: float
     first_token_s: float | None  # only for a stream
@@ -46,7 +46,7 @@ class Timing(NamedTuple):
 
 
 class _Series:
-    """The answers of one worker to one kind of request for one model."""
+    """Histograms for one worker, one model and one kind of request."""
 
     __slots__ = ("duration", "first_token", "input", "output", "per_token", "share")
 
@@ -75,7 +75,7 @@ class _Series:
 
 
 class GenAiMetrics:
-    """Covers complete answers with status 200 to requests for which a worker was chosen."""
+    """Counts complete answers with status 200, if a worker was chosen for the request."""
 
     def __init__(self) -> None:
         self._series: dict[tuple[bytes, str, str], _Series] = {}  # by path, model and base URL
@@ -90,7 +90,7 @@ class GenAiMetrics:
         series.add(timing)
 
     def keep(self, workers: Iterable[Upstream]) -> None:
-        """Forget workers that are not in `workers`."""
+        """Drops the series of all other workers."""
         there = {each.text for each in workers}
         for key in [each for each in self._series if each[2] not in there]:
             del self._series[key]

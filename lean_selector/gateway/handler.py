@@ -1,8 +1,8 @@
-"""The app of the gateway's port: proxies requests or answers them itself.
+"""The application on the gateway's port.
 
-Completions and similar requests (ROUTED_PATHS) are proxied to the worker that `placing` chooses,
-other permitted requests to any worker. Lists of models, /health and /ready are answered here;
-everything else is 404."""
+Completions and similar requests (ROUTED_PATHS) are proxied to the worker that `placing` chooses;
+other permitted requests are proxied to any worker. Lists of models, /health and /ready are answered
+here. Everything else is 404."""
 
 import asyncio
 import logging
@@ -53,13 +53,13 @@ _PERCENT: Final = 0x25
 
 
 def resource_of(path: bytes) -> bytes:
-    """A path as engines interpret it: unescaped, without a trailing slash."""
+    """Returns a path as engines interpret it: unescaped, and without a trailing slash."""
     # A byte is searched by its number: as bytes it costs an exception.
     return (unquote_to_bytes(path) if _PERCENT in path else path).rstrip(b"/") or b"/"
 
 
 def http_refusal(error: HttpError) -> bytes:
-    """The answer to an HTTP error."""
+    """Returns the answer to a request that violates HTTP."""
     return OpenAiErrorBody.encoded(error.status, error.text)
 
 
@@ -72,7 +72,7 @@ class Spans(Protocol):
 
 
 class GatewayHandler:
-    """The app and its current requests. Used only on the loop's thread."""
+    """The application, and the requests in progress. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -91,10 +91,10 @@ class GatewayHandler:
         own: App,
         spans: Spans | None = None,
     ) -> None:
-        """`silence_s`: how long a worker may send nothing. `touch_after_s`: interval at which a
-        reservation is renewed, so that it does not expire. `request_timeout_s`: if no answer begins
-        in this time, it is 504. `pass_through`: which other requests are proxied: all, openai or
-        none. `own` answers /health and /ready."""
+        """`silence_s`: how long a worker may send nothing. `touch_after_s`: how often a reservation
+        is renewed, so that it does not expire. `request_timeout_s`: the time until an answer must
+        begin; after it, the client gets 504. `pass_through`: which other requests are proxied (all,
+        openai or none). `own` answers /health and /ready."""
         self._pass_through = pass_through
         self._own = own
         self._spans = spans
@@ -216,7 +216,7 @@ class GatewayHandler:
         log.info("request", extra=fields)
 
     def sweep(self, now: float) -> None:
-        """Call it about every second."""
+        """Applies timeouts and renews reservations. Call it about every second."""
         self._rotation.sweep(now, self._silence_s)
         self._counts.genai.keep(self._rotation.endpoints.values())
         self._log_troubles()
@@ -229,7 +229,7 @@ class GatewayHandler:
                 proxied.lease.touch()
 
     def _log_troubles(self) -> None:
-        """Log one line per failure that affected several requests, as when their worker is
+        """Logs each failure once, though it may affect many requests, as when a worker is
         killed."""
         troubles = self._counts.troubles
         for (worker, trouble), requests in troubles.items():
@@ -240,8 +240,8 @@ class GatewayHandler:
         troubles.clear()
 
     def close(self) -> "asyncio.Future[list[BaseException | None]]":
-        """End the remaining requests at the end of a shutdown, which has dropped every client.
-        Returns what the caller must await."""
+        """Ends the requests that are left at the end of a shutdown, after all clients were
+        disconnected. Returns what the caller must await."""
         placing = [each.placing for each in self._under_way if each.placing is not None]
         for proxied in list(self._under_way):
             proxied.reply.hang_up()
@@ -259,11 +259,11 @@ def _role_for(request: Request) -> Role:
 
 
 def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:
-    """The app with required tokens: no request reaches a worker without one.
+    """Returns an app that requires tokens: without a valid one, no request reaches a worker.
 
-    /health and /ready need no token, lists of models need `read`, and everything else needs
-    `write`, because it uses a worker. The token is meant for the gateway, and is not forwarded.
-    Refusals are in OpenAI's format. `connections` are the server's."""
+    /health and /ready need no token. Lists of models need the role `read`; all other requests need
+    `write`, because they use a worker. The token is meant for the gateway, and is not forwarded.
+    Refusals are in OpenAI's format. `connections` are those of the server."""
     connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 
     def app(request: Request) -> bytes | PendingReply:

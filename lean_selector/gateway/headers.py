@@ -1,7 +1,7 @@
-"""Header lines to forward, request ids, and the gateway's own answers.
+"""Header lines to forward, ids of requests, and answers of the gateway itself.
 
-Fields that concern one connection are removed: the hop-by-hop fields of RFC 9110 section 7.6.1, and
-those named in `connection`. Sections are already validated: a line break is CRLF, and no line is
+Fields about one connection are removed: the hop-by-hop fields of RFC 9110 section 7.6.1, and those
+that the field `connection` names. The input was validated: every line break is CRLF, and no line is
 folded."""
 
 import functools
@@ -50,8 +50,8 @@ def request_lines(
     drops_authorization: bool = False,
     drops_traceparent: bool = False,
 ) -> bytes:
-    """The header lines for the worker, each after its CRLF, from a request's section (`1.1 CRLF
-    name: value CRLF ... CRLF CRLF`)."""
+    """Returns the header lines for the worker, each preceded by CRLF. `section` is the client's
+    header section (`1.1 CRLF name: value CRLF ... CRLF CRLF`)."""
     lines = section[3:-4]
     named = _named(lines)
     lines = _NOT_TO_WORKER[without_codings].sub(b"", lines)
@@ -63,13 +63,13 @@ def request_lines(
 
 
 def without_authorization(section: bytes) -> bytes:
-    """A request's section without `authorization`, which was meant for the gateway."""
+    """Returns the header section without `authorization`, which was meant for the gateway."""
     return _AUTHORIZATION.sub(b"", section)
 
 
 @functools.lru_cache(maxsize=256)  # servers repeat theirs
 def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
-    """The header lines for the client, each after its CRLF, from those of an answer."""
+    """Returns the header lines for the client, each preceded by CRLF, from a worker's lines."""
     named = _named(lines)
     lines = _NOT_TO_CLIENT.sub(b"", lines)
     if without_length:
@@ -78,19 +78,19 @@ def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
 
 
 def request_id_of(section: bytes) -> bytes | None:
-    """The client's request id, if it is a single word."""
+    """Returns the request id that the client sent, if it is a single word."""
     found = _REQUEST_ID.search(section)
     return None if found is None else found[1]
 
 
 def session_of(section: bytes) -> str | None:
-    """The client's session id, if it is a single word."""
+    """Returns the session id that the client sent, if it is a single word."""
     found = _SESSION.search(section)
     return None if found is None else found[1].decode("ascii")
 
 
 def traceparent_of(section: bytes) -> str | None:
-    """The client's `traceparent`, unvalidated (W3C Trace Context)."""
+    """Returns the client's `traceparent` (W3C Trace Context), unvalidated."""
     found = _TRACEPARENT.search(section)
     return None if found is None else found[1].decode("latin-1").strip()[:64]
 
@@ -100,7 +100,7 @@ def wants_websocket(section: bytes) -> bool:
 
 
 def _named(lines: bytes) -> frozenset[bytes]:
-    """The fields named in `connection`, except those that are always removed."""
+    """Returns the fields that `connection` names, without those that are always removed."""
     found = _CONNECTION.findall(lines)
     if not found:
         return _NONE
@@ -121,20 +121,20 @@ _numbers: Final = count(1)
 
 
 def new_id() -> str:
-    """A new id, unique across processes."""
+    """Returns a new id that is unique across processes."""
     return f"{_PROCESS}-{next(_numbers):x}"
 
 
 def retry_after(wait_s: float) -> bytes:
-    """The `retry-after` line."""
+    """Returns the header line `retry-after`."""
     return b"retry-after: %d\r\n" % min(max(1, ceil(wait_s)), _MOST_RETRY_AFTER_S)
 
 
 def id_line(request_id: bytes) -> bytes:
-    """The header line with the request id, which every answer has."""
+    """Returns the header line with the request id, which every answer has."""
     return b"x-request-id: %b\r\n" % request_id
 
 
 def refusal(status: int, message: str, code: str | None = None, extra: bytes = b"") -> bytes:
-    """A whole response; `extra` has header lines, each ended by CRLF."""
+    """Returns a complete error response. `extra` has header lines, each followed by CRLF."""
     return encode_response(status, OpenAiErrorBody.encoded(status, message, code), extra=extra)

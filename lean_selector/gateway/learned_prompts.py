@@ -1,10 +1,10 @@
-"""Learned prompts: chains of messages, and their block hashes.
+"""Remembers the block hashes of prompts, found by their messages, without a tokenizer.
 
-A chain consists of values (`prompt_values.py`), independent of their JSON text. Conversations share
-their common part: a longer prompt replaces the one that it continues, and each prefix is an entry
-that refers to the one list of hashes. If a prompt only starts like a known one, its known part ends
-where the two diverge. While only one prompt is known, the end of a message is estimated from its
-share of the bytes."""
+A prompt is identified by a chain of keys, one per message or part of it, computed from JSON values
+(`prompt_values.py`) rather than their text. Each prefix of a chain is an entry that refers to a
+list of block hashes. Conversations share the entries of their common part; a longer prompt replaces
+the one that it continues. Where two prompts have diverged, the number of blocks that their common
+prefix has is exact. Before that, it is estimated from the prefix' share of the bytes."""
 
 from collections import OrderedDict
 from typing import Final, NamedTuple
@@ -18,8 +18,8 @@ from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_
 
 
 class Chain:
-    """`keys[n]` identifies the first `ends[n]` bytes of the prompt; the first key is for the tools
-    alone. Both lists have at least one item."""
+    """The keys of a prompt's prefixes: `keys[n]` is the key of its first `ends[n]` bytes. The first
+    prefix is the tools alone, so both lists have at least one item."""
 
     __slots__ = ("block_size", "ends", "is_eagle", "keys", "model", "seed")
 
@@ -43,12 +43,12 @@ class Chain:
 
     @property
     def size(self) -> int:
-        """Bytes of the whole prompt as compact JSON."""
+        """The length of the whole prompt as compact JSON, in bytes."""
         return self.ends[-1]
 
 
 def model_key(served: Served, lora_name: str | None) -> str:
-    """The key for a model, or for an adapter of it."""
+    """Returns the key of a model, or of an adapter with its base model."""
     return f"{served.model_name}\0{lora_name or ''}"
 
 
@@ -62,7 +62,7 @@ _MOST_MODELS: Final = 1024  # models and adapters with averages
 
 
 class _Run:
-    """Block hashes of a prompt and its answer, 8 bytes each."""
+    """The block hashes of a prompt followed by its output, 8 bytes each."""
 
     __slots__ = ("hashes", "users")
 
@@ -72,7 +72,7 @@ class _Run:
 
 
 class _Entry:
-    """One prefix of a prompt. Blocks are counted from the start of `run`."""
+    """A known prefix of prompts. Its blocks are the first ones of `run`."""
 
     __slots__ = ("asked", "is_guess", "run", "shared", "tail", "tokens")
 
@@ -85,12 +85,12 @@ class _Entry:
         self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Block hashes of this prefix as a whole prompt; only if it was one."""
+        """Returns the block hashes of this prefix as a whole prompt. It must have been one."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
 class Averages:
-    """Recent averages for one model, to estimate its next request."""
+    """Moving averages over a model's requests, from which the next request is estimated."""
 
     __slots__ = ("answers_hold", "output_tokens", "tokens_per_byte")
 
@@ -100,7 +100,7 @@ class Averages:
         self.answers_hold = 1.0  # share of prompts that continued with exactly the answer's tokens
 
     def had(self, prompt_bytes: int, prompt_tokens: int, output_tokens: int | None) -> None:
-        """Add a request; with 0 bytes, its token counts are not averaged."""
+        """Adds a request to the averages. With 0 bytes, tokens per byte are left unchanged."""
         if prompt_bytes:
             self.tokens_per_byte += _WEIGHT * (prompt_tokens / prompt_bytes - self.tokens_per_byte)
         if output_tokens is not None:
@@ -108,7 +108,7 @@ class Averages:
 
 
 class Known(NamedTuple):
-    """The known part of a prompt. `hashes`: those of its prefix, 8 bytes per block."""
+    """What is known of a prompt. `hashes` are those of its known prefix, 8 bytes per block."""
 
     hashes: bytes
     tokens: int  # of the whole prompt; an estimate unless `is_whole`
@@ -117,8 +117,8 @@ class Known(NamedTuple):
 
 
 class PromptMemory:
-    """Bounded: the least recently used prefixes are dropped first, longer ones before their
-    starts."""
+    """The known prefixes, with a memory limit. The least recently used one is dropped first, and a
+    longer prefix before a shorter one of the same prompt."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes: Final = most_bytes
@@ -128,11 +128,11 @@ class PromptMemory:
 
     @property
     def used_bytes(self) -> int:
-        """Approximate memory in use."""
+        """The approximate memory in use, in bytes."""
         return self._hash_bytes + len(self._entries) * ENTRY_BYTES
 
     def look(self, chain: Chain) -> Known:
-        """The known part of a prompt."""
+        """Returns what is known of a prompt."""
         at, entry = self._deepest(chain)
         averages = self.averages(chain.model)
         if entry is None:
@@ -148,10 +148,10 @@ class PromptMemory:
         return Known(hashes, tokens, unknown_bytes, False)
 
     def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
-        """Learn a prompt's tokens and those of its answer, 4 bytes each.
+        """Learns the tokens of a prompt and of its output, 4 bytes each.
 
-        The answer's blocks count for prompts that continue it, as long as prompts of this model do
-        so with its exact tokens. Returns the block hashes of the prompt alone, 8 bytes each."""
+        A prompt that continues this one is assumed to contain the output's blocks, if most prompts
+        of this model do. Returns the block hashes of the prompt alone, 8 bytes each."""
         size, seed, is_eagle = chain.block_size, chain.seed, chain.is_eagle
         run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
         tokens = len(prompt) // 4
@@ -175,7 +175,7 @@ class PromptMemory:
     # -- entries -------------------------------------------------------------------------------
 
     def _deepest(self, chain: Chain) -> tuple[int, _Entry | None]:
-        """The longest known prefix; (-1, None) if there is none."""
+        """Returns the index and the entry of the longest known prefix; (-1, None) without one."""
         for at in range(len(chain.keys) - 1, -1, -1):
             entry = self._entries.get(chain.keys[at])
             if entry is not None:
@@ -183,7 +183,7 @@ class PromptMemory:
         return -1, None
 
     def _part(self, entry: _Entry, common: int, averages: Averages) -> None:
-        """Record that another prompt shares the first `common` blocks of this entry."""
+        """Records that another prompt has the first `common` blocks of this entry, and no more."""
         if entry.is_guess and entry.asked >= 0:
             longest = len(entry.run.hashes) // 8
             own = longest - entry.asked  # blocks that contain tokens of the answer
@@ -195,8 +195,9 @@ class PromptMemory:
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Let entries of a prompt that this one continues refer to this one. The end of a prompt
-        asks for an answer, and may be rendered differently when the prompt continues."""
+        """Lets the entries of a prompt that the new one continues refer to the new hashes. A
+        prompt's end asks for an answer, and may be rendered differently when the prompt
+        continues."""
         for key in chain.keys[: at + 1]:
             entry = self._entries.get(key)
             if entry is None or entry.run is not old or entry.shared > common:
@@ -220,8 +221,8 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Add entries for the prefixes after `at`, with tokens estimated by their share of the
-        bytes."""
+        """Adds entries for the prefixes between `at` and the whole prompt. Their tokens are
+        estimated from their share of the bytes."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)
@@ -232,7 +233,7 @@ class PromptMemory:
             self._add(key, entry)
 
     def _end(self, chain: Chain, run: _Run, asked: int, tokens: int, averages: Averages) -> None:
-        """Add or update the entry of the whole prompt."""
+        """Adds or updates the entry of the whole prompt."""
         blocks = len(run.hashes) // 8
         shared = blocks if averages.answers_hold >= 0.5 else asked
         entry = self._entries.get(chain.keys[-1])
@@ -270,7 +271,7 @@ class PromptMemory:
             self._hash_bytes -= len(run.hashes)
 
     def _touch(self, chain: Chain, at: int) -> None:
-        """Mark the prefixes as used, the shortest last, so that it is dropped last."""
+        """Marks the prefixes as used. The shortest is marked last, so it is dropped last."""
         move = self._entries.move_to_end
         for key in reversed(chain.keys[: at + 1]):
             if key in self._entries:
@@ -283,7 +284,7 @@ class PromptMemory:
             self._leave(entry.run)
 
     def averages(self, model: str) -> Averages:
-        """The averages of a model, by `model_key`."""
+        """Returns the averages for a `model_key`."""
         averages = self._averages.get(model)
         if averages is None:
             averages = self._averages[model] = Averages()
@@ -293,7 +294,7 @@ class PromptMemory:
 
 
 def _common_blocks(one: bytes, other: bytes) -> int:
-    """The number of leading blocks that two prompts share."""
+    """Returns the number of leading blocks that two lists of hashes share."""
     low, high = 0, min(len(one), len(other)) // 8
     if one[: 8 * high] == other[: 8 * high]:
         return high

@@ -1,6 +1,6 @@
 """A tokenizer in this process, on threads.
 
-Chat templates are rendered as by Hugging Face's tokenizers, which engines use. Imported only with
+Chat templates are rendered as Hugging Face's tokenizers do, which engines use. Imported only with
 `--prompts local`; requires the extra `tokenizers`."""
 
 import asyncio
@@ -40,7 +40,7 @@ _SPECIAL: Final = (
 
 
 class ChatTemplate:
-    """The chat template from a model's folder. Raises ValueError for an invalid one."""
+    """The chat template in a model's folder. Raises ValueError if it is invalid."""
 
     def __init__(self, folder: Path) -> None:
         config = _config(folder)
@@ -58,7 +58,7 @@ class ChatTemplate:
             raise ValueError(f"{folder}: invalid chat template: {error}") from None
 
     def rendered(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        """The text of a conversation. Raises ValueError if the template refuses it."""
+        """Returns the text of a conversation. Raises ValueError if the template refuses it."""
         try:
             return self._template.render(
                 messages=[self._prepared(message) for message in messages],
@@ -68,8 +68,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template says: {error}") from None
 
     def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message as engines pass it to the template: for templates that do not support lists, a
-        list of texts becomes one text; the arguments of calls become objects."""
+        """Returns a message as engines pass it to the template: content becomes one text or a list,
+        as the template expects; arguments of tool calls become objects."""
         prepared = dict(message)
         content = prepared.get(_CONTENT)
         if isinstance(content, list) and not self._takes_parts:
@@ -113,8 +113,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The template from its own file, otherwise from the configuration; of several, the one for
-    chats. None if there is none, as for models that only complete texts."""
+    """Returns the template from its own file, or else from the configuration. Of several templates
+    it takes the one for chats. None if the model has none and only completes texts."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -135,8 +135,8 @@ def _token(told: object) -> str | None:
 
 
 class _Generation(JinjaExtension):
-    """`{% generation %}`, with which templates mark answers for training; its content is
-    rendered."""
+    """The tag `{% generation %}`, with which templates mark answers for training; only its content
+    is rendered."""
 
     tags = {"generation"}
 
@@ -156,7 +156,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON without the HTML escapes that Jinja's filter adds."""
+    """Encodes JSON without the HTML escapes that Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -169,7 +169,7 @@ def _now(layout: str) -> str:
 
 
 def _looks_into_contents(template: nodes.Template) -> bool:
-    """Whether the template reads the parts of a message's content."""
+    """Whether the template iterates over the parts of a message's content."""
     named = {
         node.target.name
         for node in template.find_all(nodes.Assign)
@@ -193,8 +193,8 @@ MOST_WAITING: Final = 64  # prompts; above this, load alone decides
 
 
 class LocalTokenizer:
-    """A tokenizer from one folder with `tokenizer.json` and a chat template, for all served models.
-    Raises ValueError for an unusable folder, and ModuleNotFoundError without the extra."""
+    """A tokenizer for all served models, from a folder with `tokenizer.json` and a chat template.
+    Raises ValueError if the folder is unusable, and ModuleNotFoundError without the extra."""
 
     def __init__(self, folder: str, timeout_s: float) -> None:
         path = Path(folder)
@@ -211,7 +211,7 @@ class LocalTokenizer:
         self._waiting = 0
 
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
-        """The tokens of a prompt, 4 bytes each, for any worker. Raises NotTokenized."""
+        """Returns a prompt's tokens, 4 bytes each; ignores `workers`. Raises NotTokenized."""
         if self._waiting >= MOST_WAITING:
             raise NotTokenized(Why.BUSY, f"{self._waiting} prompts wait for the tokenizer")
         self._waiting += 1
@@ -224,7 +224,7 @@ class LocalTokenizer:
             raise NotTokenized(Why.TIMEOUT, f"not tokenized in {self._timeout_s:g} s") from None
 
     def close(self) -> None:
-        """Close without waiting for running work."""
+        """Closes without waiting for work that is running."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, work: "asyncio.Future[bytes]") -> None:
@@ -233,7 +233,7 @@ class LocalTokenizer:
             work.exception()  # the request has its error, if it is still waiting
 
     def _tokens(self, request: ModelRequest) -> bytes:
-        """Runs in a thread."""
+        """Tokenizes a prompt. Runs in a thread."""
         try:
             text, adds_special = self._text(request)
             ids = self._tokenizer.encode(text, add_special_tokens=adds_special).ids
@@ -246,8 +246,8 @@ class LocalTokenizer:
         return packer(len(ids), "I")(*ids)
 
     def _text(self, request: ModelRequest) -> tuple[str, bool]:
-        """The prompt's text, and whether the tokenizer must add special tokens, as for plain
-        texts."""
+        """Returns the prompt's text, and whether the tokenizer must add special tokens, as for
+        prompts that are plain text."""
         if has_costly_numbers(request.body):
             raise NotTokenized(Why.REFUSED, "it has numbers that are slow to parse")
         if request.kind not in COMPLETIONS:

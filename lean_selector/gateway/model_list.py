@@ -1,4 +1,4 @@
-"""GET /v1/models at the gateway: the models that all workers list, each once."""
+"""GET /v1/models at the gateway: the models that the workers list, each once."""
 
 import asyncio
 from time import monotonic
@@ -19,9 +19,8 @@ TIMEOUT_S: Final = 2.0  # for a worker's answer
 
 
 class ModelList:
-    """Answers GET /v1/models, and requests for a single model. A client's request queries all
-    workers at once, and the result is cached briefly. For an ejected worker its last answer
-    counts."""
+    """Answers GET /v1/models and requests for one model. A request queries all workers at once, and
+    the result is cached briefly. An ejected worker is not queried; its last answer is used."""
 
     def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
         self._rotation = rotation
@@ -32,7 +31,7 @@ class ModelList:
         self._asking: asyncio.Task[dict[str, msgspec.Raw]] | None = None
 
     def answer(self, line: bytes, model: str | None = None) -> bytes | PendingReply:
-        """The list of models, or one `model`. `line` is added to the headers of the answer."""
+        """Returns the list of models, or only `model`. `line` is added to the answer's header."""
         if self._known is not None and monotonic() < self._until:
             return _told_models(self._known, line, model)
         if self._asking is None:

@@ -1,7 +1,7 @@
-"""A request to an engine, parsed as far as its prompt requires.
+"""A request to an engine, parsed as far as needed to read its prompt.
 
-An invalid request is forwarded, so that the client gets the engine's own error. Only a request
-without a usable model is refused here."""
+Most invalid requests are forwarded, so that the client gets the engine's own error. Refused here
+are only requests without a usable model, and bodies that are too expensive to parse."""
 
 import contextlib
 import re
@@ -88,7 +88,7 @@ _read_texts: Final = msgspec.json.Decoder(Texts).decode
 
 
 class Kind:
-    """The form of a prompt. No Enum: reading a member of one costs as much as a call."""
+    """The form of a prompt. Not an Enum, because reading a member would cost as much as a call."""
 
     CHAT: Final = "messages"
     TEXT: Final = "text"
@@ -103,7 +103,7 @@ CHATS: Final = frozenset({Kind.CHAT, Kind.MESSAGES, Kind.RESPONSES})
 
 
 class ModelRequest:
-    """A request. `fields` are those of the body, as JSON text. Raises BadRequest for a body that is
+    """A request; `fields` has the fields of its body as JSON text. Raises BadRequest if the body is
     not an object or is too expensive to parse, and for an invalid model, salt or flag."""
 
     def __init__(self, path: str, body: bytes) -> None:
@@ -144,7 +144,7 @@ class ModelRequest:
         return raw is not None and raw != _RAW_NULL
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean field; the default if absent or not a boolean."""
+        """Returns a boolean field, or the default if it is absent or not a boolean."""
         return {b"true": True, b"false": False}.get(bytes(self.fields.get(name, b"")), default)
 
     @property
@@ -157,13 +157,13 @@ class ModelRequest:
 
     @property
     def answers(self) -> int:
-        """The number of answers requested."""
+        """The number of answers that the client requests."""
         given = bytes(self.fields.get("n", b"1"))
         return max(1, int(given)) if given.isdigit() and len(given) < 4 else 1
 
     @property
     def session_id(self) -> str | None:
-        """The conversation's id, from the fields that clients of engines, Anthropic and OpenAI
+        """The id of the conversation, from the fields that clients of engines, Anthropic and OpenAI
         use."""
         for name in ("session_id", "metadata", "prompt_cache_key"):
             raw = self.fields.get(name)
@@ -179,7 +179,7 @@ class ModelRequest:
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer includes the prompt; vLLM omits its text if ids are requested."""
+        """Whether the answer repeats the prompt; if ids are requested, vLLM omits its text."""
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)
 
     @property
@@ -188,7 +188,7 @@ class ModelRequest:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of the prompt as sent; 0 if they do not indicate the number of tokens."""
+        """The length of the prompt as sent, in bytes; 0 if it says nothing about the tokens."""
         if self._media or self.ids:
             return 0
         if self.kind in CHATS:
@@ -196,7 +196,7 @@ class ModelRequest:
         return size_of(self.fields.get("prompt", self.body))
 
     def estimated_tokens(self, tokens_per_byte: float) -> int:
-        """Estimated tokens of an unknown prompt; media count with a fixed estimate."""
+        """Estimates an unknown prompt's number of tokens; each medium counts as a constant."""
         if self._media:
             text = round(self._part_text_bytes * tokens_per_byte)
             return text + self._media * TOKENS_OF_MEDIA
@@ -204,7 +204,7 @@ class ModelRequest:
 
     @property
     def most_output_tokens(self) -> int | None:
-        """The maximum number of answer tokens, from the request."""
+        """The maximum number of output tokens that the request sets."""
         if not self._has_output:
             return 0
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
@@ -214,13 +214,13 @@ class ModelRequest:
         return None
 
     def with_fields(self, **changed: object) -> bytes:
-        """The body with these fields added or replaced."""
+        """Returns the body with these fields added or replaced."""
         fields: dict[str, object] = {**self.fields, **changed}
         return msgspec.json.encode(fields)
 
     def _read_chat(self, kind: str, name: str, system: str | None = None) -> None:
-        """Read the messages from the field `name`, and a message before them from the field
-        `system`."""
+        """Reads the messages in the field `name`. A system message in the field `system` precedes
+        them."""
         text = self.fields.get(name, Raw(b""))
         try:
             if kind != Kind.CHAT:
@@ -292,7 +292,7 @@ class ModelRequest:
 
 
 def _without_odd_forms(text: Raw, kind: str) -> Raw:
-    """The messages as a list, each in the same form in every turn."""
+    """Returns the messages as a list, without details that clients change from turn to turn."""
     if kind == Kind.RESPONSES:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
@@ -306,7 +306,7 @@ def _without_odd_forms(text: Raw, kind: str) -> Raw:
 
 
 def session_id_of(name: str) -> str:
-    """The id of a session, or its hash if it is too long."""
+    """Returns a session's id, or its hash if the id is too long."""
     return name if len(name.encode()) <= MAX_ID_BYTES else xxh3_128_hexdigest(name.encode())
 
 
@@ -345,7 +345,7 @@ _ARGUMENTS: Final = ("documents", "reasoning_effort")
 
 
 def template_arguments(request: ModelRequest) -> dict[str, object]:
-    """`chat_template_kwargs` and other fields that are template arguments: name -> JSON value."""
+    """Returns `chat_template_kwargs` and other template arguments, as name -> JSON value."""
     given: dict[str, object] = {}
     if request.has("chat_template_kwargs"):
         try:

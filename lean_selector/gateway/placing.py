@@ -1,8 +1,8 @@
 """Brings a request to a worker: reads its prompt, chooses a worker, and connects.
 
-Only this part of a request may wait: for an engine's tokens, for room, for a connection. A request
-that waits for none of these has no task, and is sent in the same turn of the loop. If it waits and
-the client disconnects, its task is cancelled, and its lease ends with the request."""
+Only this part of a request may wait: for tokens from an engine, for a free worker, for a
+connection. A request that need not wait has no task, and is sent in the same iteration of the loop.
+If a client disconnects while its request waits, the task is cancelled, and the lease ends."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ class NotChosen(Exception):
 
 
 class Shed(Exception):
-    """All workers are busy; `line` tells the client when to retry."""
+    """All workers are busy. `line` is the header line that says when to retry."""
 
     def __init__(self, message: str, line: bytes) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class Chooser:
         overload_status: int = 503,
         slow_start_s: float = 0.0,
     ) -> None:
-        """`slow_start_s`: how long a returned worker gets a growing share of the load."""
+        """`slow_start_s`: how long a worker has less than its share after an ejection."""
         self._selector = selector
         self._rotation = rotation
         self._overload_status = overload_status
@@ -87,8 +87,8 @@ class Chooser:
     def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> Steps[WorkerLease]:
-        """Choose and reserve a worker that is not in `avoided`. Raises NotChosen and Shed. A
-        cancelled call reserves nothing."""
+        """Chooses a worker that is not in `avoided`, and reserves it. Raises NotChosen and Shed. If
+        the call is cancelled, nothing is reserved."""
         started, status = perf_counter(), 499
         try:
             lease = yield from self._choose(routed, reservation_id, avoided)
@@ -110,15 +110,15 @@ class Chooser:
             self.meter.add(perf_counter() - started, b"%d" % status)
 
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
-        """The longest wait so far of this request and of the first one in the queue: an estimate
-        for the next request."""
+        """Estimates how long the next request would wait: the longer of this request's wait and of
+        the wait so far of the queue's first request, in seconds."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.parked.lines()
         now = monotonic()
         return max(waited_s, *(now - each.items[0].arrived_at for each in lines if each.items), 0.0)
 
     def knows_no(self, error: UnknownModel) -> None:
-        """Count a request for a model that no worker serves."""
+        """Counts a request for a model that no worker serves."""
         self.meter.refused(error)
         self.meter.add(0.0, b"503")
 
@@ -167,8 +167,8 @@ class Chooser:
         return lease
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
-        """Workers in slow start that have as many requests as they may: one at first, rising to one
-        more than the average of the others."""
+        """Returns the workers in slow start that may get no more requests now. A worker may have
+        one request at first; the limit rises to one more than the average of the others."""
         returned, ranks = partition.health.returned, partition.slots.ranks
         total = sum(load.active_requests for load in ranks.values())
         full = set()
@@ -183,7 +183,7 @@ class Chooser:
         return frozenset(full)
 
     def _parked(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
-        """Wait for room if necessary."""
+        """Chooses a rank. If all are busy, waits in the queue."""
         answer: asyncio.Future[Placement | Exception] | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
@@ -222,8 +222,8 @@ def _allowed(
     avoided: frozenset[int],
     warming: frozenset[int],
 ) -> frozenset[int] | None:
-    """The workers that a request may go to; None: any. Those in `warming` only if there are no
-    others."""
+    """Returns the workers that a request may go to, or None for any. Workers in `warming` are
+    included only if there are no others."""
     if not (avoided or warming):
         return allowed
     left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
@@ -234,7 +234,7 @@ def _allowed(
 
 
 class Reservation(WorkerLease):
-    """A lease with a reservation in the selector."""
+    """A lease for which the selector has made a reservation."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Reservation(WorkerLease):
         overlap_tokens: int,
         known_tokens: int | None,
     ) -> None:
-        """`known_tokens`: prompt tokens whose blocks are known; None: all."""
+        """`known_tokens`: number of prompt tokens whose blocks are known; None: all of them."""
         super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
         self._selector = selector
         self._id = reservation_id
@@ -270,7 +270,7 @@ class Reservation(WorkerLease):
 
 
 def peeked_model(body: bytes | bytearray) -> str | None:
-    """The model in a JSON body; None if the body is not such an object."""
+    """Returns the model that a JSON body names, or None."""
     if not body.startswith(b"{"):
         return None
     try:
@@ -280,7 +280,7 @@ def peeked_model(body: bytes | bytearray) -> str | None:
 
 
 class Placing:
-    """Used only on the loop's thread."""
+    """Finds a worker for each request. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -294,8 +294,8 @@ class Placing:
         allowed: AllowedEndpoints | None,
         overload_status: int,
     ) -> None:
-        """`tls` is called if a worker's URL is https, and may raise OSError; `allowed` restricts
-        the endpoints of workers."""
+        """`tls` is called when a worker's URL is https, and may raise OSError. Connections are made
+        only to endpoints in `allowed`, if given."""
         self._allowed = allowed
         self._prompts = prompts
         self._chooser = chooser
@@ -307,7 +307,7 @@ class Placing:
         self._overload_status = overload_status
 
     def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
-        """Send the request now, or return the task that waits for it."""
+        """Sends the request now, or returns the task that will send it."""
         return stepped(self._place(proxied, is_completion))
 
     def _place(self, proxied: ProxiedRequest, is_completion: bool) -> Steps[None]:
@@ -372,7 +372,7 @@ class Placing:
         proxied.sent(connection)
 
     def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
-        """A lease of a worker that has not failed this request; None if there is none."""
+        """Leases a worker that has not failed this request; returns None if there is none."""
         routed, directory = proxied.routed, self._directory
         if routed is not None:
             avoided = frozenset(directory.ids_of(proxied.tried))

@@ -1,4 +1,4 @@
-"""Structs for prompts and models: settings, and the parsed parts of bodies."""
+"""Structs for prompts and models: settings, and the parts of bodies that are parsed."""
 
 from enum import StrEnum
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Mode(StrEnum):
-    """The source of a prompt's tokens."""
+    """Where the tokens of a prompt come from."""
 
     LEARN = "learn"  # from the engines' own answers
     TOKENIZE = "tokenize"  # from the engines' /tokenize
@@ -25,7 +25,7 @@ class PromptSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """A served model of a tenant. `workers`: id -> base URL."""
+    """A model that a tenant's workers serve. `workers`: worker id -> base URL."""
 
     model_name: str
     tenant_id: str
@@ -35,7 +35,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Why(StrEnum):
-    """A reason as one word, for headers, the access log and metrics: see docs/guide/prompts.md."""
+    """A reason in one word, for headers, the access log and metrics; see docs/guide/prompts.md."""
 
     OFF = "off"
     PATH = "path"
@@ -53,14 +53,14 @@ class Why(StrEnum):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """Why not all blocks of a prompt are known: a reason and its description."""
+    """Why some blocks of a prompt are unknown: the reason, and a description of it."""
 
     why: Why
     text: str
 
 
 class Message(msgspec.Struct):
-    """The parsed part of a chat message."""
+    """A chat message, as far as it is parsed."""
 
     role: msgspec.Raw
     content: msgspec.Raw = msgspec.Raw(b"")
@@ -80,14 +80,14 @@ class ContentPart(msgspec.Struct):
 
 
 class Texts(msgspec.Struct, array_like=True):
-    """The beginning of a list of prompts, to see whether there are several."""
+    """The first items of a list of prompts, which show whether there are several."""
 
     first: msgspec.Raw = msgspec.Raw(b"")
     second: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Metadata(msgspec.Struct):
-    """Metadata of a request: Anthropic's clients put the user there, some the session."""
+    """`metadata` of a request: Anthropic's clients put the user there, some the session id."""
 
     user_id: msgspec.Raw = msgspec.Raw(b"null")
 

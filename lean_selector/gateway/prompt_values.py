@@ -1,7 +1,7 @@
-"""The parts of a request that form its prompt, as canonical bytes.
+"""Canonical bytes of the parts of a request that form its prompt.
 
-JSON has many texts for a value: blanks, escapes, another order of a message's fields. Messages,
-`tools` and the like are repeated, so the canonical form of a text is cached by its hash."""
+One JSON value has many texts: they differ in spaces, escapes and the order of fields. Messages and
+`tools` recur in later requests, so a text's canonical form is cached by its hash."""
 
 import contextlib
 import re
@@ -51,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """A message: one 8-byte hash per link, and the length as compact JSON."""
+    """A message: `hashes` has 8 bytes per LINK_BYTES, `size` is its length as compact JSON."""
 
     hashes: bytes
     size: int
@@ -70,9 +70,9 @@ def _keep(kept: dict[int, K], written: int, value: K) -> None:
 
 
 def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -> int:
-    """A key for `shape` and all fields except messages and text. Null counts as absent. Below the
-    top level the order of fields matters, because templates render tools and arguments in their
-    order."""
+    """Returns a key for `shape` and all fields except messages and text. A null field counts as
+    absent. Inside a field the order of members matters, because templates render tools and
+    arguments in their order."""
     names = _FIELDS[request.kind]
     fields = request.fields
     given = [(name, _key(fields[name])) for name in names if name in fields and request.has(name)]
@@ -89,7 +89,7 @@ def _key(value: Raw) -> int:
 
 
 def links_of(request: ModelRequest) -> Iterator[Links]:
-    """The links of a prompt's messages, or of its text, one after the other."""
+    """Yields the links of each message, or of the prompt's text."""
     if request.kind not in CHATS:
         yield _cut(_compact(request.text))
         return
@@ -110,7 +110,7 @@ def _cut(text: Raw | bytes) -> Links:
 
 
 def _message(raw: Raw, message: Message) -> Raw | bytes:
-    """The message as `{"role":...,"content":...}`, with its other fields ordered by name."""
+    """Returns the message as `{"role":...,"content":...}`, with other fields ordered by name."""
     role, content = size_of(message.role), size_of(message.content)
     is_bare = bool(role and content) and size_of(raw) == _BARE + role + content
     if is_bare:
@@ -128,7 +128,7 @@ def _message(raw: Raw, message: Message) -> Raw | bytes:
 
 
 def _content(content: Raw) -> Raw | bytes:
-    """A content of one text part equals that text: both are rendered alike."""
+    """Returns the content; for one text part only its text, since both are rendered alike."""
     if bytes(memoryview(content)[:1]) == b"[":
         with contextlib.suppress(msgspec.DecodeError):
             parts = _read_parts(content)
@@ -138,7 +138,7 @@ def _content(content: Raw) -> Raw | bytes:
 
 
 def _compact(value: Raw) -> Raw | bytes:
-    """A JSON value without blanks or unnecessary escapes."""
+    """Returns a JSON value without spaces and unnecessary escapes."""
     is_text = bytes(memoryview(value)[:1]) == b'"'
     if size_of(value) > (MOST_TEXT_BYTES if is_text else MOST_VALUE_BYTES):
         return value

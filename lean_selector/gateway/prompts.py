@@ -1,4 +1,4 @@
-"""Turns a raw request into the blocks of its prompt, with any source of tokens."""
+"""Turns a raw request into the blocks of its prompt, whatever the source of tokens."""
 
 import os
 from collections import Counter
@@ -30,11 +30,11 @@ from lean_selector.wire.scalars import packed_u32
 
 @dataclass
 class Routed:
-    """One request, ready to be routed.
+    """A request that can be routed.
 
-    If `why_not` is None, the blocks are those of the whole prompt. Otherwise it is the reason why
-    they are not: the known prefix (empty if load alone decides) is followed by random blocks, up to
-    the estimated `prompt.isl_tokens`; or the blocks lack the prompt's salt."""
+    If `why_not` is None, all blocks of the prompt are known. Otherwise `why_not` says why not, and
+    the blocks are those of the known prefix (perhaps none), then random ones up to the estimated
+    length, `prompt.isl_tokens`. Or all blocks are known, but lack the prompt's salt."""
 
     model_name: str  # as registered; for an adapter its base model
     tenant_id: str
@@ -66,7 +66,7 @@ _KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
 
 
 class Prompts:
-    """Used only on the loop's thread."""
+    """Reads prompts. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class Prompts:
     def of(
         self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
     ) -> Coroutine[Any, Any, Routed]:
-        """`read` for a caller that awaits it."""
+        """Does what `read` does, for a caller that awaits it."""
         return finished(self.read(path, body, tenant_id, forwards))
 
     def read(
         self, path: str, body: bytes, tenant_id: str = "default", forwards: bool = True
     ) -> Steps[Routed]:
-        """The known part of a prompt of a request to `path`. `forwards`: the caller proxies request
-        and answer, so fields may be added. Raises BadRequest and UnknownModel."""
+        """Reads a prompt of a request to `path`, as far as it is known. `forwards`: the caller
+        proxies request and answer, so fields may be added. Raises BadRequest and UnknownModel."""
         request = ModelRequest(path, body)
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         if self._is_off:
@@ -140,8 +140,8 @@ class Prompts:
         )
 
     def with_report(self, body: bytes, base: str) -> bytes | None:
-        """The body with the field that makes its engine, at `base`, announce the blocks that it
-        reuses. None if the engine does not support it, or the client sets the field."""
+        """Returns the body with a field that makes the engine at `base` announce the blocks which
+        it reuses. None if the engine does not support the field or the client sets it."""
         if not self._engines.reports_in_full(base):
             return None
         try:
@@ -156,7 +156,7 @@ class Prompts:
         return msgspec.json.encode({**fields, "vllm_xargs": arguments})
 
     def close(self) -> Coroutine[Any, Any, None]:
-        """Close; returns what the caller must await."""
+        """Closes the reader. Returns what the caller must await."""
         self._tokenizer.close()
         return self._engines.close()
 
@@ -165,8 +165,8 @@ class Prompts:
     def _served(
         self, model: str | None, tenant_id: str
     ) -> Steps[tuple[Served, str | None, frozenset[int] | None]]:
-        """The model that a request names directly or by an adapter; the adapter; the workers that
-        have it."""
+        """Returns the model that a request names, directly or by an adapter; the adapter; and the
+        workers that have loaded it."""
         if model is None:
             models = self._fleet.models(tenant_id)
             if len(models) > 1:
@@ -190,7 +190,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """The prompt, why it is not fully known, and the hashes of the known blocks."""
+        """Returns the prompt, why it is not fully known, and the hashes of its known blocks."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
@@ -223,7 +223,7 @@ class Prompts:
         return prompt, why_not, known.hashes
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
-        """A function that learns from an answer's ids."""
+        """Returns a function that learns the prompt from the token ids of an answer."""
 
         def learn(prompt_ids: bytes | None, output_ids: bytes) -> None:
             if prompt_ids is None:
@@ -236,9 +236,9 @@ class Prompts:
 
 
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
-    """A prompt with this many tokens and this known prefix. All its blocks count as load, so
-    unknown ones are random and match no other prompt. Without a known prefix it has no local
-    hashes, which would match nothing, but be predicted as cached."""
+    """Returns a prompt with this known prefix and number of tokens. Its unknown blocks are random:
+    they count as load, but match no other prompt. If no prefix is known, the prompt has no local
+    hashes; they would match nothing, and be predicted as cached."""
     tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
     rest = os.urandom(8 * (tokens // block_size) - len(known))
     return _prompt_of(known, tokens, lora_name, rest)

@@ -1,10 +1,10 @@
-"""One proxied request, from choosing a worker to the end of its answer.
+"""One proxied request, from the choice of a worker to the end of the answer.
 
-Handles every event, in any order: the choice, the connection, the answer's pieces, a failing
-worker, a client that disconnects; and ends the lease exactly once. It never waits itself: `placing`
-waits before the request is sent.
+Handles events in any order: the choice, the connection, pieces of the answer, a failing worker, a
+client that disconnects. Ends the lease exactly once. Nothing here waits; `placing` waits, before
+the request is sent.
 
-Until the first byte of the answer's body the client has received nothing, so another worker can be
+Until the first byte of the answer's body, the client has received nothing, so another worker can be
 tried. After that, pieces are relayed as they arrive, at the client's pace."""
 
 import asyncio
@@ -52,7 +52,7 @@ _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
 class ProxiedRequest:
-    """A request from its arrival to its end; `reply` is the app's answer."""
+    """A request from its arrival to its end; `reply` is what the app returns."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class ProxiedRequest:
         on_over: "Callable[[ProxiedRequest], None]",
         token: Callable[[], bytes] | None = None,
     ) -> None:
-        """`place` finds a worker and calls `refused`, `fail` or `sent`, either at once or in the
-        task that it returns. `on_failed` is called with workers that failed before another was
-        tried. `token` replaces the client's authorization."""
+        """`place` finds a worker and calls `refused`, `fail` or `sent`, at once or in the task that
+        it returns. `on_failed` is called with each worker that failed and was replaced by another.
+        `token` replaces the client's authorization."""
         self.request = request
         self.request_id = request_id  # may be the client's own
         self.lease_id = lease_id  # generated, so it is unique
@@ -114,7 +114,7 @@ class ProxiedRequest:
 
     @property
     def why_unknown(self) -> Unknown | None:
-        """Why blocks of the prompt are unknown, once it is parsed."""
+        """Why some blocks of the prompt are unknown; None before the prompt is parsed."""
         return None if self.routed is None else self.routed.why_not
 
     # -- choosing and sending ------------------------------------------------------------------
@@ -125,12 +125,12 @@ class ProxiedRequest:
             self.placing = placing
 
     def takes(self, lease: WorkerLease) -> None:
-        """A worker was chosen; this request must end its lease."""
+        """Takes over the lease of the chosen worker; this request must end it."""
         self.lease = lease
         self.lease_since = monotonic()
 
     def sent(self, connection: ClientConnection) -> None:
-        """Send the request on a connection to the worker."""
+        """Sends the request on a connection to the worker."""
         lease = self.lease
         assert lease is not None
         assert not self.is_over
@@ -145,12 +145,12 @@ class ProxiedRequest:
             connection.pause()
 
     def refused(self, reason: str) -> None:
-        """The chosen worker refused the connection: try another one."""
+        """Tries another worker, because the chosen one refused the connection."""
         self.attempts += 1
         self._retry(REFUSED, REFUSED, reason)
 
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
-        """No worker can answer: send the client the last shed answer, or an error."""
+        """Sends the last shed answer or an error, because no worker can answer."""
         self.placing = None
         if self._shed is not None:
             self._pass_shed(*self._shed)
@@ -161,7 +161,7 @@ class ProxiedRequest:
         self.reply.resolve(refusal(status, message, code, self._own_lines() + extra))
 
     def time_out(self, limit_s: float) -> None:
-        """No answer has begun in time."""
+        """Answers 504, because no answer has begun in time."""
         lease = self.lease
         where = "none was free" if lease is None else f"{lease.endpoint.text} did not answer"
         self._let_go()
@@ -169,8 +169,8 @@ class ProxiedRequest:
         self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
 
     def _let_go(self) -> None:
-        """Stop the search for a worker, or abort the request to it, which makes the worker stop
-        computing."""
+        """Stops the search for a worker. If the request was sent, closes its connection, so that
+        the worker stops computing."""
         placing, self.placing = self.placing, None
         if placing is not None:
             placing.cancel()
@@ -243,8 +243,8 @@ class ProxiedRequest:
             reply.write(b"%x\r\n%b\r\n" % (len(text), text))
 
     def _failed_stream(self, head: AnswerHead, data: bytes) -> bytearray | None:
-        """The error with which a stream begins that another worker may answer; None if it does not
-        begin with one."""
+        """Returns the error if a stream begins with one; another worker may answer then. None
+        otherwise."""
         routed = self.routed
         if routed is None or not routed.streams or head.status != 200 or self._was_error:
             return None
@@ -284,8 +284,8 @@ class ProxiedRequest:
             self._retry(FAILED, FAILED, reason)
 
     def _was_shed(self, body: bytes) -> None:
-        """The worker shed the request or failed: try another one. Its answer is kept in case there
-        is no other worker."""
+        """Tries another worker, because this one shed the request or failed. Keeps its answer for
+        the case that there is no other worker."""
         lease, head = self.lease, self._head
         assert lease is not None
         assert head is not None
@@ -298,7 +298,7 @@ class ProxiedRequest:
         self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
 
     def _pass_shed(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
-        """All available workers have shed it or failed: relay the last answer."""
+        """Relays the last answer, because all available workers have shed the request or failed."""
         self.lease, self.status = lease, head.status
         self._counts.answers[head.status] += 1
         is_head = self.request.method == b"HEAD"
@@ -317,7 +317,7 @@ class ProxiedRequest:
         self.reply.finish()
 
     def _begin(self, data: bytes, is_last: bool) -> None:
-        """Begin the answer to the client, at the first byte of its body or at its end."""
+        """Begins the client's answer, at the first byte of the worker's body or at its end."""
         head, lease = self._head, self.lease
         assert head is not None
         assert lease is not None
@@ -359,14 +359,14 @@ class ProxiedRequest:
         self.reply.write(b"".join(parts))
 
     def _prefilled(self) -> None:
-        """The first token of a stream has arrived."""
+        """Records the arrival of a stream's first token."""
         assert self.lease is not None
         self._waits_for_token = False
         self._first_token_at = now = monotonic()
         self.lease.prefill_complete(now - self._sent_at)
 
     def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
-        """The bytes for the client from a piece of an answer that is read."""
+        """Returns the client's bytes for a piece of an answer that passes through `reader`."""
         text = reader.feed(data) if data else b""
         if is_last:
             text += reader.rest()
@@ -391,8 +391,8 @@ class ProxiedRequest:
     # -- the end -------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """The client has disconnected, perhaps after a complete stream, as OpenAI's own client
-        does."""
+        """Handles a disconnected client. A complete stream may precede that, as with OpenAI's
+        client."""
         last = self._last()
         is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
         self._counts.hung_up += not is_whole
@@ -400,9 +400,8 @@ class ProxiedRequest:
         self._finish(OK if is_whole else None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
-        """Try another worker, because this one failed or shed the request before the client got any
-        part of an answer. `how` is the metric label; `outcome` is the worker's, for outlier
-        detection."""
+        """Tries another worker, because this one failed or shed the request before the client got
+        any part of an answer. `how` is a metric label; `outcome` goes to outlier detection."""
         lease = self.lease
         assert lease is not None
         counts = self._counts
@@ -428,7 +427,7 @@ class ProxiedRequest:
         self._look()
 
     def _finish(self, outcome: str | None) -> None:
-        """End the request."""
+        """Ends the request and its lease, once."""
         assert not self.is_over
         self.is_over = True
         self.outcome = outcome
@@ -448,11 +447,11 @@ class ProxiedRequest:
         self._on_over(self)
 
     def _last(self) -> bytes | bytearray:
-        """The end of the answer so far."""
+        """Returns the last bytes of the answer so far."""
         return b"".join(self._last_pieces) if self._reader is None else self._reader.last
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:
-        """Compare the predicted cached tokens with the engine's count."""
+        """Compares the predicted number of cached tokens with the engine's count."""
         if self.routed is not None and lease.overlap_tokens is not None:
             counts = self._counts
             counts.compared_cached_tokens += cached
@@ -460,7 +459,7 @@ class ProxiedRequest:
             counts.compared_prompt_tokens += self.routed.prompt.isl_tokens
 
     def _note(self, reason: str, consequence: str) -> None:
-        """Count a failure for the log, and remember its reason for this request."""
+        """Counts a failure for the log, and stores its reason for the client's error."""
         assert self.lease is not None
         text, trouble = self.lease.endpoint.text, f"{reason}; {consequence}"
         self.why = f"{text}: {reason}"

@@ -1,9 +1,9 @@
-"""POST /route/<original path>: reserve a worker for a raw OpenAI request.
+"""POST /route/<original path>: reserves a worker for a raw OpenAI request.
 
-The answer names the worker in headers, and if JSON is accepted has the selection as its body; or it
-is an error in OpenAI's format, which a gateway may relay. It may be sent later, because tokens may
-have to be requested from an engine. If the client disconnects before, nothing is reserved; if the
-end in the access log arrives before the reservation, it is freed at once."""
+The answer names the worker in headers; its body is the selection if the client accepts JSON. Errors
+are in OpenAI's format, so that a gateway can relay them. An answer may come late, because tokens
+may have to be requested from an engine. If the client disconnects before, nothing is reserved; if
+the access log reports the request's end before, its reservation is freed."""
 
 import asyncio
 import logging
@@ -41,9 +41,8 @@ UNKNOWN: Final = 503
 
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
-    """A 200 that names the worker and, if blocks of the prompt are unknown, the reason (`why_not`);
-    with or without the selection as its body. Raises Unavailable for a worker without an HTTP
-    endpoint."""
+    """Returns a 200 that names the worker and, if blocks of the prompt are unknown, the reason. If
+    `has_body`, the body is the selection. Raises Unavailable if the worker has no HTTP endpoint."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
@@ -68,7 +67,7 @@ def _authority_of(endpoint: str) -> bytes:
 
 
 def error_of(error: SelectorError) -> bytes:
-    """The answer for an error."""
+    """Returns the answer for an error."""
     if isinstance(error, NotFound):
         return refusal(UNKNOWN, error.message, "model_not_found", RETRY_AFTER)
     status = SHED if isinstance(error, (AllWorkersBusy, WaitedTooLong)) else error.status
@@ -76,7 +75,7 @@ def error_of(error: SelectorError) -> bytes:
 
 
 def unauthorized(refused: Refusal) -> bytes:
-    """The answer to a gateway whose token is missing or insufficient."""
+    """Returns the answer to a gateway whose token is missing or insufficient."""
     return refusal(refused.status, refused.text, refused.code, refused.line)
 
 
@@ -87,13 +86,13 @@ _log = logging.getLogger("lean_selector.route")
 
 
 class Prompts(Protocol):
-    """Converts a raw body into blocks."""
+    """Reads the prompt of a raw body."""
 
     def of(self, path: str, body: bytes, *, forwards: bool) -> Awaitable[Routed]: ...
 
 
 class RouteHandler:
-    """The route and its current requests."""
+    """The route and its requests in progress."""
 
     def __init__(
         self,
@@ -104,8 +103,8 @@ class RouteHandler:
         has_ended: Callable[[str], bool],
     ) -> None:
         """`select_and_reserve` returns a Selection, or a LaterReply with one. `expect_output` adds
-        the expected answer tokens to a reservation. `has_ended`: whether the end of a reservation
-        arrived before its booking."""
+        the expected output tokens to a reservation. `has_ended` says whether a request's end was
+        reported before its reservation was made."""
         self._prompts = prompts
         self._select = select_and_reserve
         self._free = free
@@ -160,7 +159,7 @@ class RouteHandler:
     def _wait(
         self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
-        """Answer `pending` when the queued request leaves the queue."""
+        """Answers `pending` when the queued request `parked` leaves the queue."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):
@@ -177,7 +176,7 @@ class RouteHandler:
     def _told(
         self, selection: Selection, reservation_id: str, routed: Routed, has_body: bool
     ) -> Response:
-        """The answer for a reservation, which is freed if the answer cannot be sent."""
+        """Returns the answer for a reservation. Frees the reservation if no answer can be made."""
         try:
             self._check_live(reservation_id)
             self._expect_output(reservation_id, routed.output_tokens)
@@ -195,15 +194,15 @@ class RouteHandler:
             raise Conflict(f"reservation {reservation_id} has ended already")
 
     async def close(self) -> None:
-        """End the current requests."""
+        """Cancels the requests in progress."""
         for task in self._under_way:
             task.cancel()
         await asyncio.gather(*self._under_way, return_exceptions=True)
 
 
 def _reservation_id(given: bytes | None) -> str:
-    """The id given by the gateway, which it can log even without our answer; otherwise a generated
-    one."""
+    """Returns the id that the gateway gave, which it can log even without our answer; otherwise a
+    generated id."""
     if given is None:
         return str(uuid.uuid4())
     if _ID.fullmatch(given) is None:

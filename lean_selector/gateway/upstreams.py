@@ -1,8 +1,8 @@
-"""The workers as upstreams: their list, the rotation, and a request's lease of one.
+"""The workers as upstreams: their list, their rotation, and leases.
 
-The gateway counts failures in the same way as the selector counts reports (`core.health`): after
-consecutive failures a worker is skipped for a while. Workers that the selector ejected are skipped
-too."""
+The gateway counts failures as the selector counts reported outcomes (`core.health`): after
+consecutive failures a worker is skipped for a while. Workers that the selector has ejected are
+skipped too."""
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
@@ -16,10 +16,9 @@ from lean_selector.http.client import Upstream
 
 
 class WorkerLease:
-    """A request's use of its worker, from the choice to its end; freed exactly once.
+    """The use of a worker by one request, from the choice to the end; it ends exactly once.
 
-    This class is for a worker in rotation and reserves nothing; subclasses do, in `_begun`,
-    `_touched` and `_freed`."""
+    This class reserves nothing. Subclasses do, in `_begun`, `_touched` and `_freed`."""
 
     def __init__(
         self,
@@ -28,8 +27,8 @@ class WorkerLease:
         dp_rank: int | None = None,
         overlap_tokens: int | None = None,
     ) -> None:
-        """`dp_rank`: None if the worker has only one; `overlap_tokens`: None if the selector did
-        not choose."""
+        """`dp_rank` is None if the worker has only one rank; `overlap_tokens` is None if the
+        selector did not choose the worker."""
         self.endpoint = endpoint
         endpoint.users += 1
         self.worker_id = worker_id
@@ -40,18 +39,18 @@ class WorkerLease:
         self.is_over = False
 
     def prefill_complete(self, ttft_s: float | None = None) -> None:
-        """The first byte of the answer arrived; `ttft_s` is given if that is its first token."""
+        """Notes the answer's first byte; if that is the first token, `ttft_s` is given."""
         if not self.is_over:
             self._begun(ttft_s)
 
     def touch(self) -> None:
-        """Renew the reservation, which would expire otherwise."""
+        """Renews the reservation, so that it does not expire."""
         if not self.is_over:
             self._touched()
 
     def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
-        """End the lease; only the first call has an effect. `outcome` is `ok`, `failed` or
-        `refused`, or None if it does not count for the worker."""
+        """Ends the lease; further calls do nothing. `outcome` is `ok`, `failed` or `refused`, or
+        None if it says nothing about the worker."""
         if not self.is_over:
             self.is_over = True
             self.endpoint.users -= 1
@@ -68,7 +67,7 @@ class WorkerLease:
 
 
 class Rotation:
-    """Endpoints by base URL; one upstream exists per endpoint."""
+    """The workers in rotation. There is one Upstream per base URL."""
 
     def __init__(self, settings: EjectionSettings, now: float) -> None:
         self._health: Final = Ejections(settings)
@@ -83,7 +82,7 @@ class Rotation:
         self.draining: frozenset[str] = frozenset()
 
     def endpoint(self, text: str) -> Upstream:
-        """The upstream for a base URL, which need not be in rotation. Raises ValueError."""
+        """Returns the upstream for a base URL, in rotation or not. Raises ValueError."""
         known = self._by_text.get(text)
         if known is None:
             origin = base_of(text)
@@ -95,7 +94,7 @@ class Rotation:
         return known
 
     def set(self, urls: Iterable[str]) -> None:
-        """Set the workers in rotation. A removed one finishes its current requests."""
+        """Sets the workers in rotation. A removed worker finishes its current requests."""
         self.in_turn = [self.endpoint(url) for url in dict.fromkeys(map(base_of, urls))]
         self._by_text.clear()  # refilled on use
         keys = {(each.number, 0) for each in self.in_turn}
@@ -106,8 +105,8 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """The next upstream in rotation that is not in `avoided`, and is in `among` if given; a
-        healthy one if there is one."""
+        """Returns the next upstream that is not in `avoided` and, if `among` is given, is in it.
+        Healthy ones are preferred."""
         candidates = [
             each
             for each in self.in_turn
@@ -129,7 +128,7 @@ class Rotation:
             self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Update health and close idle connections. Call it about every second."""
+        """Updates health, and closes idle connections. Call it about every second."""
         self._now = now
         self._health.settle(now)
         for endpoint in list(self.endpoints.values()):
@@ -141,12 +140,12 @@ class Rotation:
 
 
 def base_of(text: str) -> str:
-    """The canonical form of a worker's URL, which ends with the port. Raises ValueError."""
+    """Returns the canonical form of a worker's URL, which ends with the port. Raises ValueError."""
     return Url(url_at(text, "") or text).origin
 
 
 class Directory:
-    """Updates the rotation from the catalog. `named` are the URLs from the command line."""
+    """Keeps the rotation equal to the catalog. `named` are the URLs on the command line."""
 
     def __init__(self, named: Sequence[str], rotation: Rotation, catalog: Catalog) -> None:
         self._named = [base_of(url) for url in named]
@@ -159,7 +158,7 @@ class Directory:
         rotation.set(self._named)
 
     def look(self) -> None:
-        """Read the catalog if it has changed."""
+        """Reads the catalog if it has changed."""
         if self._revision == self._catalog.revision:
             return
         self._revision = self._catalog.revision
@@ -183,7 +182,7 @@ class Directory:
         self._rotation.draining = frozenset(ids.keys() - working)
 
     def pass_over(self, ejected: Iterable[str]) -> None:
-        """Skip these endpoints, which the selector has ejected."""
+        """Skips these endpoints, which the selector has ejected."""
         found = set()
         for endpoint in ejected:
             with contextlib.suppress(ValueError):
@@ -192,23 +191,23 @@ class Directory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every named worker can be chosen: then a model that none serves does not exist.
-        False if none was named, because more may be found."""
+        """Whether every named worker can be chosen. If so, a model that none of them serves does
+        not exist. False if none was named, because discovery may find more."""
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Base URLs of the workers that may serve a model: those that do, else those with unknown
-        models, else None: any."""
+        """Returns the base URLs of the workers that serve a model. If there are none, those of
+        workers whose models are unknown; None (any worker) if there are none of these either."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]
         return serving or [url for url in self._named if url not in self._models] or None
 
     def ids_of(self, bases: Iterable[str]) -> set[int]:
-        """The workers at these base URLs."""
+        """Returns the ids of the workers at these base URLs."""
         return {each for base in bases for each in self._ids.get(base, ())}
 
     def bases_of(self, worker_ids: Iterable[int]) -> list[str]:
-        """The base URLs of these workers."""
+        """Returns the base URLs of these workers."""
         wanted = set(worker_ids)
         return [base for base, ids in self._ids.items() if ids & wanted]
