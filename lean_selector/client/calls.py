@@ -1,6 +1,6 @@
-"""Requests to the selection service and the parsing of its responses. No I/O.
+"""Requests to the selection service, and the parsing of its responses. No I/O.
 
-Shapes follow spec selection.md 1.3 and 1.5; only the fields that the clients use are read. Each
+Shapes follow spec selection.md 1.3 and 1.5. Only the fields that the clients use are parsed. Each
 function returns a Call that is ready to be sent."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def _bare(value: object) -> int:
-    """The plain int for an instance of an int subclass. Raises ValueError for other types."""
+    """Returns a plain int for an int of a subclass. Raises ValueError for other types."""
     if isinstance(value, int):
         return int(value)
     raise ValueError(f"{type(value).__name__} is not a JSON type")
@@ -30,8 +30,8 @@ _encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_bare).encode
 class Call(msgspec.Struct, Generic[T], frozen=True):
     """One request. `waits`: the service may delay the response until a worker is free.
 
-    `has_prompt`: the route also accepts MessagePack, and hash lists in `fields` are bytes.
-    `content` is an encoded body."""
+    `has_prompt`: the route also accepts MessagePack, so lists of hashes in `fields` are bytes.
+    `content`: the body, if it is encoded already."""
 
     method: str
     path: str
@@ -43,7 +43,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     headers: Mapping[str, str] = {}
 
     def json(self) -> bytes | None:
-        """The JSON body that any service accepts: hashes are signed integers."""
+        """Returns the JSON body that every service accepts; its hashes are signed integers."""
         if self.content is not None:
             return self.content
         if self.fields is None:
@@ -56,7 +56,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         )
 
     def msgpack(self) -> bytes:
-        """The MessagePack body that this project's service accepts, with hashes as bytes."""
+        """Returns the MessagePack body that this project's service accepts; hashes are bytes."""
         assert self.has_prompt
         return _encode_msgpack(self.fields)
 
@@ -73,7 +73,7 @@ class Selected(msgspec.Struct, frozen=True):
 
     @property
     def overlap_blocks(self) -> int:
-        """Device blocks of the prompt on the chosen rank."""
+        """The number of the prompt's blocks that the chosen rank has in device memory."""
         return self.overlap.dp.get(str(self.dp_rank), 0) // self.block_size
 
 
@@ -88,7 +88,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """The workers that requests go to, and their block size; None: unknown."""
+    """The model and tenant of the requests, and the block size of its workers (None: unknown)."""
 
     model_name: str
     tenant_id: str
@@ -97,7 +97,7 @@ class Scope(msgspec.Struct, frozen=True):
 
 
 def nothing(_: bytes) -> None:
-    """Parse a response that only reports success."""
+    """Ignores the body of a response that only reports success."""
 
 
 def post_prompt(
@@ -109,10 +109,10 @@ def post_prompt(
 def prompt_fields(
     token_ids: Sequence[int], scope: Scope, lora_name: str | None, cache_salt: str | None
 ) -> dict[str, object]:
-    """The prompt as packed hashes, or as token ids while the block size is unknown.
+    """Returns the prompt as packed hashes, or as token ids while the block size is unknown.
 
-    Hashing here saves work on the service's only thread. Raises ValueError for tokens outside
-    u32."""
+    Hashing here saves work on the service's only thread. Raises ValueError for token ids beyond 32
+    bits."""
     fields: dict[str, object] = {"model_name": scope.model_name, "tenant_id": scope.tenant_id}
     if scope.block_size is None:
         named = {"lora_name": lora_name, "cache_salt": cache_salt}
@@ -136,7 +136,7 @@ _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def select(fields: Mapping[str, object]) -> Call[Selected]:
-    """Choose without reserving."""
+    """Chooses a rank without reserving it."""
     return post_prompt("/select", fields, _read_selected, waits=True)
 
 
@@ -185,7 +185,7 @@ def output_block(reservation_id: str, decay_fraction: float | None = None) -> Ca
 def free(
     reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
 ) -> Call[None]:
-    """Free a reservation, with the outcome of its request if known."""
+    """Frees a reservation, and reports the outcome of its request if that is known."""
     fields = _given(outcome=outcome, cached_tokens=cached_tokens)
     return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
 

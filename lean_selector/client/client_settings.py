@@ -1,4 +1,4 @@
-"""Settings of a client: access to the service, timeouts, backoff, router settings."""
+"""Settings of a client: access to the service, timeouts, backoff, and settings of the router."""
 
 import random
 import ssl
@@ -17,7 +17,7 @@ Token = str | Callable[[], str]
 
 
 class Access:
-    """TLS and the bearer token for requests to the service; not for workers."""
+    """TLS and the bearer token for requests to the service. They are not used for workers."""
 
     def __init__(
         self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
@@ -37,7 +37,7 @@ class Access:
             _checked(token)
 
     def context(self) -> ssl.SSLContext:
-        """Raises OSError for unusable files."""
+        """Returns the TLS context. Raises OSError for unusable files."""
         if isinstance(self.verify, ssl.SSLContext):
             context = self.verify
         else:
@@ -56,7 +56,7 @@ class Access:
         return context
 
     def headers(self) -> dict[str, str]:
-        """The headers of one request. Raises ValueError as __init__ does."""
+        """Returns the headers for one request. Raises ValueError as __init__ does."""
         token = self._token
         if token is None:
             return {}
@@ -65,11 +65,11 @@ class Access:
 
 
 class _Locked(Exception):
-    """The key has a passphrase."""
+    """A private key needs a passphrase."""
 
 
 def _no_passphrase() -> NoReturn:
-    """Raise instead of letting OpenSSL prompt on the terminal."""
+    """Raises an error, because OpenSSL would otherwise ask for a passphrase on the terminal."""
     raise _Locked
 
 
@@ -80,11 +80,11 @@ def _checked(token: str) -> str:
 
 
 class Backoff(msgspec.Struct, frozen=True):
-    """The n-th wait (from 0) is first_s * 2^n plus up to first_s of jitter, at most longest_s.
+    """Wait number n (from 0) takes first_s * 2^n seconds plus a random jitter of up to first_s, but
+    not more than longest_s.
 
-    The formula is that of "Client Retry Strategy" in the load-shedding document, with a first wait
-    that fits a router in front of engines.
-    """
+    The formula is that of "Client Retry Strategy" in the load-shedding document. The default for
+    first_s suits a router in front of engines."""
 
     max_retries: int = 5
     first_s: float = 0.25
@@ -93,9 +93,9 @@ class Backoff(msgspec.Struct, frozen=True):
     def wait_s(
         self, attempt: int, rng: random.Random, retry_after_s: float | None = None
     ) -> float | None:
-        """Seconds before retry number `attempt` (from 0), or None to stop.
+        """Returns the seconds to wait before retry number `attempt` (from 0); None: do not retry.
 
-        A longer wait that the service requests is used instead, up to longest_s."""
+        If the service requests a longer wait, returns that instead, up to longest_s."""
         if attempt >= self.max_retries:
             return None
         wait = self.first_s * 2.0**attempt + rng.uniform(0.0, self.first_s)
@@ -103,7 +103,7 @@ class Backoff(msgspec.Struct, frozen=True):
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds; None waits forever."""
+    """Timeouts in seconds; None waits forever."""
 
     connect_s: float = 5.0
     service_s: float = 10.0  # for the selector's ordinary responses
@@ -142,10 +142,11 @@ WITHOUT_EFFECT = frozenset(
 
 
 class KvRouterConfig:
-    """Defaults for this router's requests; a request's own router_config_override takes precedence.
+    """Defaults for this router's requests. The router_config_override of a request takes
+    precedence.
 
     Settings that a request may override are sent with the requests. The others belong to the
-    service; they are accepted without effect, so that programs need no change."""
+    service; they are accepted without effect, so that programs need not be changed."""
 
     def __init__(
         self,
@@ -163,8 +164,8 @@ class KvRouterConfig:
         """None leaves a setting to the service.
 
         router_track_output_blocks: False keeps generate() from reporting output blocks.
-        without_effect: the names in WITHOUT_EFFECT; their values are ignored. Raises
-        TypeError for any other, and for a setting of a wrong type; ValueError for one out of range.
+        without_effect: names in WITHOUT_EFFECT; their values are ignored. Raises TypeError for
+        other names and for wrong types, ValueError for a value out of range.
         """
         for name in without_effect:
             if name not in WITHOUT_EFFECT:
@@ -192,6 +193,6 @@ class KvRouterConfig:
             raise ValueError(str(error).removeprefix("__all__: ")) from None
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
-        """The router_config_override to send: our settings, updated with the request's; None if
-        empty."""
+        """Returns the router_config_override to send: our settings updated with those of the
+        request. None if there are none."""
         return {**self._override, **(of_request or {})} or None

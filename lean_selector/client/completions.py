@@ -1,7 +1,7 @@
-"""Requests to engines: the body of /v1/completions, and the parser of its event stream. No I/O.
+"""Requests to engines: the body of /v1/completions, and the parser for the streamed answer. No I/O.
 
-Uses the OpenAI-compatible API with token ids as the prompt, and vLLM's `return_token_ids` if the
-engine supports it. Names in stop_conditions and sampling_options are those of the router
+The prompt is sent as token ids through the OpenAI-compatible API, with vLLM's `return_token_ids` if
+the engine supports it. Names in stop_conditions and sampling_options are those of the router
 examples."""
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ _API_NAMES = {"stop_token_ids_hidden": "stop_token_ids"}
 
 
 class MalformedStream(Exception):
-    """The engine's response is not a stream of completions; the message has the reason."""
+    """The engine's response is not a stream of completions; the message says why."""
 
 
 def completion_body(
@@ -50,11 +50,11 @@ def completion_body(
     return_token_ids: bool = True,
     cache_salt: str | None = None,
 ) -> bytes:
-    """The body of a streaming request. Later options take precedence; options that are None are
-    left out.
+    """Returns the body of a streaming request. Later options take precedence; options with the
+    value None are left out.
 
-    The salt is sent with a prefix, because otherwise vLLM's events would not distinguish it from
-    other keys, and its blocks would be treated as blocks without a salt."""
+    The salt is sent with a prefix. Without it, vLLM's events would not show which of a block's keys
+    is the salt, and the block would count as one without a salt."""
     body: dict[str, object] = {
         "model": model,
         "prompt": list(token_ids),
@@ -78,9 +78,9 @@ _decode_event = msgspec.json.Decoder(CompletionEvent).decode
 class CompletionStream:
     """Converts the bytes of a text/event-stream into chunks.
 
-    A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs`, `usage` if the engine
-    sent them. `output_tokens` counts generated tokens: token ids, or the engine's usage; without
-    either, one per piece of text. Data after `[DONE]` is ignored."""
+    A chunk has `index`, and those of `text`, `token_ids`, `finish_reason`, `logprobs` and `usage`
+    that the engine sent. `output_tokens` counts generated tokens: token ids, otherwise the usage,
+    otherwise one per piece of text. Data after `[DONE]` is ignored."""
 
     def __init__(self) -> None:
         self.output_tokens = 0
@@ -89,8 +89,8 @@ class CompletionStream:
         self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """The chunks that `data` completes. Raises MalformedStream, also if the engine reports an
-        error."""
+        """Yields the chunks that `data` completes. Raises MalformedStream, also if the engine
+        reports an error."""
         if self.state == "done":
             return
         lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
@@ -135,7 +135,7 @@ class CompletionStream:
 
 
 def error_text(body: bytes) -> str:
-    """The message in an error body of OpenAI's or the selector's format, or the raw body."""
+    """Returns the message of an error in OpenAI's or the selector's format, else the raw body."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -156,8 +156,8 @@ def _completion_tokens(usage: Mapping[str, object]) -> int:
 
 
 def _cached_tokens(usage: Mapping[str, object]) -> int | None:
-    """`prompt_tokens_details.cached_tokens`: sent by vLLM with --enable-prompt-tokens-details, by
-    SGLang with --enable-cache-report."""
+    """Returns `prompt_tokens_details.cached_tokens`. vLLM sends it with
+    --enable-prompt-tokens-details, SGLang with --enable-cache-report."""
     details = usage.get("prompt_tokens_details")
     tokens = details.get("cached_tokens") if isinstance(details, dict) else None
     return tokens if isinstance(tokens, int) and tokens >= 0 else None

@@ -1,9 +1,8 @@
-"""Does a router's exchanges, and frees every reservation when its owner ends.
+"""Sends a router's requests, and frees every reservation when the task that made it ends.
 
-A driver owns the connections and the live reservations, and reports and frees in its own tasks. For
-routers without an event loop, `LoopThread` has a loop in a thread. `routing` decides what is sent,
-and when.
-"""
+A driver owns the connections and the live reservations. It reports and frees in tasks of its own.
+`LoopThread` runs an event loop in a thread, for routers without one. `routing` decides what is
+sent, and when."""
 
 import asyncio
 import concurrent.futures
@@ -46,7 +45,7 @@ BOOKING_GRACE_S = 0.5
 
 
 class Driver:
-    """The driver of one router. Not thread-safe: it is used only on its own loop."""
+    """The driver of one router. It is not thread-safe, and used only on its own loop."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Driver:
     # -- exchanges -----------------------------------------------------------------------------
 
     async def ask(self, call: Call[T]) -> T:
-        """The parsed response. Raises ClientError."""
+        """Sends a call, and returns the parsed response. Raises ClientError."""
         self._check_loop()
         return await self._service.exchange(call)
 
@@ -96,11 +95,11 @@ class Driver:
             raise OtherEventLoop
 
     async def book(self, call: Call[T], reservation: Reservation) -> T:
-        """Run a booking that continues after its caller's cancellation, because its outcome must be
-        known.
+        """Sends a call that makes a reservation. If the caller is cancelled, the call continues,
+        because its outcome must be known.
 
-        Raises ClientClosed also if close() was called while it was in flight; it is released
-        then."""
+        Raises ClientClosed if close() was called, even during the call; the reservation is then
+        freed."""
         self._check_loop()
         while (earlier := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({earlier})  # otherwise its free could free this booking
@@ -123,7 +122,7 @@ class Driver:
         return outcome
 
     async def open(self, step: OpenStream) -> Opened:
-        """The open stream of a worker that answered 200. Raises ClientError."""
+        """Opens a stream from a worker, and returns it if the status is 200. Raises ClientError."""
         self._check_open()
         try:
             response = await self._workers.send(stream_request(step, self._timeouts), stream=True)
@@ -150,15 +149,15 @@ class Driver:
     # -- reservations --------------------------------------------------------------------------
 
     def hold(self, reservation: Reservation, opened: Opened) -> None:
-        """Register an open stream: releasing the reservation stops it."""
+        """Registers an open stream, which will be closed when its reservation is released."""
         self._held[reservation] = opened
 
     def hand_over(self, reservation: Reservation) -> None:
-        """Leave the release of this reservation to its user."""
+        """Leaves it to the user to free this reservation."""
         self._held.pop(reservation, None)
 
     def report(self, reservation: Reservation) -> None:
-        """Report the progress to the service without delaying the stream."""
+        """Reports progress to the service, without delaying the stream."""
         if reservation not in self._reporting and reservation.next_report() is not None:
             self._reporting.add(reservation)
             self._spawn(self._reported(reservation))
@@ -170,21 +169,21 @@ class Driver:
             self._reporting.discard(reservation)
 
     def release(self, reservation: Reservation) -> None:
-        """Stop the stream and free the reservation, once, in the background."""
+        """Closes the stream and frees the reservation, once, in the background."""
         if not reservation.ended:
             reservation.ended = True
             opened = self._held.pop(reservation, None)
             self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
 
     def release_from_anywhere(self, reservation: Reservation) -> None:
-        """Schedule the release of a reservation. Any thread may call this at any time, as
-        finalisers do."""
+        """Schedules the release of a reservation. Any thread may call this at any time, and so may
+        finalisers."""
         if not reservation.ended and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and we with it
                 self._loop.call_soon_threadsafe(self.release, reservation)
 
     async def release_now(self, reservation: Reservation) -> None:
-        """Release it, and wait for that for a limited time."""
+        """Releases a reservation, and waits for the end of that for a limited time."""
         self.release(reservation)
         if (task := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # does not cancel it
@@ -207,7 +206,7 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Whether the booking of a cancelled caller may exist; False if the service refused it."""
+        """Whether a cancelled caller's reservation may exist; False if the service refused it."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()
@@ -225,7 +224,7 @@ class Driver:
         return task
 
     async def close(self) -> None:
-        """Release all reservations, including those in flight, then close all connections."""
+        """Releases all reservations, also those being made, then closes all connections."""
         self._check_loop()
         self._is_closing = True
         for reservation in [*self._held, *self._bookings]:
@@ -246,8 +245,8 @@ def _is_cancelled() -> bool:
 
 
 class LoopThread:
-    """A loop in a thread, for a driver that any thread uses. It starts with the first call, and
-    ends with close(), or when this is garbage-collected."""
+    """An event loop in a thread, for a driver that several threads use. The thread starts with the
+    first call, and ends with close() or when this object is garbage-collected."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -257,8 +256,8 @@ class LoopThread:
         self._is_closed = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, run on the loop. An exception in the caller, such as Ctrl-C,
-        cancels it."""
+        """Runs `work` on the loop, and returns its result. An exception in the calling thread, such
+        as Ctrl-C, cancels the work."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._running())
         except ClientClosed:
@@ -288,7 +287,7 @@ class LoopThread:
             return self._loop
 
     def close(self) -> None:
-        """Close the driver, then end the thread."""
+        """Closes the driver, then ends the thread."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed or self._loop is None or self.thread is None:
@@ -306,8 +305,8 @@ def _run_loop(runner: asyncio.Runner) -> None:
 
 
 def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures.Future[None]":
-    """Close the driver, then its loop. Never blocks, because garbage collection may call it in any
-    thread."""
+    """Closes the driver, then its loop. Never blocks, because garbage collection may call this in
+    any thread."""
 
     async def ended() -> None:
         try:

@@ -23,11 +23,11 @@ from collections.abc import Iterable
 
 
 class ClientError(Exception):
-    """Base class of the client's errors; never raised itself."""
+    """Base class of the client's errors. It is never raised itself."""
 
 
 class ServiceUnreachable(ClientError):
-    """`never_sent` is True when the request cannot have reached the service."""
+    """The service did not respond. `never_sent`: the request cannot have reached it."""
 
     def __init__(self, where: str, reason: str, *, never_sent: bool = False) -> None:
         super().__init__(f"{where}: {reason}")
@@ -35,8 +35,7 @@ class ServiceUnreachable(ClientError):
 
 
 class ServiceRefused(ClientError):
-    """The service answered with an error. `retry_after_s` is the value of the retry-after
-    header."""
+    """The service answered with an error. `retry_after_s`: seconds, from the header retry-after."""
 
     def __init__(self, status: int, error: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {error}")
@@ -70,12 +69,12 @@ _BY_STATUS: dict[int, type[ServiceRefused]] = {
 
 
 def service_refusal(status: int, error: str, retry_after_s: float | None = None) -> ServiceRefused:
-    """The error of the class for this status."""
+    """Returns an error of the class for this status."""
     return _BY_STATUS.get(status, ServiceRefused)(status, error, retry_after_s)
 
 
 class WorkerError(ClientError):
-    """A failure between the client and the chosen worker."""
+    """The request to the chosen worker failed."""
 
     def __init__(self, worker_id: int, endpoint: str, reason: str) -> None:
         super().__init__(f"worker {worker_id} at {endpoint}: {reason}")
@@ -85,7 +84,7 @@ class WorkerError(ClientError):
 
 class WorkerUnreachable(WorkerError):
     """The worker did not accept the request. `never_connected`: the connection was refused or timed
-    out."""
+    out, so the worker did not get the request."""
 
     def __init__(
         self, worker_id: int, endpoint: str, reason: str, *, never_connected: bool = False

@@ -1,7 +1,7 @@
-"""One reservation: its progress, and the part of it that was reported to the service.
+"""A reservation: its progress, and how much of it was reported to the service.
 
-The stream records progress; a report sends the difference to the previous one. So reports never
-queue up or change order, and the next report replaces a lost one."""
+The stream records progress. A report sends what has changed since the previous report. So reports
+never queue up or change their order, and the next report makes up for a lost one."""
 
 import random
 import uuid
@@ -47,16 +47,16 @@ class Reservation:
         self._told_blocks = 0  # output blocks reported
 
     def track_output(self, block_size: int) -> None:
-        """Report output blocks too, from now on."""
+        """From now on, reports output blocks too."""
         self._block_size = block_size
 
     def output(self, tokens: int) -> None:
-        """The prefill is complete, and `tokens` output tokens have been generated so far."""
+        """Records that the prefill is complete, and that `tokens` output tokens exist so far."""
         self._has_output = True
         self._output_tokens = max(tokens, self._output_tokens)
 
     def next_report(self) -> Call[None] | None:
-        """The next report that is due, or None."""
+        """Returns the next report that is due, or None."""
         if self.ended or not self._has_output:
             return None
         if not self._told_prefill:
@@ -72,18 +72,18 @@ class Reservation:
         return calls.output_block(self.id, self._decay_fraction(size))
 
     def _decay_fraction(self, size: int) -> float | None:
-        """The remaining fraction of the expected output, as in the reference."""
+        """Returns which fraction of the expected output remains, as the reference computes it."""
         if self._expected_output_tokens is None:
             return None
         done = (self._told_blocks + 1) * size
         return max(0.0, 1.0 - done / max(1, self._expected_output_tokens))
 
     def freeing(self) -> Call[None]:
-        """The call that frees it and reports the worker's outcome."""
+        """Returns the call that frees the reservation and reports the worker's outcome."""
         return calls.free(self.id, self.outcome, self.cached_tokens)
 
     def reported(self) -> None:
-        """The report that next_report() returned has been received by the service."""
+        """Records that the service has received the report which next_report() returned."""
         if self._told_prefill:
             self._told_blocks += 1
         else:
@@ -102,7 +102,7 @@ AMBIGUOUS_S = 0.5
 
 
 async def report(reservation: Reservation, ask: Ask, pause: Pause, rng: random.Random) -> None:
-    """Send the due reports; failed ones are left to the next call."""
+    """Sends the reports that are due. What fails is left to the next call."""
     failures = 0
     while (call := reservation.next_report()) is not None:
         try:
@@ -120,7 +120,7 @@ async def report(reservation: Reservation, ask: Ask, pause: Pause, rng: random.R
 
 
 async def release(reservation: Reservation, ask: Ask, pause: Pause, rng: random.Random) -> None:
-    """Free it, with retries."""
+    """Frees a reservation, with retries."""
     may_appear = reservation.ambiguous
     attempt = 0
     while True:
@@ -147,7 +147,7 @@ Outcome = Literal["refused", "failed", "ok"]
 
 
 class Placed:
-    """The chosen rank for a prompt. Tokens and blocks are those of this rank."""
+    """The rank chosen for a prompt. Token and block counts are those on this rank."""
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         self.worker_id = selected.worker_id
@@ -162,14 +162,14 @@ class Placed:
         self._reservation = reservation
 
     def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
-        """Set the worker's outcome, which is sent when the reservation ends: a failing worker is
-        temporarily ejected. cached_tokens: prompt tokens that the engine reports as cached."""
+        """Sets the outcome of the request, which is sent when the reservation ends; a failing
+        worker is temporarily ejected. cached_tokens: prompt tokens that the engine had cached."""
         self._reservation.outcome = outcome
         self._reservation.cached_tokens = cached_tokens
 
 
 class ChunkIntake(Placed):
-    """Parses the worker's response into chunks, and records their effect on the reservation."""
+    """Parses a worker's response into chunks, and updates its reservation."""
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         super().__init__(selected, reservation)
@@ -182,8 +182,7 @@ class ChunkIntake(Placed):
         return self._reservation.ended or self._completion.state == "done"
 
     def _take(self, data: bytes | None) -> None:
-        """Handle bytes that were read; None is the end of the response. Raises
-        WorkerStreamBroken."""
+        """Handles bytes of the response; None is its end. Raises WorkerStreamBroken."""
         if data is None:
             if self._completion.state == "open":
                 raise self._broken("the stream ended before it was finished")
@@ -199,7 +198,7 @@ class ChunkIntake(Placed):
             self._reservation.output(self._completion.output_tokens)
 
     def _note(self, error: BaseException) -> None:
-        """Record the error that ended the stream."""
+        """Records the error with which the stream ended."""
         if isinstance(error, WorkerStreamBroken):
             self.went("failed")
 

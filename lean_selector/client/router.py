@@ -1,8 +1,8 @@
-"""KvRouter and SyncKvRouter: the document's router API, in front of a selection service.
+"""KvRouter and SyncKvRouter: the router API of the document, in front of a selection service.
 
-Section "Using KvPushRouter Python API" of the router examples; KvPushRouter is the document's name.
-Each method is written once, in KvRouter; SyncKvRouter runs them in a thread of its own.
-"""
+The document's section is "Using KvPushRouter Python API" of the router examples; its name for the
+class is KvPushRouter. Each method is written once, in KvRouter; SyncKvRouter runs it in a
+thread."""
 
 import asyncio
 import random
@@ -42,11 +42,10 @@ T = TypeVar("T")
 
 
 class TokenStream(ChunkIntake, AsyncClosing):
-    """The chunks of one generation, as dicts: see CompletionStream.
+    """The chunks of one generation, as dicts; see CompletionStream.
 
-    Its reservation is freed when the stream ends or fails, when the task that reads it is
-    cancelled, on aclose(), and when the object is dropped, read or not.
-    """
+    Its reservation is freed when the stream ends or fails, on aclose(), when the task that reads it
+    is cancelled, and when this object is garbage-collected, even if it was never read."""
 
     def __init__(
         self, driver: Driver, selected: Selected, reservation: Reservation, opened: Opened
@@ -77,15 +76,15 @@ class TokenStream(ChunkIntake, AsyncClosing):
             raise
 
     def taken(self) -> Chunk | None:
-        """The next buffered chunk, if any."""
+        """Returns the next buffered chunk, or None."""
         return self._ready.popleft() if self._ready else None
 
     def forget(self) -> None:
-        """Drop the remaining chunks."""
+        """Drops the chunks that were not read."""
         self._ready.clear()
 
     async def aclose(self) -> None:
-        """Stop the generation and free its reservation."""
+        """Stops the generation, and frees its reservation."""
         self.forget()
         await self._driver.release_now(self._reservation)
 
@@ -101,17 +100,17 @@ class Placement(Placed):
         self._driver = driver
 
     async def prefill_complete(self) -> None:
-        """Report the first token. Raises NotFound if the reservation has expired."""
+        """Reports the first token. Raises NotFound if the reservation has expired."""
         await self._driver.ask(calls.prefill_complete(self.reservation_id))
 
     async def output_block(self, decay_fraction: float | None = None) -> None:
-        """Report one more full block of output; decay_fraction (0 to 1) scales the request's
-        blocks."""
+        """Reports one more full block of output. decay_fraction (0 to 1) scales the blocks of the
+        request."""
         await self._driver.ask(calls.output_block(self.reservation_id, decay_fraction))
 
 
 class KvRouter(AsyncClosing):
-    """Selects workers, reserves and frees, and streams from them. Use as `async with`, or
+    """Selects workers, reserves and frees, and streams from them. Use `async with`, or call
     aclose()."""
 
     def __init__(
@@ -134,17 +133,16 @@ class KvRouter(AsyncClosing):
     ) -> None:
         """
         endpoint: URL of the selection service, or unix:PATH.
-        block_size: tokens per KV block, which must be the workers'. None: as reported by the
-        service.
-        model_name: under which the workers are registered. None: the only one there is.
-        is_eagle: None: as reported by the service.
+        block_size: tokens per KV block; must be that of the workers. None: ask the service.
+        model_name: the model's name at the service. None: the only model that is served.
+        is_eagle: blocks cover one more token each, as with EAGLE. None: ask the service.
         return_token_ids: ask engines for token ids in the stream (a vLLM extension; switch it off
             for an engine that refuses unknown fields).
-        verify, cert, token: for the service, not for workers. verify is True for the system's
+        verify, cert, token: for the service, not for workers. verify: True for the system's
             authorities, the path of a PEM file with others, False for no verification, or an
-            SSLContext; cert the path of our certificate with its key, or a pair of paths; token a
+            SSLContext. cert: the path of our certificate with its key, or two paths. token: a
             bearer token, or a function that returns the current one.
-        sleep: waits that many seconds.
+        sleep: waits for this number of seconds.
 
         Raises ValueError for an invalid endpoint, block size or token, and OSError for unusable
         files.
@@ -181,15 +179,15 @@ class KvRouter(AsyncClosing):
         strict_priority: int | None = None,
         routing_constraints: Mapping[str, object] | None = None,
     ) -> TokenStream:
-        """Choose and book a worker, and open its stream: a TokenStream, or a SyncTokenStream.
+        """Reserves a worker, and opens its stream: a TokenStream, or a SyncTokenStream.
 
-        stop_conditions, sampling_options, output_options, extra_args: fields of the worker's
-            /v1/completions, later ones winning; the router document's names are understood.
-        worker_id: only this worker; with dp_rank, only that rank of it.
-        expected_output_tokens: lets the load of a request decrease as it nears its end.
+        stop_conditions, sampling_options, output_options, extra_args: fields for the worker's
+            /v1/completions; later ones take precedence. Names may be those of the document.
+        worker_id: choose only this worker; with dp_rank, only this rank of the worker.
+        expected_output_tokens: if given, a request's load decreases as its output grows.
 
-        Retries as set by `backoff` while workers are busy or the service is absent; a worker that
-        does not accept the request is avoided while there are others. Raises ClientError and
+        Retries as set by `backoff` while workers are busy or the service is unreachable. A worker
+        that does not accept the request is avoided while there are others. Raises ClientError and
         ValueError.
         """
         terms = Wishes(
@@ -223,12 +221,11 @@ class KvRouter(AsyncClosing):
         routing_constraints: Mapping[str, object] | None = None,
         strict_priority: int | None = None,
     ) -> tuple[int, int, int]:
-        """(worker_id, dp_rank, overlap_blocks): device blocks of the prompt on that rank.
+        """Returns (worker_id, dp_rank, overlap_blocks); overlap is counted in device memory.
 
-        With request_id the placement is reserved under that id, and belongs to the caller, who must
-        call mark_prefill_complete() and free(), on this router or another; aclose() frees only
-        reservations of streams and placements. Raises NoWorkerAvailable at once, without retries;
-        the id is free again then.
+        With a request_id, the rank is reserved under this id. The caller must then call
+        mark_prefill_complete() and free(), on this router or another; aclose() does not free it.
+        Raises NoWorkerAvailable at once, without retries; the id can then be used again.
         """
         terms = Wishes(
             router_config_override=router_config_override,
@@ -245,7 +242,7 @@ class KvRouter(AsyncClosing):
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> list[dict[str, int]]:
-        """A row for each rank, as it would be with this prompt: worker_id, dp_rank,
+        """Returns the load of each rank if it got this prompt: worker_id, dp_rank,
         potential_prefill_tokens, potential_decode_blocks, active_requests."""
         return await self._routing.potential_loads(Prompt(token_ids, lora_name, cache_salt))
 
@@ -257,12 +254,12 @@ class KvRouter(AsyncClosing):
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> dict[str, Any]:
-        """Cached blocks of the prompt by rank and tier, as the service's /overlap_scores."""
+        """Returns the prompt's cached blocks by rank and tier, as /overlap_scores does."""
         prompt = Prompt(token_ids, lora_name, cache_salt)
         return await self._routing.overlap_scores(prompt, router_config_override)
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """Raises NotFound for an unknown id."""
+        """Reports the first token. Raises NotFound for an unknown id."""
         await self._driver.ask(calls.prefill_complete(request_id))
 
     async def free(
@@ -272,7 +269,7 @@ class KvRouter(AsyncClosing):
         *,
         cached_tokens: int | None = None,
     ) -> None:
-        """outcome, cached_tokens: as in report(). Raises NotFound for an unknown id."""
+        """Frees a reservation; outcome and cached_tokens as in report(). Raises NotFound."""
         await self._driver.ask(calls.free(request_id, outcome, cached_tokens))
 
     async def report(
@@ -284,17 +281,17 @@ class KvRouter(AsyncClosing):
         ttft_ms: float | None = None,
         cached_tokens: int | None = None,
     ) -> None:
-        """Report the outcome of a request that you sent to a worker yourself, without a
-        reservation.
+        """Reports the outcome of a request that was sent to a worker without a reservation.
 
-        refused: the connection was refused; failed; or ok. Without dp_rank the whole worker counts.
-        A worker is temporarily ejected after several consecutive failures. Raises NotFound.
+        The outcome is ok, failed, or refused (the connection). Without dp_rank, it counts for all
+        ranks of the worker. A worker is temporarily ejected after several consecutive failures.
+        Raises NotFound.
         """
         call = calls.report(worker_id, outcome, dp_rank, ttft_ms, cached_tokens)
         await self._driver.ask(call)
 
     async def dump_events(self) -> str:
-        """All KV events that rebuild the service's index of this model, as a JSON list."""
+        """Returns KV events that rebuild the service's index of this model, as a JSON list."""
         return await self._routing.dump_events()
 
     # -- for callers that send the request to the worker themselves -----------------------------
@@ -314,11 +311,10 @@ class KvRouter(AsyncClosing):
         strict_priority: int | None = None,
         routing_constraints: Mapping[str, object] | None = None,
     ) -> AsyncIterator[Placement]:
-        """`with router.reserve(token_ids) as placement:` books, and frees at the end; `async with`
-        on an event loop.
+        """`with router.reserve(token_ids) as placement:` reserves a rank, and frees it at the end.
+        On an event loop, use `async with`.
 
-        Retries as set by `backoff` while workers are busy or the service is absent.
-        """
+        Retries as set by `backoff` while workers are busy or the service is unreachable."""
         terms = Wishes(
             router_config_override=router_config_override,
             worker_id=worker_id,
@@ -336,11 +332,10 @@ class KvRouter(AsyncClosing):
     async def route(
         self, body: bytes | Mapping[str, object], path: str = "/v1/chat/completions"
     ) -> AsyncIterator[Placement]:
-        """`async with router.route(body) as placement:` books as reserve() does, for a raw OpenAI
-        request, and frees at the end.
+        """`async with router.route(body) as placement:` does what reserve() does, for a raw OpenAI
+        request.
 
-        The service must run with --prompts. Retries as set by `backoff` while workers are busy.
-        """
+        The service must run with --prompts. Retries as set by `backoff` while workers are busy."""
         async with self._freed(*await self._routing.route(path, body)) as placement:
             yield placement
 
@@ -354,11 +349,10 @@ class KvRouter(AsyncClosing):
             await self._driver.release_now(reservation)
 
     async def aclose(self) -> None:
-        """Free all reservations of streams and placements, also pending ones, then close all
+        """Frees the reservations of streams and placements, also those being made, then closes all
         connections.
 
-        A call that waits for a worker raises ClientClosed.
-        """
+        A call that waits for a worker then raises ClientClosed."""
         await self._driver.close()
 
 
@@ -369,10 +363,10 @@ KvPushRouter = KvRouter
 
 
 class SyncTokenStream(Placed, Closing):
-    """The chunks of one generation, as dicts: see CompletionStream.
+    """The chunks of one generation, as dicts; see CompletionStream.
 
-    Its reservation is freed when the stream ends or fails, on close(), and when it is dropped.
-    """
+    Its reservation is freed when the stream ends or fails, on close(), and when this object is
+    garbage-collected."""
 
     def __init__(self, thread: LoopThread, stream: TokenStream) -> None:
         super().__init__(stream._selected, stream._reservation)
@@ -392,7 +386,7 @@ class SyncTokenStream(Placed, Closing):
             raise StopIteration from None
 
     def close(self) -> None:
-        """Stop the generation and free its reservation."""
+        """Stops the generation, and frees its reservation."""
         self._stream.forget()
         if not self._reservation.ended:
             self._thread.run(self._stream.aclose())
@@ -418,14 +412,14 @@ class SyncPlacement(Placed):
 def _made_as(
     init: Callable[Concatenate[Any, P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give a constructor the arguments and the text of another one, to which it passes them on."""
+    """Gives a constructor the signature and docstring of the constructor that it calls."""
     return lambda own: cast(Callable[Concatenate[Any, P], None], wraps(init)(own))
 
 
 def _run(
     method: Callable[Concatenate[KvRouter, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["SyncKvRouter", P], T]:
-    """The method without an event loop."""
+    """Returns a method that runs this coroutine method in the router's thread."""
 
     @wraps(method)
     def run(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -448,7 +442,7 @@ def _streamed(
 def _reserved(
     method: Callable[Concatenate[KvRouter, P], AbstractAsyncContextManager[Placement]],
 ) -> Callable[Concatenate["SyncKvRouter", P], AbstractContextManager[SyncPlacement]]:
-    """The method without an event loop: a context manager that frees the reservation at its end."""
+    """Returns a method that runs this context manager in the router's thread."""
 
     @wraps(method)
     @contextmanager
@@ -475,7 +469,7 @@ async def _left(held: AbstractAsyncContextManager[T]) -> None:
 
 
 class SyncKvRouter(Closing):
-    """KvRouter without an event loop: the same methods and arguments. Use as `with`, or close()."""
+    """KvRouter without an event loop: it has the same methods. Use `with`, or call close()."""
 
     @_made_as(KvRouter.__init__)
     def __init__(self, *args: Any, sleep: Callable[[float], object] | None = None, **more: Any):
@@ -496,5 +490,5 @@ class SyncKvRouter(Closing):
     route = _reserved(KvRouter.route)
 
     def close(self) -> None:
-        """Free all reservations of streams and placements, then close all connections."""
+        """Frees the reservations of streams and placements, then closes all connections."""
         self._thread.close()

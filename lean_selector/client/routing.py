@@ -1,8 +1,7 @@
-"""The requests of a router to the service and to workers: retries, avoided workers, releases.
+"""What a router sends to the service and to workers: retries, avoided workers, releases.
 
-A `Driver` does the exchanges, and knows every reservation that is made here. All errors are those
-of `errors`.
-"""
+A `Driver` sends the requests, and knows every reservation that is made here. All errors are those
+in `errors`."""
 
 import random
 import time
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """The prompt to place."""
+    """A prompt that needs a worker."""
 
     token_ids: Sequence[int]
     lora_name: str | None = None
@@ -46,7 +45,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the placement; None leaves all to the service."""
+    """Options for choosing a worker; None leaves an option to the service."""
 
     router_config_override: Mapping[str, object] | None = None
     worker_id: int | None = None
@@ -68,7 +67,7 @@ Reserved = tuple[Selected, Reservation]
 
 
 class Routing:
-    """One router's settings, and what follows from them."""
+    """The settings of one router, and its requests."""
 
     def __init__(
         self,
@@ -101,10 +100,10 @@ class Routing:
     # -- scope -------------------------------------------------------------------------
 
     async def scope(self, model: str | None = None) -> Scope:
-        """The workers that requests go to, looked up at the selector if not set.
+        """Returns the scope of the requests; asks the selector for what is not set.
 
         The model is the one given to the router, otherwise the only one served, otherwise `model`.
-        Raises ModelNotNamed if that is not sufficient."""
+        Raises ModelNotNamed if that leaves it open."""
         name = self._model_name
         if name is None or self._block_size is None:
             served = await self._look(name or model)
@@ -126,7 +125,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """The scopes of the served models, looked up again if outdated."""
+        """Returns the scope of each served model; asks the service again after a while."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -146,8 +145,8 @@ class Routing:
         return self._served
 
     async def _again_if_changed(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Run `attempt`; if the workers' block size has changed since the look-up, look it up and
-        repeat, once."""
+        """Runs `attempt`. If the workers' block size has changed since it was looked up, looks it
+        up again and repeats the attempt once."""
         try:
             return await attempt()
         except WrongBlockSize:
@@ -209,8 +208,8 @@ class Routing:
         return selected
 
     async def _booked(self, call: Call[Selected], reservation: Reservation) -> Selected:
-        """One try. Without a response a reservation may exist nevertheless, so it is released
-        before this raises: then the user's id can be reserved again."""
+        """Tries once to reserve. If there is no response, a reservation may exist nevertheless; it
+        is released before the error is raised, so that the user can use the id again."""
         try:
             return await self.driver.book(call, reservation)
         except (ServiceRefused, ClientClosed, OtherEventLoop):
@@ -226,14 +225,14 @@ class Routing:
             raise
 
     async def _give_back(self, reservation: Reservation) -> None:
-        """Release it; wait only for a user's id, which may be used again at once."""
+        """Releases a reservation; waits only if its id is the user's, who may use it again."""
         if reservation.is_named:
             await self.driver.release_now(reservation)
         else:
             self.driver.release(reservation)
 
     async def place(self, prompt: Prompt, terms: Wishes) -> Reserved:
-        """Select and reserve; retry while no worker is free or the service is unreachable."""
+        """Selects and reserves. Retries while no worker is free or the service is unreachable."""
 
         async def attempt() -> Reserved:
             scope = await self.scope()
@@ -242,7 +241,7 @@ class Routing:
         return await self._again_if_changed(lambda: self._until_free(attempt))
 
     async def route(self, path: str, body: bytes | Mapping[str, object]) -> Reserved:
-        """Place a raw request, whose prompt the service reads."""
+        """Selects and reserves for a raw request, whose prompt the service reads."""
 
         async def attempt() -> Reserved:
             reservation = Reservation(0)
@@ -252,8 +251,8 @@ class Routing:
         return await self._until_free(attempt)
 
     async def _until_free(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Run `attempt`; retry as set by the backoff while no worker is free or the service is
-        unreachable."""
+        """Runs `attempt`, with retries as set by the backoff while no worker is free or the service
+        is unreachable."""
         tries = 0
         while True:
             try:
@@ -273,7 +272,7 @@ class Routing:
         return selected, reservation
 
     async def _pause(self, attempt: int, error: ClientError) -> None:
-        """Wait before the next attempt, or raise `error` if there is none."""
+        """Waits before the next attempt, or raises `error` if there is none."""
         asked = error.retry_after_s if isinstance(error, ServiceRefused) else None
         wait_s = self._backoff.wait_s(attempt, self._rng, asked)
         if wait_s is None:
@@ -285,10 +284,10 @@ class Routing:
     async def generate(
         self, prompt: Prompt, terms: Wishes, model: str, body: bytes
     ) -> tuple[Selected, Reservation, Opened]:
-        """Place the prompt and open the worker's stream, whose request has this body.
+        """Reserves a worker, and opens its stream by a request with this body.
 
-        A worker that refuses it is avoided in later tries, while there are others.
-        """
+        A worker that does not accept the request is avoided in later attempts, while there are
+        others."""
         return await self._again_if_changed(lambda: self._generate(prompt, terms, model, body))
 
     async def _generate(
@@ -357,15 +356,15 @@ class Routing:
 
 
 def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
-    """Whether a worker did not accept the request, as when it sheds load or is starting up: another
-    worker may."""
+    """Whether a worker did not accept the request, as when it sheds load or is starting. Another
+    worker may accept it."""
     if isinstance(error, WorkerRefused):
         return error.status in NOT_FREE
     return isinstance(error, WorkerUnreachable)
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """The worker's outcome that an error implies, or None."""
+    """Returns the outcome that an error means for its worker, or None."""
     if isinstance(error, WorkerRefused):
         return outcome_of_status(error.status)
     if isinstance(error, WorkerUnreachable):

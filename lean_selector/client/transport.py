@@ -1,6 +1,6 @@
 """HTTP with httpx: calls to a service, and streams from workers.
 
-Parses a service's address, and converts httpx's errors to ours. `routing` decides on retries."""
+Parses the address of a service, and converts httpx's errors to ours. `routing` does the retries."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ MSGPACK = "application/msgpack"
 
 
 class OpenStream(msgspec.Struct, frozen=True):
-    """A POST to a worker, whose answer is streamed."""
+    """A POST to a worker that answers with a stream."""
 
     worker_id: int
     endpoint: str
@@ -50,7 +50,7 @@ class OpenStream(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """The URL for completions; the registered endpoint may lack its scheme or version."""
+        """The URL for completions. A registered endpoint may lack the scheme or the version."""
         scheme, found, rest = self.endpoint.rstrip("/").rpartition("://")
         version = "" if rest.endswith("/v1") else "/v1"
         return f"{scheme if found else 'http'}://{rest}{version}/completions"
@@ -75,8 +75,8 @@ STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)
 
 
 def not_opened(wanted: OpenStream, error: Exception) -> WorkerUnreachable | WorkerStreamBroken:
-    """The error for a stream that was not opened. A worker that times out has accepted the request;
-    one that closes the connection has not."""
+    """Returns the error for a stream that was not opened. A worker that times out has accepted the
+    request; a worker that closes the connection has not."""
     if isinstance(error, httpx.ReadTimeout):
         return stream_broken(wanted, error)
     never_connected = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
@@ -100,7 +100,7 @@ def _reason(error: Exception) -> str:
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:
-    """The seconds in a retry-after header; dates, its other form, are ignored."""
+    """Returns the seconds in a retry-after header. None if it has a date instead."""
     text = response.headers.get("retry-after", "").strip()
     return float(text) if text.isdigit() else None
 
@@ -115,7 +115,7 @@ def _stream_timeout(timeouts: Timeouts) -> httpx.Timeout:
 
 
 class Opened:
-    """A worker's response with status 200."""
+    """A worker's response with status 200, whose body is being read."""
 
     def __init__(self, asked: OpenStream, response: httpx.Response) -> None:
         self.is_done = False  # the engine has signalled the end
@@ -124,14 +124,15 @@ class Opened:
         self._pieces = response.aiter_raw()
 
     async def read(self) -> bytes | None:
-        """The next bytes; None at the end. Raises WorkerStreamBroken."""
+        """Returns the next bytes, or None at the end. Raises WorkerStreamBroken."""
         try:
             return await anext(self._pieces, None)
         except STREAM_ERRORS as error:
             raise stream_broken(self._asked, error) from error
 
     async def close(self) -> None:
-        """Stop the engine; if it is done, leave the connection reusable."""
+        """Ends the response. If it is complete, the connection can be reused; else the engine
+        stops."""
         with contextlib.suppress(*STREAM_ERRORS, ClientError, OSError):
             try:
                 if self.is_done:
@@ -143,12 +144,12 @@ class Opened:
 
 
 class ServiceConnection:
-    """A connection pool for a selection service or slot tracker, at `http://host:port`, or at
-    `unix:PATH` for a UNIX socket; used until close()."""
+    """Connections to a selection service or slot tracker at `http://host:port`, or at `unix:PATH`
+    (a UNIX socket), until close()."""
 
     def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
-        """Raises ValueError for other endpoints, TypeError if it is not a string, and OSError for
-        files of `access`."""
+        """Raises ValueError for an invalid endpoint, TypeError if the endpoint is not a string, and
+        OSError for unusable files in `access`."""
         if not isinstance(endpoint, str):
             raise TypeError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
         self._endpoint = endpoint
@@ -172,7 +173,7 @@ class ServiceConnection:
         self._http = httpx.AsyncClient(transport=transport, trust_env=False)
 
     async def exchange(self, call: Call[T]) -> T:
-        """Send a call. Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
+        """Sends a call. Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
         if self._http.is_closed:
             raise ClientClosed(f"{self._endpoint}: the client is closed")
         try:
@@ -208,7 +209,7 @@ class ServiceConnection:
         )
 
     def _wants_json(self, response: httpx.Response) -> bool:
-        """True if the service, like the reference, does not support MessagePack: send JSON."""
+        """Whether JSON must be sent, because the service (the reference) lacks MessagePack."""
         if response.status_code != 415:
             return False
         was_msgpack: bool = response.request.headers.get("content-type") == MSGPACK
@@ -220,7 +221,7 @@ class ServiceConnection:
 
 
 def answer_of(call: Call[T], response: httpx.Response) -> T:
-    """The result that the call parses from a response. Raises ServiceRefused."""
+    """Returns the result that `call` parses from a response. Raises ServiceRefused."""
     if not response.is_success:
         raise service_refusal(
             response.status_code, error_text(response.content), _retry_after_s(response)
@@ -232,7 +233,7 @@ def answer_of(call: Call[T], response: httpx.Response) -> T:
 
 
 class AsyncClosing:
-    """Supports `async with`, which calls aclose()."""
+    """Adds `async with`, which calls aclose() at its end."""
 
     async def aclose(self) -> None:
         raise NotImplementedError
@@ -245,7 +246,7 @@ class AsyncClosing:
 
 
 class Closing:
-    """Supports `with`, which calls close()."""
+    """Adds `with`, which calls close() at its end."""
 
     def close(self) -> None:
         raise NotImplementedError

@@ -1,1 +1,1 @@
-"""SelectionService as in Dynamo 1.6's Python bindings, backed by this project's selector."""
+"""SelectionService with the API of Dynamo 1.6's Python bindings, on this project's selector."""

@@ -1,7 +1,7 @@
 """Arguments, results and exceptions of SelectionService: the HTTP API of 1.6 as Python objects.
 
-Maps by rank have int keys, and any sequence is accepted as a list. Only Python types are checked
-here; values are checked as for HTTP."""
+Maps by rank have int keys. Any sequence is accepted as a list. Only Python types are checked here;
+values are checked by the code that serves HTTP."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from lean_selector.core.selection.shapes import BY_RANK
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """None keeps the default: 120 seconds, 4096 selections, 256 MiB. 0 disables the cache."""
+    """Limits of the cache of selections. None: the default (120 s, 4096, 256 MiB). 0: no cache."""
 
     ttl_secs: float | None = None
     max_entries: int | None = None
@@ -22,10 +22,10 @@ class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelectionServiceError(Exception):
-    """A refusal that depends on the state. `status_code` is the status in HTTP.
+    """The service cannot do this in its current state. `status_code` is the HTTP status.
 
-    `kind`: not_found, conflict, scheduler (no worker is free now), not_ready (no worker at all, or
-    the service is shut down), sequence (the worker has no such rank)."""
+    `kind`: not_found, conflict, scheduler (no worker is free now), not_ready (there is no worker,
+    or the service is shut down), sequence (the worker has no such rank)."""
 
     def __init__(self, message: str, status_code: int, kind: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ _NO_SUCH_RANK = "Worker WorkerWithDpRank"
 
 
 def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
-    """The exception for an error response."""
+    """Returns the exception for an error response."""
     if status in (400, 413, 415, 422):
         return ValueError(message)
     kind = _KINDS.get(status, "internal")
@@ -52,7 +52,7 @@ def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
 
 
 def refusal(error: SelectorError) -> ValueError | SelectionServiceError:
-    """The exception for an error of the core."""
+    """Returns the exception for an error of the core."""
     if isinstance(error, NoWorkers):
         return SelectionServiceError(error.message, error.status, "not_ready")
     return refusal_of(error.status, error.message)
@@ -71,15 +71,15 @@ _PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 per hash
 
 
 def fields_of(name: str, given: object) -> Fields:
-    """A copy of a request as a dict of JSON types. Raises ValueError."""
+    """Copies a request to a dict of JSON types. Raises ValueError."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
     return {key: _plain(str(key), value) for key, value in given.items()}
 
 
 def _plain(name: str, value: object) -> object:
-    """Convert maps and sequences of any type to dicts and lists, recursively. Raises ValueError for
-    a type that JSON lacks."""
+    """Converts maps and sequences of any type to dicts and lists, recursively. Raises ValueError
+    for types that JSON lacks."""
     if value is None or isinstance(value, (str, bytes, bytearray)):
         return value
     if isinstance(value, (int, float)):
@@ -103,14 +103,14 @@ def _plain(name: str, value: object) -> object:
 
 
 def _number(value: int | float) -> int | float:
-    """The value as a plain int or float, if it is an instance of a subclass."""
+    """Returns the value as a plain int or float, in case its type is a subclass of these."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, int) else float(value)
 
 
 def worker_fields(name: str, given: object) -> Fields:
-    """The description of a worker as a dict of JSON types. Raises ValueError."""
+    """Returns a worker's description as a dict of JSON types. Raises ValueError."""
     fields = fields_of(name, given)
     for field in BY_RANK:
         by_rank = fields.get(field)
@@ -123,8 +123,8 @@ def worker_fields(name: str, given: object) -> Fields:
 
 
 def check_text(name: str, given: object) -> None:
-    """Raise ValueError for a string without a UTF-8 encoding, which Python allows and JSON does
-    not."""
+    """Raises ValueError for a string that UTF-8 cannot encode. Python allows such strings, JSON
+    does not."""
     if isinstance(given, str):
         if not given.isascii():
             try:
@@ -146,7 +146,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def record(decoded: Fields) -> Fields:
-    """The record of a worker, from its JSON."""
+    """Returns a worker's record, from its JSON, with int keys in maps by rank."""
     for field in BY_RANK:
         if field in decoded:
             decoded[field] = {int(rank): value for rank, value in decoded[field].items()}

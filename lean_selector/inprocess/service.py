@@ -1,7 +1,7 @@
 """SelectionService: the selector in the calling program, without HTTP.
 
-A method converts its arguments into the body of the HTTP route, calls the route's handler, and
-returns the response as a dict, so both have the same results (spec selection_16.md 11.1)."""
+A method converts its arguments to the body of an HTTP route, calls the route's handler, and returns
+the response as a dict. So both have the same results (spec selection_16.md 11.1)."""
 
 import asyncio
 import contextlib
@@ -64,8 +64,8 @@ ANSWERS_WITHIN_S = 10.0
 
 
 class _Context(zmq.asyncio.Context):
-    """A context with strong references to its sockets. pyzmq's weak ones are cleared before a
-    finaliser runs, so it would close no socket and wait for all of them."""
+    """A context with strong references to its sockets. pyzmq has only weak ones, which are cleared
+    before a finaliser runs; so it would close no socket, and then wait for them forever."""
 
     kept: list[zmq.asyncio.Socket] = []
     looked_through_at: int = 64
@@ -91,8 +91,8 @@ _open: set["Running"] = set()
 class Running:
     """A selector on the running loop, from construction to `stopped`. Raises StartError.
 
-    If the loop is closed without ending its tasks, open sockets are closed when the owner is
-    garbage-collected, or when the next selector starts."""
+    If the loop is closed without ending its tasks, the sockets stay open until the owner is
+    garbage-collected, or the next selector starts."""
 
     def __init__(self, config: SelectorConfig) -> None:
         for other in list(_open):
@@ -117,7 +117,7 @@ class Running:
     # -- calls from any thread -------------------------------------------------------------
 
     def at_once(self, work: Callable[[], T]) -> T:
-        """The result of `work`, called on the loop's thread."""
+        """Calls `work` on the loop's thread, and returns its result."""
         if threading.get_ident() == self._thread:
             return work()
         done: Future[T] = Future()
@@ -134,8 +134,8 @@ class Running:
     async def in_time(
         self, work: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], None] | None = None
     ) -> T:
-        """The result of `work`, run on the loop. If the caller is cancelled meanwhile, `undo`
-        reverts the result on the loop."""
+        """Runs `work` on the loop, and returns its result. If the caller is cancelled meanwhile,
+        `undo` reverts the result on the loop."""
         if asyncio.get_running_loop() is self._loop:
             return await work()
         if threading.get_ident() == self._thread:
@@ -173,7 +173,7 @@ class Running:
     # -- the end -------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Refuse queued requests and stop listening; further calls have no effect."""
+        """Refuses queued requests, and stops listening. Further calls have no effect."""
         if self._loop.is_closed():
             self._destroy()
         elif self._stopping is None:
@@ -206,7 +206,7 @@ class Running:
             await asyncio.shield(self._stopping)
 
     def abandoned(self) -> None:
-        """The last user is gone, perhaps in another thread or after the end of the loop."""
+        """Stops the selector without a user, perhaps in another thread or without a loop."""
         try:
             self._loop.call_soon_threadsafe(self.stop)
         except RuntimeError:  # the loop is closed
@@ -227,7 +227,7 @@ _ARGUMENTS = {
 
 
 class _Parser(OneLineParser):
-    """Reports errors to the caller."""
+    """Raises errors to the caller instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         flag, colon, fault = message.removeprefix("argument ").partition(": ")
@@ -244,8 +244,8 @@ def config_of(
     selection_cache: SelectionCacheConfig | None,
     session_affinity_ttl_secs: float | None,
 ) -> SelectorConfig:
-    """The configuration from arguments and environment. Raises ValueError, or TypeError for a wrong
-    type; both name the setting."""
+    """Returns the configuration from arguments and environment. Raises ValueError, or TypeError for
+    a wrong type; both name the setting."""
     if not isinstance(selection_cache, SelectionCacheConfig | None):
         raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
     cache = selection_cache or SelectionCacheConfig()
@@ -276,7 +276,7 @@ def _joined(name: str, values: Sequence[str] | None) -> str | None:
 
 
 def texts_of(name: str, values: object) -> list[str]:
-    """Raises TypeError, also for a plain string, which is a sequence of characters."""
+    """Returns a list of strings. Raises TypeError, also if `values` is a single string."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise not_a(name, "a sequence of str", values)
     for place, value in enumerate(values):
@@ -300,7 +300,7 @@ class SelectionService:
     """A selector on the caller's event loop.
 
     It starts with the first call under a running loop (the constructor, if a loop runs then), and
-    stays on that loop; calls from other threads and loops are forwarded to it. Router settings come
+    stays on this loop. Calls from other threads and loops are forwarded to it. Router settings come
     from the environment, as for the service. Requests and responses are those of HTTP with `--api
     1.6`, except that maps by rank have int keys.
 
@@ -335,7 +335,7 @@ class SelectionService:
             self._start()
 
     def _start(self) -> Running:
-        """The selector; the first call creates it on the running loop."""
+        """Returns the selector. The first call creates it on the running loop."""
         if self._running is None:
             try:
                 self._running = running = Running(self._config)
@@ -359,7 +359,7 @@ class SelectionService:
         *arguments: object,
         undo: Callable[[Fields], None] | None = None,
     ) -> Fields:
-        """The handler's response, parsed from its JSON; waits if the handler answers later."""
+        """Calls a handler, and returns its response as parsed JSON, even if it comes later."""
         running = self._start()
         answer: Fields = await running.in_time(lambda: _awaited(handler, arguments, undo), undo)
         return answer
@@ -367,8 +367,8 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """The response of a handler that does not wait; `before` is the result before the selector
-        has started."""
+        """Returns the response of a handler that does not wait; `before` is the result if the
+        selector has not started yet."""
         if self._running is None and not _is_on_a_loop():
             return before
         running = self._start()
@@ -378,47 +378,47 @@ class SelectionService:
     # -- workers -------------------------------------------------------------------------------
 
     async def upsert_worker(self, worker: object) -> Fields:
-        """Register or replace a worker; return its record."""
+        """Registers or replaces a worker; returns its record."""
         self._check_open()
         body = _body(WorkerRequest16, worker_fields("worker", worker))
         return record(await self._asked(self._handlers.register, body))
 
     async def patch_worker(self, worker_id: int, patch: object) -> Fields:
-        """Change the given fields that are not None; return the record."""
+        """Changes the given fields that are not None; returns the worker's record."""
         self._check_open()
         worker_id = worker_id_of(worker_id)
         body = _body(WorkerPatch16, worker_fields("patch", patch))
         return record(await self._asked(self._handlers.patch, worker_id, body))
 
     async def delete_worker(self, worker_id: int) -> Fields:
-        """Remove a worker, its blocks and its reservations; return its last record."""
+        """Removes a worker, its blocks and its reservations; returns its last record."""
         worker_id = worker_id_of(worker_id)
         return record(await self._asked(self._handlers.remove, worker_id))
 
     def list_workers(
         self, *, model_name: str | None = None, routing_group: str | None = None
     ) -> list[Fields]:
-        """The records of all workers, or of exact matches."""
+        """Returns the records of all workers, or of those of this model and routing group."""
         query = _query(model_name, routing_group)
         found = self._asked_at_once(lambda parts: parts.service.workers, query, before=[])
         return list(map(record, found))
 
     def ready(self) -> Fields:
-        """Whether at least one worker can be chosen, and all records."""
+        """Returns whether at least one worker can be chosen, and the records of all workers."""
         before = {"ready": False, "schedulable_workers": 0, "workers": []}
         return readiness(self._asked_at_once(lambda parts: parts.service.ready, before=before))
 
     # -- selections and reservations -----------------------------------------------------------
 
     async def select(self, request: object) -> Fields:
-        """Choose a rank. With a selection_id, the choice is cached for create_reservation."""
+        """Chooses a rank. With a selection_id, the choice is cached for create_reservation."""
         self._check_open()
         body = _body(_SELECT, fields_of("request", request))
         return await self._asked(self._handlers.select, body)
 
     async def select_and_reserve(self, request: object) -> Fields:
-        """Choose a rank and reserve it, in one step. May wait in the queue, if enabled; if the
-        caller is cancelled, the request leaves the queue, and nothing stays reserved."""
+        """Chooses a rank and reserves it, in one step. May wait in the queue if that is enabled. If
+        the caller is cancelled, the request leaves the queue, and nothing stays reserved."""
         self._check_open()
         body = _body(_SELECT_AND_RESERVE, fields_of("request", request))
         service = self._handlers
@@ -430,20 +430,20 @@ class SelectionService:
         return await self._asked(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
-        """Reserve the selection with this selection_id; or, with a worker_id and a prompt, that
-        rank."""
+        """Reserves what the selection with this selection_id chose or, with a worker_id and a
+        prompt, that rank."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
         return await self._asked(self._handlers.reserve, body)
 
     async def prefill_complete(self, selection_id: str) -> Done:
-        """Report the first token, which ends the prefill."""
+        """Reports the first token, which ends the prefill."""
         name = selection_id_of(selection_id)
         await self._asked(self._handlers.prefill_complete, name)
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
-        """Report one more block of output; `decay_fraction` (0 to 1) scales all blocks of the
+        """Reports one more block of output; `decay_fraction` (0 to 1) scales all blocks of the
         request."""
         name = selection_id_of(selection_id)
         body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
@@ -451,7 +451,7 @@ class SelectionService:
             raise refusal(NotFound(f"reservation {name} not found"))
 
     async def free_reservation(self, selection_id: str) -> Done:
-        """Free the reservation of a request that has ended."""
+        """Frees the reservation of a request that has ended."""
         name = selection_id_of(selection_id)
         await self._asked(self._handlers.free, name, None)
         return ()
@@ -461,7 +461,7 @@ class SelectionService:
     def loads(
         self, *, model_name: str | None = None, routing_group: str | None = None
     ) -> list[Fields]:
-        """The active load of every rank, by model and routing group."""
+        """Returns the active load of every rank, by model and routing group."""
         query = _query(model_name, routing_group)
         loads: list[Fields] = self._asked_at_once(
             lambda parts: parts.service.loads, query, before=[]
@@ -469,18 +469,18 @@ class SelectionService:
         return loads
 
     async def potential_loads(self, request: object) -> list[Fields]:
-        """The load of every rank if it got this prompt."""
+        """Returns, for every rank, the load that it would have with this prompt."""
         body = _body(_PROJECTION, fields_of("request", request))
         rows: Any = await self._asked(self._handlers.potential_loads, body)
         return list(rows)
 
     async def overlap_scores(self, request: object) -> Fields:
-        """The number of cached blocks of this prompt on each rank, by tier."""
+        """Returns the number of this prompt's blocks that each rank has cached, by tier."""
         body = _body(_PROJECTION, fields_of("request", request))
         return await self._asked(self._handlers.overlap_scores, body)
 
     async def indexer_snapshot(self) -> Fields:
-        """The index, in the format of GET /dump. The loop serves other calls meanwhile."""
+        """Returns the index in the format of GET /dump. The loop serves other calls meanwhile."""
         running = self._start()
 
         async def made() -> bytes:
@@ -496,18 +496,18 @@ class SelectionService:
     # -- replicas ------------------------------------------------------------------------------
 
     async def register_replica_peer(self, endpoint: str) -> bool:
-        """Subscribe to a replica; False if it was a peer already. Raises ValueError, or
+        """Subscribes to a replica. Returns False if it was a peer already. Raises ValueError, or
         RuntimeError if replica sync is off."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.register_peer(endpoint))
 
     async def deregister_replica_peer(self, endpoint: str) -> bool:
-        """Remove a peer; False if it was not a peer."""
+        """Removes a peer. Returns False if it was not one."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.deregister_peer(endpoint))
 
     def list_replica_peers(self) -> list[str]:
-        """The endpoints of the replicas that this service subscribes to."""
+        """Returns the endpoints of the replicas that this service subscribes to."""
         if self._running is None or (replication := self._running.parts.replication) is None:
             return []
         return self._running.at_once(replication.peers)
@@ -519,7 +519,7 @@ class SelectionService:
         return replication
 
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
-        """Copy the index of the first reachable peer, given by HTTP URLs."""
+        """Copies the index of the first peer that answers. `peers` are HTTP URLs."""
         self._check_open()
         running, timeout_s = self._start(), self._config.index.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
@@ -530,14 +530,14 @@ class SelectionService:
     # -- the end -------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Disconnect from engines and replicas, and refuse queued requests. Reservations can still
-        be freed. The loop ends the remaining tasks; `shutdown_async` waits for that."""
+        """Disconnects from engines and replicas, and refuses queued requests. Reservations can
+        still be freed. The loop then ends the remaining tasks; `shutdown_async` waits for that."""
         self._is_shut_down = True
         if self._running is not None:
             self._running.at_once(self._running.stop)
 
     async def shutdown_async(self) -> Done:
-        """Shut down, and wait until all tasks have ended and the port is free."""
+        """Shuts down, and waits until all tasks have ended and the port is free."""
         self._is_shut_down = True
         if self._running is not None:
             await self._running.in_time(self._running.stopped)
@@ -553,7 +553,7 @@ def _is_on_a_loop() -> bool:
 
 
 def _body(kind: type[T], fields: Fields) -> T:
-    """Raises ValueError."""
+    """Converts the fields to a body. Raises ValueError."""
     for name, value in fields.items():
         check_text("a field's name", name)
         check_text(name, value)
@@ -564,13 +564,13 @@ def _body(kind: type[T], fields: Fields) -> T:
 
 
 def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
-    """The query for the HTTP handlers; a routing group has its older name there (D2)."""
+    """Returns the query for the HTTP handlers, in which a routing group has its old name (D2)."""
     filters = {"model_name": model_name, "tenant_id": routing_group}
     return {name: value for name, value in filters.items() if value is not None}
 
 
 def _called(handler: Handler, *arguments: object) -> object:
-    """A handler's result. Raises the errors of the class."""
+    """Calls a handler. Raises the exceptions of SelectionService."""
     try:
         try:
             return handler(*arguments)
@@ -594,7 +594,7 @@ def _decoded(result: object) -> Any:
 async def _awaited(
     handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
 ) -> Any:
-    """A handler's response, now or later; `undo` reverts the result if the caller is cancelled."""
+    """Waits for a late response of a handler; `undo` reverts the result if the caller is gone."""
     result = _called(handler, *arguments)
     if not isinstance(result, LaterReply):
         return _decoded(result)
