@@ -21,7 +21,7 @@ from math import comb
 from pathlib import Path
 
 from lean_selector.tools.service_process import HOST
-from loadtest.child_service import JSON, cpu_ns
+from loadtest.child_service import cpu_ns
 from loadtest.duel.prompts import MODEL_NAME, Prompt, Prompts, select_request
 from loadtest.http_client import Connection, http
 from tests.support.certificates import Authority, Files
@@ -44,18 +44,17 @@ class Option:
     def __init__(self, name: str, folder: Path) -> None:
         self.flags: list[str] = []
         self.lines = [b"", b""]
-        self.headers = [dict(JSON), dict(JSON)]  # of our own calls
+        self.token: str | None = None  # of our own calls
         self.authority = Authority() if name == "tls" else None
         if self.authority is not None:
             self.files = Files(folder, self.authority, self.authority.issue(HOST))
         elif name == "thresholds":
             self.flags = ["--active-decode-blocks-threshold", "0.9"]
         elif name != "nothing":
-            token, file = secrets.token_hex(32), folder / "tokens"
-            file.write_text(f"read {token[::-1]}\nadmin {token}\n")
+            self.token, file = secrets.token_hex(32), folder / "tokens"
+            file.write_text(f"read {self.token[::-1]}\nadmin {self.token}\n")
             self.flags = ["--auth-token-file", str(file)]
-            self.headers[1]["authorization"] = f"Bearer {token}"
-            line = b"authorization: Bearer %b\r\n" % token.encode()
+            line = b"authorization: Bearer %b\r\n" % self.token.encode()
             self.lines = [line if name == "asking" else b"", line]
 
     def service(self, which: int) -> RunningService:
@@ -64,7 +63,9 @@ class Option:
             return RunningService(*FLAGS)
         if self.authority is not None:
             return TlsService(self.files, self.authority, *FLAGS)
-        return RunningService(*FLAGS, *self.flags)
+        service = RunningService(*FLAGS, *self.flags)
+        service.token = self.token
+        return service
 
     def connection(self, service: RunningService) -> Connection:
         made = Connection(service.port)
@@ -85,11 +86,7 @@ def started(option: Option, stack: ExitStack, number: int, cpus: list[int]) -> l
         service = stack.enter_context(pair[which])
         os.sched_setaffinity(service.process.pid, cpus)
         for worker_id in range(1, WORKERS + 1):
-            body = {"worker_id": worker_id, "model_name": MODEL_NAME, "endpoint": "http://w:1"}
-            status, answer = service.request(
-                "POST", "/workers", {**body, "block_size": 16}, headers=option.headers[which]
-            )
-            assert status == 201, answer
+            service.add_worker(worker_id, model_name=MODEL_NAME)
     return pair
 
 
@@ -143,11 +140,8 @@ def interval(ordered: Sequence[float]) -> tuple[float, float]:
     return ordered[max(rank - 1, 0)], ordered[count - max(rank, 1)]
 
 
-def per_connection(
-    option: Option, service: RunningService, count: int = 300
-) -> tuple[float, float]:
+def per_connection(option: Option, service: RunningService) -> tuple[float, float]:
     """CPU in us of a connection with one request, and what one that is kept open holds, in KiB."""
-
     count = 300
 
     def pages() -> int:

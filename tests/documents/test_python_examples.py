@@ -152,10 +152,8 @@ def test_a_token_of_a_client(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     tokens = tmp_path / "tokens"
     tokens.write_text("admin secret\n")
     with RunningService("--auth-token-file", str(tokens)) as service:
-        worker = {"worker_id": 7, "model_name": MODEL, "endpoint": "http://w", "block_size": 16}
-        headers = {"authorization": "Bearer secret", "content-type": "application/json"}
-        body = {**worker, "kv_events_endpoint": "tcp://127.0.0.1:1"}
-        assert service.request("POST", "/workers", body, headers=headers)[0] == 201
+        service.token = "secret"
+        service.add_worker(7, model_name=MODEL, kv_events_endpoint="tcp://127.0.0.1:1")
         exec(code(WITH_A_TOKEN, _8092=f"http://127.0.0.1:{service.port}"), {})
     assert capsys.readouterr().out == "(7, 0, 0)\n"
 

@@ -90,8 +90,7 @@ def test_workers_that_the_service_has_are_left_alone_and_used_if_they_are_of_the
     with RunningService("--use-kv-events", "false") as service:
         host = f"http://127.0.0.1:{service.port}"
         for worker_id in range(1, 17):
-            worker = {"worker_id": worker_id, "model_name": "production", "block_size": 64}
-            assert service.post("/workers", {**worker, "endpoint": "http://e"})[0] == 201
+            service.add_worker(worker_id, model_name="production", block_size=64)
         for model, warns in (("locust", False), ("production", True)):
             before = service.get("/workers")
             flags = ("--host", host, "-u", "2", "--model-name", model)

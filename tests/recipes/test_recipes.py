@@ -227,7 +227,7 @@ def test_a_clients_own_headers_end_nothing(peaceful: Fleet) -> None:
     wait_until(lambda: fleet.lines().get("freed", 0) > freed, "the last line is heard of")
     wait_until(lambda: fleet.selector.active() == 1, "only the client's own reservation is live")
     assert all(not row.get("ejected_ranks") for row in fleet.selector.get("/workers")[1])
-    assert fleet.selector.request("DELETE", "/reservations/mine")[0] == 200
+    assert fleet.selector.end("mine") == 200
 
 
 def test_what_needs_no_choice_passes_through(peaceful: Fleet) -> None:
@@ -370,9 +370,7 @@ def test_what_is_shed_is_told_to_come_back(tmp_path: Path, gateway: str) -> None
     flags = "--active-prefill-tokens-threshold", "100"
     with Fleet(tmp_path, gateway, "unix", *flags) as fleet:
         for worker_id in (row["worker_id"] for row in fleet.selector.get("/workers")[1]):
-            held = {"worker_id": worker_id, "model_name": MODEL, "token_ids": [1] * 200}
-            held.update(reservation_id=f"held-{worker_id}", effective_prefill_tokens=200)
-            assert fleet.selector.post("/reservations", held)[0] == 201
+            fleet.selector.reserve(f"held-{worker_id}", worker_id, 200, model_name=MODEL)
         status, headers, body = fleet.ask(chat("hello"))
         assert (status, headers["retry-after"]) == (429, "1")
         assert json.loads(body)["error"]["type"] == "rate_limit_error"

@@ -47,8 +47,7 @@ def test_a_service_logs_what_it_chose_and_what_came_of_it(tmp_path: Path) -> Non
     options = ("--use-kv-events", "false", "--router-ttl-secs", "60", "--policy", "latency")
     with RunningService(*options, "--decision-log", str(path)) as service:
         for worker_id in (1, 2):
-            worker = {"worker_id": worker_id, "model_name": "m", "endpoint": "http://w"}
-            assert service.request("POST", "/workers", {**worker, "block_size": 16})[0] == 201
+            service.add_worker(worker_id, model_name="m")
         for name, first in (("a", 1), ("b", 1), ("c", 2)):
             tokens = [first, *range(70_000, 71_039)]
             body: dict[str, object] = {"model_name": "m", "token_ids": tokens}
@@ -58,7 +57,7 @@ def test_a_service_logs_what_it_chose_and_what_came_of_it(tmp_path: Path) -> Non
             done = f"/reservations/{name}/prefill_complete"
             assert service.request("POST", done)[0] < 300
             assert service.request("POST", f"/reservations/{name}/output_block", {})[0] < 300
-            assert service.request("DELETE", f"/reservations/{name}")[0] < 300
+            assert service.end(name) == 200
         wait_until(lambda: logged(service) == 3, "all lines are with the writer")
     text = path.read_text()
     header = json.loads(text.splitlines()[0])

@@ -1,6 +1,5 @@
 """Expiry in slices: what is overdue goes, at any rate, and the loop has its turns in between."""
 
-from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ from lean_selector.core.trackers import Trackers
 from lean_selector.server.host import SLICE_STEPS, ExpirySweep
 from tests.support import bookings
 from tests.support.driven_selector import DrivenSelector
+from tests.support.gates import Turns
 
 EXPIRY_S = 10.0
 SCOPE = ("default", "default")
@@ -22,18 +22,14 @@ class Loop:
         self, expire: Callable[[float, int], int], arrived: Callable[[], int], now: float
     ) -> None:
         self.now = now
-        self.calls: deque[Callable[[], None]] = deque()
+        self.turns = Turns()
         self.slices: list[int] = []
 
         def counted(now: float, max_steps: int) -> int:
             self.slices.append(expire(now, max_steps))
             return self.slices[-1]
 
-        self.sweep = ExpirySweep(counted, arrived, self.calls.append, lambda: self.now)
-
-    def turn(self) -> None:
-        for _ in range(len(self.calls)):
-            self.calls.popleft()()
+        self.sweep = ExpirySweep(counted, arrived, self.turns.call_soon, lambda: self.now)
 
 
 def trackers_with(locals_: int, copies: int = 0) -> Trackers:
@@ -64,9 +60,9 @@ def test_a_backlog_goes_in_bounded_slices_of_turns_one_after_another() -> None:
     trackers = trackers_with(20 * SLICE_STEPS)
     loop = loop_over(trackers, 11.0)
     loop.sweep.begin()
-    while loop.calls:
-        assert len(loop.calls) == 1  # one slice a turn: the loop polls its sockets in between
-        loop.turn()
+    while loop.turns.due:
+        assert len(loop.turns.due) == 1  # one slice a turn: the loop polls its sockets in between
+        loop.turns.turn()
     assert loop.slices == [SLICE_STEPS] * 20 + [0]
     assert live(trackers) == (0, 0)
 
@@ -75,13 +71,13 @@ def test_a_tick_while_a_sweep_is_under_way_starts_no_other() -> None:
     loop = loop_over(trackers_with(3 * SLICE_STEPS), 11.0)
     for _ in range(3):
         loop.sweep.begin()
-    assert (loop.slices, len(loop.calls)) == ([SLICE_STEPS], 1)
+    assert (loop.slices, len(loop.turns.due)) == ([SLICE_STEPS], 1)
 
 
 def test_nothing_overdue_takes_one_empty_slice_a_tick() -> None:
     loop = loop_over(trackers_with(5), 9.0)
     loop.sweep.begin()
-    assert (loop.slices, len(loop.calls)) == ([0], 0)
+    assert (loop.slices, len(loop.turns.due)) == ([0], 0)
 
 
 @pytest.mark.parametrize("per_turn", [10, SLICE_STEPS, 4 * SLICE_STEPS])
@@ -94,9 +90,9 @@ def test_expiry_keeps_up_with_whatever_a_turn_can_book(per_turn: int) -> None:
     for _ in range(60):
         book(trackers, per_turn, loop.now)
         loop.now += 11.0
-        if not loop.calls:
+        if not loop.turns.due:
             loop.sweep.begin()
-        loop.turn()
+        loop.turns.turn()
         most = max(most, live(trackers)[0])
     assert most <= 11 * per_turn + SLICE_STEPS
     assert live(trackers)[0] <= per_turn + SLICE_STEPS  # the backlog is gone, whatever the rate
@@ -120,7 +116,7 @@ def test_copies_go_while_local_ones_are_booked_faster_than_a_slice_drops_them() 
         book(trackers, 3 * SLICE_STEPS, loop.now)
         loop.now += 2.0
         loop.sweep.begin()
-        loop.turn()
+        loop.turns.turn()
     assert live(trackers)[1] == 0
 
 
@@ -135,8 +131,8 @@ def test_a_selector_is_swept_likewise_and_a_stop_ends_it() -> None:
     )
     loop.sweep.begin()
     loop.sweep.stop()
-    loop.turn()
-    assert (loop.slices, len(loop.calls)) == ([SLICE_STEPS], 0)
+    loop.turns.turn()
+    assert (loop.slices, len(loop.turns.due)) == ([SLICE_STEPS], 0)
     assert driven.told.count(("freed", "r0")) == 1
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tests.support.running_service import RunningService, free_port, wait_until
 
-WORKER = {"worker_id": 1, "model_name": "m", "endpoint": "http://10.0.0.7:8000", "block_size": 16}
-
 
 def test_lines_from_everywhere_that_is_allowed_end_what_route_has_booked(tmp_path: Path) -> None:
     path, port = tmp_path / "ends.sock", free_port()
@@ -17,7 +15,7 @@ def test_lines_from_everywhere_that_is_allowed_end_what_route_has_booked(tmp_pat
     )
     with RunningService(*flags) as service:
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
-        assert service.post("/workers", WORKER)[0] == 201
+        service.add_worker(model_name="m", endpoint="http://10.0.0.7:8000")
         for reservation_id, kind, where in (
             ("a", socket.AF_UNIX, str(path)),
             ("b", socket.AF_INET, ("127.0.0.1", port)),
@@ -44,11 +42,10 @@ def test_who_can_write_lines_needs_no_token_to_free_and_to_eject(tmp_path: Path)
     tokens.write_text("admin a-0123456789")
     flags = ("--use-kv-events", "false", "--lifecycle-from", f"unixgram:{path}")
     with RunningService(*flags, "--auth-token-file", str(tokens)) as service:
-        assert service.request("DELETE", "/reservations/a")[0] == 401
+        assert service.end("a") == 401
         service.token = "a-0123456789"
-        assert service.post("/workers", WORKER)[0] == 201
-        booking = {"reservation_id": "a", "model_name": "m", "worker_id": 1, "dp_rank": 0}
-        assert service.post("/reservations", {**booking, "token_ids": [1]})[0] == 201
+        service.add_worker()
+        service.reserve("a", 1, 1)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
             log.connect(str(path))
             log.send(b"lean-end reservation=a")

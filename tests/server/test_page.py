@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Any
 
 import pytest
 
@@ -75,10 +74,7 @@ def engines(count: int) -> Iterator[list[tuple[Popen[str], list[str]]]]:
 
 
 def register(service: RunningService, worker_id: int, **more: object) -> None:
-    body: dict[str, Any] = {"worker_id": worker_id, "model_name": "m", "block_size": 16}
-    body |= {"endpoint": f"http://10.0.0.{worker_id % 256}:8000", "total_kv_blocks": 1000, **more}
-    status, answer = service.post("/workers", body)
-    assert status == 201, answer
+    service.add_worker(worker_id, **{"model_name": "m", "total_kv_blocks": 1000, **more})
 
 
 def select(service: RunningService, tokens: list[int], model: str = "m") -> None:
@@ -103,9 +99,6 @@ def row(worker: int | str, then: str) -> str:
         f"""((row) => row && ({then}))"""
         f"""(document.querySelector('#fleet-rows tr[data-rank="{worker}/0"]'))"""
     )
-
-
-# -- live -----------------------------------------------------------------------------------------
 
 
 def test_a_fleet_lives_is_sorted_and_shows_who_was_killed(browser: BrowserPage) -> None:
@@ -265,9 +258,6 @@ def test_a_token_is_asked_for_and_kept_for_the_tab(
         assert all("401" in line for line in one_browser.console), one_browser.console
         one_browser.ask("sessionStorage.clear()")
         one_browser.open("about:blank")
-
-
-# -- pictures -------------------------------------------------------------------------------------
 
 
 def test_the_picture_in_the_readme_is_one_of_the_page_as_it_is() -> None:

@@ -9,21 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.asked import prompt
 from tests.support.running_service import DEADLINE_S, RunningService, wait_until
 
 NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
-PROMPT = {"block_hashes": [1], "sequence_hashes": [2], "isl_tokens": 32}
-
-
-def worker(**changes: Any) -> dict[str, Any]:
-    fields = {"worker_id": 1, "endpoint": "http://w", "block_size": 16, "max_num_batched_tokens": 1}
-    return {**fields, **changes}
-
-
+PROMPT = prompt()
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -113,7 +106,7 @@ def test_an_idle_service_ends_at_once_with_status_0(number: int) -> None:
 
 def test_what_is_in_flight_is_answered_and_readiness_is_gone() -> None:
     with RunningService("--drain-secs", "3600", env=NO_EVENTS) as service:
-        assert service.post("/workers", worker())[0] == 201
+        service.add_worker()
         with Connection(service.port) as half, Connection(service.port) as posting:
             half.send(b"GET /ready HTTP/1.1\r\nhost: ")
             rest = posting.post("/select", PROMPT, sent=10)
@@ -133,8 +126,8 @@ def test_what_is_in_flight_is_answered_and_readiness_is_gone() -> None:
 def test_parked_requests_are_told_that_the_service_stops() -> None:
     flags = ("--drain-secs", "3600", "--queue-threshold", "1")
     with RunningService(*flags, env=NO_EVENTS) as service:
-        service.post("/workers", worker())
-        assert service.post("/select_and_reserve", {**PROMPT, "reservation_id": "a"})[0] == 200
+        service.add_worker(max_num_batched_tokens=1)
+        service.book("a")
         with Connection(service.port) as gone:
             gone.post("/select", PROMPT)
             wait_until(lambda: pending(service) == 1, "a request is parked")
@@ -184,9 +177,6 @@ def test_a_request_that_never_ends_is_not_waited_for_beyond(drain_s: str) -> Non
         assert service.stop()[0] == 0
 
 
-# -- the UNIX socket (D19) ------------------------------------------------------------------------
-
-
 def test_a_successor_takes_the_path_while_the_old_process_drains(tmp_path: Path) -> None:
     path = tmp_path / "s"
     flags = ("--uds", str(path), "--drain-secs", "3600")
@@ -205,9 +195,6 @@ def test_a_successor_takes_the_path_while_the_old_process_drains(tmp_path: Path)
             assert stat.S_IMODE(path.stat().st_mode) == 0o660
             assert new.stop()[0] == 0
     assert not path.exists()
-
-
-# -- how many (D27) -------------------------------------------------------------------------------
 
 
 def test_connections_beyond_the_most_are_refused_and_counted() -> None:
@@ -246,8 +233,8 @@ def test_connections_beyond_the_most_are_refused_and_counted() -> None:
 def test_who_waits_too_long_is_told_so() -> None:
     flags = ("--queue-threshold", "1", "--queue-max-wait-secs", "0.05")
     with RunningService(*flags, env=NO_EVENTS) as service:
-        service.post("/workers", worker())
-        assert service.post("/select_and_reserve", {**PROMPT, "reservation_id": "a"})[0] == 200
+        service.add_worker(max_num_batched_tokens=1)
+        service.book("a")
         told = {"error": "no worker became free within 0.05 seconds"}
         assert service.post("/select", PROMPT) == (503, told)
         assert pending(service) == 0

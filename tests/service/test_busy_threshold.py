@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from lean_selector.service.gate import Gate
+from tests.support.asked import prompt as any_prompt
+from tests.support.asked import worker as any_worker
 from tests.support.gates import InProcess, selection_service, selector
-from tests.support.running_service import RunningService
 
 MODEL = "Qwen/Qwen3-0.6B"
 SHED = {
@@ -19,31 +20,18 @@ SHED = {
     "code": 503,
 }
 NOT_FOUND = "Model 'nope' not found. Thresholds can only be set for discovered models."
-Service = InProcess | RunningService
 
 
 def worker(worker_id: int = 1, **fields: object) -> dict[str, object]:
-    return {
-        **{"worker_id": worker_id, "model_name": MODEL, "endpoint": f"http://worker-{worker_id}"},
-        **{"block_size": 16, "total_kv_blocks": 100, "max_num_batched_tokens": 1000, **fields},
-    }
+    sizes = {"total_kv_blocks": 100, "max_num_batched_tokens": 1000}
+    return any_worker(worker_id, model_name=MODEL, **sizes, **fields)
 
 
-def prompt(tokens: int = 16, blocks: int = 1, **fields: Any) -> dict[str, object]:
-    hashes = list(range(blocks))
-    return {
-        **{"model_name": MODEL, "block_hashes": hashes, "sequence_hashes": hashes},
-        **{"isl_tokens": tokens, **fields},
-    }
+def prompt(**fields: Any) -> dict[str, object]:
+    return any_prompt(model_name=MODEL, **fields)
 
 
-def occupy(service: Service, name: str, tokens: int, blocks: int = 0, **fields: object) -> None:
-    """Reserves a rank; lifecycle calls are never shed."""
-    stated = {"reservation_id": name, "worker_id": 1, "effective_prefill_tokens": tokens}
-    assert service.post("/reservations", prompt(tokens, blocks, **stated, **fields))[0] == 201
-
-
-def set_threshold(service: Service, **limits: object) -> Any:
+def set_threshold(service: InProcess, **limits: object) -> Any:
     names = {
         "blocks": "active_decode_blocks_threshold",
         "tokens": "active_prefill_tokens_threshold",
@@ -155,7 +143,7 @@ def test_a_shed_request_is_answered_in_the_words_of_the_document(status: int) ->
     service = InProcess(Gate(selection_service().routes(), overload_status=status))
     assert service.post("/workers", worker())[0] == 201
     set_threshold(service, tokens=0)
-    occupy(service, "a", 1)
+    service.reserve("a", 1, 1, model_name=MODEL)
     got, lines, body = service.with_headers("POST", "/select", prompt())
     assert (got, lines["content-type"], lines["retry-after"]) == (status, "application/json", "1")
     assert body == {**SHED, "code": status}
@@ -163,19 +151,17 @@ def test_a_shed_request_is_answered_in_the_words_of_the_document(status: int) ->
 
 def test_only_selections_are_shed_and_what_is_shed_books_nothing(service: InProcess) -> None:
     set_threshold(service, tokens=0)
-    assert service.post("/select_and_reserve", prompt(reservation_id="a"))[0] == 200, (
-        "not by itself"
-    )
+    service.book("a", model_name=MODEL)  # it is not busy by itself
     before = service.get("/loads")
     assert service.post("/select", prompt()) == (503, SHED)
     assert service.post("/select_and_reserve", prompt(reservation_id="shed")) == (503, SHED)
     assert service.get("/loads") == before
-    assert service.request("DELETE", "/reservations/shed")[0] == 404
-    occupy(service, "b", 1)  # a decision already made
+    assert service.end("shed") == 404
+    service.reserve("b", 1, 1, model_name=MODEL)  # a decision already made
     assert service.post("/potential_loads", prompt())[0] == 200
     assert service.post("/overlap_scores", prompt())[0] == 200
     for path in ("/loads", "/workers", "/ready", "/health", "/dump", "/busy_threshold"):
         assert service.get(path)[0] == 200
     assert service.post("/reservations/a/output_block", {})[0] == 200
     assert service.request("POST", "/reservations/a/prefill_complete")[0] == 200
-    assert service.request("DELETE", "/reservations/a")[0] == 200
+    assert service.end("a") == 200

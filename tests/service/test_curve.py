@@ -16,9 +16,6 @@ TOKENS = [11, 12, 13, 14]
 SECRET = "an adapter that nobody else may read of"
 
 
-# -- engines --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def engine(secret: str | None = None, clients: str | None = None) -> Iterator[KvEventPublisher]:
     """It has published one block; who wants that must ask for its replay."""
@@ -40,20 +37,6 @@ def store(publisher: KvEventPublisher, number: int) -> None:
         parent_hash=99 + number if number else None,
         lora_name=SECRET,
     )
-
-
-def register(
-    service: RunningService, worker_id: int, events: str | None, replays: str | None
-) -> None:
-    body = {
-        "worker_id": worker_id,
-        "endpoint": f"http://127.0.0.1:{worker_id}",
-        "block_size": BLOCK_SIZE,
-        "kv_events_endpoint": events,
-        "replay_endpoint": replays,
-    }
-    status, worker = service.post("/workers", body)
-    assert (status, worker["lifecycle"]) == (201, "schedulable")
 
 
 def tells(service: RunningService, worker_id: int, words: str) -> bool:
@@ -81,15 +64,13 @@ def test_engines_are_heard_with_right_keys_and_of_another_it_is_told_why(tmp_pat
         engine() as plain,
     ):
         for worker_id, each in enumerate((right, plain), 1):
-            register(service, worker_id, each.endpoint, each.replay_endpoint)
+            where = {"kv_events_endpoint": each.endpoint, "replay_endpoint": each.replay_endpoint}
+            service.add_worker(worker_id, block_size=BLOCK_SIZE, **where)
         wait_until(lambda: is_live(service, 1, 1), "the first is heard, and replayed from")
         store(right, 1)
         wait_until(lambda: service.kv_source(1)["last_seq"] == 1, "what is new is heard")
         words = "it does not encrypt"
         wait_until(lambda: tells(service, 2, words), "the other is plain")
-
-
-# -- replicas -------------------------------------------------------------------------------------
 
 
 def test_replicas_that_encrypt_hear_each_other_and_catch_up(tmp_path: Path) -> None:
@@ -121,9 +102,6 @@ def test_replicas_that_encrypt_hear_each_other_and_catch_up(tmp_path: Path) -> N
                 "refused": 0,
                 "last_refused": None,
             }
-
-
-# -- a publisher's own files ----------------------------------------------------------------------
 
 
 def test_a_publisher_is_not_made_with_keys_that_are_none(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from tests.support.certificates import Authority
 from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.support.running_service import RunningService, wait_until
 
-QUICK_PEERS = ("--discover-interval-secs", "0.05", "--discover-grace-secs", "0.1")
-QUICK = (*QUICK_PEERS, "--discover-refresh-secs", "0.1")
+QUICK = (
+    *("--discover-interval-secs", "0.05", "--discover-grace-secs", "0.1"),
+    *("--discover-refresh-secs", "0.1"),
+)
 TOKENS = list(range(4 * BLOCK_SIZE))
 
 
@@ -66,9 +68,8 @@ def test_workers_come_and_go_while_requests_are_placed(tmp_path: Path) -> None:
             known = {worker_id_of(each.url) for each in found}
             assert {answer["worker_id"] for _, answer in chosen} == known
             for _, answer in chosen:  # the next ones begin with equal loads
-                freed = service.request("DELETE", f"/reservations/{answer['reservation_id']}")
-                assert freed[0] == 200
-        assert service.request("DELETE", "/reservations/held")[0] == 200
+                assert service.end(answer["reservation_id"]) == 200
+        assert service.end("held") == 200
         report = service.get("/discovery")[1]
         (row,) = report["discoveries"]
         assert (row["state"], row["found"], row["failures"]) == ("watching", 2, 0)
@@ -112,6 +113,3 @@ def test_a_url_a_token_and_what_no_engine_tells_are_all_that_a_selector_needs_to
                 return bool(scores["workers"][0]["device_blocks"] == 4)
 
             wait_until(is_known, "its events are heard")
-
-
-# -- peers ----------------------------------------------------------------------------------------

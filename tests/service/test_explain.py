@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lean_selector.core.load.shapes import EngineLoad
+from tests.support.asked import prompt as any_prompt
 from tests.support.gates import (
     NOW,
     InProcess,
@@ -17,17 +18,9 @@ from tests.support.gates import (
     selector,
 )
 
-HASHES = [11, 12, 13, 14]
-
 
 def prompt(**fields: object) -> dict[str, object]:
-    hashes = {"block_hashes": HASHES, "sequence_hashes": HASHES, "isl_tokens": 64}
-    return {**hashes, "explain": True, **fields}
-
-
-def register(service: InProcess, worker_id: int, **fields: object) -> None:
-    body = {"worker_id": worker_id, "endpoint": f"http://w{worker_id}", "block_size": 16, **fields}
-    assert service.post("/workers", body)[1]["lifecycle"] == "schedulable"
+    return any_prompt(11, 12, 13, 14, **{"explain": True, **fields})
 
 
 def explanation(service: InProcess, **fields: object) -> Any:
@@ -42,14 +35,14 @@ def service() -> InProcess:
 
 
 def test_without_it_the_answer_is_as_documented(service: InProcess) -> None:
-    register(service, 1)
+    service.add_worker(1)
     for explain in (False, None):
         assert "explain" not in service.post("/select", prompt(explain=explain))[1]
     assert service.post("/select", prompt(explain="yes"))[0] == 422
 
 
 def test_a_request_names_its_own_policy(service: InProcess) -> None:
-    register(service, 1)
+    service.add_worker(1)
     (row,) = explanation(service)["ranks"]
     assert "evicted_blocks" not in row
     override = {"policy": "latency", "prefill_load_scale": 7.0}
@@ -63,10 +56,9 @@ def test_a_request_names_its_own_policy(service: InProcess) -> None:
 
 
 def test_every_figure_of_an_idle_rank_and_a_loaded_one(service: InProcess) -> None:
-    register(service, 1)
-    register(service, 2)
-    booked = {"reservation_id": "r", "worker_id": 2, "isl_tokens": 64, "sequence_hashes": [11, 99]}
-    assert service.post("/reservations", {**booked, "effective_prefill_tokens": 32})[0] == 201
+    service.add_worker(1)
+    service.add_worker(2)
+    service.reserve("r", 2, 32, sequence_hashes=[11, 99])
     why = explanation(service)
     assert {name: why[name] for name in why if name != "ranks"} == {
         "drawn": "lowest_cost",
@@ -109,7 +101,7 @@ def test_every_figure_of_an_idle_rank_and_a_loaded_one(service: InProcess) -> No
 
 
 def test_a_booking_is_explained_by_the_loads_before_it(service: InProcess) -> None:
-    register(service, 1)
+    service.add_worker(1)
     status, answer = service.post("/select_and_reserve", prompt())
     assert status == 200
     assert answer["explain"]["drawn"] == "only_candidate"
@@ -131,13 +123,11 @@ def test_a_booking_is_explained_by_the_loads_before_it(service: InProcess) -> No
 def test_who_was_no_candidate_is_told_why(
     service: InProcess, narrowed: dict[str, object], filtered: str
 ) -> None:
-    register(service, 1, taints=["t"])
-    register(service, 2, data_parallel_size=2)
+    service.add_worker(1, taints=["t"])
+    service.add_worker(2, data_parallel_size=2)
     if filtered == "busy":
         for dp_rank in (0, 1):
-            body = {"reservation_id": str(dp_rank), "worker_id": 2, "dp_rank": dp_rank}
-            load = {"isl_tokens": 5, "sequence_hashes": [], "effective_prefill_tokens": 5}
-            assert service.post("/reservations", {**body, **load})[0] == 201
+            service.reserve(str(dp_rank), 2, 5, dp_rank=dp_rank)
         body = {"model": "default", "active_prefill_tokens_threshold": 4}
         assert service.post("/busy_threshold", body)[0] == 200
     why = explanation(service, **narrowed)
@@ -148,10 +138,10 @@ def test_who_was_no_candidate_is_told_why(
 
 def test_a_parked_request_is_explained_when_it_goes() -> None:
     service = selector(queue_threshold=0.5)
-    register(service, 1, max_num_batched_tokens=64)
+    service.add_worker(1, max_num_batched_tokens=64)
     assert service.post("/select_and_reserve", prompt(reservation_id="first"))[0] == 200
     parked = service.later("/select", prompt())
-    assert service.request("DELETE", "/reservations/first")[0] == 200
+    assert service.end("first") == 200
     why = answer_of(parked)[1]["explain"]
     assert (why["drawn"], why["ranks"][0]["active_requests"]) == ("only_candidate", 0)
 
@@ -159,8 +149,8 @@ def test_a_parked_request_is_explained_when_it_goes() -> None:
 def test_what_an_engine_reports_of_its_load_is_shown_and_is_no_part_of_the_cost() -> None:
     plain = selection_service()
     service = InProcess(selection_gate(service=plain))
-    register(service, 1)
-    register(service, 2)
+    service.add_worker(1)
+    service.add_worker(2)
     slots = plain.selector.catalog.partitions["default", "default"].slots
     report = EngineLoad(3, 2, 1_000, 9_000, 700, 1_700, 48, 12_345, 0.5)
     slots.report_load((1, 0), report, NOW - 2.0)

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,12 +59,9 @@ class Looked:
         asked = Page(self.view, self.events, self.turns.call_soon)
         self.gate = Gate([*self.service.routes(), *page_routes(lambda: asked)])
         self.http = InProcess(self.gate)
+        self.register = partial(self.http.add_worker, model_name="m", block_size=4)
         for worker_id in range(1, workers + 1):
             self.register(worker_id)
-
-    def register(self, worker_id: int, model: str = "m", **more: object) -> None:
-        body = {"worker_id": worker_id, "model_name": model, "endpoint": "http://w:1", **more}
-        assert self.http.post("/workers", {"block_size": 4, **body})[0] == 201
 
     def get(self, path: str) -> Any:
         answer = self.gate(request("GET", path))
@@ -385,9 +383,6 @@ def test_runs_of_ranks_that_are_gone_do_not_count_and_a_look_ends() -> None:
     runs = [run for run in upper_runs(root, 0b1, 25_000) if run is not None]
     assert all(run.holders for run in runs)
     assert len(runs) == 20_000 - 1
-
-
-# -- the page -------------------------------------------------------------------------------------
 
 
 def test_the_page_lets_nothing_run_but_what_is_in_it() -> None:

@@ -4,6 +4,7 @@ fields that no route reads."""
 import http.client
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lean_selector.service.header_warnings import (
     registration_warnings,
 )
 from lean_selector.service.replies import warning_line
+from tests.support.asked import worker as any_worker
 from tests.support.gates import InProcess, selection_gate, selector
 from tests.support.running_service import DEADLINE_S, RunningService
 
@@ -112,16 +114,14 @@ def sent(
 ) -> tuple[int, str | None, dict[str, object]]:
     """Status, warning and body of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=DEADLINE_S)
-    connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
-    answer = connection.getresponse()
-    record = json.loads(answer.read())
-    connection.close()
-    return answer.status, answer.getheader("x-warning"), record
+    with closing(connection):
+        connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.getheader("x-warning"), json.loads(answer.read())
 
 
 def worker(worker_id: int, **fields: object) -> dict[str, object]:
-    own = {"worker_id": worker_id, "endpoint": f"http://w:{8000 + worker_id}", "block_size": 16}
-    return {**own, **fields}
+    return any_worker(worker_id, **{"endpoint": f"http://w:{8000 + worker_id}", **fields})
 
 
 def test_a_registration_says_so_in_a_header_and_nowhere_else(service: RunningService) -> None:
@@ -276,8 +276,7 @@ def headers(
 def gate_with(*models: str) -> InProcess:
     gate = InProcess(selection_gate(lines=refusal_lines))
     for number, model in enumerate(models):
-        body = {"worker_id": number, "model_name": model, "endpoint": "http://w", "block_size": 16}
-        assert headers(gate, "/workers", body)[0] == 201
+        gate.add_worker(number, model_name=model)
     return gate
 
 
@@ -291,9 +290,8 @@ def test_a_model_that_nobody_serves_is_answered_with_those_that_exist() -> None:
 
 def test_a_model_of_another_tenant_is_answered_with_the_tenants_that_it_has() -> None:
     gate = gate_with("llama")
-    worker = {"model_name": "qwen", "endpoint": "http://w", "block_size": 16}
     for worker_id, tenant in enumerate(("b", "acme"), 7):
-        headers(gate, "/workers", {**worker, "worker_id": worker_id, "tenant_id": tenant})
+        gate.add_worker(worker_id, model_name="qwen", tenant_id=tenant)
     for body in ({"token_ids": [1]}, {"token_ids": [1], "tenant": "acme"}):
         status, lines = headers(gate, "/select", {"model_name": "qwen", **body})
         assert (status, lines["x-known-models"]) == (503, '"llama", "qwen"')
@@ -302,8 +300,7 @@ def test_a_model_of_another_tenant_is_answered_with_the_tenants_that_it_has() ->
         assert ("is tenant_id meant?" in more) == ("tenant" in body)
     assert "x-warning" not in headers(gate, "/select", {"token_ids": [1]})[1]
     for worker_id in range(10, 15):
-        one = {**worker, "worker_id": worker_id, "tenant_id": f"c{worker_id}"}
-        headers(gate, "/workers", one)
+        gate.add_worker(worker_id, model_name="qwen", tenant_id=f"c{worker_id}")
     lines = headers(gate, "/select", {"model_name": "qwen", "token_ids": [1]})[1]
     assert lines["x-warning"].endswith(": acme, b, c10, c11 and 3 more")
 
@@ -335,8 +332,7 @@ def test_a_request_that_fails_is_told_of_fields_that_look_like_known_ones(
 @pytest.mark.parametrize("gate_of", [gate_with, lambda: selector(dialect=API_1_6)])
 def test_a_report_is_told_of_them_though_it_counts(gate_of: Callable[[], InProcess]) -> None:
     gate = gate_of()
-    worker = {"worker_id": 0, "endpoint": "http://w", "block_size": 16, "data_parallel_size": 2}
-    headers(gate, "/workers", worker)
+    gate.add_worker(0, data_parallel_size=2)
     path = "/workers/0/report"
     status, lines = headers(gate, path, {"outcome": "refused", "rank": 1, "ttft": 4})
     assert status == 200

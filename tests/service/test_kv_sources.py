@@ -22,40 +22,24 @@ def publisher(block_size: int = BLOCK, replays: bool = True) -> KvEventPublisher
     )
 
 
-def tokens(block: int, size: int = BLOCK) -> list[int]:
-    return [block] * size
-
-
 def store(engine: KvEventPublisher, count: int) -> None:
     """One prompt of so many blocks, a batch each."""
     for block in range(1, count + 1):
         engine.publish_stored(
-            token_ids=tokens(block, engine.kv_block_size),
+            token_ids=[block] * engine.kv_block_size,
             block_hashes=[block],
             parent_hash=block - 1 or None,
         )
 
 
-def register(service: RunningService, worker_id: int, **fields: object) -> None:
-    body = {"worker_id": worker_id, "endpoint": "http://w:8000", "block_size": BLOCK, **fields}
-    assert service.post("/workers", body)[0] == 201
-
-
 def register_engine(service: RunningService, worker_id: int, engine: KvEventPublisher) -> None:
-    register(
-        service,
-        worker_id,
-        kv_events_endpoint=engine.endpoint,
-        replay_endpoint=engine.replay_endpoint,
-    )
+    where = {"kv_events_endpoint": engine.endpoint, "replay_endpoint": engine.replay_endpoint}
+    service.add_worker(worker_id, **where)
 
 
 def wait_for_state(service: RunningService, worker_id: int, state: str) -> dict[str, Any]:
     wait_until(lambda: service.kv_source(worker_id)["state"] == state, f"{worker_id} is {state}")
     return service.kv_source(worker_id)
-
-
-# -- sources that lie -----------------------------------------------------------------------------
 
 
 # Worker, state, what is said of it as a pattern; it is logged as a warning but where INFO is said.
@@ -85,17 +69,16 @@ def fleet() -> Iterator[RunningService]:
         store(partial, REPLAY_BATCHES + 5)
         store(well, 3)
         register_engine(service, 1, mismatched)
-        register(service, 2, kv_events_endpoint=f"tcp://127.0.0.1:{free_port()}")
-        register(service, 3, kv_events_endpoint=f"tcp://127.0.0.1:{service.port}")
+        service.add_worker(2, kv_events_endpoint=f"tcp://127.0.0.1:{free_port()}")
+        service.add_worker(3, kv_events_endpoint=f"tcp://127.0.0.1:{service.port}")
         register_engine(service, 4, silent)
         register_engine(service, 5, mute)
         nobody = f"tcp://127.0.0.1:{free_port()}"
-        register(service, 6, kv_events_endpoint=lame.endpoint, replay_endpoint=nobody)
+        service.add_worker(6, kv_events_endpoint=lame.endpoint, replay_endpoint=nobody)
         register_engine(service, 7, partial)
         register_engine(service, WELL, well)
         register_engine(service, QUIET, quiet)
-        booking = {"reservation_id": "r", "worker_id": 4, "isl_tokens": 8, "sequence_hashes": []}
-        assert service.post("/reservations", booking)[0] == 201
+        service.reserve("r", 4, 8)
         yield service
 
 

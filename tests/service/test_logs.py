@@ -14,19 +14,12 @@ from lean_selector.http.head import HeaderBlock, Request
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.service.access_log import with_access_log
 from lean_selector.service.logs import ACCESS_LOG
+from tests.support.asked import prompt, worker
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import RunningService, wait_until
 
 AROUND = ["configuration", "listening", "stopped"]
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-def worker(worker_id: int = 1, **fields: object) -> dict[str, object]:
-    return {"worker_id": worker_id, "endpoint": "http://w", "block_size": 16, **fields}
-
-
-def prompt(**fields: object) -> dict[str, object]:
-    return {"block_hashes": [1], "sequence_hashes": [1], "isl_tokens": 16, **fields}
 
 
 def lines(log: str) -> list[dict[str, Any]]:
@@ -83,10 +76,10 @@ def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> N
             return status
 
         assert after("POST", "/workers", worker(block_size=None)) == 201
-        service.post("/workers", worker())
+        service.add_worker()
         assert after("POST", "/workers", worker()) == 201
         assert after("POST", "/workers", worker()) == 201  # an identical one changes nothing
-        assert service.post("/select_and_reserve", prompt(reservation_id="r"))[0] == 200
+        service.book("r")
         for _ in range(3):
             assert after("POST", "/select", prompt()) == 503
         assert after("DELETE", "/reservations/r") == 200
@@ -128,7 +121,7 @@ def access(log: str) -> list[dict[str, Any]]:
 
 def test_the_access_log_has_route_status_and_every_id() -> None:
     with start("--access-log") as service:
-        service.post("/workers", worker())
+        service.add_worker()
         service.request(
             "POST",
             "/select",

@@ -2,7 +2,6 @@
 due because of it. A collection amid requests is what their slowest wait for.
 """
 
-import asyncio
 import gc
 import json
 
@@ -10,9 +9,10 @@ import pytest
 
 from lean_selector.http.connections import Connections
 from lean_selector.http.protocol import HttpProtocol
+from tests.http.test_protocol import FakeTransport
+from tests.support.asked import worker
 from tests.support.gates import selection_gate
 
-WORKER = {"worker_id": 1, "endpoint": "http://w", "block_size": 16}
 PROMPT = {"block_hashes": [1, 2], "sequence_hashes": [3, 4], "isl_tokens": 32}
 
 Call = tuple[str, str, object]
@@ -34,15 +34,6 @@ CALLS: dict[str, list[Call]] = {
 }
 
 
-class Silent(asyncio.Transport):
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: list[bytes] = []
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.answers.append(bytes(data))
-
-
 def http(method: str, path: str, body: object) -> bytes:
     text = b"" if body is None else json.dumps(body).encode()
     head = f"{method} {path} HTTP/1.1\r\nhost: h\r\ncontent-type: application/json\r\n"
@@ -51,10 +42,10 @@ def http(method: str, path: str, body: object) -> bytes:
 
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS)
 def test_a_request_leaves_no_cycle_behind(calls: list[Call]) -> None:
-    transport = Silent()
+    transport = FakeTransport()
     protocol = HttpProtocol(selection_gate(), Connections(call_soon=lambda callback: None))
     protocol.connection_made(transport)
-    protocol.data_received(http("POST", "/workers", WORKER))
+    protocol.data_received(http("POST", "/workers", worker()))
     texts = [http(*call) for call in calls]
     for text in texts:  # what is made once, and remembered
         protocol.data_received(text)
@@ -66,4 +57,4 @@ def test_a_request_leaves_no_cycle_behind(calls: list[Call]) -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
-    assert len(transport.answers) == 1 + 11 * len(calls)
+    assert len(transport.writes) == 1 + 11 * len(calls)

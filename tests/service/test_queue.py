@@ -8,18 +8,16 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.asked import prompt
 from tests.support.gates import InProcess, answer_of, selector
 
 PROMPT = {"block_hashes": [1], "sequence_hashes": [1], "isl_tokens": 9}
-WORKER = {"endpoint": "http://w", "block_size": 16, "max_num_batched_tokens": 16}
 
 
 def fill(service: InProcess, worker_id: int) -> None:
     """Register a worker, and book above the threshold there."""
-    assert service.post("/workers", {**WORKER, "worker_id": worker_id})[0] == 201
-    rank = {"worker_id": worker_id, "effective_prefill_tokens": 9}
-    booking = {**PROMPT, **rank, "reservation_id": f"full{worker_id}"}
-    assert service.post("/reservations", booking)[0] == 201
+    service.add_worker(worker_id, max_num_batched_tokens=16)
+    service.reserve(f"full{worker_id}", worker_id, 9)
 
 
 class Dice(random.Random):
@@ -57,14 +55,9 @@ def test_what_a_request_holds_while_it_waits_is_told() -> None:
     fill(service, 1)
 
     def held(blocks: int) -> int:
-        hashes = list(range(1, blocks + 1))
-        prompt = {"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": 16 * blocks}
-        return service.later("/select", prompt).held_bytes
+        return service.later("/select", prompt(*range(1, blocks + 1))).held_bytes
 
     assert held(1001) - held(1) == 16 * 1000
-
-
-# -- `--queue-max-wait-secs` ----------------------------------------------------------------------
 
 
 class Timers:
@@ -102,6 +95,6 @@ def test_a_request_that_waits_has_a_timer_and_one_that_is_answered_has_none(
         assert status == 503
         assert "60 seconds" in body["error"]
     else:
-        assert service.request("DELETE", "/reservations/full1")[0] == 200
+        assert service.end("full1") == 200
         assert answer_of(parked)[0] == 200
         assert timers.due == []

@@ -10,8 +10,7 @@ from tests.support.gates import InProcess, answered, request, selector
 def fleet(*worker_ids: int, **fields: object) -> InProcess:
     service = selector()
     for worker_id in worker_ids:
-        body = {"worker_id": worker_id, "endpoint": "http://w", "block_size": 16, **fields}
-        assert service.post("/workers", body)[0] == 201
+        service.add_worker(worker_id, **fields)
     return service
 
 
@@ -56,16 +55,11 @@ def test_a_report_that_makes_no_sense_is_told_which_field() -> None:
     assert (status, "detail must be true or false" in body["error"]) == (400, True)
 
 
-def book(service: InProcess, name: str) -> int:
-    body = {"token_ids": list(range(40)), "reservation_id": name}
-    return int(service.post("/select_and_reserve", body)[1]["worker_id"])
-
-
 def test_the_end_of_a_reservation_may_say_how_it_went() -> None:
     service = fleet(1, 2, 3)
     failed = 0
     while failed < 3:
-        worker_id = book(service, "r")
+        worker_id = service.book("r")["worker_id"]
         outcome = "failed" if worker_id == 2 else "ok"
         failed += outcome == "failed"
         assert service.request("DELETE", "/reservations/r", {"outcome": outcome})[0] == 200
@@ -85,34 +79,28 @@ def test_an_end_frees_whatever_its_body_says_and_warns_of_what_it_ignored(
     body: bytes, fault: bytes
 ) -> None:
     service = fleet(1)
-    book(service, "r")
+    service.book("r")
     answer = service.gate(request("DELETE", "/reservations/r", body))
     assert isinstance(answer, bytes)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     [warning] = [line for line in answer.split(b"\r\n") if line.startswith(b"x-warning: ")]
     assert b"the body was ignored: " in warning
     assert fault in warning
-    assert service.request("DELETE", "/reservations/r")[0] == 404
+    assert service.end("r") == 404
 
 
 def test_an_end_without_a_body_or_with_one_of_another_type_is_as_before() -> None:
     service = fleet(1)
     assert service.request("DELETE", "/reservations/none", {"outcome": "ok"})[0] == 404
-    book(service, "r")
-    assert service.request("DELETE", "/reservations/r")[0] == 200
-    book(service, "r")
+    service.book("r")
+    assert service.end("r") == 200
+    service.book("r")
     unread = request("DELETE", "/reservations/r", b"\xff anything", content_type=b"text/plain")
     assert answered(service.gate, unread)[0] == 200
 
 
-# -- draining -------------------------------------------------------------------------------------
-
-
 def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new_until_it_is_back() -> None:
-    service = selector()
-    for worker_id in (1, 2):
-        body = {"worker_id": worker_id, "endpoint": f"http://w{worker_id}", "block_size": 16}
-        assert service.post("/workers", body | {"model_name": "m"})[0] == 201
+    service = fleet(1, 2, model_name="m")
 
     def chosen(**more: object) -> int | None:
         prompt = {"model_name": "m", "token_ids": [1, 2, 3], **more}
@@ -136,14 +124,13 @@ def test_a_draining_worker_keeps_what_it_has_and_gets_nothing_new_until_it_is_ba
         "/select", {"model_name": "m", "token_ids": [1, 2, 3], "explain": True}
     )
     assert explained["explain"]["ranks"][0]["filtered"] == "draining"
-    assert service.request("DELETE", "/reservations/r")[0] == 200
+    assert service.end("r") == 200
     # What registers it again, as discovery does, does not end it; another process does.
-    again = {"worker_id": 1, "endpoint": "http://w1", "block_size": 16, "model_name": "m"}
-    assert service.post("/workers", again)[1]["lifecycle"] == "draining"
+    assert service.add_worker(1, model_name="m")["lifecycle"] == "draining"
     assert patch(2, "draining") == "draining"
     assert chosen() is None
     assert patch(1, "incomplete") == "draining"  # a record that is sent back changes nothing
     assert patch(1, "schedulable") == "schedulable"
     assert {chosen() for _ in range(20)} == {1}
-    moved = {"worker_id": 2, "endpoint": "http://w3", "block_size": 16, "model_name": "m"}
-    assert service.post("/workers", moved)[1]["lifecycle"] == "schedulable"
+    moved = service.add_worker(2, endpoint="http://w3", model_name="m")
+    assert moved["lifecycle"] == "schedulable"

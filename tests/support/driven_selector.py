@@ -77,6 +77,7 @@ class DrivenSelector:
         sources: SourceSink = settings.pop("sources", self.sources)
         self.turns: list[Callable[[], None]] | None = [] if settings.pop("turns", False) else None
         decisions = settings.pop("decisions", None)
+        check: Callable[[WorkerSpec], None] = settings.pop("check_worker", lambda spec: None)
         tables = None
         if isinstance(settings.get("sessions"), SessionTables):
             tables = settings.pop("sessions")
@@ -88,6 +89,7 @@ class DrivenSelector:
             sessions=tables,
             call_soon=None if self.turns is None else self.turns.append,
             decisions=decisions,
+            check_worker=check,
         )
 
     def turn(self) -> None:

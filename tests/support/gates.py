@@ -28,6 +28,7 @@ from lean_selector.service.slot_tracker_handlers import SlotTrackerService
 from lean_selector.service.ui import Events, Page
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition
+from tests.support.asked import Asked
 
 NOW = 1000.0
 
@@ -66,21 +67,21 @@ class Turns:
     """The loop's `call_soon`, run by hand."""
 
     def __init__(self) -> None:
-        self._due: list[Callable[[], None]] = []
+        self.due: list[Callable[[], None]] = []
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        self._due.append(callback)
+        self.due.append(callback)
 
     def turn(self) -> None:
         """What is due now."""
-        due, self._due = self._due, []
+        due, self.due = self.due, []
         for callback in due:
             callback()
 
     def run(self) -> int:
         """All that is due, and what comes of it; returns how many turns that took."""
         turns = 0
-        while self._due:
+        while self.due:
             self.turn()
             turns += 1
         return turns
@@ -199,7 +200,7 @@ def answered(gate: Gate, request: Request) -> tuple[int, bytes]:
     return int(head[9:12]), body
 
 
-class InProcess:
+class InProcess(Asked):
     """A gate that is asked as a RunningService is: no process, no socket. Bodies are JSON."""
 
     def __init__(self, gate: Gate) -> None:
@@ -220,12 +221,6 @@ class InProcess:
         asked = request(method, path, content, content_type=None if kind is None else kind.encode())
         status, text = answered(self.gate, asked)
         return status, json.loads(text) if text else None
-
-    def post(self, path: str, body: object) -> tuple[int, Any]:
-        return self.request("POST", path, body)
-
-    def get(self, path: str) -> tuple[int, Any]:
-        return self.request("GET", path)
 
     def later(self, path: str, body: object) -> PendingReply:
         """The answer of a POST that is parked."""

@@ -1,16 +1,19 @@
 """A service of ours as a child process, for tests that go over real sockets."""
 
+import http.client
 import json
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from typing import Any, Self
 
 from loadtest.child_service import JSON, ChildService, free_port, plain_environment
+from tests.support.asked import Asked
 from tests.support.on_loop import DEADLINE_S
 
-__all__ = ["DEADLINE_S", "RunningService", "free_port", "wait_until"]
+__all__ = ["DEADLINE_S", "RunningService", "free_port", "unix_connection", "wait_until"]
 
 
 def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -22,7 +25,16 @@ def wait_until(condition: Callable[[], bool], what: str, deadline_s: float = DEA
         time.sleep(0.01)
 
 
-class RunningService:
+def unix_connection(path: str) -> http.client.HTTPConnection:
+    """A client's, to a UNIX socket."""
+    connection = http.client.HTTPConnection("localhost")
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.settimeout(DEADLINE_S)
+    connection.sock.connect(path)
+    return connection
+
+
+class RunningService(Asked):
     """Starts on entering, answers requests, and is stopped on leaving; it may be entered again."""
 
     shares_connection = False  # by all requests; else each has one of its own
@@ -89,20 +101,3 @@ class RunningService:
                 headers["authorization"] = f"Bearer {self.token}"
         status, text = self._child.request(method, path, content, headers)
         return status, json.loads(text) if text else None
-
-    def post(self, path: str, body: object = None) -> tuple[int, Any]:
-        return self.request("POST", path, body)
-
-    def get(self, path: str) -> tuple[int, Any]:
-        return self.request("GET", path)
-
-    def active(self) -> int:
-        """Requests that count as running, on all ranks."""
-        loads = self.get("/loads")[1]
-        return sum(rank["active_requests"] for row in loads for rank in row["loads"])
-
-    def kv_source(self, worker_id: int) -> dict[str, Any]:
-        """How the events of a worker's first rank come."""
-        rows = self.get("/kv_sources")[1]
-        found: dict[str, Any] = next(row for row in rows if row["worker_id"] == worker_id)
-        return found

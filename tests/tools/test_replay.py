@@ -241,15 +241,14 @@ def test_the_log_of_a_service_is_played_again(tmp_path: Path) -> None:
         "--use-kv-events", "false", "--router-ttl-secs", "60", "--decision-log", str(path)
     ) as service:
         for worker_id in (1, 2):
-            worker = {"worker_id": worker_id, "model_name": "m", "endpoint": "http://w"}
-            assert service.post("/workers", {**worker, "block_size": 16})[0] == 201
+            service.add_worker(worker_id, model_name="m")
         for number in range(30):
             name = f"{number}"
             tokens = [number % 5, *range(1_500)]
             body = {"model_name": "m", "token_ids": tokens, "reservation_id": name}
             assert service.post("/select_and_reserve", body)[0] == 200
             assert service.post(f"/reservations/{name}/prefill_complete")[0] < 300
-            assert service.request("DELETE", f"/reservations/{name}")[0] < 300
+            assert service.end(name) == 200
     assert replay([str(path), "--set", "policy=latency", "--json", str(figures)]) == 0
     observed, *played = json.loads(figures.read_bytes())["rows"]
     assert len(played) == 3

@@ -79,8 +79,7 @@ def test_on_a_pipe_it_prints_all_ranks_once_and_on_a_terminal_it_draws(tmp_path:
     with RunningService(*flags) as service:
         service.token = "a-1"
         for worker_id in (7, 8):
-            body = {"worker_id": worker_id, "endpoint": "http://w:1", "block_size": 16}
-            assert service.post("/workers", body)[0] == 201
+            service.add_worker(worker_id)
         command = [*TOP, f"http://127.0.0.1:{service.port}"]
         refused = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (refused.returncode, refused.stdout) == (2, "")
