@@ -25,7 +25,7 @@ from tests.support.one_form import MARK, is_of_one_form
 
 EXPLORE_TIMES = 20  # as many examples in an exploring run
 # Files that take minutes: they begin first, so that none is left over for one of several processes.
-LONG = {"test_image.py", "test_without_simdjson.py"}
+LONG = {"test_image.py"}
 
 settings.register_profile(
     "repeatable",

@@ -55,7 +55,6 @@ def _simdjson_parse() -> Callable[[bytes], Any] | None:
 
 
 _parse = _simdjson_parse()
-HAS_SIMDJSON: Final = _parse is not None
 
 
 def packed_signed(text: bytes) -> bytes | None:
