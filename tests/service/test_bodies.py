@@ -61,31 +61,13 @@ def test_a_body_that_was_too_large_to_keep_is_413(content_type: bytes) -> None:
     assert refused.value.status == 413
 
 
-BROKEN = {
+BROKEN = {  # beside those that the recordings have
     "nothing": b"",
     "blanks": b" \n",
-    "half an object": b"{",
-    "half a key": b'{"a',
-    "no colon": b'{"a" 1}',
-    "no comma": b'{"a":1 "b":2}',
-    "trailing comma": b'{"a":1,}',
-    "no key": b"{,}",
-    "number as key": b"{1:2}",
     "single quotes": b"{'a':1}",
-    "leading zero": b'{"a":01}',
-    "bare point": b'{"a":1.}',
-    "plus sign": b'{"a":+1}',
-    "NaN": b'{"a":NaN}',
     "Infinity": b'{"a":-Infinity}',
-    "half a word": b'{"a":nul}',
-    "bad escape": b'{"a":"\\q"}',
     "half an escape": b'{"a":"\\u12"}',
-    "lone low surrogate": b'{"a":"\\udc00"}',
-    "lone high surrogate": b'{"a":"\\ud800"}',
-    "control character": b'{"a":"\x01"}',
     "bytes after the value": b"{} x",
-    "two values": b"{}{}",
-    "byte order mark": b"\xef\xbb\xbf{}",
     "UTF-16": '{"a":1}'.encode("utf-16"),
     "bad UTF-8 in an ignored string": b'{"a":"\xff"}',
     "bad UTF-8 in an ignored key": b'{"\xc3\x28":1}',

@@ -3,6 +3,7 @@
 What was recorded of 1.6.1 is played in `conformance/`; here is what no recording can show.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,6 @@ from lean_selector.service.header_warnings import refusal_lines
 from tests.support.gates import InProcess, answer_of, selection_gate, selection_service
 
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-# What the two dialects call a booking's id, and the second half of a partition's name.
-NAMES = {
-    API_1_3.name: ("reservation_id", "tenant_id"),
-    API_1_6.name: ("selection_id", "routing_group"),
-}
 
 
 class Service(InProcess):
@@ -28,12 +24,8 @@ class Service(InProcess):
         service._dump = lambda: encode_response(200, b'{"all":1}')
         service._bare_dump = lambda: encode_response(200, b'{"bare":1}')
         super().__init__(selection_gate(lines=refusal_lines, service=service))
+        self.register = partial(self.add_worker, block_size=4, max_num_batched_tokens=10)
         self.register(1)
-
-    def register(self, worker_id: int, **fields: object) -> None:
-        body = {"worker_id": worker_id, "endpoint": f"http://w{worker_id}", "block_size": 4}
-        more = {"max_num_batched_tokens": 10, **fields}
-        assert self.post("/workers", {**body, **more})[0] == 201
 
     def load(self) -> tuple[int, int, int]:
         """Prefill tokens, decode blocks and requests of worker 1."""
@@ -43,47 +35,23 @@ class Service(InProcess):
         return prefill, decode, requests
 
 
-@pytest.mark.parametrize("dialect", [API_1_3, API_1_6])
-def test_what_was_selected_is_booked_by_its_id_alone_in_both_dialects(dialect: Dialect) -> None:
-    service = Service(dialect)
-    id_name, group_name = NAMES[dialect.name]
+def test_what_was_selected_is_booked_by_its_id_alone_in_the_1_3_dialect_too() -> None:
+    service = Service(API_1_3)
     assert service.post("/select", {"selection_id": "a", "token_ids": TOKENS})[0] == 200
     assert service.load() == (0, 0, 0)
-    assert service.post("/reservations", {"selection_id": "a"}) == (
-        201,
-        {
-            id_name: "a",
-            "model_name": "default",
-            group_name: "default",
-            "worker_id": 1,
-            "dp_rank": 0,
-            "endpoint": "http://w1",
-        },
-    )
+    where = {"model_name": "default", "tenant_id": "default", "endpoint": "http://w1"}
+    booked = {"reservation_id": "a", **where, "worker_id": 1, "dp_rank": 0}
+    assert service.post("/reservations", {"selection_id": "a"}) == (201, booked)
     assert service.load() == (9, 2, 1)
-    word = "tenant" if dialect == API_1_3 else "routing_group"
-    gone = (
-        f"no pending selection a for model=default {word}=default "
-        "(expired, already used, or never selected)"
-    )
-    assert service.post("/reservations", {"selection_id": "a"}) == (404, {"error": gone})
-
-
-def test_in_the_1_3_dialect_a_cached_selection_may_be_booked_under_another_id() -> None:
-    service = Service(API_1_3)
-    service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
-    body = {"selection_id": "a", "reservation_id": "b"}
-    assert service.post("/reservations", body)[1]["reservation_id"] == "b"
-    assert service.request("DELETE", "/reservations/b")[0] == 200
-
-
-def test_in_the_1_3_dialect_an_id_that_is_taken_leaves_the_selection() -> None:
-    service = Service(API_1_3)
-    service.post("/select_and_reserve", {"reservation_id": "a", "token_ids": TOKENS})
+    status, answer = service.post("/reservations", {"selection_id": "a"})
+    assert status == 404
+    assert "no pending selection a for model=default tenant=default " in answer["error"]
+    # An id that is taken leaves the selection, which may be booked under another one.
     service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
     assert service.post("/reservations", {"selection_id": "a"})[0] == 409
-    service.request("DELETE", "/reservations/a")
-    assert service.post("/reservations", {"selection_id": "a"})[0] == 201
+    body = {"selection_id": "a", "reservation_id": "b"}
+    assert service.post("/reservations", body)[1]["reservation_id"] == "b"
+    assert service.end("b") == 200
 
 
 def test_booking_anew_forgets_what_was_selected_under_the_id() -> None:
@@ -91,7 +59,7 @@ def test_booking_anew_forgets_what_was_selected_under_the_id() -> None:
     service = Service()
     service.post("/select", {"selection_id": "a", "token_ids": TOKENS})
     service.post("/select_and_reserve", {"selection_id": "a", "token_ids": [1]})
-    service.request("DELETE", "/reservations/a")
+    service.end("a")
     assert service.post("/reservations", {"selection_id": "a"})[0] == 404
 
 
@@ -102,7 +70,7 @@ def test_an_id_is_taken_while_its_request_waits_and_free_when_its_client_is_gone
     again = {"selection_id": "a", "token_ids": TOKENS}
     assert service.post("/select_and_reserve", again)[0] == 409
     assert service.post("/reservations", {**again, "worker_id": 1})[0] == 409
-    assert service.request("DELETE", "/reservations/a")[0] == 404
+    assert service.end("a") == 404
     waiting.hang_up()
     assert service.post("/reservations", {**again, "worker_id": 1})[0] == 201
 
@@ -112,23 +80,17 @@ def test_a_select_that_waited_is_remembered_as_it_was_answered() -> None:
     service.post("/select_and_reserve", {"selection_id": "first", "token_ids": TOKENS})
     waiting = service.later("/select", {"selection_id": "a", "token_ids": TOKENS})
     assert service.post("/reservations", {"selection_id": "a"})[0] == 404
-    service.request("DELETE", "/reservations/first")
+    service.end("first")
     assert answer_of(waiting)[0] == 200
     assert service.post("/reservations", {"selection_id": "a"})[0] == 201
 
 
-@pytest.mark.parametrize("dialect", [API_1_3, API_1_6])
-def test_an_advisory_select_never_waits_and_is_told_the_load(dialect: Dialect) -> None:
-    service = Service(dialect, queue_threshold=0.5, prefill_busy_threshold=0.5)
-    id_name = NAMES[dialect.name][0]
-    service.post("/select_and_reserve", {id_name: "first", "token_ids": TOKENS})
+def test_an_advisory_select_never_waits_and_is_told_the_load_in_the_1_3_dialect_too() -> None:
+    service = Service(API_1_3, queue_threshold=0.5, prefill_busy_threshold=0.5)
+    service.post("/select_and_reserve", {"token_ids": TOKENS})
     status, answer = service.post("/select", {"token_ids": TOKENS, "advisory": True})
-    assert status == 200
-    assert answer["worker_load"] == {
-        "active_prefill_tokens": 9,
-        "prefill_token_capacity": 10,
-        "prefill_busy": True,
-    }
+    load = {"active_prefill_tokens": 9, "prefill_token_capacity": 10, "prefill_busy": True}
+    assert (status, answer["worker_load"]) == (200, load)
 
 
 @pytest.mark.parametrize("by_flag", [True, False])

@@ -24,17 +24,10 @@ class Fleet:
 
     def __init__(self, service: InProcess | RunningService) -> None:
         self.request = service.request
-        self.add_workers()
-        for dp_rank in (0, 1):
-            load = {"model_name": "m", "reservation_id": f"load {dp_rank}", "worker_id": 1}
-            rank: dict[str, object] = {"dp_rank": dp_rank, "sequence_hashes": [], "isl_tokens": 90}
-            self.done("POST", "/reservations", {**load, **rank, "effective_prefill_tokens": 90})
-
-    def add_workers(self) -> None:
         for worker_id, size in ((1, 2), (2, 1)):
-            body = {"worker_id": worker_id, "model_name": "m", "block_size": 4}
-            more = {"endpoint": f"http://w{worker_id}", "data_parallel_size": size}
-            self.done("POST", "/workers", {**body, **more})
+            service.add_worker(worker_id, model_name="m", block_size=4, data_parallel_size=size)
+        for dp_rank in (0, 1):
+            service.reserve(f"load {dp_rank}", 1, 90, model_name="m", dp_rank=dp_rank)
 
     def done(self, method: str, path: str, body: object = None) -> Any:
         status, answer = self.request(method, path, body)
@@ -67,41 +60,15 @@ def fleet(told: list[SessionEvent]) -> Fleet:
     return Fleet(InProcess(selection_gate(service=selection_service(tables=tables))))
 
 
-def test_booking_by_its_id_what_a_select_chose_binds_its_session(fleet: Fleet) -> None:
-    def book_chosen(selection_id: str) -> tuple[int, Any]:
-        body = {"model_name": "m", "selection_id": selection_id}
-        return fleet.request("POST", "/reservations", body)
-
-    there = fleet.select("later", selection_id="k", allowed_worker_ids=[1])
-    assert fleet.select("later") == (2, 0)
-    assert book_chosen("k")[0] == 201
-    assert fleet.select("later") == there
-    fleet.select("later", selection_id="l", allowed_worker_ids=[2])
-    assert book_chosen("l") == (400, {"error": "session later is bound to worker 1, not 2"})
-    assert book_chosen("l")[0] == 404  # it was used up
-    assert fleet.select("later") == (2, 0)
-    pin = {"worker_id": 1, "dp_rank": 0}
-    fleet.select("pinned", selection_id="m", pinned_worker=pin)
-    assert book_chosen("m")[0] == 201
-    assert fleet.select("pinned") == (2, 0)
-
-
-@pytest.mark.parametrize("route", ["/select", "/select_and_reserve"])
-def test_an_id_that_is_too_long_is_refused_before_all_else_that_is_wrong(
-    fleet: Fleet, route: str
-) -> None:
+def test_an_id_that_is_too_long_is_refused_before_all_else_that_is_wrong(fleet: Fleet) -> None:
     refused = 400, {"error": "session affinity ID must not exceed 256 bytes"}
     too_long = "é" * 129
     body = {"model_name": "m", "token_ids": [], "session_id": too_long}
-    assert fleet.request("POST", route, body) == refused
-    context = {"session_id": "short", "session_context": {"session_id": too_long}}
-    assert fleet.request("POST", route, {**body, **context}) == refused
+    for route in ("/select", "/select_and_reserve"):
+        assert fleet.request("POST", route, body) == refused
     # With a pin or a target the session is left alone.
     assert fleet.select(too_long, pinned_worker={"worker_id": 2, "dp_rank": 0}) == (2, 0)
     assert fleet.select(too_long, affinity_target={"worker_id": 2}) == (2, 0)
-
-
-# -- peers ----------------------------------------------------------------------------------------
 
 
 def test_bookings_and_releases_are_told_as_by_the_reference(
@@ -152,9 +119,7 @@ def test_a_replica_that_catches_up_takes_sessions_over_also_of_workers_that_come
         with RunningService(*ON, *flags) as late:
             wait_until(lambda: "1 sessions at" in late.log(), "the list was taken")
             second = Fleet(late)
-            load = {"model_name": "m", "worker_id": 1, "sequence_hashes": [], "isl_tokens": 900}
-            where = {"dp_rank": there[1], "effective_prefill_tokens": 900}
-            second.done("POST", "/reservations", {**load, **where, "reservation_id": "busy"})
+            late.reserve("busy", 1, 900, model_name="m", dp_rank=there[1])
             wait_until(lambda: second.select("s") == there, "the session is known")
             names = iter(range(10_000))
 
