@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from lean_selector.server.flags import FILE, fields_of
 from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.server.selector_flags import SelectorConfig
-from lean_selector.tools.recipes import recipes
+from lean_selector.tools import check, recipes, replay, simulate, top
 from tests.support.configured import configured as configured_as
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -23,7 +24,7 @@ IN_CHECKOUT = sorted(
     for path in DEPLOY.rglob("*")
     if path.is_file() and path.suffix != ".pyc"
 )
-TEXTS = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in recipes.recipes().items()}
 MANIFESTS = sorted(name for name in TEXTS if name.startswith("kubernetes/"))
 
 
@@ -92,3 +93,25 @@ def flags_of(add: Any) -> set[str]:
     parser = argparse.ArgumentParser(add_help=False)
     add(parser)
     return {name for action in parser._actions for name in action.option_strings}
+
+
+OUR_FLAGS = {FILE, *(each.flag.name for each in fields_of(GatewayConfig))}
+OUR_FLAGS |= {"--help", "--help-all", "--version", "--set", "--seconds"}
+for tool in (check, recipes, replay, simulate, top):
+    OUR_FLAGS |= flags_of(tool.add_arguments)
+OTHERS_FLAGS = {
+    *("--load-format", "--detail", "--block-size", "--page-size", "--enable-prefix-caching"),
+    *("--explore", "--long", "--missing", "--show"),  # of the tests, of coverage and of mutation
+    *("--cases", "--reference", "--lifecycles", "--pin", "--python", "--trace"),  # of loadtest/
+    *("--router-tracking-key-file", "--router-tracking-key-id"),  # of Dynamo 1.6 alone
+    # of docker, pip, apt-get and systemctl
+    *("--rm", "--read-only", "--cap-drop", "--security-opt", "--entrypoint", "--from", "--now"),
+    *("--build-arg", "--no-install-recommends", "--no-cache-dir", "--no-deps", "--wheel-dir"),
+    # of envoy, and of logger
+    *("--file-flush-interval-msec", "--udp", "--server", "--rfc3164", "--tag", "--socket"),
+    # of engines
+    *("--enable-cache-report", "--enable-prompt-tokens-details", "--kv-events-config"),
+    *("--model-path", "--connector", "--publish-kv-events", "--load-publish-endpoint"),
+    *("--default-chat-template-kwargs", "--prefix-match-unit", "--enable-scale-out"),
+    *("--exclude-tools-when-tool-choice-none", "--reasoning-effort-map"),
+}

@@ -1,7 +1,6 @@
 """`deploy/`: what it holds, that every installation has it, and that its flags are real."""
 
 import re
-import subprocess
 import sys
 from importlib.metadata import files
 from pathlib import Path
@@ -9,40 +8,28 @@ from pathlib import Path
 import pytest
 
 import lean_selector
-from lean_selector.server.flags import FILE, fields_of
-from lean_selector.server.gateway_flags import GatewayConfig
-from lean_selector.server.service_flags import TrackerConfig
-from lean_selector.tools.check import add_arguments as add_check_arguments
-from lean_selector.tools.recipes import add_arguments, recipes
+from lean_selector.cli import main
+from lean_selector.tools.recipes import recipes
 from tests.deploy.recipe_commands import (
     DEPLOY,
     IN_CHECKOUT,
+    OTHERS_FLAGS,
+    OUR_FLAGS,
     TEXTS,
     configured,
-    flags_of,
     unit_command,
 )
 
 
-def deploy(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lean_selector", "deploy", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-# -- the command ----------------------------------------------------------------------------------
-
-
-def test_the_command_lists_and_prints_every_file_of_the_checkout() -> None:
-    said = deploy("--list")
-    assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout.splitlines() == IN_CHECKOUT
+def test_the_command_lists_and_prints_every_file_of_the_checkout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["deploy", "--list"]) == 0
+    out, err = capsys.readouterr()
+    assert (err, out.splitlines()) == ("", IN_CHECKOUT)
     name = "systemd/lean-selector.service"
-    said = deploy("--print", name)
-    assert (said.returncode, said.stderr, said.stdout) == (0, "", TEXTS[name])
+    assert main(["deploy", "--print", name]) == 0
+    assert capsys.readouterr() == (TEXTS[name], "")
     assert {name: (DEPLOY / name).read_text("utf-8") for name in IN_CHECKOUT} == TEXTS
 
 
@@ -57,13 +44,14 @@ def test_the_command_lists_and_prints_every_file_of_the_checkout() -> None:
         ([], "--list"),
     ],
 )
-def test_a_name_that_there_is_not_is_told_what_is_near(words: list[str], hint: str) -> None:
-    said = deploy(*words)
-    assert (said.returncode, said.stdout) == (2, "")
-    assert hint in said.stderr
-
-
-# -- what travels ---------------------------------------------------------------------------------
+def test_a_name_that_there_is_not_is_told_what_is_near(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exited:
+        sys.exit(main(["deploy", *words]))
+    out, err = capsys.readouterr()
+    assert (exited.value.code, out) == (2, "")
+    assert hint in err
 
 
 def test_an_installation_that_is_no_checkout_has_them_inside_the_package() -> None:
@@ -75,28 +63,11 @@ def test_an_installation_that_is_no_checkout_has_them_inside_the_package() -> No
     assert {f"lean_selector/deploy/{name}" for name in IN_CHECKOUT} <= installed
 
 
-# -- flags ----------------------------------------------------------------------------------------
-
-OURS = {each.flag.name for config in (TrackerConfig, GatewayConfig) for each in fields_of(config)}
-OURS.add(FILE)
-OURS |= (
-    flags_of(add_arguments) | flags_of(add_check_arguments) | {"--help", "--help-all", "--version"}
-)
-# Of docker, pip, apt-get and systemctl, and of engines.
-OTHERS = {
-    *("--rm", "--read-only", "--cap-drop", "--security-opt", "--entrypoint", "--from"),
-    *("--no-install-recommends", "--no-cache-dir", "--no-deps", "--wheel-dir", "--now"),
-    *("--kv-events-config", "--build-arg"),
-    # of Envoy, and of logger
-    *("--file-flush-interval-msec", "--udp", "--server", "--rfc3164", "--tag", "--socket"),
-}
-
-
 def test_every_flag_that_a_file_names_exists() -> None:
     """Also those in comments."""
     for name, text in TEXTS.items():
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])", text))
-        assert named - OURS - OTHERS == set(), name
+        assert named - OUR_FLAGS - OTHERS_FLAGS == set(), name
 
 
 def test_the_unit_runs_with_the_flags_that_it_has_and_with_those_of_the_example() -> None:

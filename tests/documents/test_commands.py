@@ -8,14 +8,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from lean_selector.server.flags import FILE, fields_of
-from lean_selector.server.gateway_flags import GatewayConfig
 from lean_selector.tools.check import add_arguments as add_check_arguments
-from lean_selector.tools.replay import add_arguments as add_replay_arguments
-from lean_selector.tools.simulate import add_arguments as add_simulate_arguments
-from lean_selector.tools.top import add_arguments as add_top_arguments
 from loadtest.child_service import JSON, ChildService, plain_environment
-from tests.deploy.recipe_commands import flags_of
+from tests.deploy.recipe_commands import OTHERS_FLAGS, OUR_FLAGS, flags_of
 from tests.documents.pages import OURS, blocks, commands
 from tests.support.openai_worker import MODEL, OpenAiWorker
 from tests.support.own_network import own_network
@@ -34,20 +29,6 @@ PRINTED = sorted(
 )
 GATEWAYS = [line for line in PRINTED if line.startswith("lean-selector gateway ")]
 STARTS = [line for line in PRINTED if line not in GATEWAYS]
-# Those of other programs, of `demo`, and of the load tests.
-OTHER_FLAGS = {"--seconds", "--trace", "--load-format", "--explore", "--help", "--detail"}
-OTHER_FLAGS |= {"--help-all"}
-OTHER_FLAGS |= {"--cases", "--reference"}  # of loadtest/versus.py
-OTHER_FLAGS |= {"--lifecycles", "--pin", "--python"}  # of loadtest/soak.py
-OTHER_FLAGS |= {"--long", "--missing", "--show"}  # of the tests, of coverage and of mutation
-OTHER_FLAGS |= {"--build-arg", "--entrypoint"}  # of docker
-OTHER_FLAGS |= {"--router-tracking-key-file", "--router-tracking-key-id"}  # of Dynamo 1.6 alone
-OTHER_FLAGS |= {"--file-flush-interval-msec"}  # of envoy
-OTHER_FLAGS |= {"--enable-cache-report", "--enable-prompt-tokens-details"}  # of engines
-OTHER_FLAGS |= {"--kv-events-config", "--block-size", "--page-size", "--enable-prefix-caching"}
-OTHER_FLAGS |= {"--model-path", "--connector", "--publish-kv-events", "--load-publish-endpoint"}
-OTHER_FLAGS |= {"--default-chat-template-kwargs", "--prefix-match-unit", "--enable-scale-out"}
-OTHER_FLAGS |= {"--exclude-tools-when-tool-choice-none", "--reasoning-effort-map"}
 
 
 @pytest.mark.parametrize("line", STARTS)
@@ -91,11 +72,8 @@ def test_every_printed_gateway_answers_a_chat_on_its_own_ports(line: str) -> Non
 
 
 def test_flags_named_in_the_documents_exist() -> None:
-    ours = {FILE, *(each.flag.name for each in fields_of(GatewayConfig))}
-    ours |= flags_of(add_check_arguments) | flags_of(add_simulate_arguments)
-    ours |= flags_of(add_top_arguments) | {*flags_of(add_replay_arguments), "--set"}
     named = {flag for text in OURS.values() for flag in re.findall(r"`(--[a-z-]+)[` ]", text)}
-    assert named - ours - OTHER_FLAGS == set()
+    assert named - OUR_FLAGS - OTHERS_FLAGS == set()
 
 
 def test_the_page_of_the_check_lists_its_options() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from lean_selector.gateway.prompt_shapes import Why
 from tests.documents import fields_page, flags_page
-from tests.documents.pages import OURS
+from tests.documents.pages import OURS, ROOT
 from tests.gateway.running_gateway import RunningGateway
 from tests.support.prometheus_tools import scrape
 from tests.support.running_service import RunningService, free_port
@@ -57,6 +57,13 @@ def test_the_page_of_metrics_names_every_family_and_no_other(tmp_path: Path) -> 
     assert sorted(name for name in found if not is_named(name)) == []
     ends = [name.removeprefix("...") for name in METRICS]
     assert sorted(end for end in ends if not any(name.endswith(end) for name in found)) == []
+
+
+def test_every_name_in_the_rules_for_prometheus_is_on_the_page_of_metrics() -> None:
+    rules = (ROOT / "deploy/prometheus/lean_selector.rules.yml").read_text(encoding="utf-8")
+    names = set(re.findall(r"\b((?:lean_selector|dynamo)_[a-z0-9_]+)", rules))
+    assert len(names) > 15
+    assert sorted(name for name in names if not is_named(re.sub("_bucket$", "", name))) == []
 
 
 def test_the_page_of_prompts_has_each_reason_and_no_other() -> None:

@@ -3,8 +3,7 @@
 import http.client
 import itertools
 import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from lean_selector.service.application import PIECES_PER_PART, metrics_route
 from lean_selector.service.exposition import Family
 from lean_selector.service.replies import SLICE_S
 from tests.support import gates
+from tests.support.asked import prompt
 from tests.support.prometheus_tools import (
     Samples,
     parsed,
@@ -27,36 +27,16 @@ from tests.support.running_service import DEADLINE_S, RunningService, free_port,
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "lean_selector.rules.yml"
 SLOT_TRACKER = "lean_selector.slot_tracker"
-OWN_NAME = re.compile(r"\b((?:lean_selector|dynamo|process)_[a-z0-9_]+)")
-
-
-def worker(worker_id: int, **fields: object) -> dict[str, object]:
-    return {"worker_id": worker_id, "endpoint": "http://w", "block_size": 16, **fields}
-
-
-def prompt(isl_tokens: int = 16, **fields: object) -> dict[str, object]:
-    return {
-        "block_hashes": [1],
-        "sequence_hashes": [1],
-        "isl_tokens": isl_tokens,
-        **fields,
-    }
 
 
 def read(service: RunningService) -> Samples:
     return parsed(scrape(service.port))
 
 
-@pytest.fixture
-def service() -> Iterator[RunningService]:
-    with RunningService("--use-kv-events", "false") as running:
-        yield running
-
-
 def test_selections_by_outcome_and_the_names_of_the_document() -> None:
     with RunningService("--use-kv-events", "false", "--overload-status", "429") as service:
         assert service.post("/select", prompt())[0] == 503  # no worker
-        service.post("/workers", worker(1))
+        service.add_worker()
         assert service.post("/select", prompt())[0] == 200
         assert service.post("/select", prompt(isl_tokens=0))[0] == 400
         body = prompt(reservation_id="r")
@@ -83,18 +63,10 @@ def test_selections_by_outcome_and_the_names_of_the_document() -> None:
 def test_loads_reservations_and_why_they_ended() -> None:
     with RunningService("--use-kv-events", "false", "--reservation-expiry-secs", "1") as service:
         for worker_id in (1, 2):
-            service.post("/workers", worker(worker_id, total_kv_blocks=100, data_parallel_size=2))
-        booking = {
-            "worker_id": 1,
-            "dp_rank": 1,
-            "isl_tokens": 40,
-            "sequence_hashes": [1, 2],
-            "effective_prefill_tokens": 30,
-        }
+            service.add_worker(worker_id, total_kv_blocks=100, data_parallel_size=2)
         for name in ("freed", "expires"):
-            assert service.post("/reservations", {**booking, "reservation_id": name})[0] == 201
-        gone = {**booking, "worker_id": 2, "reservation_id": "goes with its worker"}
-        assert service.post("/reservations", gone)[0] == 201
+            service.reserve(name, 1, 30, dp_rank=1, sequence_hashes=[1, 2])
+        service.reserve("goes with its worker", 2, 30, dp_rank=1)
         samples = read(service)
         rank = {"worker_id": "1", "dp_rank": "1"}
         start = "lean_selector_worker_active"
@@ -108,7 +80,7 @@ def test_loads_reservations_and_why_they_ended() -> None:
         assert value(samples, "lean_selector_worker_active_kv_blocks", worker_id="1") == 2
         assert value(samples, "lean_selector_worker_total_kv_blocks", worker_id="1") == 200
         assert service.request("DELETE", "/workers/2")[0] == 200
-        assert service.request("DELETE", "/reservations/freed")[0] == 200
+        assert service.end("freed") == 200
 
         def live() -> float:
             return value(read(service), "lean_selector_reservations", origin="local")
@@ -127,7 +99,7 @@ def test_tokens_and_kv_events_of_a_working_engine() -> None:
         KvEventPublisher(kv_block_size=16, endpoint=f"tcp://127.0.0.1:{port}") as engine,
         RunningService() as service,
     ):
-        service.post("/workers", worker(1, kv_events_endpoint=f"tcp://127.0.0.1:{port}"))
+        service.add_worker(kv_events_endpoint=f"tcp://127.0.0.1:{port}")
         tokens = list(range(40))
         published = 0
 
@@ -170,13 +142,13 @@ def test_tokens_and_kv_events_of_a_working_engine() -> None:
 
 def test_the_queue_and_a_client_that_leaves_it() -> None:
     with RunningService("--use-kv-events", "false", "--queue-threshold", "0") as service:
-        service.post("/workers", worker(1, max_num_batched_tokens=100))
-        assert service.post("/select_and_reserve", prompt(reservation_id="first"))[0] == 200
+        service.add_worker(max_num_batched_tokens=100)
+        service.book("first")
 
         def park() -> http.client.HTTPConnection:
             connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=DEADLINE_S)
             headers = {"content-type": "application/json"}
-            connection.request("POST", "/select", json.dumps(prompt(33)), headers)
+            connection.request("POST", "/select", json.dumps(prompt(isl_tokens=33)), headers)
             return connection
 
         def figure(name: str, **found: str) -> Callable[[], float]:
@@ -191,7 +163,7 @@ def test_the_queue_and_a_client_that_leaves_it() -> None:
         hung_up = figure("lean_selector_http_requests_total", route="/select", status="499")
         wait_until(lambda: queued() == 1, "one has left")
         assert hung_up() == 1
-        assert service.request("DELETE", "/reservations/first")[0] == 200
+        assert service.end("first") == 200
         assert stays.getresponse().status == 200
         stays.close()
         samples = read(service)
@@ -202,14 +174,12 @@ def test_the_queue_and_a_client_that_leaves_it() -> None:
         assert value(samples, requests, route="/select", status="200") == 1
 
 
-# -- the format -----------------------------------------------------------------------------------
-
-
 def busy_selector(service: RunningService) -> None:
     for worker_id in (1, 2):
-        service.post("/workers", worker(worker_id, total_kv_blocks=10))
-    for _ in range(3):
-        service.post("/select_and_reserve", prompt())
+        events = "tcp://127.0.0.1:1"
+        service.add_worker(worker_id, total_kv_blocks=10, kv_events_endpoint=events)
+    for number in range(3):
+        service.book(str(number))
 
 
 def busy_tracker(service: RunningService) -> None:
@@ -242,9 +212,6 @@ def test_promtool_has_nothing_to_say(module: str, occupy: Callable[[RunningServi
         )
 
 
-# -- slices ---------------------------------------------------------------------------------------
-
-
 def test_a_large_scrape_gives_the_loop_back_after_every_slice() -> None:
     """What else slices bring is proved of dumps, in `test_dump_answers.py`."""
     turns = gates.Turns()
@@ -259,36 +226,7 @@ def test_a_large_scrape_gives_the_loop_back_after_every_slice() -> None:
     assert len(parsed(text)["many"]) == 1000
 
 
-# -- deploy/ --------------------------------------------------------------------------------------
-
-
 def test_promtool_accepts_the_rules_and_their_tests() -> None:
     assert "SUCCESS" in promtool("check", "rules", str(RULES))
     promtool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yml"))
     promtool("test", "rules", str(DEPLOY / "prometheus" / "lean_selector.rules.test.yml"))
-
-
-def test_every_name_in_the_rules_is_in_a_scrape(tmp_path: Path) -> None:
-    names = set(OWN_NAME.findall(RULES.read_text()))
-    names = {name for name in names if not name.startswith("lean_selector_gateway_")}
-    assert len(names) > 15
-    port = free_port()
-    flags = ["--replica-sync-port", str(free_port())]
-    flags += ["--discover", f"file:{tmp_path / 'workers.json'}", "--state-dir", str(tmp_path)]
-    with (
-        KvEventPublisher(kv_block_size=16, endpoint=f"tcp://127.0.0.1:{port}") as engine,
-        RunningService(*flags) as service,
-    ):
-        service.post(
-            "/workers",
-            worker(1, kv_events_endpoint=f"tcp://127.0.0.1:{port}", total_kv_blocks=5),
-        )
-
-        def is_heard() -> bool:
-            engine.publish_all_cleared()
-            return "lean_selector_kv_source_last_message_age_seconds{" in scrape(service.port)
-
-        wait_until(is_heard, "the engine is heard")
-        text = scrape(service.port)
-    # Some have samples only with TLS.
-    assert names <= {*parsed(text), *re.findall(r"^# TYPE (\S+) ", text, re.M)}
