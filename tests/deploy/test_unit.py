@@ -84,8 +84,6 @@ def test_the_example_of_flags_is_read_by_a_shell_as_by_systemd() -> None:
     assert said.stdout.split() == unit_command()[-len(said.stdout.split()) :]
 
 
-# -- what it allows -------------------------------------------------------------------------------
-
 # What goes before the service: nothing that was written is executed (MemoryDenyWriteExecute, where
 # the kernel has it as a call: PR_SET_MDWE), and of the kernel's calls only those of the unit's
 # filter. The others fail as the unit says.

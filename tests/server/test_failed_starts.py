@@ -3,35 +3,60 @@
 Flags that cannot be read, or do not go together, are in the tests of flags.
 """
 
-import os
+import json
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from loadtest.child_service import plain_environment
 from tests.server.kept_selector import Kept
-from tests.support.running_service import DEADLINE_S, RunningService
+from tests.support.running_service import RunningService
 
 TRACKER = "lean_selector.slot_tracker"
 FOUND = ("--discover", "kubernetes:a/b")
 MISSING = "No such file or directory"
 
 
-def failed_start(*flags: str, module: str = "lean_selector") -> tuple[int, str]:
+# Starts services in processes of their own that have imported everything; prints how each ended.
+STARTER = """
+import json, os, sys
+from lean_selector import cli
+from lean_selector.server import selector_process, slot_tracker_process
+for line in sys.stdin:
+    flags, is_tracker, log = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        os._exit((cli.slot_tracker_main if is_tracker else cli.main)(flags))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+FailedStart = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def failed_start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FailedStart]:
     """Exit status and log of a start that must fail."""
-    apart = ("DYN_", "KUBERNETES_")
-    ended = subprocess.run(
-        [sys.executable, "-m", module, "--port", "0", "--log-level", "error", *flags],
-        env={name: value for name, value in os.environ.items() if not name.startswith(apart)},
-        capture_output=True,
-        text=True,
-        timeout=3 * DEADLINE_S,
-        check=False,
-    )
-    return ended.returncode, ended.stderr
+    log, env = tmp_path_factory.mktemp("log") / "log", plain_environment()
+    env.pop("KUBERNETES_SERVICE_HOST", None)
+    command = [sys.executable, "-c", STARTER]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    ) as starter:
+
+        def start(*flags: str, module: str = "lean_selector") -> tuple[int, str]:
+            assert starter.stdin is not None
+            assert starter.stdout is not None
+            words = ["--port", "0", "--log-level", "error", *flags]
+            starter.stdin.write(json.dumps([words, module == TRACKER, str(log)]) + "\n")
+            starter.stdin.flush()
+            return int(starter.stdout.readline()), log.read_text()
+
+        yield start
 
 
 @pytest.mark.parametrize(
@@ -66,7 +91,9 @@ def failed_start(*flags: str, module: str = "lean_selector") -> tuple[int, str]:
     ],
     ids=lambda given: " ".join(given)[:60] if isinstance(given, tuple) else "",
 )
-def test_it_is_one_line_that_names_it(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_it_is_one_line_that_names_it(
+    flags: tuple[str, ...], said: str, tmp_path: Path, failed_start: FailedStart
+) -> None:
     file = tmp_path / "file"
     file.write_text("very-secret precious")
     status, log = failed_start(*(each.replace("{}", str(tmp_path)) for each in flags))
@@ -77,7 +104,7 @@ def test_it_is_one_line_that_names_it(flags: tuple[str, ...], said: str, tmp_pat
     assert file.read_text() == "very-secret precious"
 
 
-def test_what_another_process_has_taken_is_named(tmp_path: Path) -> None:
+def test_what_another_process_has_taken_is_named(tmp_path: Path, failed_start: FailedStart) -> None:
     Kept(tmp_path / "selector").save(0.0)
     other = ("--state-dir", str(tmp_path / "selector"))
     path = str(tmp_path / "s")

@@ -4,10 +4,10 @@ import json
 import signal
 import socket
 from pathlib import Path
-from typing import Any
 
 from lean_selector.server.state_files import opened
 from tests.server.kept_selector import is_free
+from tests.support.asked import prompt, worker
 from tests.support.prometheus_tools import parsed, scrape, value
 from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
 
@@ -15,16 +15,6 @@ NO_EVENTS = {"DYN_USE_KV_EVENTS": "false"}
 TRACKER = "lean_selector.slot_tracker"
 QUICK = ("--state-interval-secs", "0.05")
 SLOW = ("--state-interval-secs", "3600")  # what lives is written when it stops
-
-
-def worker(worker_id: int = 1, **fields: Any) -> dict[str, Any]:
-    fields = {"model_name": "m", "endpoint": f"http://w{worker_id}", "block_size": 16, **fields}
-    return {"worker_id": worker_id, **fields}
-
-
-def booking(reservation_id: str) -> dict[str, Any]:
-    prompt = {"block_hashes": [1, 2], "sequence_hashes": [5, 6], "isl_tokens": 32}
-    return {"model_name": "m", "reservation_id": reservation_id, **prompt}
 
 
 def selector(path: Path, *flags: str) -> RunningService:
@@ -56,14 +46,14 @@ def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
     sync = ("--replica-sync-bind", own, "--replica-sync-peers", f"{peer},{dropped}")
     with selector(tmp_path, *QUICK, *sync) as service:
         for worker_id in (1, 2, 3):
-            assert service.post("/workers", worker(worker_id, taints=["b", "a"]))[0] == 201
+            service.add_worker(worker_id, model_name="m", taints=["b", "a"])
         assert service.post("/replica_sync/register_peer", {"endpoint": added})[0] == 201
         assert service.post("/replica_sync/deregister_peer", {"endpoint": dropped})[0] == 200
         assert service.request("PATCH", "/workers/2", {"total_kv_blocks": 77})[0] == 200
         assert service.request("DELETE", "/workers/3")[0] == 200
         limits = {"model": "m", "active_prefill_tokens_threshold": 1000}
         assert service.post("/busy_threshold", limits)[0] == 200
-        assert service.post("/select_and_reserve", booking("r"))[0] == 200
+        service.book("r", model_name="m")
         paths = ("/workers", "/busy_threshold", "/replica_sync/peers")
         told = [service.get(path) for path in paths]
         wait_until(lambda: live(tmp_path) == {"r"}, "the booking is on disk")
@@ -73,8 +63,9 @@ def test_a_killed_selector_knows_what_it_answered(tmp_path: Path) -> None:
         assert service.get("/replica_sync/peers") == (200, sorted([peer, added]))
         assert service.active() == 1
         assert service.get("/ready")[0] == 200
-        assert service.post("/select_and_reserve", booking("r"))[0] == 409
-        assert service.request("DELETE", "/reservations/r")[0] == 200
+        taken = prompt(model_name="m", reservation_id="r")
+        assert service.post("/select_and_reserve", taken)[0] == 409
+        assert service.end("r") == 200
         assert service.active() == 0
 
 
@@ -109,21 +100,21 @@ def test_peers_know_what_the_last_interval_lost_and_hear_the_end_of_what_is_live
         catch_up = ("--replica-sync-catch-up", f"http://127.0.0.1:{other.port}")
         with selector(tmp_path, *SLOW, *sync, *catch_up) as service:
             for each in (service, other):
-                assert each.post("/workers", worker())[0] == 201
+                each.add_worker()
             wait_until(lambda: hears(other, service), "it is heard")
-            assert service.post("/select_and_reserve", booking("kept"))[0] == 200
+            service.book("kept")
             assert service.stop()[0] == 0
         with service:
             assert live(tmp_path) == {"kept"}
             wait_until(lambda: hears(other, service), "it is heard again")
-            assert service.post("/select_and_reserve", booking("lost"))[0] == 200
+            service.book("lost")
             wait_until(lambda: other.active() == 2, "its peer holds both")
             kill(service)
         with service:
             wait_until(lambda: service.active() == 2, "its peer has told what was lost")
             wait_until(lambda: hears(other, service), "it is heard again")
             for reservation_id in ("kept", "lost"):
-                assert service.request("DELETE", f"/reservations/{reservation_id}")[0] == 200
+                assert service.end(reservation_id) == 200
             wait_until(lambda: other.active() == 0, "its peer has heard of both ends")
 
 
@@ -143,23 +134,19 @@ def test_what_any_peer_ended_meanwhile_is_not_live_again(tmp_path: Path) -> None
         flags = ("--state-dir", str(tmp_path), *QUICK, "--replica-sync-catch-up", urls)
         with RunningService(*flags, *mesh(ends[0]), env=NO_EVENTS) as service:
             for each in (service, second, third):
-                assert each.post("/workers", worker())[0] == 201
+                each.add_worker()
             names = iter(f"r{number}" for number in range(1000))
 
             def is_heard() -> bool:
                 """A booking, since what is published before they are connected is lost."""
-                assert third.post("/select_and_reserve", booking(next(names)))[0] == 200
+                third.book(next(names))
                 return service.active() > 0 and second.active() > 0
 
             wait_until(is_heard, "both hear the third")
             wait_until(lambda: len(live(tmp_path)) > 0, "a copy is on disk")
             kill(service)
-            ended = [
-                each["request_id"]
-                for each in third.get("/replica_sync/snapshot")[1]["reservations"]
-            ]
-            for reservation_id in ended:
-                assert third.request("DELETE", f"/reservations/{reservation_id}")[0] == 200
+            for each in third.get("/replica_sync/snapshot")[1]["reservations"]:
+                assert third.end(each["request_id"]) == 200
             wait_until(lambda: second.active() == 0, "the second hears of it")
             with service:
                 wait_until(lambda: service.active() == 0, "and the first, from the third")
@@ -173,20 +160,6 @@ def hears(other: RunningService, service: RunningService) -> bool:
 
 
 # -- who may write --------------------------------------------------------------------------------
-
-
-def test_what_a_mistyped_flag_keeps_out_is_kept_beside(tmp_path: Path) -> None:
-    with selector(tmp_path) as service:
-        for worker_id in (1, 2):
-            assert service.post("/workers", worker(worker_id))[0] == 201
-    written = (tmp_path / "catalog").read_bytes()
-    with selector(tmp_path, "--allow-endpoint", "http://w2:*") as service:
-        assert [each["worker_id"] for each in service.get("/workers")[1]] == [2]
-        assert service.request("DELETE", "/workers/2")[0] == 200  # the catalog is written anew
-    assert (tmp_path / "catalog.unfit").read_bytes() == written
-    (tmp_path / "catalog.unfit").rename(tmp_path / "catalog")
-    with selector(tmp_path) as service:
-        assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
 
 
 class Half:
@@ -209,11 +182,10 @@ class Half:
 
 def test_what_changes_while_it_drains_is_kept(tmp_path: Path) -> None:
     with selector(tmp_path, *SLOW, "--drain-secs", "3600") as service:
-        assert service.post("/workers", worker())[0] == 201
-        assert service.post("/workers", worker(2))[0] == 201
+        for worker_id in (1, 2):
+            service.add_worker(worker_id)
         for reservation_id in ("r", "s"):
-            booked = {**booking(reservation_id), "allowed_worker_ids": [1]}
-            assert service.post("/select_and_reserve", booked)[0] == 200
+            service.book(reservation_id, allowed_worker_ids=[1])
         free, gone = (
             Half(service, "DELETE", "/reservations/r"),
             Half(service, "DELETE", "/workers/2"),
@@ -229,9 +201,6 @@ def test_what_changes_while_it_drains_is_kept(tmp_path: Path) -> None:
         assert [each["worker_id"] for each in service.get("/workers")[1]] == [1]
 
 
-# -- a disk that is gone ---------------------------------------------------------------------------
-
-
 def fault(service: RunningService) -> str | None:
     status, body = service.get("/ready")
     assert status == 200  # whatever the disk does
@@ -242,15 +211,15 @@ def fault(service: RunningService) -> str | None:
 def test_a_directory_that_is_gone_is_told_of_and_written_when_it_is_back(tmp_path: Path) -> None:
     state, elsewhere = tmp_path / "state", tmp_path / "elsewhere"
     with selector(state, *QUICK) as service:
-        assert service.post("/workers", worker())[0] == 201
+        service.add_worker(model_name="m")
         assert fault(service) is None
         state.rename(elsewhere)
         wait_until(lambda: fault(service) is not None, "it says so")
         assert "No such file or directory" in str(fault(service))
         assert metric(service) == 1
         assert "state is not written" in service.log()
-        assert service.post("/workers", worker(2))[0] == 201
-        assert service.post("/select_and_reserve", booking("r"))[0] == 200
+        service.add_worker(2, model_name="m")
+        service.book("r", model_name="m")
         state.mkdir()  # another disk, which has nothing
         wait_until(lambda: fault(service) is None, "it is written again")
         assert "state is written again" in service.log()
@@ -260,9 +229,6 @@ def test_a_directory_that_is_gone_is_told_of_and_written_when_it_is_back(tmp_pat
         assert [each["worker_id"] for each in service.get("/workers")[1]] == [1, 2]
 
 
-# -- discoveries -----------------------------------------------------------------------------------
-
-
 def test_discovered_workers_stay_their_discoverys(tmp_path: Path) -> None:
     """They are there at once, leave when they are not found any more, and one that was deleted over
     HTTP stays away."""
@@ -270,7 +236,7 @@ def test_discovered_workers_stay_their_discoverys(tmp_path: Path) -> None:
 
     def write(*worker_ids: int) -> None:
         new = tmp_path / "new"
-        new.write_text(json.dumps([worker(worker_id) for worker_id in worker_ids]))
+        new.write_text(json.dumps([worker(each, model_name="m") for each in worker_ids]))
         new.rename(found)
 
     def ids(service: RunningService) -> list[int]:
@@ -282,7 +248,7 @@ def test_discovered_workers_stay_their_discoverys(tmp_path: Path) -> None:
     with selector(state, *flags, *grace) as service:
         wait_until(lambda: ids(service) == [1, 2, 3], "they are found")
         assert service.request("DELETE", "/workers/3")[0] == 200
-        assert service.post("/workers", worker(9))[0] == 201
+        service.add_worker(9, model_name="m")
         kill(service)
     found.rename(tmp_path / "away")
     with service:  # the discovery fails: what it found holds

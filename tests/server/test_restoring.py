@@ -10,6 +10,8 @@ from lean_selector.core.load.shapes import Booking, BusyThreshold
 from lean_selector.core.replication.shapes import LiveBooking
 from lean_selector.core.selection.selector import restore_booking
 from lean_selector.core.selection.shapes import WorkerSpec
+from lean_selector.http.allowed_endpoints import AllowedEndpoints
+from lean_selector.server.peer_access import worker_check
 from lean_selector.server.state import OtherService, restore_catalog
 from lean_selector.server.state_files import (
     CATALOG,
@@ -149,6 +151,20 @@ def test_a_threshold_of_a_model_without_workers_waits_for_them(tmp_path: Path) -
     after.selector.upsert_worker(spec(), 41.0)
     [(_, threshold)] = after.selector.thresholds()
     assert threshold.active_prefill_tokens == 9
+
+
+def test_what_a_mistyped_flag_keeps_out_is_kept_beside(tmp_path: Path) -> None:
+    before = Kept(tmp_path)
+    for worker_id in (1, 2):
+        before.selector.upsert_worker(spec(worker_id, endpoint=f"http://w{worker_id}"), 0.0)
+    before.save(0.0)
+    written = (tmp_path / CATALOG).read_bytes()
+    check = worker_check(AllowedEndpoints(["http://w2:*"]))
+    after = Kept(tmp_path, DrivenSelector(check_worker=check))
+    after.restore(0.0)
+    assert sorted(after.selector.catalog.workers) == [2]
+    after.save(0.0)  # the catalog is written anew
+    assert (tmp_path / f"{CATALOG}.unfit").read_bytes() == written
 
 
 def test_an_empty_directory_restores_nothing(tmp_path: Path) -> None:

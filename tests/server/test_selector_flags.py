@@ -50,11 +50,15 @@ FLAGS = [
     ("--queue-policy", "settings.queue_policy", "WSPT", "wspt"),
     ("--active-decode-blocks-threshold", "thresholds.active_decode_blocks", "0.85", 0.85),
     ("--overload-status", "overload_status", "529", 529),
+    *(
+        ("--router-overlap-refresh-after-secs", "settings.overlap_refresh_after_s", text, None)
+        for text in ("0", "-1", "-0.5")
+    ),
 ]
 FLAG_OF = {each.flag.name: each.flag for each in fields_of(SelectorConfig)}
 
 
-@pytest.mark.parametrize(("flag", "path", "text", "value"), FLAGS, ids=[row[0] for row in FLAGS])
+@pytest.mark.parametrize(("flag", "path", "text", "value"), FLAGS)
 def test_a_flag_sets_what_it_names(flag: str, path: str, text: str, value: object) -> None:
     needed = ("--queue-threshold", "1") if FLAG_OF[flag].needs else ()
     assert seen(configured(flag, text, *needed), path) == value
@@ -92,50 +96,31 @@ def test_the_documented_variables_are_all_there() -> None:
     assert documented <= names
 
 
-# -- the deprecated weight ------------------------------------------------------------------------
+FIRST, SECOND = "DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT", "DYN_OVERLAP_SCORE_WEIGHT"
+SCALE, CREDIT = "DYN_ROUTER_PREFILL_LOAD_SCALE", "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT"
+NEW_FLAGS = ("--router-prefill-load-scale=5", "--router-kv-overlap-score-credit=0.5")
 
 
 @pytest.mark.parametrize(
-    ("environ", "scale", "credit"),
+    ("environ", "flags", "terms"),
     [
-        pytest.param({"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "3"}, 3.0, 1.0, id="first name"),
-        pytest.param({"DYN_OVERLAP_SCORE_WEIGHT": "3"}, 3.0, 1.0, id="second name"),
-        pytest.param(
-            {"DYN_ROUTER_KV_OVERLAP_SCORE_WEIGHT": "2", "DYN_OVERLAP_SCORE_WEIGHT": "3"},
-            2.0,
-            1.0,
-            id="the first that is set wins",
-        ),
-        pytest.param({"DYN_OVERLAP_SCORE_WEIGHT": "0"}, 0.0, 0.0, id="0 sets the credit to 0"),
-        pytest.param(
-            {
-                "DYN_OVERLAP_SCORE_WEIGHT": "0",
-                "DYN_ROUTER_PREFILL_LOAD_SCALE": "5",
-                "DYN_ROUTER_KV_OVERLAP_SCORE_CREDIT": "0.5",
-            },
-            0.0,
-            0.0,
-            id="it wins over the new names",
-        ),
+        ({FIRST: "3"}, (), (3.0, 1.0)),
+        ({SECOND: "3"}, (), (3.0, 1.0)),
+        ({FIRST: "2", SECOND: "3"}, (), (2.0, 1.0)),  # the first that is set wins
+        ({SECOND: "0"}, (), (0.0, 0.0)),  # 0 sets the credit to 0
+        ({SECOND: "0", SCALE: "5", CREDIT: "0.5"}, (), (0.0, 0.0)),  # it wins over the new names
+        ({SECOND: "0"}, NEW_FLAGS, (5.0, 0.5)),  # but not over their flags
+        ({}, (*NEW_FLAGS, "--router-kv-overlap-score-weight=0"), (0.0, 0.0)),
     ],
 )
 def test_the_old_overlap_weight_sets_two_terms_and_warns(
-    environ: dict[str, str], scale: float, credit: float
+    environ: dict[str, str], flags: tuple[str, ...], terms: tuple[float, float]
 ) -> None:
-    config = configured(**environ)
-    assert (config.settings.prefill_load_scale, config.settings.overlap_score_credit) == (
-        scale,
-        credit,
-    )
+    config = configured(*flags, **environ)
+    settings = config.settings
+    assert (settings.prefill_load_scale, settings.overlap_score_credit) == terms
     (warning,) = config.warnings
     assert "deprecated" in warning
-
-
-def test_peers_to_recover_from_are_no_use_without_kv_events_and_that_is_said() -> None:
-    flags = ("--indexer-peers", "http://a:1")
-    assert configured(*flags).warnings == []
-    (warning,) = configured(*flags, "--use-kv-events", "false").warnings
-    assert "--indexer-peers" in warning
 
 
 def test_what_is_believed_cached_depends_on_whether_there_are_events() -> None:
@@ -144,31 +129,23 @@ def test_what_is_believed_cached_depends_on_whether_there_are_events() -> None:
     assert (config.settings.routed_ttl_s, config.warnings) == (9.0, [])
     assert configured("--router-ttl-secs", "0", **off).settings.routed_ttl_s == 0.0
     assert configured(**off).settings.routed_ttl_s == 0.0
-    config = configured("--router-ttl-secs", "9")
-    assert config.settings.routed_ttl_s == 0.0
-    (warning,) = config.warnings
-    assert "--router-ttl-secs" in warning
+    assert configured("--router-ttl-secs", "9").settings.routed_ttl_s == 0.0
     assert configured(DYN_ROUTER_PREDICTED_TTL_SECS="5").settings.routed_ttl_s == 5.0
 
 
-def test_lru_is_taken_as_ttl_and_that_is_said() -> None:
-    config = configured(DYN_ROUTER_APPROXIMATE_CACHE_POLICY="lru", DYN_USE_KV_EVENTS="false")
-    (warning,) = config.warnings
-    assert "lru" in warning
-
-
-def test_the_old_weight_in_the_environment_gives_way_to_a_flag() -> None:
-    flags = ("--router-prefill-load-scale", "5", "--router-kv-overlap-score-credit", "0.5")
-    config = configured(*flags, DYN_OVERLAP_SCORE_WEIGHT="0")
-    assert (config.settings.prefill_load_scale, config.settings.overlap_score_credit) == (5.0, 0.5)
-    config = configured(*flags, "--router-kv-overlap-score-weight", "0")
-    assert (config.settings.prefill_load_scale, config.settings.overlap_score_credit) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "-0.5"])
-def test_no_refresh_at_zero_or_below(text: str) -> None:
-    config = configured("--router-overlap-refresh-after-secs", text)
-    assert config.settings.overlap_refresh_after_s is None
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--router-ttl-secs", "9"), "--router-ttl-secs"),
+        (("--indexer-peers", "http://a:1"), ""),
+        (("--indexer-peers", "http://a:1", "--use-kv-events=off"), "--indexer-peers"),
+        (("--router-approximate-cache-policy", "lru", "--use-kv-events=off"), "lru"),
+    ],
+)
+def test_what_has_no_effect_is_said(flags: tuple[str, ...], said: str) -> None:
+    warnings = configured(*flags).warnings
+    assert len(warnings) == bool(said)
+    assert all(said in warning for warning in warnings)
 
 
 def test_what_the_reference_has_without_effect_is_taken() -> None:
@@ -207,6 +184,7 @@ BAD = {
     "--prompts-tokenize-from": ["1_0"],
     "--allow-endpoint": ["", " , "],
     "--lifecycle-allow": [""],
+    "--model-policy": ["latency", "=latency", "a=fastest"],
     "--peer-tls-name": [""],
 }
 
@@ -232,20 +210,10 @@ def test_the_1_6_dialect_brings_its_own_defaults() -> None:
     assert configured().overload_status == 503
     assert configured("--api", "1.6").overload_status == 429
     assert configured("--api", "1.6", "--overload-status", "503").overload_status == 503
+    above_one = configured("--api", "1.6", "--router-kv-overlap-score-credit", "2.5")
+    assert above_one.settings.overlap_score_credit == 2.5
     assert configured().settings.ttl_s == 0.0
     assert configured("--api", "1.6").settings.ttl_s == 120.0
     assert (
         configured("--api", "1.6", "--use-kv-events=off", "--router-ttl-secs=0").settings.ttl_s == 0
     )
-
-
-def test_the_overlap_credit_may_be_above_one_where_1_6_is_spoken() -> None:
-    flags = ("--api", "1.6", "--router-kv-overlap-score-credit", "2.5")
-    assert configured(*flags).settings.overlap_score_credit == 2.5
-
-
-@pytest.mark.parametrize("text", ["latency", "=latency", "a=fastest"])
-def test_the_policy_of_a_model_names_both(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, SelectorConfig, [f"--model-policy={text}"])
-    assert "--model-policy" in said
-    assert text in said

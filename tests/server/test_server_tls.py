@@ -2,11 +2,9 @@
 
 import asyncio
 import datetime
-import http.client
 import os
 import re
 import signal
-import socket
 from contextlib import closing
 from datetime import UTC
 from pathlib import Path
@@ -19,7 +17,7 @@ from lean_selector.server.server_tls import HandshakeLog, ServerTls, server_cont
 from lean_selector.server.service_flags import TlsFiles
 from tests.support.certificates import HOST, LOCKED_KEY, Authority, Files
 from tests.support.on_loop import on_loop
-from tests.support.running_service import free_port, wait_until
+from tests.support.running_service import free_port, unix_connection, wait_until
 from tests.support.tls_service import TlsService, ask, shown_by
 
 OURS, STRANGERS = Authority(), Authority()
@@ -28,9 +26,6 @@ OURS, STRANGERS = Authority(), Authority()
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     return Files(tmp_path, OURS, OURS.issue(HOST))
-
-
-# -- files that are refused ------------------------------------------------------------------------
 
 
 def other_key() -> bytes:
@@ -66,9 +61,6 @@ def test_files_that_do_not_fit_are_named_with_their_flag(
         server_context(TlsFiles(cert=str(files.cert), key=str(files.key), client_ca=str(files.ca)))
 
 
-# -- what the services do over it ------------------------------------------------------------------
-
-
 def test_the_slot_tracker_speaks_it_too_and_the_unix_socket_does_not(
     files: Files, tmp_path: Path
 ) -> None:
@@ -76,18 +68,8 @@ def test_the_slot_tracker_speaks_it_too_and_the_unix_socket_does_not(
     module = "lean_selector.slot_tracker"
     with TlsService(files, OURS, "--uds", path, module=module) as service:
         assert service.get("/health")[0] == 200
-        with closing(_UnixConnection(path)) as beside:
+        with closing(unix_connection(path)) as beside:
             assert ask(beside, "GET", "/health")[0] == 200
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str) -> None:
-        super().__init__("localhost")
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(self._path)
 
 
 def test_the_gateway_speaks_it_on_both_of_its_ports(files: Files) -> None:
@@ -114,9 +96,6 @@ class _Gateway(TlsService):
             self.port = port
 
 
-# -- who is let in ---------------------------------------------------------------------------------
-
-
 def test_failed_handshakes_are_one_line_for_all_of_some_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -138,9 +117,6 @@ def test_failed_handshakes_are_one_line_for_all_of_some_seconds(
     caplog.clear()
     handshakes.look(200.0)
     assert caplog.records == []
-
-
-# -- files that change -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["when the files change", "on SIGHUP"])

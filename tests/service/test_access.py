@@ -4,9 +4,7 @@ import http.client
 import json
 import os
 import signal
-import socket
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,15 @@ from lean_selector.http.head import digest_of
 from lean_selector.http.response import PendingReply
 from lean_selector.service.access import AccessTokens
 from lean_selector.service.gate import Gate
+from tests.support.asked import worker
 from tests.support.gates import described, request, routes_of
 from tests.support.on_loop import on_loop
-from tests.support.running_service import DEADLINE_S, RunningService, wait_until
+from tests.support.running_service import RunningService, unix_connection, wait_until
+from tests.support.tls_service import ask
 
 TOKENS = {"read": "r-0123456789", "write": "w-0123456789", "admin": "a-0123456789"}
 RANKS = ["open", *TOKENS]
 OPEN_PATHS = {"/health", "/ready", "/ui"}
-WORKER = {"worker_id": 1, "endpoint": "http://worker-1:8000", "block_size": 16}
 
 
 def token_file(folder: Path) -> Path:
@@ -138,7 +137,7 @@ def test_ready_names_no_worker_to_a_client_without_a_token(service: Service) -> 
     if service.name == "slot_tracker":  # has no such route
         assert service.ask("GET", "/ready")[0] == 401
         return
-    assert service.ask("POST", "/workers", TOKENS["admin"], WORKER)[0] == 201
+    assert service.ask("POST", "/workers", TOKENS["admin"], worker())[0] == 201
     for token in (None, "nonsense"):
         status, _, text = service.ask("GET", "/ready", token)
         body = json.loads(text)
@@ -181,73 +180,34 @@ async def test_without_tokens_a_client_may_do_everything(service: Service) -> No
         assert service.ask(method, target, None, body)[0] not in (401, 403), (method, target)
 
 
-# -- a process ------------------------------------------------------------------------------------
-
-
-class Client:
-    """Asks a service, over TCP or its UNIX socket, on one connection for all requests."""
-
-    def __init__(self, port: int, path: str | None = None) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
-        if path is not None:
-            self._connection.sock = socket.socket(socket.AF_UNIX)
-            self._connection.sock.settimeout(DEADLINE_S)
-            self._connection.sock.connect(path)
-
-    def status(self, target: str, token: str | None = None) -> int:
-        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        self._connection.request("GET", target, headers=headers)
-        answer = self._connection.getresponse()
-        answer.read()
-        return answer.status
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-@pytest.fixture
-def running(tmp_path: Path) -> Iterator[tuple[RunningService, Client]]:
+def test_the_file_is_read_again_when_it_changes_and_on_sighup(tmp_path: Path) -> None:
+    """Over TCP, and over the UNIX socket."""
     uds = str(tmp_path / "socket")
     flags = ("--auth-token-file", str(token_file(tmp_path)), "--uds", uds)
-    with (
-        RunningService(*flags, module="lean_selector.slot_tracker") as service,
-        closing(Client(service.port)) as client,
-        closing(Client(service.port, uds)) as beside,
-    ):
-        for each in (client, beside):
-            assert [each.status("/loads", token) for token in (None, "x", TOKENS["read"])] == [
-                *(401, 401, 200)
-            ]
-        yield service, client
+    with RunningService(*flags, module="lean_selector.slot_tracker") as service:
 
+        def status(token: str | None) -> int:
+            service.token = token
+            return service.get("/loads")[0]
 
-@pytest.mark.parametrize(("token", "status"), [(None, 401), ("none", 401), ("read", 403)])
-def test_a_body_that_is_still_to_come_is_not_waited_for(
-    running: tuple[RunningService, Client], token: str | None, status: int
-) -> None:
-    with closing(http.client.HTTPConnection("127.0.0.1", running[0].port)) as connection:
-        connection.putrequest("POST", "/register")
-        connection.putheader("content-length", "1000000")
-        if token is not None:
-            connection.putheader("authorization", f"Bearer {TOKENS.get(token, token)}")
-        connection.endheaders(b"{")
-        answer = connection.getresponse()
-        assert (answer.status, answer.getheader("connection")) == (status, "close")
-
-
-def test_the_file_is_read_again_when_it_changes_and_on_sighup(
-    running: tuple[RunningService, Client], tmp_path: Path
-) -> None:
-    service, client = running
-    (tmp_path / "new").write_text("read another-token\n")
-    os.replace(tmp_path / "new", tmp_path / "tokens")
-    wait_until(lambda: client.status("/workers", "another-token") == 200, "the new token")
-    assert client.status("/workers", TOKENS["read"]) == 401
-    (tmp_path / "tokens").write_text("read very-secret\nvery-secret-too\n")
-    service.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: "the last tokens stay in use" in service.log(), "the complaint")
-    assert client.status("/workers", "another-token") == 200
-    assert client.status("/workers", "very-secret") == 401
-    log = service.log()
+        with closing(unix_connection(uds)) as beside:
+            for token, expected in ((None, 401), ("x", 401), (TOKENS["read"], 200)):
+                assert status(token) == ask(beside, "GET", "/loads", token=token)[0] == expected
+        with closing(http.client.HTTPConnection("127.0.0.1", service.port)) as connection:
+            connection.putrequest("POST", "/register")  # a body that is not waited for
+            connection.putheader("content-length", "1000000")
+            connection.putheader("authorization", f"Bearer {TOKENS['read']}")
+            connection.endheaders(b"{")
+            answer = connection.getresponse()
+            assert (answer.status, answer.getheader("connection")) == (403, "close")
+        (tmp_path / "new").write_text("read another-token\n")
+        os.replace(tmp_path / "new", tmp_path / "tokens")
+        wait_until(lambda: status("another-token") == 200, "the new token")
+        assert status(TOKENS["read"]) == 401
+        (tmp_path / "tokens").write_text("read very-secret\nvery-secret-too\n")
+        service.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "the last tokens stay in use" in service.log(), "the complaint")
+        assert [status(token) for token in ("another-token", "very-secret")] == [200, 401]
+        log = service.log()
     assert f"{tmp_path}/tokens, line 2: " in log
     assert not [token for token in ("very-secret", *TOKENS.values()) if token in log]

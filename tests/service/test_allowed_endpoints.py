@@ -3,7 +3,6 @@
 import contextlib
 import json
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from loadtest.child_service import ChildService, plain_environment
 from tests.support.certificates import Authority
 from tests.support.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.support.kube_api import NAMESPACE, SERVICE, KubeApi, slice_of
 from tests.support.running_service import RunningService, free_port, wait_until
 
-# What is registered may be in this network only; no connection is made to what is refused, so
-# nothing listens there.
-ALLOWED = "*://127.0.0.0/8:*"
+# What is registered may be in this network only, events on two ports; no connection is made to what
+# is refused, so nothing listens there.
+ALLOWED = "http://127.0.0.0/8:*, tcp://127.0.0.0/8:9-10"
 INSIDE = "tcp://127.0.0.1:9"
 OUTSIDE = "tcp://198.51.100.1:5557"
+TRACKER = "lean_selector.slot_tracker"
 QUICK = ("--discover-interval-secs", "0.05", "--discover-refresh-secs", "0.1")
 
 
@@ -36,9 +35,13 @@ def worker(**fields: object) -> dict[str, object]:
     }
 
 
+def a_sync_port() -> tuple[str, str]:
+    return "--replica-sync-port", str(free_port())
+
+
 @pytest.fixture(scope="module")
 def service() -> Iterator[RunningService]:
-    with RunningService("--allow-endpoint", ALLOWED) as running:
+    with RunningService("--allow-endpoint", ALLOWED, *a_sync_port()) as running:
         yield running
 
 
@@ -49,6 +52,7 @@ def service() -> Iterator[RunningService]:
         ("kv_events_endpoint", OUTSIDE, "kv_events_endpoint"),
         ("kv_events_endpoints", {"0": INSIDE, "1": OUTSIDE}, "kv_events_endpoints[1]"),
         ("replay_endpoint", OUTSIDE, "replay_endpoint"),
+        ("replay_endpoints", {"0": OUTSIDE}, "replay_endpoints[0]"),
         ("load_endpoint", OUTSIDE, "load_endpoint"),
     ],
 )
@@ -73,26 +77,21 @@ def test_no_registration_and_no_change_names_an_endpoint_that_is_not_allowed(
         assert service.request("DELETE", "/workers/7")[0] == 200
 
 
-def test_the_ports_of_further_ranks_are_judged_as_well() -> None:
-    with RunningService("--allow-endpoint", "http://*:*, tcp://*:9-10") as service:
-        ranks = {"0": INSIDE, "1": INSIDE, "2": INSIDE}
-        body = worker(kv_events_endpoints=ranks, kv_events_endpoint=None, data_parallel_size=3)
-        refusal = "replay_endpoint: `tcp://127.0.0.1:11` is not allowed by --allow-endpoint"
-        assert service.post("/workers", body) == (400, {"error": refusal})
-        body = worker(replay_endpoint=None, replay_endpoints={"0": OUTSIDE})
-        refusal = f"replay_endpoints[0]: `{OUTSIDE}` is not allowed by --allow-endpoint"
-        assert service.post("/workers", body) == (400, {"error": refusal})
+def test_the_ports_of_further_ranks_are_judged_as_well(service: RunningService) -> None:
+    ranks = {"0": INSIDE, "1": INSIDE, "2": INSIDE}
+    body = worker(kv_events_endpoints=ranks, kv_events_endpoint=None, data_parallel_size=3)
+    refusal = "replay_endpoint: `tcp://127.0.0.1:11` is not allowed by --allow-endpoint"
+    assert service.post("/workers", body) == (400, {"error": refusal})
 
 
-@pytest.mark.parametrize("module", ["lean_selector", "lean_selector.slot_tracker"])
-def test_no_peer_is_registered_that_is_not_allowed(module: str) -> None:
-    flags = ("--replica-sync-port", str(free_port()), "--allow-endpoint", ALLOWED)
-    with RunningService(*flags, module=module) as service:
-        status, answer = service.post("/replica_sync/register_peer", {"endpoint": OUTSIDE})
-        assert status == 400
-        assert answer == {"error": f"endpoint: `{OUTSIDE}` is not allowed by --allow-endpoint"}
-        assert service.get("/replica_sync/peers") == (200, [])
-        assert service.post("/replica_sync/register_peer", {"endpoint": INSIDE})[0] == 201
+def test_no_peer_is_registered_that_is_not_allowed(service: RunningService) -> None:
+    with RunningService("--allow-endpoint", ALLOWED, *a_sync_port(), module=TRACKER) as tracker:
+        for each in (service, tracker):
+            status, answer = each.post("/replica_sync/register_peer", {"endpoint": OUTSIDE})
+            refusal = f"endpoint: `{OUTSIDE}` is not allowed by --allow-endpoint"
+            assert (status, answer) == (400, {"error": refusal})
+            assert each.get("/replica_sync/peers") == (200, [])
+            assert each.post("/replica_sync/register_peer", {"endpoint": INSIDE})[0] == 201
 
 
 # -- what is found --------------------------------------------------------------------------------
@@ -145,7 +144,7 @@ def test_a_found_peer_that_is_not_allowed_is_shown_with_what_is_not(
     allowed: str, state: str
 ) -> None:
     flags = (
-        *("--replica-sync-port", str(free_port())),
+        *a_sync_port(),
         *("--replica-sync-discover", f"dns:localhost:{free_port()}"),
         *("--discover-interval-secs", "0.05", "--allow-endpoint", allowed),
     )
@@ -189,7 +188,7 @@ def test_a_name_is_connected_to_only_at_addresses_that_are_allowed() -> None:
     with (
         listener() as (http, http_seen),
         listener() as (events, events_seen),
-        RunningService(*flags, "--replica-sync-port", str(free_port())) as service,
+        RunningService(*flags, *a_sync_port()) as service,
     ):
         endpoint = f"tcp://localhost:{events}"
         body = worker(
@@ -234,7 +233,7 @@ def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_a
     ):
         api.put(slice_of("peers", ["localhost"], port=free_port(), port_name="replica-sync"))
         flags = (
-            *("--replica-sync-port", str(free_port())),
+            *a_sync_port(),
             *("--replica-sync-discover", f"kubernetes:{NAMESPACE}/{SERVICE}:replica-sync"),
             *("--replica-sync-discover-http-port", str(found)),
             *("--replica-sync-catch-up", f"http://localhost:{given}"),
@@ -243,13 +242,15 @@ def test_a_found_peer_with_a_name_is_caught_up_from_only_at_addresses_that_are_a
             *("--kubernetes-ca-file", str(tmp_path / "ca.crt")),
             *("--allow-endpoint", "tcp://localhost:*", "--allow-endpoint", "http://10.0.0.0/8:*"),
         )
-        port = free_port()
-        command = [sys.executable, "-m", "lean_selector", "--port", str(port), *flags]
-        child = ChildService(command, port, env=plain_environment())
-        try:
+        with NotAsked(*flags) as service:
             words = "which is not allowed by --allow-endpoint"
-            wait_until(lambda: words in child.log(), "it tells why it does not ask")
+            wait_until(lambda: words in service.log(), "it tells why it does not ask")
             assert not found_seen
             assert given_seen
-        finally:
-            child.stop()
+
+
+class NotAsked(RunningService):
+    """Is not up before it has caught up."""
+
+    def _is_up(self) -> bool:
+        return True

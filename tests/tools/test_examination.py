@@ -1,10 +1,10 @@
 """The check of a running selector: real services, real sockets, engines that answer and publish."""
 
 import asyncio
+import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,6 @@ from tests.support.on_loop import on_loop
 from tests.support.outbound_server import Serve, client, response, serving
 from tests.support.running_service import RunningService, free_port, wait_until
 from tests.tools.api_engine import ApiEngine
-
-LIMIT_S = 120.0
 
 Findings = list[dict[str, Any]]
 
@@ -37,9 +35,11 @@ def no_workers_stay(selector: RunningService) -> Iterator[None]:
         selector.request("DELETE", f"/workers/{record['worker_id']}")
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lean_selector", "check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+def check(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        return main(arguments), out.getvalue(), err.getvalue()
 
 
 def findings(
@@ -47,16 +47,15 @@ def findings(
 ) -> Findings:
     """`patience_s`: short where an answer is waited for that does not come."""
     patience = ("--seconds", str(patience_s))
-    done = check(f"http://127.0.0.1:{selector.port}", "--json", *patience, *flags)
-    assert done.returncode == status, done.stdout + done.stderr
-    found: Findings = json.loads(done.stdout)
+    ended, out, err = check(f"http://127.0.0.1:{selector.port}", "--json", *patience, *flags)
+    assert ended == status, out + err
+    found: Findings = json.loads(out)
     return found
 
 
 def register(selector: RunningService, engine: ApiEngine, **more: object) -> None:
-    """`more` replaces what is told; None leaves it out."""
-    body = engine.registration(**more)
-    status, answer = selector.post("/workers", {k: v for k, v in body.items() if v is not None})
+    """`more` replaces what is told."""
+    status, answer = selector.post("/workers", engine.registration(**more))
     assert status == 201, answer
 
 
@@ -242,18 +241,18 @@ def test_engines_that_want_a_token_get_that_of_the_file(
 
 
 def test_without_json_it_prints_a_table(selector: RunningService) -> None:
-    done = check(f"127.0.0.1:{selector.port}")
-    assert done.returncode == 1
-    assert "-> POST /workers for each engine" in done.stdout
-    assert done.stdout.splitlines()[-1] == "1 errors, 0 warnings, 0 notes, 0 ok"
+    status, out, _ = check(f"127.0.0.1:{selector.port}")
+    assert status == 1
+    assert "-> POST /workers for each engine" in out
+    assert out.splitlines()[-1] == "1 errors, 0 warnings, 0 notes, 0 ok"
 
 
 def test_without_a_selector_to_ask_the_status_is_2() -> None:
-    done = check(f"http://127.0.0.1:{free_port()}")
-    assert (done.returncode, "Connection refused" in done.stderr) == (2, True)
+    status, _, err = check(f"http://127.0.0.1:{free_port()}")
+    assert (status, "Connection refused" in err) == (2, True)
     with RunningService(module="lean_selector.slot_tracker") as tracker:
-        done = check(f"http://127.0.0.1:{tracker.port}")
-        assert (done.returncode, "/ready" in done.stderr) == (2, True)
+        status, _, err = check(f"http://127.0.0.1:{tracker.port}")
+        assert (status, "/ready" in err) == (2, True)
 
 
 def test_bad_arguments_are_refused_with_the_reason(
@@ -275,8 +274,6 @@ def test_bad_arguments_are_refused_with_the_reason(
         assert caught.value.code == 2
         assert why in capsys.readouterr().err
 
-
-# -- answers that are read ------------------------------------------------------------------------
 
 WORKERS = 6_000
 RECORD = {
