@@ -122,9 +122,6 @@ def test_a_service_that_closes_is_a_readable_failure() -> None:
         open_load(port, file, 100.0, 10)
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
 def test_cpu_time_of_a_process_grows_with_its_work_and_ends_with_it() -> None:
     before = cpu_ns(os.getpid())
     until = time.thread_time() + 0.02
@@ -146,9 +143,6 @@ def test_a_reference_is_a_version_or_a_command(monkeypatch: pytest.MonkeyPatch) 
     assert reference("1.2.3").command[0] == "/opt/r/bin/python"
     with pytest.raises(ServiceError, match=r"\{port\}"):
         reference("selector --port 1")
-
-
-# -- ports ----------------------------------------------------------------------------------------
 
 
 def test_no_two_runs_get_the_same_port_though_neither_has_bound_it() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from lean_selector.tools.service_process import ServiceError
 from loadtest.duel import index, report
-from loadtest.duel.report import ROWS, Row, verdicts
+from loadtest.duel.report import ROWS, verdicts
 from loadtest.duel.results import Results
 from loadtest.duel.stages import Plan, stages
 
@@ -84,14 +84,6 @@ def test_what_fails_ends_its_own_cases_alone(results: Results, error: Exception)
     assert results.value(SELECT, OURS, "cpu_us") == 9.0
     with pytest.raises(KeyError), results.keep([SELECT]):
         raise KeyError
-
-
-@pytest.mark.parametrize(
-    ("at_least", "inside"), [(False, [True, True, False]), (True, [False, True, True])]
-)
-def test_a_bound_itself_is_inside(at_least: bool, inside: list[bool]) -> None:
-    row = Row("r", lambda results, ours, reference: None, 2.0, at_least=at_least)
-    assert [row.holds(value, 2.0) for value in (1.9, 2.0, 2.1)] == inside
 
 
 def test_budget_cases_are_names_of_cases_that_are_run() -> None:

@@ -89,9 +89,6 @@ def refused(
     return str(answer["error"])
 
 
-# -- bodies ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("service", "path", "body"),
     [
@@ -109,9 +106,6 @@ def test_each_route_judges_the_kind_of_a_body_then_its_text_then_its_shape(
         assert refused(service, 400, path, broken).startswith("Failed to parse the request body")
     for shape in ("null", "true", "5", '"x"', "[]", '["m","default","x"]'):
         assert refused(service, 422, path, shape).startswith("Failed to deserialize the JSON body")
-
-
-# -- queries --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("body", [b"", b"no json", b"\xff"])

@@ -305,9 +305,6 @@ def test_what_is_held_of_one_that_numbers_nothing_is_not_taken_after_a_loss_of_a
         context.term()
 
 
-# -- the routes and flags of peers ----------------------------------------------------------------
-
-
 def test_peers_come_and_go_under_both_families_of_routes_and_flags() -> None:
     peer = "tcp://slot-tracker-b:8092"
     bind, advertised = f"tcp://127.0.0.1:{free_port()}", "tcp://slot-tracker-a:8092"

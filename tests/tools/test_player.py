@@ -1,7 +1,8 @@
 """The player against a scripted service: what it does with answers that it did not hope for."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -9,8 +10,7 @@ import pytest
 from lean_selector.tools.service_process import HttpClient, ServiceError
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
 from lean_selector.tools.traffic import Player
-
-from .conftest import ScriptedService
+from tests.support.outbound_server import response, serving
 
 REQUEST = make_request("a/b", list(range(48)), 32, 1, 16)
 OK = (200, b'{"status":"ok"}')
@@ -36,11 +36,32 @@ GOOD = {
 }
 
 
-@pytest.fixture(name="scripted")
-def _scripted(scripted: ScriptedService) -> ScriptedService:
+class ScriptedService:
+    """Answers each "METHOD /path" from a table, 404 otherwise."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, tuple[int, bytes]] = dict(GOOD)
+        self.requests: list[tuple[str, bytes]] = []
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[str]:
+        """The URL at which it listens."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            head, _, body = served.requests[-1].partition(b"\r\n\r\n")
+            call = b" ".join(head.split(b" ", 2)[:2]).decode()
+            self.requests.append((call, body))
+            status, text = self.answers.get(call, (404, b'{"error":"route not found"}'))
+            writer.write(response(text, f"{status} X", "connection: close\r\n"))
+
+        async with serving(serve) as served:
+            yield served.url
+
+
+@pytest.fixture
+def scripted() -> ScriptedService:
     """One that answers well."""
-    scripted.answers = dict(GOOD)
-    return scripted
+    return ScriptedService()
 
 
 def play(scripted: ScriptedService, engine: SimulatedEngine, stopping: bool = False) -> Player:

@@ -110,9 +110,6 @@ def _has_ended(stat: Path) -> bool:
         return True
 
 
-# -- asking it ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("serve", "words"),
     [
