@@ -2,9 +2,8 @@
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable
-
-import uvloop
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Limits, Request
@@ -13,7 +12,7 @@ from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.tls import TlsAcceptor
 from tests.support.certificates import Authority
-from tests.support.on_loop import DEADLINE_S, until
+from tests.support.on_loop import inside, until
 
 MIB = 1024 * 1024
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -23,6 +22,7 @@ OURS = Authority()
 
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
+Opened = AbstractAsyncContextManager["Server"]
 
 
 class Server:
@@ -97,28 +97,24 @@ class Server:
         await until(lambda: not self.connections.open and not self.connections.greeting)
 
 
-Story = Callable[[Server], Awaitable[None]]
+@asynccontextmanager
+async def served(
+    context: ssl.SSLContext | None = None, believing: ssl.SSLContext | None = None
+) -> AsyncIterator[Server]:
+    server = Server(context, believing)
+    try:
+        await server.listen()
+        yield server
+    finally:
+        await server.close()
 
 
-def run(
-    test: Story, context: ssl.SSLContext | None = None, believing: ssl.SSLContext | None = None
-) -> None:
-    async def main() -> None:
-        server = Server(context, believing)
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                await server.listen()
-                await test(server)
-        finally:
-            await server.close()
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
-
-
-def run_over_tls(test: Story, context: ssl.SSLContext | None = None) -> None:
+def served_over_tls(context: ssl.SSLContext | None = None) -> Opened:
     """`context` is the server's own, if it is to have another than the usual one."""
-    run(test, OURS.server() if context is None else context, OURS.client())
+    return served(OURS.server() if context is None else context, OURS.client())
+
+
+on_tcp, on_tls = inside(served), inside(served_over_tls)
 
 
 async def answer(reader: Reader) -> tuple[int, bytes, bytes]:

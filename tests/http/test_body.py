@@ -51,30 +51,12 @@ def test_a_body_in_one_piece_is_not_copied() -> None:
     assert body.content is piece
 
 
-def test_a_sized_body_over_the_limit_is_read_to_its_end_and_dropped() -> None:
-    body = SizedBody(11, LIMITS)
-    assert body.is_too_large
-    assert feed(body, b"01234567890+") == b"+"
-    assert (body.is_done, body.content, body.wire_bytes) == (True, b"", 11)
-
-
-def test_a_sized_body_of_exactly_the_limit_is_kept() -> None:
-    body = SizedBody(10, LIMITS)
-    feed(body, b"01234", b"56789")
-    assert (body.is_too_large, bytes(body.content)) == (False, b"0123456789")
-
-
 # Chunks.
 
 
 def test_extensions_and_trailers_are_dropped() -> None:
     body = chunked(b'3 ;a="b"\r\nabc\r\n0;last\r\ndigest: x\r\n\r\n')
     assert (body.is_done, body.content, body.error) == (True, b"abc", None)
-
-
-def test_chunks_over_the_limit_together_are_read_to_the_end_and_dropped() -> None:
-    body = chunked(chunk(b"012345"), chunk(b"67890"), END)
-    assert (body.is_done, body.is_too_large, body.content) == (True, True, b"")
 
 
 @pytest.mark.parametrize("tail", [b"2\r\nde", b"2\r\nde\r", b"2\r", b"2", b""])

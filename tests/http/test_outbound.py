@@ -48,24 +48,20 @@ async def told(asking: Coroutine[Any, Any, object]) -> OutboundFailed:
 
 
 @on_loop
-async def test_a_get_brings_status_and_body() -> None:
+async def test_a_request_brings_status_and_body_and_a_post_sends_its_own_as_json() -> None:
     async with serving(says(response(b"body", "404 Not Found", "X-One: 1\r\n"))) as served:
         answer = await client().get(served.url + "/a/b?c=d")
         assert (answer.status, answer.body) == (404, b"body")
+        error = await told(client().text(served.url))
+        assert (error.status, error.message) == (404, f"GET {served.url}: status 404: body")
+        await client().request("POST", served.url, b'{"a":1}')
         lines = served.requests[0].decode().split("\r\n")
         assert lines[0] == "GET /a/b?c=d HTTP/1.1"
         assert f"host: 127.0.0.1:{served.port}" in lines
         assert not [line for line in lines if line.startswith("authorization")]
-
-
-@on_loop
-async def test_a_post_sends_its_body_as_json() -> None:
-    async with serving(says(response(b"{}"))) as served:
-        answer = await client().request("POST", served.url, b'{"a":1}')
-        assert answer.body == b"{}"
-        assert served.requests[0].startswith(b"POST / HTTP/1.1\r\n")
-        assert b"content-type: application/json\r\n" in served.requests[0]
-        assert served.requests[0].endswith(b'\r\n\r\n{"a":1}')
+        assert served.requests[2].startswith(b"POST / HTTP/1.1\r\n")
+        assert b"content-type: application/json\r\n" in served.requests[2]
+        assert served.requests[2].endswith(b'\r\n\r\n{"a":1}')
 
 
 @on_loop
@@ -124,10 +120,16 @@ async def test_who_is_silent_is_given_up_and_who_sends_bit_by_bit_gets_no_more_t
 
 
 @on_loop
-async def test_a_port_where_nobody_listens_says_so() -> None:
-    port = free_port()
-    error = await told(client().get(f"http://127.0.0.1:{port}"))
-    assert error.message == f"GET http://127.0.0.1:{port}: Connection refused"
+async def test_a_port_where_nobody_listens_and_a_name_that_nobody_knows_say_so() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    error = await told(client().get(url))
+    assert error.message == f"GET {url}: Connection refused"
+
+    async def resolve(host: str, port: int) -> list[SocketAddress]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    error = await told(OutboundClient(resolve).get("http://engine"))
+    assert error.message == "GET http://engine: Name or service not known"
 
 
 @pytest.mark.parametrize(
@@ -160,25 +162,6 @@ async def test_the_other_addresses_of_a_name_are_tried() -> None:
             ]
 
         assert (await OutboundClient(resolve).get("http://engine")).body == b"here"
-
-
-@on_loop
-async def test_a_name_that_nobody_knows_says_so() -> None:
-    async def resolve(host: str, port: int) -> list[SocketAddress]:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    error = await told(OutboundClient(resolve).get("http://engine"))
-    assert error.message == "GET http://engine: Name or service not known"
-
-
-@on_loop
-async def test_text_is_the_body_of_a_success_alone() -> None:
-    async with serving(says(response(b"fine"))) as served:
-        assert await client().text(served.url) == b"fine"
-    async with serving(says(response(b"who are you?", "401 Unauthorized"))) as served:
-        error = await told(client().text(served.url))
-        assert error.status == 401
-        assert error.message == f"GET {served.url}: status 401: who are you?"
 
 
 # -- tokens and TLS -------------------------------------------------------------------------------

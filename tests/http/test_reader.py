@@ -166,9 +166,6 @@ def test_a_request_for_an_upgrade_keeps_its_body_and_is_the_last(framing: bytes)
         pytest.param(505, b"GET /a HTTP/1.2\r\n\r\n", id="HTTP/1.2"),
         pytest.param(505, b"GET /a HTTP/0.9\r\n\r\n", id="HTTP/0.9"),
         pytest.param(505, b"GET /a HTTP/3.0\r\n\r\n", id="HTTP/3.0"),
-        pytest.param(400, head(b"content-length: x"), id="length not a number"),
-        pytest.param(400, head(b"content-length:"), id="empty length"),
-        pytest.param(400, head(b"content-length: 99999999999999999999"), id="length overflows"),
         pytest.param(400, head(b": x"), id="no header name"),
         pytest.param(400, head(b"x: a\0b"), id="NUL in a value"),
         pytest.param(400, head(b"x: a\rb"), id="bare CR in a value"),
@@ -176,15 +173,11 @@ def test_a_request_for_an_upgrade_keeps_its_body_and_is_the_last(framing: bytes)
         # What a proxy in front may frame in another way is in test_hostile_streams.py.
         pytest.param(501, head(b"transfer-encoding: gzip, chunked"), id="two codings"),
         pytest.param(
-            501, head(b"Transfer-Encoding: gzip", b"transfer-encoding: chunked"), id="in two lines"
-        ),
-        pytest.param(
             400,
             b"POST /a HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
             id="chunked in 1.0",
         ),
         # The grammar of chunks is in test_body.py.
-        pytest.param(400, CHUNKED + b"x\r\n", id="chunk size not hexadecimal"),
         pytest.param(400, CHUNKED + b"3;a\rb\r\nabc", id="bare CR in an extension"),
         pytest.param(400, CHUNKED + b"0\r\na\0b\r\n\r\n", id="NUL in a trailer"),
         pytest.param(400, CHUNKED + b"0\r\na: b\r\n c: d\r\n\r\n", id="folded trailer"),
@@ -334,51 +327,17 @@ def test_of_lengths_that_vary_some_are_remembered_and_then_what_stands_around_th
     assert len(other.body) == 1999
 
 
-@pytest.mark.parametrize("known", [1, 90], ids=["behind one that is known", "where lengths vary"])
-@pytest.mark.parametrize("credential", [(), (b"authorization: Bearer a",)], ids=["", "credential"])
-@pytest.mark.parametrize(
-    "lines",
-    [
-        pytest.param((b"content-length: 1x",), id="not a number"),
-        pytest.param((b"content-length: +1",), id="a sign"),
-        pytest.param((b"content-length: 1 ",), id="a blank"),
-        pytest.param((b"content-length: ",), id="empty"),
-        pytest.param((b"content-length: 1000000000000000",), id="more than can be"),
-        pytest.param((b"content-length: 0000000000000001",), id="longer than it need be"),
-        pytest.param((b"content-length: \xb9",), id="another alphabet"),
-        pytest.param((b"content-length: 1", b"content-length: 1"), id="two lengths"),
-        pytest.param((b"content-length: 1", b"Content-Length: 2"), id="two spellings"),
-        pytest.param((b"content-length: 1", b"transfer-encoding: chunked"), id="two framings"),
-        pytest.param((b"a: b",), id="another line in its place"),
-        pytest.param((), id="none"),
-    ],
-)
-def test_behind_known_sections_each_says_what_it_says_alone(
-    lines: tuple[bytes, ...], credential: tuple[bytes, ...], known: int
-) -> None:
-    reader, alone = RequestReader(LIMITS), RequestReader(LIMITS)
-    for length in range(known):
-        asked = head(*credential, b"content-length: %d" % length)
-        assert len(reader.feed(asked + bytes(length))) == 1
-    data = head(*credential, *lines) + b"b"
-    assert list(map(seen, reader.feed(data))) == list(map(seen, alone.feed(data)))
-    assert fault(reader) == fault(alone)
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [(), (b"authorization: Bearer abc",)],
-    ids=["without a credential", "with one"],
-)
-def test_where_lengths_vary_one_byte_more_less_or_other_is_read_as_alone(
-    lines: tuple[bytes, ...],
+@pytest.mark.parametrize("known", [1, 100], ids=["one is known", "where lengths vary"])
+@pytest.mark.parametrize("lines", [(), (b"authorization: Bearer abc",)], ids=["", "credential"])
+def test_behind_known_sections_one_byte_or_line_more_less_or_other_is_read_as_alone(
+    lines: tuple[bytes, ...], known: int
 ) -> None:
     blocks: HeaderBlocks = {}
 
     def warm() -> RequestReader:
-        """On a connection of its own; the first two make it see that lengths vary too much."""
+        """On a connection of its own."""
         reader = RequestReader(Limits(), blocks)
-        for length in (*range(100 if not blocks else 0), 501, 502):
+        for length in (*range(known if not blocks else 0), 501, 502)[:known]:
             assert len(reader.feed(asked(length))) == 1
         return reader
 
@@ -386,16 +345,26 @@ def test_where_lengths_vary_one_byte_more_less_or_other_is_read_as_alone(
         return head(b"a: b", b"content-length: %d" % length, *lines, b"c: d") + bytes(length)
 
     data = asked(12)
-    for at in range(data.index(b"HTTP/"), data.index(b"\r\n\r\n") + 4):
-        for put in (b"", b"\r", b"\n", b"\0", b" ", b":", b"1", b"x"):
-            for behind in (at, at + 1):
-                edited = data[:at] + put + data[behind:]
-                reader, alone = warm(), RequestReader(Limits())
-                read, expected = reader.feed(edited), alone.feed(edited)
-                assert list(map(seen, read)) == list(map(seen, expected)), edited
-                assert [one.credential for one in read] == [one.credential for one in expected]
-                assert fault(reader) == fault(alone), edited
-                assert reader.received_bytes == alone.received_bytes
+    edits = [
+        (at, behind, put)
+        for at in range(data.index(b"HTTP/"), data.index(b"\r\n\r\n") + 4)
+        for put in (b"", b"\r", b"\n", b"\0", b" ", b":", b"+", b"1", b"x", b"0" * 16, b"\xb9")
+        for behind in (at, at + 1)
+    ]
+    framing = data.index(b"content-length")
+    edits += [
+        (framing, behind, put)
+        for behind in (framing, data.index(b"\r\n", framing) + 2)
+        for put in (b"", b"Content-Length: 12\r\n", b"transfer-encoding: chunked\r\n", b"e: f\r\n")
+    ]
+    for at, behind, put in edits:
+        edited = data[:at] + put + data[behind:]
+        reader, alone = warm(), RequestReader(Limits())
+        read, expected = reader.feed(edited), alone.feed(edited)
+        assert list(map(seen, read)) == list(map(seen, expected)), edited
+        assert [one.credential for one in read] == [one.credential for one in expected]
+        assert fault(reader) == fault(alone), edited
+        assert reader.received_bytes == alone.received_bytes
 
 
 @given(

@@ -17,25 +17,30 @@ import pytest
 from lean_selector.http import listener as listener_module
 from lean_selector.http.listener import ACCEPTS_PER_TURN, UnixPath
 from lean_selector.http.response import encode_response
-from tests.http.live_server import GET, MIB, Server, Story, answer, run, run_over_tls
-from tests.support.on_loop import until
+from tests.http.live_server import (
+    GET,
+    MIB,
+    Opened,
+    Server,
+    answer,
+    on_tcp,
+    served,
+    served_over_tls,
+)
+from tests.support.on_loop import on_loop, until
 
 POST = b"POST /a HTTP/1.1\r\nhost: x\r\n"
 TCP_SYN_SENT = 2  # the first byte of struct tcp_info
-Run = Callable[[Story], None]
+either = pytest.mark.parametrize("opened", [served, served_over_tls], ids=["TCP", "TLS"])
+Opens = Callable[[], Opened]
 
 
-@pytest.fixture(params=[run, run_over_tls], ids=["TCP", "TLS"])
-def either(request: pytest.FixtureRequest) -> Run:
-    """Tells a story whose end is the same over either."""
-    over: Run = request.param
-    return over
-
-
-def test_requests_of_every_framing_come_back_in_order_and_what_waits_holds_those_behind_it(
-    either: Run,
+@either
+@on_loop
+async def test_requests_of_every_framing_come_back_in_order_and_what_waits_holds_those_behind_it(
+    opened: Opens,
 ) -> None:
-    async def test(server: Server) -> None:
+    async with opened() as server:
         reader, writer = await server.connect()
         writer.write(b"".join(b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % i for i in range(1000)))
         bodies = [(await answer(reader))[2] for _ in range(1000)]
@@ -63,11 +68,11 @@ def test_requests_of_every_framing_come_back_in_order_and_what_waits_holds_those
         assert b"connection: close" in head
         assert await reader.read() == b""
 
-    either(test)
 
-
-def test_a_client_that_is_still_sending_can_read_why_it_was_refused(either: Run) -> None:
-    async def test(server: Server) -> None:
+@either
+@on_loop
+async def test_a_client_that_is_still_sending_can_read_why_it_was_refused(opened: Opens) -> None:
+    async with opened() as server:
         reader, writer = await server.connect()
         # Answered at once, with 9 MiB of the body still on their way: a close would reset them.
         writer.write(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
@@ -82,43 +87,38 @@ def test_a_client_that_is_still_sending_can_read_why_it_was_refused(either: Run)
         writer.close()
         await until(lambda: not server.connections.open)
 
-    either(test)
-
 
 @pytest.mark.parametrize("how", ["close", "reset", "half-close"])
-def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
-    async def test(server: Server) -> None:
-        _, writer = await server.connect()
-        writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
-        parked = await server.parked.get()
-        assert not server.hung_up.is_set()
-        if how == "close":
-            writer.close()
-        elif how == "reset":
-            writer.transport.abort()
-        else:
-            writer.write_eof()
-        await server.hung_up.wait()
-        parked.resolve(encode_response(200, b"nobody reads this"))
-        await until(lambda: not server.connections.open)
-        assert server.handled == 1
-
-    run(test)
-
-
-@pytest.mark.parametrize("requests", [1, 200])
-def test_a_client_that_half_closes_gets_all_its_answers(requests: int) -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        writer.write(GET * requests)
+@on_tcp
+async def test_a_hang_up_while_parked_is_noticed(server: Server, how: str) -> None:
+    _, writer = await server.connect()
+    writer.write(b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n" + GET)
+    parked = await server.parked.get()
+    assert not server.hung_up.is_set()
+    if how == "close":
+        writer.close()
+    elif how == "reset":
+        writer.transport.abort()
+    else:
         writer.write_eof()
-        assert (await reader.read()).count(b"/a 0") == requests
+    await server.hung_up.wait()
+    parked.resolve(encode_response(200, b"nobody reads this"))
+    await until(lambda: not server.connections.open)
+    assert server.handled == 1
 
-    run(test)
+
+@on_tcp
+async def test_a_client_that_half_closes_gets_all_its_answers(server: Server) -> None:
+    reader, writer = await server.connect()
+    writer.write(GET * 200)
+    writer.write_eof()
+    assert (await reader.read()).count(b"/a 0") == 200
 
 
-def test_a_client_that_does_not_read_holds_back_its_own_requests_only(either: Run) -> None:
-    async def test(server: Server) -> None:
+@either
+@on_loop
+async def test_a_client_that_does_not_read_holds_back_its_own_requests_only(opened: Opens) -> None:
+    async with opened() as server:
         reader, writer = await server.connect()
         writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 20)
         await until(lambda: server.handled > 0)
@@ -130,134 +130,128 @@ def test_a_client_that_does_not_read_holds_back_its_own_requests_only(either: Ru
         for _ in range(20):
             assert len((await answer(reader))[2]) == 8 * MIB
 
-    either(test)
 
-
-def test_a_request_that_the_loop_has_not_got_to_keeps_an_idle_connection_open() -> None:
+@on_tcp
+async def test_a_request_that_the_loop_has_not_got_to_keeps_an_idle_connection_open(
+    server: Server,
+) -> None:
     """By time-out as by draining: it lies in the kernel when the sweep looks."""
-
-    async def test(server: Server) -> None:
-        for drains in (False, True):
-            reader, writer = await server.connect()
-            writer.write(GET)
-            await answer(reader)
-            # At once: the writer would wait for the end of this turn, and the server would read.
-            os.write(writer.get_extra_info("socket").fileno(), GET)
-            if drains:
-                server.connections.start_draining()
-            server.connections.sweep(server.connections.now + 100.0)
-            assert (await answer(reader))[2] == b"/a 0"
-            writer.close()
-
-    run(test)
-
-
-def test_a_connection_has_no_delay_and_its_host_is_noticed_by_the_kernel_when_it_vanishes() -> None:
-    async def test(server: Server) -> None:
+    for drains in (False, True):
         reader, writer = await server.connect()
         writer.write(GET)
         await answer(reader)
-        (protocol,) = server.protocols
-        accepted = protocol.transport.get_extra_info("socket")
-        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        names = ("NODELAY", "KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
-        options = [getattr(socket, f"TCP_{name}") for name in names]
-        set_to = [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options]
-        no_delay, idle_s, every_s, probes, timeout_ms = set_to
-        assert (no_delay, idle_s + every_s * probes, timeout_ms) == (1, 30, 30_000)
+        # At once: the writer would wait for the end of this turn, and the server would read.
+        os.write(writer.get_extra_info("socket").fileno(), GET)
+        if drains:
+            server.connections.start_draining()
+        server.connections.sweep(server.connections.now + 100.0)
+        assert (await answer(reader))[2] == b"/a 0"
+        writer.close()
 
-    run(test)
+
+@on_tcp
+async def test_a_connection_has_no_delay_and_its_host_is_noticed_by_the_kernel_when_it_vanishes(
+    server: Server,
+) -> None:
+    reader, writer = await server.connect()
+    writer.write(GET)
+    await answer(reader)
+    (protocol,) = server.protocols
+    accepted = protocol.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    names = ("NODELAY", "KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
+    options = [getattr(socket, f"TCP_{name}") for name in names]
+    set_to = [accepted.getsockopt(socket.IPPROTO_TCP, option) for option in options]
+    no_delay, idle_s, every_s, probes, timeout_ms = set_to
+    assert (no_delay, idle_s + every_s * probes, timeout_ms) == (1, 30, 30_000)
 
 
 # How connections come in (D27).
 
 
-def test_a_burst_of_newcomers_is_let_in_within_a_few_turns_of_the_loop() -> None:
-    """So that turns, however long each, do not keep them waiting one by one."""
-
-    async def test(server: Server) -> None:
-        newcomers = 4 * ACCEPTS_PER_TURN
-        clients = [socket.socket() for _ in range(newcomers)]
-        for client in clients:
-            client.connect(("127.0.0.1", server.port))
-        turns = 0
-        while len(server.connections.open) < newcomers:
-            await asyncio.sleep(0)  # one turn
-            turns += 1
-        for client in clients:
-            client.close()
-        assert turns < newcomers / 8
-
-    run(test)
-
-
-def test_who_connected_before_the_listener_closes_is_answered(tmp_path: Path) -> None:
-    async def test(server: Server) -> None:
-        path = str(tmp_path / "s")
-        await server.listen(path)
-        clients = []
-        for family, address in (
-            (socket.AF_INET, ("127.0.0.1", server.port)),
-            (socket.AF_UNIX, path),
-        ):
-            for _ in range(3 * ACCEPTS_PER_TURN):
-                client = socket.socket(family)
-                client.connect(address)  # the kernel's doing: the loop has no turn meanwhile
-                client.sendall(GET)
-                client.setblocking(False)
-                clients.append(client)
-        for listener in server.listeners:
-            listener.stop_inviting()
-            listener.close()
-        loop = asyncio.get_running_loop()
-        for client in clients:
-            assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200 ")
-            client.close()
-
-    run(test)
-
-
-def test_a_listener_that_stops_inviting_lets_nobody_in(tmp_path: Path) -> None:
-    async def test(server: Server) -> None:
-        path = str(tmp_path / "s")
-        await server.listen(path)
-        for listener in server.listeners:
-            listener.stop_inviting()
-        with socket.socket(socket.AF_UNIX) as late, pytest.raises(FileNotFoundError):
-            late.connect(path)
-        with socket.socket() as late:
-            late.setblocking(False)
-            late.connect_ex(("127.0.0.1", server.port))
-            # On loopback a handshake ends within connect(2), if at all.
-            assert late.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO) == TCP_SYN_SENT
-
-    run(test)
-
-
-def test_want_of_descriptors_is_logged_once_counted_and_waited_for(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@on_tcp
+async def test_a_burst_of_newcomers_is_let_in_within_a_few_turns_of_the_loop(
+    server: Server,
 ) -> None:
-    async def test(server: Server) -> None:
-        monkeypatch.setattr(listener_module, "ACCEPT_PAUSE_S", 0.01)
-        newcomer = socket.socket()
-        newcomer.setblocking(False)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        spare = os.dup(0)
-        os.close(spare)  # the lowest number that is free
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
-            newcomer.connect_ex(("127.0.0.1", server.port))
-            await until(lambda: server.connections.accept_failures >= 3)
-            assert not server.connections.open
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        loop = asyncio.get_running_loop()
-        await loop.sock_sendall(newcomer, GET)
-        assert (await loop.sock_recv(newcomer, 1000)).startswith(b"HTTP/1.1 200 ")
-        newcomer.close()
+    """So that turns, however long each, do not keep them waiting one by one."""
+    newcomers = 4 * ACCEPTS_PER_TURN
+    clients = [socket.socket() for _ in range(newcomers)]
+    for client in clients:
+        client.connect(("127.0.0.1", server.port))
+    turns = 0
+    while len(server.connections.open) < newcomers:
+        await asyncio.sleep(0)  # one turn
+        turns += 1
+    for client in clients:
+        client.close()
+    assert turns < newcomers / 8
 
-    with caplog.at_level(logging.INFO):
-        run(test)
+
+@on_tcp
+async def test_who_connected_before_the_listener_closes_is_answered(
+    server: Server, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "s")
+    await server.listen(path)
+    clients = []
+    for family, address in (
+        (socket.AF_INET, ("127.0.0.1", server.port)),
+        (socket.AF_UNIX, path),
+    ):
+        for _ in range(3 * ACCEPTS_PER_TURN):
+            client = socket.socket(family)
+            client.connect(address)  # the kernel's doing: the loop has no turn meanwhile
+            client.sendall(GET)
+            client.setblocking(False)
+            clients.append(client)
+    for listener in server.listeners:
+        listener.stop_inviting()
+        listener.close()
+    loop = asyncio.get_running_loop()
+    for client in clients:
+        assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200 ")
+        client.close()
+
+
+@on_tcp
+async def test_a_listener_that_stops_inviting_lets_nobody_in(
+    server: Server, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "s")
+    await server.listen(path)
+    for listener in server.listeners:
+        listener.stop_inviting()
+    with socket.socket(socket.AF_UNIX) as late, pytest.raises(FileNotFoundError):
+        late.connect(path)
+    with socket.socket() as late:
+        late.setblocking(False)
+        late.connect_ex(("127.0.0.1", server.port))
+        # On loopback a handshake ends within connect(2), if at all.
+        assert late.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO) == TCP_SYN_SENT
+
+
+@on_tcp
+async def test_want_of_descriptors_is_logged_once_counted_and_waited_for(
+    server: Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "ACCEPT_PAUSE_S", 0.01)
+    caplog.set_level(logging.INFO)
+    newcomer = socket.socket()
+    newcomer.setblocking(False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(0)
+    os.close(spare)  # the lowest number that is free
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, hard))
+        newcomer.connect_ex(("127.0.0.1", server.port))
+        await until(lambda: server.connections.accept_failures >= 3)
+        assert not server.connections.open
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(newcomer, GET)
+    assert (await loop.sock_recv(newcomer, 1000)).startswith(b"HTTP/1.1 200 ")
+    newcomer.close()
     said = [record.getMessage() for record in caplog.records]
     assert said == ["no connection can be accepted", "connections are accepted again"]
 
@@ -298,19 +292,18 @@ def test_taking_a_path_leaves_nothing_beside_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["s"]
 
 
-def test_a_connection_that_a_bug_keeps_from_opening_is_told_to_the_loop() -> None:
+@on_tcp
+async def test_a_connection_that_a_bug_keeps_from_opening_is_told_to_the_loop(
+    server: Server,
+) -> None:
     failed: list[object] = []
-
-    async def story(server: Server) -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
-        del server.protocols  # so that making one fails
-        await server.connect()
-        await until(lambda: failed)
-        server.protocols = []
-        reader, writer = await server.connect()
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert (await answer(reader))[0] == 200
-
-    run(story)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    del server.protocols  # so that making one fails
+    await server.connect()
+    await until(lambda: failed)
+    server.protocols = []
+    reader, writer = await server.connect()
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert (await answer(reader))[0] == 200
     assert [type(error) for error in failed] == [AttributeError]

@@ -4,7 +4,7 @@ time, nothing is kept of them, and who is not slow never notices."""
 import contextlib
 import socket
 
-from tests.http.live_server import GET, Server, answer, run
+from tests.http.live_server import GET, Server, answer, on_tcp
 from tests.support.on_loop import until
 
 EACH, EACH_OF_THE_DEAF = 30, 5  # 8 MiB are written to each of these
@@ -30,25 +30,21 @@ def opened(port: int, first: bytes) -> socket.socket:
     return client
 
 
-def test_slow_clients_are_cleared_and_hurt_nobody() -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        slow = [
-            (opened(server.port, first), more)
-            for first, more in KINDS.values()
-            for _ in range(EACH)
-        ]
-        await until(lambda: len(server.connections.open) == len(slow) + 1)
-        for second in range(0, ALL_GONE_S + 1, 5):
-            for client, more in slow:
-                with contextlib.suppress(OSError):  # it was hung up on, or takes no more
-                    client.send(more)
-            writer.write(GET)
-            assert (await answer(reader))[::2] == (200, b"/a 0")
-            server.connections.sweep(float(second))
-        await until(lambda: len(server.connections.open) == 1)
-        await until(lambda: server.connections.held_bytes == 0)
-        for client, _ in slow:
-            client.close()
-
-    run(test)
+@on_tcp
+async def test_slow_clients_are_cleared_and_hurt_nobody(server: Server) -> None:
+    reader, writer = await server.connect()
+    slow = [
+        (opened(server.port, first), more) for first, more in KINDS.values() for _ in range(EACH)
+    ]
+    await until(lambda: len(server.connections.open) == len(slow) + 1)
+    for second in range(0, ALL_GONE_S + 1, 5):
+        for client, more in slow:
+            with contextlib.suppress(OSError):  # it was hung up on, or takes no more
+                client.send(more)
+        writer.write(GET)
+        assert (await answer(reader))[::2] == (200, b"/a 0")
+        server.connections.sweep(float(second))
+    await until(lambda: len(server.connections.open) == 1)
+    await until(lambda: server.connections.held_bytes == 0)
+    for client, _ in slow:
+        client.close()

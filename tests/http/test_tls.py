@@ -12,10 +12,19 @@ from collections.abc import Iterator
 import pytest
 
 from lean_selector.http.response import encode_response
-from tests.http.live_server import GET, OURS, Reader, Server, Writer, answer, run_over_tls
+from tests.http.live_server import (
+    GET,
+    OURS,
+    Reader,
+    Server,
+    Writer,
+    answer,
+    on_tls,
+    served_over_tls,
+)
 from tests.http.tls_client import TlsClient, raw
 from tests.support.certificates import Authority
-from tests.support.on_loop import until
+from tests.support.on_loop import on_loop, until
 
 PARK = b"GET /park HTTP/1.1\r\nhost: x\r\n\r\n"
 STRANGERS = Authority()
@@ -41,149 +50,130 @@ def failures(server: Server) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("how", ["close", "reset", "farewell", "end without farewell"])
-def test_a_hang_up_while_parked_is_noticed(how: str) -> None:
-    async def test(server: Server) -> None:
-        client = await client_of(server)
-        await client.shake_hands()
-        client.writer.write(client.sealed(PARK + GET))
-        parked = await server.parked.get()
-        assert not server.hung_up.is_set()
-        if how == "close":
-            client.say_farewell()
-            client.writer.close()
-        elif how == "reset":
-            client.writer.transport.abort()
-        elif how == "farewell":
-            client.say_farewell()
-        else:
-            client.writer.write_eof()
-        await server.hung_up.wait()
-        parked.resolve(encode_response(200, b"nobody reads this"))
-        await until(lambda: not server.connections.open)
-        assert server.handled == 1
-
-    run_over_tls(test)
-
-
-@pytest.mark.parametrize("requests", [1, 200])
-def test_a_client_that_says_farewell_gets_all_its_answers(requests: int) -> None:
-    async def test(server: Server) -> None:
-        client = await client_of(server)
-        await client.shake_hands()
-        client.writer.write(client.sealed(GET * requests))
+@on_tls
+async def test_a_hang_up_while_parked_is_noticed(server: Server, how: str) -> None:
+    client = await client_of(server)
+    await client.shake_hands()
+    client.writer.write(client.sealed(PARK + GET))
+    parked = await server.parked.get()
+    assert not server.hung_up.is_set()
+    if how == "close":
         client.say_farewell()
-        assert (await client.read_all()).count(b"/a 0") == requests
-
-    run_over_tls(test)
-
-
-def test_an_idle_connection_is_closed_and_told_so() -> None:
-    async def test(server: Server) -> None:
-        client = await client_of(server)
-        await client.shake_hands()
-        client.writer.write(client.sealed(GET))
-        assert b"/a 0" in await client.read()
-        server.connections.sweep(76.0)
-        assert await client.read() == b""  # by a farewell: a mere end would raise
-
-    run_over_tls(test)
+        client.writer.close()
+    elif how == "reset":
+        client.writer.transport.abort()
+    elif how == "farewell":
+        client.say_farewell()
+    else:
+        client.writer.write_eof()
+    await server.hung_up.wait()
+    parked.resolve(encode_response(200, b"nobody reads this"))
+    await until(lambda: not server.connections.open)
+    assert server.handled == 1
 
 
-def test_a_record_that_comes_byte_by_byte_is_a_request_once_it_is_whole() -> None:
-    async def test(server: Server) -> None:
-        client = await client_of(server)
-        await client.shake_hands()
-        for byte in client.sealed(GET):
-            client.writer.write(bytes([byte]))
-            await asyncio.sleep(0)
-        assert b"/a 0" in await client.read()
-
-    run_over_tls(test)
+@on_tls
+async def test_a_client_that_says_farewell_gets_all_its_answers(server: Server) -> None:
+    client = await client_of(server)
+    await client.shake_hands()
+    client.writer.write(client.sealed(GET * 200))
+    client.say_farewell()
+    assert (await client.read_all()).count(b"/a 0") == 200
 
 
-def test_what_cannot_be_decrypted_ends_its_connection_and_no_other() -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await server.connect()
-        client = await client_of(server)
-        await client.shake_hands()
-        await until(lambda: len(server.connections.open) == 2)
-        forged = bytearray(client.sealed(GET))
-        forged[-1] ^= 1
-        client.writer.write(bytes(forged))
-        await until(lambda: len(server.connections.open) == 1)
-        assert server.handled == 0
-        writer.write(GET)
-        assert (await answer(reader))[0] == 200
+@on_tls
+async def test_an_idle_connection_is_closed_and_told_so(server: Server) -> None:
+    client = await client_of(server)
+    await client.shake_hands()
+    client.writer.write(client.sealed(GET))
+    assert b"/a 0" in await client.read()
+    server.connections.sweep(76.0)
+    assert await client.read() == b""  # by a farewell: a mere end would raise
 
-    run_over_tls(test)
+
+@on_tls
+async def test_a_record_that_comes_byte_by_byte_is_a_request_once_it_is_whole(
+    server: Server,
+) -> None:
+    client = await client_of(server)
+    await client.shake_hands()
+    for byte in client.sealed(GET):
+        client.writer.write(bytes([byte]))
+        await asyncio.sleep(0)
+    assert b"/a 0" in await client.read()
+
+
+@on_tls
+async def test_what_cannot_be_decrypted_ends_its_connection_and_no_other(server: Server) -> None:
+    reader, writer = await server.connect()
+    client = await client_of(server)
+    await client.shake_hands()
+    await until(lambda: len(server.connections.open) == 2)
+    forged = bytearray(client.sealed(GET))
+    forged[-1] ^= 1
+    client.writer.write(bytes(forged))
+    await until(lambda: len(server.connections.open) == 1)
+    assert server.handled == 0
+    writer.write(GET)
+    assert (await answer(reader))[0] == 200
 
 
 # -- handshakes -----------------------------------------------------------------------------------
 
 
-def test_handshakes_that_never_end_have_places_and_are_cleared() -> None:
-    async def test(server: Server) -> None:
-        server.connections.max_connections = 3
-        silent = [await raw(server.port) for _ in range(2)]
-        halfway = await client_of(server)
-        hello = halfway.hello()
-        halfway.writer.write(hello[:50])
-        await until(lambda: len(server.connections.greeting) == 3)
-        late = await client_of(server)
-        await late.shake_hands()
-        assert (await late.read_all()).startswith(b"HTTP/1.1 503 ")
-        server.connections.sweep(9.0)
-        assert len(server.connections.greeting) == 3
-        server.connections.sweep(11.0)
-        await until(lambda: not server.connections.greeting)
-        assert failures(server) == {"timeout": 3}
-        reader, writer = await server.connect()
-        writer.write(GET)
-        assert (await answer(reader))[0] == 200
-        for _, bare in silent:
-            bare.transport.abort()
-
-    run_over_tls(test)
+@on_tls
+async def test_handshakes_that_never_end_have_places_and_are_cleared(server: Server) -> None:
+    server.connections.max_connections = 3
+    silent = [await raw(server.port) for _ in range(2)]
+    halfway = await client_of(server)
+    hello = halfway.flight()
+    halfway.writer.write(hello[:50])
+    await until(lambda: len(server.connections.greeting) == 3)
+    late = await client_of(server)
+    await late.shake_hands()
+    assert (await late.read_all()).startswith(b"HTTP/1.1 503 ")
+    server.connections.sweep(9.0)
+    assert len(server.connections.greeting) == 3
+    server.connections.sweep(11.0)
+    await until(lambda: not server.connections.greeting)
+    assert failures(server) == {"timeout": 3}
+    reader, writer = await server.connect()
+    writer.write(GET)
+    assert (await answer(reader))[0] == 200
+    for _, bare in silent:
+        bare.transport.abort()
 
 
-def test_who_only_looks_whether_the_port_is_open_has_failed_at_nothing() -> None:
-    async def test(server: Server) -> None:
-        _, writer = await raw(server.port)
-        await until(lambda: server.connections.greeting)
-        writer.close()
-        await until(lambda: not server.connections.greeting)
-        assert failures(server) == {}
-
-    run_over_tls(test)
-
-
-def test_a_handshake_under_way_when_a_stop_begins_ends_in_an_answer() -> None:
-    async def test(server: Server) -> None:
-        client = await client_of(server)
-        await until(lambda: server.connections.greeting)
-        server.connections.start_draining()
-        server.connections.sweep(0.5)
-        await client.shake_hands()
-        client.writer.write(client.sealed(GET))
-        told = await client.read_all()
-        assert told.startswith(b"HTTP/1.1 200 ")
-        assert b"connection: close" in told
-
-    run_over_tls(test)
+@pytest.mark.parametrize(("sent", "counted"), [(0, {}), (50, {"closed": 1})])
+@on_tls
+async def test_a_client_that_leaves_has_failed_if_it_began_its_handshake(
+    server: Server, sent: int, counted: dict[str, int]
+) -> None:
+    """One that sends nothing only looks whether the port is open."""
+    client = await client_of(server)
+    client.writer.write(client.flight()[:sent])
+    await until(lambda: server.connections.greeting)
+    client.writer.close()
+    await until(lambda: not server.connections.greeting)
+    assert failures(server) == counted
 
 
-def test_a_stop_does_not_wait_for_who_is_silent_in_a_handshake() -> None:
-    async def test(server: Server) -> None:
-        _, writer = await raw(server.port)
-        await until(lambda: server.connections.greeting)
-        server.connections.start_draining()
-        server.connections.sweep(0.5)
-        assert server.connections.greeting
-        server.connections.sweep(1.5)
-        await until(lambda: not server.connections.greeting)
-        writer.transport.abort()
-
-    run_over_tls(test)
+@on_tls
+async def test_a_handshake_under_way_when_a_stop_begins_ends_in_an_answer_and_none_is_waited_for(
+    server: Server,
+) -> None:
+    client, silent = await client_of(server), await bare(server)
+    await until(lambda: len(server.connections.greeting) == 2)
+    server.connections.start_draining()
+    server.connections.sweep(0.5)
+    await client.shake_hands()
+    client.writer.write(client.sealed(GET))
+    told = await client.read_all()
+    assert told.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in told
+    assert len(server.connections.greeting) == 1
+    server.connections.sweep(1.5)
+    assert await silent[0].read() == b""
 
 
 @pytest.fixture
@@ -194,36 +184,32 @@ def nothing_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_logged")
-def test_who_speaks_plain_http_is_told_what_is_spoken() -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await bare(server)
-        writer.write(GET)
-        status, head, body = await answer(reader)
-        assert (status, body) == (400, b'{"error":"this port speaks TLS: use https://"}')
-        assert b"connection: close" in head
-        assert await reader.read() == b""
-        writer.close()
-        await until(lambda: not server.connections.greeting)
-        assert failures(server) == {"not_tls": 1}
-
-    run_over_tls(test)
+@on_tls
+async def test_who_speaks_plain_http_is_told_what_is_spoken(server: Server) -> None:
+    reader, writer = await bare(server)
+    writer.write(GET)
+    status, head, body = await answer(reader)
+    assert (status, body) == (400, b'{"error":"this port speaks TLS: use https://"}')
+    assert b"connection: close" in head
+    assert await reader.read() == b""
+    writer.close()
+    await until(lambda: not server.connections.greeting)
+    assert failures(server) == {"not_tls": 1}
 
 
 @pytest.mark.usefixtures("nothing_logged")
 @pytest.mark.parametrize(
     "garbage", [b"\x16" + bytes(70_000), b"\x16\x03\x01\xff\xff" + b"x" * 200_000]
 )
-def test_garbage_in_place_of_a_handshake_is_refused(garbage: bytes) -> None:
-    async def test(server: Server) -> None:
-        reader, writer = await bare(server)
-        writer.write(garbage)
-        while await reader.read(65536):  # an alert, perhaps
-            pass
-        writer.close()
-        await until(lambda: not server.connections.greeting)
-        assert sum(failures(server).values()) == 1
-
-    run_over_tls(test)
+@on_tls
+async def test_garbage_in_place_of_a_handshake_is_refused(server: Server, garbage: bytes) -> None:
+    reader, writer = await bare(server)
+    writer.write(garbage)
+    while await reader.read(65536):  # an alert, perhaps
+        pass
+    writer.close()
+    await until(lambda: not server.connections.greeting)
+    assert sum(failures(server).values()) == 1
 
 
 async def _is_refused(server: Server, context: ssl.SSLContext) -> bool:
@@ -237,57 +223,43 @@ async def _is_refused(server: Server, context: ssl.SSLContext) -> bool:
     return False
 
 
-def test_what_is_sent_in_handshakes_is_bounded_for_all_together() -> None:
-    async def test(server: Server) -> None:
-        server.connections.max_held_bytes = 100_000
-        reader, writer = await server.connect()
-        senders = [await raw(server.port) for _ in range(10)]
-        for _, sender in senders:
-            sender.write(b"\x16\x03\x01\x40\x00\x01\x01\xff\xfc" + bytes(15_000))
-        await until(lambda: server.connections.bodies_refused >= 4)
-        assert server.connections.held_bytes <= 100_000
-        for _, sender in senders:
-            sender.transport.abort()
-        await until(lambda: not server.connections.greeting)
-        assert server.connections.held_bytes == 0
-        writer.write(GET)
-        assert (await answer(reader))[0] == 200
-
-    run_over_tls(test)
+@on_tls
+async def test_what_is_sent_in_handshakes_is_bounded_for_all_together(server: Server) -> None:
+    server.connections.max_held_bytes = 100_000
+    reader, writer = await server.connect()
+    senders = [await raw(server.port) for _ in range(10)]
+    for _, sender in senders:
+        sender.write(b"\x16\x03\x01\x40\x00\x01\x01\xff\xfc" + bytes(15_000))
+    await until(lambda: server.connections.bodies_refused >= 4)
+    assert server.connections.held_bytes <= 100_000
+    for _, sender in senders:
+        sender.transport.abort()
+    await until(lambda: not server.connections.greeting)
+    assert server.connections.held_bytes == 0
+    writer.write(GET)
+    assert (await answer(reader))[0] == 200
 
 
-def test_a_client_that_leaves_amid_its_handshake_is_counted() -> None:
-    async def test(server: Server) -> None:
-        client = await client_of(server)
-        client.writer.write(client.hello()[:50])
-        await until(lambda: server.connections.greeting)
-        client.writer.close()
-        await until(lambda: failures(server) == {"closed": 1})
-
-    run_over_tls(test)
-
-
-def test_tls_1_1_is_refused() -> None:
-    async def test(server: Server) -> None:
-        old = OURS.client()
-        old.set_ciphers("DEFAULT:@SECLEVEL=0")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+@on_loop
+async def test_tls_1_1_is_refused() -> None:
+    old, context = OURS.client(), OURS.server()
+    old.set_ciphers("DEFAULT:@SECLEVEL=0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    async with served_over_tls(context) as server:
         assert await _is_refused(server, old)
         await until(lambda: failures(server) == {"version_or_cipher": 1})
-
-    context = OURS.server()
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    run_over_tls(test, context)
 
 
 @pytest.mark.parametrize("names", [("127.0.0.1",), ("elsewhere.test",)])
 @pytest.mark.parametrize("authority", [OURS, STRANGERS])
-def test_clients_believe_the_right_name_of_the_right_authority_alone(
+@on_loop
+async def test_clients_believe_the_right_name_of_the_right_authority_alone(
     authority: Authority, names: tuple[str, ...]
 ) -> None:
-    async def test(server: Server) -> None:
+    async with served_over_tls(authority.server(*names)) as server:
         client = await client_of(server)
         if authority is OURS and names == ("127.0.0.1",):
             await client.shake_hands()
@@ -299,15 +271,14 @@ def test_clients_believe_the_right_name_of_the_right_authority_alone(
                 await client.shake_hands()
             await until(lambda: failures(server) == {"refused_by_client": 1})
 
-    run_over_tls(test, authority.server(*names))
-
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 @pytest.mark.parametrize("whose", ["ours", "none", "another authority's", "expired"])
-def test_mutual_tls_lets_in_who_has_a_certificate_that_counts(
+@on_loop
+async def test_mutual_tls_lets_in_who_has_a_certificate_that_counts(
     whose: str, version: ssl.TLSVersion
 ) -> None:
-    async def test(server: Server) -> None:
+    async with served_over_tls(OURS.server(clients=OURS)) as server:
         own = {
             "ours": OURS.issue("gateway.test"),
             "none": None,
@@ -321,19 +292,17 @@ def test_mutual_tls_lets_in_who_has_a_certificate_that_counts(
         await until(lambda: failures(server) == expected)
         assert server.handled == (whose == "ours")
 
-    run_over_tls(test, OURS.server(clients=OURS))
 
-
-def test_a_new_certificate_is_for_new_handshakes_and_open_connections_stay() -> None:
-    async def test(server: Server) -> None:
-        assert server.door is not None
-        reader, writer = await server.connect()
-        shown = writer.get_extra_info("ssl_object").getpeercert(True)
-        server.door.context = OURS.server()
-        _, newcomer = await server.connect()
-        assert newcomer.get_extra_info("ssl_object").getpeercert(True) != shown
-        writer.write(GET)
-        assert (await answer(reader))[0] == 200
-        assert writer.get_extra_info("ssl_object").getpeercert(True) == shown
-
-    run_over_tls(test)
+@on_tls
+async def test_a_new_certificate_is_for_new_handshakes_and_open_connections_stay(
+    server: Server,
+) -> None:
+    assert server.door is not None
+    reader, writer = await server.connect()
+    shown = writer.get_extra_info("ssl_object").getpeercert(True)
+    server.door.context = OURS.server()
+    _, newcomer = await server.connect()
+    assert newcomer.get_extra_info("ssl_object").getpeercert(True) != shown
+    writer.write(GET)
+    assert (await answer(reader))[0] == 200
+    assert writer.get_extra_info("ssl_object").getpeercert(True) == shown

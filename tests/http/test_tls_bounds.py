@@ -1,6 +1,5 @@
 """What a TLS connection holds and costs beyond its requests, without a socket (D46)."""
 
-import asyncio
 import contextlib
 import ssl
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from lean_selector.http.head import Limits, Request
 from lean_selector.http.protocol import HttpProtocol
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.tls import TlsAcceptor, TlsConnection
+from tests.http.test_protocol import Transport
+from tests.http.tls_client import TlsMemory
 from tests.support.certificates import Authority
 
 OURS = Authority()
@@ -53,15 +54,12 @@ class Loop:
         return Client(self)
 
 
-class Client(asyncio.Transport):
+class Client(Transport, TlsMemory):
     """A client, and the transport that the server has of it."""
 
     def __init__(self, loop: Loop) -> None:
         super().__init__()
-        self.is_read = True
-        self.is_closed = False
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = TRUSTING.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1")
+        self.set_up(TRUSTING)
         self._loop = loop
         self._unread = b""
         self.server = TlsConnection(loop.door)
@@ -70,64 +68,33 @@ class Client(asyncio.Transport):
     # What the server does to its transport.
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._incoming.write(data)
-
-    def write_eof(self) -> None:
-        pass
-
-    def is_closing(self) -> bool:
-        return self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def abort(self) -> None:
-        self.is_closed = True
+        self.incoming.write(data)
 
     def pause_reading(self) -> None:
-        self.is_read = False
+        self.reads = False
 
     def resume_reading(self) -> None:
-        self.is_read = True
+        self.reads = True
         self._loop.turns.append(self._send_unread)
-
-    def get_write_buffer_size(self) -> int:
-        return 0
 
     @property
     def is_answered(self) -> bool:
-        return bool(self._incoming.pending)
+        return bool(self.incoming.pending)
 
     # What the client does.
 
     def send(self, data: bytes, piece_bytes: int = 64 * KIB) -> None:
         """Over the wire, as far as the server reads."""
         for at in range(0, len(data), piece_bytes):
-            if not self.is_read:
+            if not self.reads:
                 self._unread += data[at:]
                 return
-            if not self.is_closed:
+            if not self.is_closing():
                 self.server.data_received(data[at : at + piece_bytes])
 
     def _send_unread(self) -> None:
         data, self._unread = self._unread, b""
         self.send(data)
-
-    def flight(self) -> bytes:
-        """What its handshake sends next."""
-        with contextlib.suppress(ssl.SSLWantReadError):
-            self.tls.do_handshake()
-        return self._outgoing.read()
-
-    def sealed(self, data: bytes, record_bytes: int = 16 * KIB) -> bytes:
-        for at in range(0, len(data), record_bytes):
-            self.tls.write(data[at : at + record_bytes])
-        return self._outgoing.read()
-
-    def farewell(self) -> bytes:
-        with contextlib.suppress(ssl.SSLError):
-            self.tls.unwrap()
-        return self._outgoing.read()
 
     def connected(self) -> "Client":
         for _ in range(2):
@@ -178,7 +145,7 @@ def test_who_has_left_takes_nobodys_turn() -> None:
     for _ in range(40):
         leaver = loop.client()
         leaver.send(leaver.flight() + bytes(64 * KIB))
-        leaver.is_closed = True
+        leaver.close()
         leaver.server.connection_lost(None)
     client = loop.client()
     client.send(client.flight())
@@ -191,7 +158,7 @@ def test_what_comes_behind_a_farewell_is_thrown_away() -> None:
     client = loop.client().connected()
     client.send(client.sealed(PARK) + client.farewell())
     assert loop.parked
-    assert not client.is_closed
+    assert not client.is_closing()
     for _ in range(100):
         client.send(bytes(64 * KIB))
     assert client.server._incoming.pending == 0  # what OpenSSL has not taken
@@ -218,10 +185,10 @@ def test_records_of_a_byte_are_decrypted_over_several_turns() -> None:
     records += client.sealed(b"x" * 9000, record_bytes=1)
     client.send(records, piece_bytes=256 * KIB)
     turns = 0
-    while not client.is_read:
+    while not client.reads:
         assert len(loop.turns) == 1
         loop.turn()
         turns += 1
     assert turns >= 3
     assert client.received().endswith(b"9000 bytes")
-    assert client.is_read
+    assert client.reads

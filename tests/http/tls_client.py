@@ -7,13 +7,38 @@ import ssl
 from tests.http.live_server import Reader, Writer
 
 
-class TlsClient:
-    """On a bare connection. What it sends goes out when it says so."""
+class TlsMemory:
+    """A client's half of TLS in memory. What it is to send, its methods return."""
+
+    def set_up(self, context: ssl.SSLContext) -> None:
+        self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = context.wrap_bio(self.incoming, self.outgoing, server_hostname="127.0.0.1")
+
+    def flight(self) -> bytes:
+        """What its handshake sends next."""
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self.tls.do_handshake()
+        return self.outgoing.read()
+
+    def sealed(self, data: bytes, record_bytes: int = 16 * 1024) -> bytes:
+        """`data` as it goes over the wire."""
+        for at in range(0, len(data), record_bytes):
+            self.tls.write(data[at : at + record_bytes])
+        return self.outgoing.read()
+
+    def farewell(self) -> bytes:
+        """Nothing more will be sent; the answers are still read."""
+        with contextlib.suppress(ssl.SSLError):
+            self.tls.unwrap()
+        return self.outgoing.read()
+
+
+class TlsClient(TlsMemory):
+    """On a bare connection."""
 
     def __init__(self, reader: Reader, writer: Writer, context: ssl.SSLContext) -> None:
         self._reader, self.writer = reader, writer
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1")
+        self.set_up(context)
 
     async def shake_hands(self) -> None:
         """Raises SSLError when it does not believe the server, which it tells it."""
@@ -21,35 +46,21 @@ class TlsClient:
             try:
                 self.tls.do_handshake()
             except ssl.SSLWantReadError:
-                self.writer.write(self._outgoing.read())
+                self.writer.write(self.outgoing.read())
                 await self._more()
             else:
                 return
             finally:
-                self.writer.write(self._outgoing.read())
-
-    def hello(self) -> bytes:
-        """The first flight of a handshake."""
-        with contextlib.suppress(ssl.SSLWantReadError):
-            self.tls.do_handshake()
-        return self._outgoing.read()
+                self.writer.write(self.outgoing.read())
 
     async def _more(self) -> None:
         data = await self._reader.read(65536)
         if not data:
             raise ConnectionResetError("the server has closed")
-        self._incoming.write(data)
-
-    def sealed(self, data: bytes) -> bytes:
-        """`data` as it goes over the wire; all before it has gone there."""
-        self.tls.write(data)
-        return self._outgoing.read()
+        self.incoming.write(data)
 
     def say_farewell(self) -> None:
-        """Nothing more will be sent; the answers are still read."""
-        with contextlib.suppress(ssl.SSLError):
-            self.tls.unwrap()
-        self.writer.write(self._outgoing.read())
+        self.writer.write(self.farewell())
 
     async def read(self) -> bytes:
         """Some bytes; none when the server has said that no more comes."""
