@@ -29,80 +29,43 @@ def asked_to_stream(
     return client
 
 
-class Fleet:
-    """A worker that is well, and one that answers everything with a status."""
+def test_a_worker_that_fails_everything_is_ejected_and_the_other_serves() -> None:
+    with OpenAiWorker() as well, OpenAiWorker(fails=502) as failing:
+        urls, prompts = (well.url, failing.url), itertools.count()
+        with RunningGateway(*urls, "--pass-through", "all", knows=2) as gateway:
 
-    def __init__(self, running: ExitStack, status: int) -> None:
-        self.well = running.enter_context(OpenAiWorker())
-        self.failing = running.enter_context(OpenAiWorker(fails=status))
-        urls = (self.well.url, self.failing.url)
-        gateway = RunningGateway(*urls, "--pass-through", "all", knows=2)
-        self.gateway = running.enter_context(gateway)
-        self._prompts = itertools.count()
+            def chat() -> tuple[int, str]:
+                """One that nobody asked before: its status, and who answered."""
+                answer = gateway.chat(f"{next(prompts)} {TEXT}")
+                return answer.status, answer.headers["x-lean-worker"]
 
-    def chat(self) -> tuple[int, str]:
-        """One that nobody asked before: its status, and who answered."""
-        answer = self.gateway.chat(f"{next(self._prompts)} {TEXT}")
-        return answer.status, answer.headers["x-lean-worker"]
+            def is_reported() -> bool:
+                assert chat() == (200, well.url)
+                samples = parsed(scrape(gateway.api_port))
+                name = "lean_selector_worker_reports_total"
+                return bool(samples.get(name)) and value(samples, name, outcome="failed") >= 3
 
-    def reported(self, outcome: str) -> float:
-        """To the selector, of either worker."""
-        samples = parsed(scrape(self.gateway.api_port))
-        name = "lean_selector_worker_reports_total"
-        return value(samples, name, outcome=outcome) if samples.get(name) else 0.0
-
-
-@pytest.mark.parametrize("status", [500, 502])
-def test_a_worker_that_fails_everything_is_ejected_and_the_other_serves(status: int) -> None:
-    with ExitStack() as running:
-        fleet = Fleet(running, status)
-        gateway = fleet.gateway
-
-        def is_reported() -> bool:
-            assert fleet.chat() == (200, fleet.well.url)
-            return fleet.reported("failed") >= 3
-
-        wait_until(is_reported, "it is asked, and fails")
-        retries = gateway.metric("lean_selector_gateway_retries_total")
-        assert retries >= 3
-        assert {fleet.chat() for _ in range(10)} == {(200, fleet.well.url)}
-        assert gateway.metric("lean_selector_gateway_retries_total") == retries
-        # What nobody chose a worker for passes it over, too.
-        turns = [gateway.ask("POST", "/echo", {}).headers["x-lean-worker"] for _ in range(4)]
-        assert set(turns) == {fleet.well.url}
+            wait_until(is_reported, "it is asked, and fails")
+            retries = gateway.metric("lean_selector_gateway_retries_total")
+            assert retries >= 3
+            assert {chat() for _ in range(10)} == {(200, well.url)}
+            assert gateway.metric("lean_selector_gateway_retries_total") == retries
+            # What nobody chose a worker for passes it over, too.
+            turns = [gateway.ask("POST", "/echo", {}).headers["x-lean-worker"] for _ in range(4)]
+            assert set(turns) == {well.url}
 
 
 def test_a_request_that_two_workers_fail_is_not_given_to_a_third() -> None:
+    """By a status or, in a stream, by its first event."""
     with ExitStack() as running:
         workers = [running.enter_context(OpenAiWorker()) for _ in range(3)]
         gateway = running.enter_context(RunningGateway(*(each.url for each in workers), knows=3))
         answer = gateway.chat(TEXT, fake={"status": 500})
         assert (answer.status, answer.json()["error"]["code"]) == (500, 500)
-        asked = sum("POST /v1/chat" in x["line"] for w in workers for x in w.seen()["requests"])
-        assert asked == 2
-        gateway.wait_until_free()
-
-
-@pytest.mark.parametrize(("code", "count", "asked"), [(500, 2, 2), (500, 1, 1), (400, 2, 1)])
-@pytest.mark.parametrize(
-    ("path", "prompts"),
-    [("/v1/completions", "learn"), ("/v1/chat/completions", "off"), ("/v1/messages", "learn")],
-)
-def test_a_stream_that_begins_with_an_error_of_the_engine_is_asked_for_elsewhere(
-    path: str, prompts: str, code: int, count: int, asked: int
-) -> None:
-    with ExitStack() as running:
-        workers = [running.enter_context(OpenAiWorker()) for _ in range(count)]
-        urls = (each.url for each in workers)
-        gateway = running.enter_context(RunningGateway(*urls, "--prompts", prompts, knows=count))
-        body = {"model": "m", "max_tokens": 2, "stream": True, "fake": {"opens_with": code}}
-        said = [{"role": "user", "content": TEXT}]
-        body |= {"prompt": TEXT} if path == "/v1/completions" else {"messages": said}
-        answer = gateway.ask("POST", path, body)
+        answer = gateway.chat(TEXT, stream=True, fake={"opens_with": 500})
         assert (answer.status, answer.body.count(b"EngineCore died")) == (200, 1)
-        assert b"\r\n" not in answer.body
-        streams = [x for w in workers for x in w.seen()["requests"] if f"POST {path} " in x["line"]]
-        assert len(streams) == asked
+        asked = sum("POST /v1/chat" in x["line"] for w in workers for x in w.seen()["requests"])
+        assert asked == 4
         gateway.wait_until_free()
 
 

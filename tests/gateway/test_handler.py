@@ -21,19 +21,6 @@ WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-ver
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[list[OpenAiWorker]]:
-    with OpenAiWorker() as first, OpenAiWorker() as second:
-        yield [first, second]
-
-
-@pytest.fixture(scope="module")
-def gateway(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
-    urls = (each.url for each in workers)
-    with RunningGateway(*urls, "--pass-through", "all", knows=2) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def small(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
     """Takes bodies of a megabyte and no more."""
     with RunningGateway(
@@ -138,7 +125,7 @@ def test_one_request_id_twice_at_a_time_is_two_requests(gateway: RunningGateway)
     gateway.wait_until_free()
 
 
-@pytest.mark.parametrize("mode", ["learn", "off", "tokenize"])
+@pytest.mark.parametrize("mode", ["off", "tokenize"])
 def test_a_prompt_that_is_not_known_is_load_and_is_shed_like_any_other(mode: str) -> None:
     """Of 40 blocks by its bytes, where a rank is busy above 50 (`tokenize`: 160 and 170)."""
     text = "new " * (40 * 16)
@@ -190,9 +177,8 @@ def test_what_is_no_http_is_refused_in_openai_s_form(gateway: RunningGateway) ->
 # -- leases ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("streams", [False, True])
 def test_a_worker_that_breaks_before_the_first_byte_is_replaced(
-    workers: list[OpenAiWorker], streams: bool
+    workers: list[OpenAiWorker],
 ) -> None:
     """Only one that answers is left, because the other is down."""
     dead = OpenAiWorker()
@@ -204,7 +190,7 @@ def test_a_worker_that_breaks_before_the_first_byte_is_replaced(
         while not gateway.metric("lean_selector_gateway_retries_total"):
             number += 1
             assert number < 64, "idle workers are drawn evenly"
-            answer = gateway.chat(f"{number} " * 100, stream=streams)
+            answer = gateway.chat(f"{number} " * 100, stream=number % 2 == 0)
             assert answer.status == 200, answer.body
             assert answer.headers["x-lean-worker"] == workers[0].url
         detail = gateway.api("GET", "/workers?detail=true")

@@ -97,16 +97,9 @@ class Clients:
         return text, used.input_tokens + (used.cache_read_input_tokens or 0)
 
 
-@pytest.fixture(name="workers", scope="module")
-def _workers() -> Iterator[list[OpenAiWorker]]:
-    with OpenAiWorker() as first, OpenAiWorker() as second:
-        yield [first, second]
-
-
 @pytest.fixture(name="clients", scope="module")
-def _clients(workers: list[OpenAiWorker]) -> Iterator[Clients]:
-    urls = (each.url for each in workers)
-    with RunningGateway(*urls, knows=2) as gateway, Clients(gateway) as clients:
+def _clients(gateway: RunningGateway) -> Iterator[Clients]:
+    with Clients(gateway) as clients:
         yield clients
 
 

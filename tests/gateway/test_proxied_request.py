@@ -6,10 +6,12 @@ no socket, no loop.
 
 from typing import Any, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lean_selector.gateway.answers import AnswerReader
 from lean_selector.gateway.gateway_metrics import Counts
 from lean_selector.gateway.prompts import Routed
 from lean_selector.gateway.proxied_request import ProxiedRequest
@@ -342,6 +344,44 @@ def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> N
     assert {b"x-lean-worker: http://w1:1", b"content-length: 4"} <= set(head.split(b"\r\n"))
     assert b"transfer-encoding" not in head
     assert (body, errand.judged, errand.of.status) == (b"busy", [], 429)
+
+
+FAILED = b'data: {"error": {"message": "it died", "type": "InternalServerError", "code": %d}}\n\n'
+FAILED_MESSAGE = b'event: error\ndata: {"type": "error", "error": {"type": "%b"}}\n\n'
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize(
+    ("event", "is_retried"),
+    [
+        *((FAILED % 500, True), (FAILED % 502, True), (FAILED % 400, False)),
+        *((FAILED_MESSAGE % b"api_error", True), (FAILED_MESSAGE % b"not_found_error", False)),
+    ],
+)
+def test_a_stream_that_begins_with_an_error_of_the_engine_is_asked_for_once_more(
+    event: bytes, is_retried: bool, is_read: bool
+) -> None:
+    reader = AnswerReader(lambda prompt, output: None, strips=True) if is_read else None
+    told = Routed("m", "default", cast(Any, None), b"{}", None, streams=True, answer=reader)
+    errand = Errand(told)
+    for number in range(1 + is_retried):
+        assert errand.transport.take() == b""
+        lease, worker, _ = errand.sent_to(number)
+        worker.data_received(HEAD + b"%x\r\n%b\r\n" % (len(event), event))
+        worker.data_received(b"0\r\n\r\n")
+        assert lease.told[-1] == ("freed failed" if is_retried and not number else "freed ok")
+    _, _, body = errand.transport.take().partition(b"\r\n\r\n")
+    assert body == b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
+
+
+def test_a_failed_stream_is_what_is_heard_when_no_other_worker_can_be_tried() -> None:
+    errand = Errand(Routed("m", "default", cast(Any, None), b"{}", None, streams=True))
+    _, worker, _ = errand.sent_to(0)
+    event = FAILED % 500
+    worker.data_received(HEAD + b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event))
+    errand.of.fail(502, "none is left")
+    head, _, body = errand.transport.take().partition(b"\r\n\r\n")
+    assert (head[:12], body) == (b"HTTP/1.1 200", event)
 
 
 def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:

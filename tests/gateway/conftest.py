@@ -1,0 +1,21 @@
+"""Two workers and a gateway before them, which all tests of a run share and leave as they are."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gateway.running_gateway import RunningGateway
+from tests.support.openai_worker import OpenAiWorker
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[list[OpenAiWorker]]:
+    with OpenAiWorker() as first, OpenAiWorker() as second:
+        yield [first, second]
+
+
+@pytest.fixture(scope="session")
+def gateway(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
+    urls = (each.url for each in workers)
+    with RunningGateway(*urls, "--pass-through", "all", knows=2) as running:
+        yield running
