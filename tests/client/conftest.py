@@ -1,6 +1,7 @@
 """Workers of its own for each test, in a service that all tests of a run share."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,13 @@ from tests.support.running_service import RunningService
 
 
 @pytest.fixture(scope="session")
-def selector() -> Iterator[RunningService]:
-    with RunningService(env=NO_EVENTS) as running:
+def uds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("uds") / "selector.sock"
+
+
+@pytest.fixture(scope="session")
+def selector(uds: Path) -> Iterator[RunningService]:
+    with RunningService("--prompts", "off", "--uds", str(uds), env=NO_EVENTS) as running:
         yield running
 
 

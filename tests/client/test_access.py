@@ -1,6 +1,5 @@
 """Clients of a service over TLS, with a certificate and a token of their own."""
 
-import asyncio
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,14 +7,10 @@ from typing import Any
 
 import pytest
 
-from lean_selector.client import (
-    KvRouter,
-    ServiceRefused,
-    ServiceUnreachable,
-    SyncKvRouter,
-)
+from lean_selector.client import KvRouter, ServiceRefused, ServiceUnreachable, SyncKvRouter
 from lean_selector.client.client_settings import Backoff
 from tests.support.certificates import HOST, LOCKED_KEY, Authority, Files
+from tests.support.on_loop import on_loop
 from tests.support.outbound_server import response, says, serving
 from tests.support.tls_service import TlsService
 
@@ -50,31 +45,24 @@ def selector(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield f"https://{HOST}:{service.port}"
 
 
-def best_worker(endpoint: str, **access: Any) -> int:
-    with SyncKvRouter(endpoint, 16, model_name=MODEL, backoff=AT_ONCE, **access) as router:
-        return router.best_worker(PROMPT)[0]
-
-
-def best_worker_on_a_loop(endpoint: str, **access: Any) -> int:
-    async def main() -> int:
-        async with KvRouter(endpoint, 16, model_name=MODEL, backoff=AT_ONCE, **access) as router:
-            return (await router.best_worker(PROMPT))[0]
-
-    return asyncio.run(main())
-
-
-@pytest.mark.parametrize("ask", [best_worker, best_worker_on_a_loop])
-def test_a_client_shows_its_certificate_and_believes_whom_it_is_told_to(
-    ask: Callable[..., int], selector: str, own: Files, tmp_path: Path
+@on_loop
+async def test_a_client_shows_its_certificate_and_believes_whom_it_is_told_to(
+    router_of: Callable[..., Any], selector: str, own: Files, tmp_path: Path
 ) -> None:
+    async def ask(**access: Any) -> int:
+        settings = {"model_name": MODEL, "backoff": AT_ONCE, **access}
+        async with router_of(selector, 16, **settings) as router:
+            chosen: tuple[int, int, int] = await router.best_worker(PROMPT)
+            return chosen[0]
+
     cert, token = (str(own.cert), own.key), "of-a-client"
-    assert ask(selector, verify=own.ca, cert=cert, token=token) == 1
-    assert ask(selector, verify=False, cert=cert, token=lambda: token) == 1
+    assert await ask(verify=own.ca, cert=cert, token=token) == 1
+    assert await ask(verify=False, cert=cert, token=lambda: token) == 1
     context = OURS.client(OURS.issue("client.test"))
-    assert ask(selector, verify=context, token=token) == 1
+    assert await ask(verify=context, token=token) == 1
     both = tmp_path / "both.pem"
     both.write_bytes(own.key.read_bytes() + own.cert.read_bytes())
-    assert ask(selector, verify=str(own.ca), cert=both, token=token) == 1
+    assert await ask(verify=str(own.ca), cert=both, token=token) == 1
     strangers = Files(tmp_path, STRANGERS, STRANGERS.issue("client.test"))
     for wrong in (
         {"verify": own.ca},
@@ -83,22 +71,22 @@ def test_a_client_shows_its_certificate_and_believes_whom_it_is_told_to(
         {"cert": cert},
     ):
         with pytest.raises(ServiceUnreachable):
-            ask(selector, token=token, **wrong)
+            await ask(token=token, **wrong)
     for other in (None, "of-nobody"):
         with pytest.raises(ServiceRefused, match="token"):
-            ask(selector, verify=own.ca, cert=cert, token=other)
+            await ask(verify=own.ca, cert=cert, token=other)
 
 
 @pytest.mark.parametrize("token", ["secret", lambda: "secret"])
-def test_a_token_goes_with_every_request(token: Any) -> None:
-    async def main() -> list[bytes]:
-        async with serving(says(response(b"[]"))) as running:
-            async with KvRouter(running.url, 16, model_name=MODEL, token=token) as router:
-                for _ in range(2):
-                    await router.get_potential_loads(PROMPT)
-            return running.requests
-
-    for request in asyncio.run(main()):
+@on_loop
+async def test_a_token_goes_with_every_request(token: Any) -> None:
+    async with (
+        serving(says(response(b"[]"))) as running,
+        KvRouter(running.url, 16, model_name=MODEL, token=token) as router,
+    ):
+        for _ in range(2):
+            await router.get_potential_loads(PROMPT)
+    for request in running.requests:
         assert b"\r\nauthorization: bearer secret\r\n" in request.lower()
 
 

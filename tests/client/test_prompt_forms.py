@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from lean_selector import KvRouter, SyncKvRouter, block_hashes, sequence_hashes
+from tests.support.on_loop import on_loop
 from tests.support.outbound_server import response, serving
 from tests.support.running_service import RunningService
 
@@ -83,16 +84,13 @@ def test_calls_at_the_same_time_are_all_asked_again() -> None:
     asyncio.run(asked(at_once))
 
 
-def test_what_the_client_books_of_a_1_6_selector_it_can_free() -> None:
+@on_loop
+async def test_what_the_client_books_of_a_1_6_selector_it_can_free() -> None:
     with RunningService("--api", "1.6", "--use-kv-events=off") as service:
         service.post("/workers", {"worker_id": 1, "endpoint": "http://w", "block_size": 4})
-
-        async def book_and_free() -> None:
-            async with KvRouter(f"http://127.0.0.1:{service.port}", block_size=4) as router:
-                assert await router.best_worker(TOKENS, request_id="mine") == (1, 0, 0)
-                assert service.active() == 1
-                await router.mark_prefill_complete("mine")
-                await router.free("mine")
-
-        asyncio.run(book_and_free())
+        async with KvRouter(f"http://127.0.0.1:{service.port}", block_size=4) as router:
+            assert await router.best_worker(TOKENS, request_id="mine") == (1, 0, 0)
+            assert service.active() == 1
+            await router.mark_prefill_complete("mine")
+            await router.free("mine")
         assert service.active() == 0

@@ -152,30 +152,20 @@ def test_a_connection_whose_answer_ended_serves_a_slower_one_afterwards(fleet: F
     [
         pytest.param({"break_after": 2}, "RemoteProtocolError", id="connection cut"),
         pytest.param({"error_after": 2}, "the fake fails", id="error event"),
+        pytest.param({"stall_after": 2}, "ReadTimeout", id="silence"),
     ],
 )
 @on_loop
 async def test_a_worker_that_fails_in_the_middle_raises_after_what_it_said(
     router_of: Kind, fleet: Fleet, manner: dict[str, Any], reason: str
 ) -> None:
-    async with router_of(fleet.endpoint, 4) as router:
+    timeouts = Timeouts(worker_s=0.3) if "stall_after" in manner else Timeouts()
+    async with router_of(fleet.endpoint, 4, timeouts=timeouts) as router:
         stream = await router.generate(TOKENS, MODEL, {"max_tokens": 5}, **fake(**manner))
         assert [(await anext(stream))["text"] for _ in range(2)] == [" t0", " t1"]
         with pytest.raises(WorkerStreamBroken, match=reason) as caught:
             await anext(stream)
         assert caught.value.worker_id == stream.worker_id
-        await freed(fleet)
-
-
-@on_loop
-async def test_a_silent_worker_is_given_up_after_the_time_out(
-    router_of: Kind, fleet: Fleet
-) -> None:
-    async with router_of(fleet.endpoint, 4, timeouts=Timeouts(worker_s=0.05)) as router:
-        stream = await router.generate(TOKENS, MODEL, **fake(stall_after=1))
-        await anext(stream)
-        with pytest.raises(WorkerStreamBroken, match="ReadTimeout"):
-            await anext(stream)
         await freed(fleet)
 
 
@@ -454,10 +444,12 @@ async def test_reserve_gives_a_placement_and_frees_at_the_end(
         assert fleet.total() == NOTHING
 
 
-@pytest.mark.parametrize("body", [b'{"prompt": "a b"}', {"prompt": "a b"}], ids=["bytes", "dict"])
-def test_route_places_a_raw_request_and_frees_at_the_end(router_of: Kind, body: Any) -> None:
-    async def main(fleet: Fleet) -> None:
-        async with router_of(fleet.endpoint) as router:
+@on_loop
+async def test_route_places_a_raw_request_and_frees_at_the_end(
+    router_of: Kind, fleet: Fleet
+) -> None:
+    async with router_of(fleet.endpoint) as router:
+        for body in (b'{"prompt": "a b"}', {"prompt": "a b"}):
             async with router.route(body, "/v1/completions") as placement:
                 assert placement.endpoint == fleet.workers[placement.worker_id].endpoint
                 assert (placement.block_size, placement.dp_rank) == (4, 0)
@@ -465,13 +457,10 @@ def test_route_places_a_raw_request_and_frees_at_the_end(router_of: Kind, body: 
                 await placement.prefill_complete()
                 assert fleet.total()[0] == 0
             assert fleet.total() == NOTHING
-            with pytest.raises(InvalidRequest):
-                async with router.route(b"[]"):
-                    pass
-            assert fleet.total() == NOTHING
-
-    with Fleet(2, "--prompts", "off") as fleet:
-        run(main(fleet))
+        with pytest.raises(InvalidRequest):
+            async with router.route(b"[]"):
+                pass
+        assert fleet.total() == NOTHING
 
 
 @on_loop
@@ -487,18 +476,13 @@ async def test_loads_and_scores_are_those_of_the_service(router_of: Kind, fleet:
         assert await router.dump_events() == "[]"
 
 
-def test_a_unix_socket_serves_as_well(router_of: Kind, tmp_path: Path) -> None:
-    uds = tmp_path / "selector.sock"
-    with Fleet(1, "--uds", str(uds)) as fleet:
-
-        async def main() -> None:
-            for endpoint in (f"unix:{uds}", f"unix://{uds}"):
-                async with router_of(endpoint, 4) as router:
-                    stream = await router.generate(TOKENS, MODEL, {"max_tokens": 1})
-                    assert len([chunk async for chunk in stream]) == 2
-                    assert fleet.total() == NOTHING
-
-        run(main())
+@on_loop
+async def test_a_unix_socket_serves_as_well(router_of: Kind, fleet: Fleet, uds: Path) -> None:
+    for endpoint in (f"unix:{uds}", f"unix://{uds}"):
+        async with router_of(endpoint, 4) as router:
+            stream = await router.generate(TOKENS, MODEL, {"max_tokens": 1})
+            assert len([chunk async for chunk in stream]) == 2
+            assert fleet.total() == NOTHING
 
 
 # -- closing with a booking on its way -------------------------------------------------------------
