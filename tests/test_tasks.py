@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
-import uvloop
 
 import lean_selector
 from lean_selector import tasks
 from lean_selector.tasks import failures, supervise, watched
+from tests.support.on_loop import on_loop
 
 ROOT = Path(lean_selector.__file__).parent
 
@@ -116,7 +116,8 @@ async def bug() -> None:
 
 
 @pytest.mark.parametrize("fails", [bug, cancelled_by_another])
-def test_a_task_that_fails_is_logged_counted_and_begun_again(
+@on_loop
+async def test_a_task_that_fails_is_logged_counted_and_begun_again(
     fails: Callable[[], Awaitable[None]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -131,10 +132,7 @@ def test_a_task_that_fails_is_logged_counted_and_begun_again(
         if runs < 3:
             await fails()
 
-    async def story() -> None:
-        await supervise(name, work)
-
-    uvloop.run(story())
+    await supervise(name, work)
     assert (runs, failures[name]) == (3, 2)
     told = [record.getMessage() for record in caplog.records]
     assert told == [f"task failed: {name}; it is restarted"] * 2
@@ -146,35 +144,31 @@ def test_a_task_that_fails_is_logged_counted_and_begun_again(
     [lambda: supervise("a last test", bug, again=False), lambda: watched("a last test", bug())],
     ids=["supervised, not to be begun again", "watched"],
 )
-def test_a_task_that_has_ended_by_an_error_is_logged_and_counted(
+@on_loop
+async def test_a_task_that_has_ended_by_an_error_is_logged_and_counted(
     begin: Callable[[], asyncio.Task[None]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story() -> None:
-        await asyncio.wait({begin()})
-
     before = failures["a last test"]
-    uvloop.run(story())
+    await asyncio.wait({begin()})
     assert failures["a last test"] == before + 1
     assert "task failed: a last test; it has ended" in caplog.text
     assert "RuntimeError: a bug" in caplog.text
 
 
-def test_a_task_that_is_cancelled_ends_and_is_no_failure() -> None:
-    async def wait() -> None:
-        await asyncio.Event().wait()
-
+@on_loop
+async def test_a_task_that_is_cancelled_ends_and_is_no_failure() -> None:
     async def answer() -> int:
         return 42
 
-    async def story() -> int:
-        for task in (supervise("a quiet test", wait), watched("a quiet test", wait())):
-            await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert task.cancelled()
-        return await watched("a quiet test", answer())
+    async def wait() -> None:
+        await asyncio.Event().wait()
 
-    assert uvloop.run(story()) == 42
+    for task in (supervise("a quiet test", wait), watched("a quiet test", wait())):
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+    assert await watched("a quiet test", answer()) == 42
     assert failures["a quiet test"] == 0
 
 

@@ -1,16 +1,15 @@
 """A SelectionService for each story, and what its users do with it."""
 
-import asyncio
-import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from lean_selector import SelectionService
-from tests.support.on_loop import until
+from tests.support.on_loop import inside, until
 from tests.support.running_service import DEADLINE_S, free_port
 
 FIRST = 2**63 + 5  # as Ray derives them: beyond what is signed
@@ -19,7 +18,7 @@ BLOCK_SIZE = 4
 TOKENS = list(range(10))
 
 
-def worker(worker_id: int = FIRST, port: int | None = None, **changes: Any) -> dict[str, Any]:
+def worker(worker_id: int = FIRST, **changes: Any) -> dict[str, Any]:
     """As Ray's tracker registers one."""
     return {
         "worker_id": worker_id,
@@ -30,7 +29,7 @@ def worker(worker_id: int = FIRST, port: int | None = None, **changes: Any) -> d
         "max_num_batched_tokens": 8192,
         "data_parallel_start_rank": 0,
         "data_parallel_size": 1,
-        "kv_events_endpoints": {0: f"tcp://127.0.0.1:{port or free_port()}"},
+        "kv_events_endpoints": {0: f"tcp://127.0.0.1:{free_port()}"},
         "replay_endpoint": None,
         **changes,
     }
@@ -57,26 +56,16 @@ async def shows(service: SelectionService, expected: dict[int, tuple[int, int, i
     await until(lambda: rows(service) == expected, lambda: f"{rows(service)}, not {expected}")
 
 
-def in_process(story: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """A story as a test, with a service without workers."""
+@asynccontextmanager
+async def _without_workers() -> AsyncIterator[SelectionService]:
+    service = SelectionService()
+    try:
+        yield service
+    finally:
+        await service.shutdown_async()
 
-    def test(**others: Any) -> None:
-        async def run() -> None:
-            service = SelectionService()
-            try:
-                await story(service, **others)
-            finally:
-                await service.shutdown_async()
 
-        asyncio.run(run())
-
-    given = [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for name in list(inspect.signature(story).parameters)[1:]
-    ]
-    test.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
-    test.__name__, test.__doc__ = story.__name__, story.__doc__
-    return test
+in_process = inside(_without_workers)
 
 
 def printed_by(

@@ -24,7 +24,6 @@ from tests.inprocess.services import (
     worker,
 )
 from tests.support.on_loop import until
-from tests.support.running_service import free_port
 
 BOOKED_HASHES = [9143094415614847814, -8936425687869117083]  # signed, as the reference tells them
 
@@ -116,31 +115,22 @@ async def test_a_booking_is_repeated_elsewhere_from_what_was_answered(
 
 @in_process
 async def test_what_an_engine_publishes_is_found(service: SelectionService) -> None:
-    port = free_port()
-    publisher = KvEventPublisher(kv_block_size=BLOCK_SIZE, endpoint=f"tcp://127.0.0.1:{port}")
-    try:
-        await service.upsert_worker(worker(port=port))
+    with KvEventPublisher(kv_block_size=BLOCK_SIZE, endpoint="tcp://127.0.0.1:0") as publisher:
+        await service.upsert_worker(worker(kv_events_endpoints={0: publisher.endpoint}))
         await service.upsert_worker(worker(SECOND))
-
-        async def overlap() -> int:
+        blocks = 0
+        while blocks < 2:
             publisher.publish_stored(
                 token_ids=TOKENS[:8], num_block_tokens=[4, 4], block_hashes=[1, 2]
             )
+            await asyncio.sleep(0.05)
             scores = await service.overlap_scores({"token_ids": TOKENS})
-            return max(int(row["device_blocks"]) for row in scores["workers"])
-
-        async with asyncio.timeout(20):
-            while True:
-                if await overlap() == 2:
-                    break
-                await asyncio.sleep(0.05)
+            blocks = max(int(row["device_blocks"]) for row in scores["workers"])
         selection = await service.select(ask())
         assert selection["worker_id"] == FIRST
         assert selection["overlap"]["longest_matched"] == 8
         snapshot = await service.indexer_snapshot()
         assert len(snapshot["default:default"]["events"]) == 1
-    finally:
-        publisher.close()
 
 
 @in_process

@@ -30,7 +30,7 @@ def played(python: str, module: str, seed: int, operations: int) -> list[Any]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
-@pytest.mark.parametrize(("seed", "operations"), [(0, 0), (1, 1000), (2, 1000), (3, 1000)])
+@pytest.mark.parametrize(("seed", "operations"), [(1, 1000), (2, 1000)])
 def test_every_call_comes_to_the_same_as_with_the_reference(seed: int, operations: int) -> None:
     try:
         theirs = str(interpreter("1.6.1"))

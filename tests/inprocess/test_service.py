@@ -14,8 +14,8 @@ from lean_selector import SelectionService, SelectionServiceError
 from lean_selector.inprocess.dialect import SelectionCacheConfig
 from lean_selector.publisher import KvEventPublisher
 from tests.inprocess.services import FIRST, SECOND, ask, in_process, printed_by, rows, shows, worker
-from tests.support.on_loop import until
-from tests.support.running_service import DEADLINE_S, RunningService, free_port, wait_until
+from tests.support.on_loop import on_loop, until
+from tests.support.running_service import RunningService, free_port, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -99,17 +99,15 @@ async def test_router_settings_come_from_the_environment(service: SelectionServi
     assert rows(service)[FIRST][0] == 0
 
 
-def test_a_selection_cache_of_no_entries_keeps_nothing() -> None:
-    async def story() -> None:
-        service = SelectionService(selection_cache=Cache(max_entries=0))
-        await service.upsert_worker(worker())
-        await service.select(ask("kept"))
-        with pytest.raises(SelectionServiceError) as caught:
-            await service.create_reservation({"selection_id": "kept"})
-        assert caught.value.status_code == 404
-        await service.shutdown_async()
-
-    asyncio.run(story())
+@on_loop
+async def test_a_selection_cache_of_no_entries_keeps_nothing() -> None:
+    service = SelectionService(selection_cache=Cache(max_entries=0))
+    await service.upsert_worker(worker())
+    await service.select(ask("kept"))
+    with pytest.raises(SelectionServiceError) as caught:
+        await service.create_reservation({"selection_id": "kept"})
+    assert caught.value.status_code == 404
+    await service.shutdown_async()
 
 
 # What Python's values can say and JSON cannot: lone surrogates, and floats that are no number.
@@ -245,7 +243,8 @@ def test_it_is_made_before_there_is_a_loop_and_starts_on_the_first() -> None:
 
 @pytest.mark.usefixtures("_queue")
 @pytest.mark.parametrize("moment", range(12))
-def test_who_is_cancelled_on_another_loop_leaves_no_booking(moment: int) -> None:
+@on_loop
+async def test_who_is_cancelled_on_another_loop_leaves_no_booking(moment: int) -> None:
     """Whenever that is: before it is asked, while it waits, when it is let go, or later."""
 
     async def elsewhere(service: SelectionService) -> None:
@@ -260,15 +259,12 @@ def test_who_is_cancelled_on_another_loop_leaves_no_booking(moment: int) -> None
             await waiting
             await service.free_reservation("second")  # it was there before
 
-    async def story() -> None:
-        service = SelectionService()
-        await one_waits(service)
-        await asyncio.to_thread(lambda: asyncio.run(elsewhere(service)))
-        await until(lambda: rows(service) == {FIRST: (0, 0, 0)})
-        assert pending(service) == 0
-        await service.shutdown_async()
-
-    asyncio.run(story())
+    service = SelectionService()
+    await one_waits(service)
+    await asyncio.to_thread(lambda: asyncio.run(elsewhere(service)))
+    await until(lambda: rows(service) == {FIRST: (0, 0, 0)})
+    assert pending(service) == 0
+    await service.shutdown_async()
 
 
 def test_a_loop_that_ended_is_not_replaced_by_another() -> None:
@@ -287,55 +283,49 @@ def test_a_loop_that_ended_is_not_replaced_by_another() -> None:
     service.shutdown()
 
 
-def test_after_shutdown_what_is_booked_can_still_be_seen_and_freed() -> None:
-    async def story() -> None:
-        service = SelectionService(replica_sync_port=free_port())
-        await service.upsert_worker(worker())
-        await service.select_and_reserve(ask("a"))
-        await service.shutdown_async()
-        assert rows(service) == {FIRST: (10, 2, 1)}
-        await service.prefill_complete("a")
-        await service.free_reservation("a")
-        assert rows(service) == {FIRST: (0, 0, 0)}
-        await service.delete_worker(FIRST)
-        assert service.list_workers() == []
-
-    asyncio.run(story())
+@on_loop
+async def test_after_shutdown_what_is_booked_can_still_be_seen_and_freed() -> None:
+    service = SelectionService(replica_sync_port=free_port())
+    await service.upsert_worker(worker())
+    await service.select_and_reserve(ask("a"))
+    await service.shutdown_async()
+    assert rows(service) == {FIRST: (10, 2, 1)}
+    await service.prefill_complete("a")
+    await service.free_reservation("a")
+    assert rows(service) == {FIRST: (0, 0, 0)}
+    await service.delete_worker(FIRST)
+    assert service.list_workers() == []
 
 
-def test_what_is_dropped_is_stopped() -> None:
-    async def story() -> None:
-        port = free_port()
-        # Not while the service is made: an error in it would keep the frames that it passed.
-        gc.collect()
-        service = SelectionService(replica_sync_port=port)
-        gone = weakref.ref(service)
-        del service
-        gc.collect()
-        assert gone() is None
+@on_loop
+async def test_what_is_dropped_is_stopped() -> None:
+    port = free_port()
+    # Not while the service is made: an error in it would keep the frames that it passed.
+    gc.collect()
+    service = SelectionService(replica_sync_port=port)
+    gone = weakref.ref(service)
+    del service
+    gc.collect()
+    assert gone() is None
 
-        successors = []
+    successors = []
 
-        def is_free() -> bool:
-            with contextlib.suppress(OSError):
-                successors.append(SelectionService(replica_sync_port=port))
-            return bool(successors)
+    def is_free() -> bool:
+        with contextlib.suppress(OSError):
+            successors.append(SelectionService(replica_sync_port=port))
+        return bool(successors)
 
-        await until(is_free, "the port of the dropped service is free")
-        await successors[0].shutdown_async()
-
-    asyncio.run(story())
+    await until(is_free, "the port of the dropped service is free")
+    await successors[0].shutdown_async()
 
 
-def test_a_taken_replica_port_is_an_error_of_the_constructor() -> None:
-    async def story() -> None:
-        port = free_port()
-        first = SelectionService(replica_sync_port=port)
-        with pytest.raises(OSError, match=str(port)):
-            SelectionService(replica_sync_port=port)
-        await first.shutdown_async()
-
-    asyncio.run(story())
+@on_loop
+async def test_a_taken_replica_port_is_an_error_of_the_constructor() -> None:
+    port = free_port()
+    first = SelectionService(replica_sync_port=port)
+    with pytest.raises(OSError, match=str(port)):
+        SelectionService(replica_sync_port=port)
+    await first.shutdown_async()
 
 
 @pytest.mark.parametrize("ending", ["pass", "await service.shutdown_async()", "sys.exit(0)"])
@@ -451,79 +441,66 @@ asyncio.run(main())
 # -- beside others --------------------------------------------------------------------------------
 
 
-def test_two_in_one_process_and_a_service_share_their_loads() -> None:
-    async def story() -> None:
-        ports = [free_port() for _ in range(3)]
-        endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
-        first = SelectionService(replica_sync_port=ports[0], replica_sync_peers=[endpoints[1]])
-        second = SelectionService(replica_sync_port=ports[1])
-        flags = ("--replica-sync-port", str(ports[2]), "--replica-sync-peers", endpoints[0])
-        with RunningService(*flags) as third:
-            try:
-                assert await second.register_replica_peer(endpoints[0]) is True
-                assert await second.register_replica_peer(endpoints[0]) is False
-                assert await first.register_replica_peer(endpoints[2]) is True
-                assert first.list_replica_peers() == sorted(endpoints[1:])
-                for service in (first, second):
-                    await service.upsert_worker(worker())
-                await asyncio.to_thread(
-                    third.post, "/workers", {**worker(), "kv_events_endpoints": {"0": "tcp://h:1"}}
-                )
-                number = 0
+@on_loop
+async def test_two_in_one_process_and_a_service_share_their_loads() -> None:
+    ports = [free_port() for _ in range(3)]
+    endpoints = [f"tcp://127.0.0.1:{port}" for port in ports]
+    first = SelectionService(replica_sync_port=ports[0], replica_sync_peers=[endpoints[1]])
+    second = SelectionService(replica_sync_port=ports[1])
+    flags = ("--replica-sync-port", str(ports[2]), "--replica-sync-peers", endpoints[0])
 
-                async def hears(service: SelectionService, other: SelectionService) -> None:
-                    """Once a booking of the other shows, the connection is there."""
-                    nonlocal number
-                    async with asyncio.timeout(DEADLINE_S):
-                        while True:
-                            number += 1
-                            await other.select_and_reserve(ask(f"try-{number}"))
-                            await asyncio.sleep(0.05)
-                            shown = rows(service)[FIRST][2]
-                            await other.free_reservation(f"try-{number}")
-                            if shown:
-                                return
+    async def hears(service: SelectionService, other: SelectionService) -> None:
+        """Once a booking of the other shows, the connection is there."""
+        shown = 0
+        while not shown:
+            name = (await other.select_and_reserve(ask()))["selection_id"]
+            await asyncio.sleep(0.05)
+            shown = rows(service)[FIRST][2]
+            await other.free_reservation(name)
 
-                await hears(second, first)
-                await hears(first, second)
-                await shows(first, {FIRST: (0, 0, 0)})
-                await shows(second, {FIRST: (0, 0, 0)})
-                await first.select_and_reserve(ask("shared"))
-                await shows(second, {FIRST: (10, 2, 1)})
-                await second.free_reservation("shared")
-                await shows(first, {FIRST: (0, 0, 0)})
-                assert await second.deregister_replica_peer(endpoints[0]) is True
-                assert await second.deregister_replica_peer(endpoints[0]) is False
-            finally:
-                await first.shutdown_async()
-                await second.shutdown_async()
-
-    asyncio.run(story())
+    with RunningService(*flags) as third:
+        try:
+            assert await second.register_replica_peer(endpoints[0]) is True
+            assert await second.register_replica_peer(endpoints[0]) is False
+            assert await first.register_replica_peer(endpoints[2]) is True
+            assert first.list_replica_peers() == sorted(endpoints[1:])
+            for service in (first, second):
+                await service.upsert_worker(worker())
+            described = {**worker(), "kv_events_endpoints": {"0": "tcp://h:1"}}
+            await asyncio.to_thread(third.post, "/workers", described)
+            await hears(second, first)
+            await hears(first, second)
+            await shows(first, {FIRST: (0, 0, 0)})
+            await shows(second, {FIRST: (0, 0, 0)})
+            await first.select_and_reserve(ask("shared"))
+            await shows(second, {FIRST: (10, 2, 1)})
+            await second.free_reservation("shared")
+            await shows(first, {FIRST: (0, 0, 0)})
+            assert await second.deregister_replica_peer(endpoints[0]) is True
+            assert await second.deregister_replica_peer(endpoints[0]) is False
+        finally:
+            await first.shutdown_async()
+            await second.shutdown_async()
 
 
-def test_an_index_is_recovered_from_a_peer_that_serves_one() -> None:
-    async def story(url: str) -> None:
+@on_loop
+async def test_an_index_is_recovered_from_a_peer_that_serves_one() -> None:
+    engine = KvEventPublisher(kv_block_size=4, endpoint="tcp://127.0.0.1:0")
+    with engine as publisher, RunningService() as peer:
+        described = {**worker(SECOND), "kv_events_endpoints": {"0": publisher.endpoint}}
+        assert peer.post("/workers", described)[0] == 201
+
+        def is_indexed() -> bool:
+            publisher.publish_stored(
+                token_ids=list(range(8)), num_block_tokens=[4, 4], block_hashes=[1, 2]
+            )
+            return bool(peer.get("/dump")[1]["default:default"]["events"])
+
+        wait_until(is_indexed, "the peer has the blocks")
         service = SelectionService()
+        url = f"http://127.0.0.1:{peer.port}"
         assert await service.recover_indexer_from_peers([url]) is True
         await service.upsert_worker(worker(SECOND))
         scores = await service.overlap_scores({"token_ids": list(range(8))})
         assert [row["device_blocks"] for row in scores["workers"]] == [2]
         await service.shutdown_async()
-
-    port = free_port()
-    publisher = KvEventPublisher(kv_block_size=4, endpoint=f"tcp://127.0.0.1:{port}")
-    with RunningService() as peer:
-        try:
-            described = {**worker(SECOND), "kv_events_endpoints": {"0": f"tcp://127.0.0.1:{port}"}}
-            assert peer.post("/workers", described)[0] == 201
-
-            def is_indexed() -> bool:
-                publisher.publish_stored(
-                    token_ids=list(range(8)), num_block_tokens=[4, 4], block_hashes=[1, 2]
-                )
-                return bool(peer.get("/dump")[1]["default:default"]["events"])
-
-            wait_until(is_indexed, "the peer has the blocks")
-            asyncio.run(story(f"http://127.0.0.1:{peer.port}"))
-        finally:
-            publisher.close()
