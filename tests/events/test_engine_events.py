@@ -15,7 +15,6 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.kv_ingest import KvIngest
 from lean_selector.core.index.shapes import Tier
 from lean_selector.events.batch_work import BatchWork
-from lean_selector.wire.kv_events import batch_slices, decode_small
 from lean_selector.wire.packed_events import packed_batch
 from tests.support.record_engine_events import DATA, NAMES, SIZE, TOKENS
 
@@ -116,12 +115,3 @@ def test_of_an_image_only_the_block_that_has_it_is_hashed_otherwise() -> None:
 
 def test_each_recorded_batch_is_learnt_in_some_test() -> None:
     assert {row for row in RECORDED if "image" not in row} == EFFECTS.keys()
-
-
-@pytest.mark.parametrize("row", RECORDED)
-def test_a_batch_in_slices_is_what_it_is_at_once(row: str) -> None:
-    payload = bytes.fromhex(RECORDED[row])
-    batch = decode_small(payload)
-    if batch is not None:
-        slices = [each for each in batch_slices(payload) if each is not None]
-        assert [event for each in slices for event in each.events] == list(batch.events)

@@ -324,7 +324,7 @@ ADDS = st.builds(
     dp_rank=U32,
     router_id=U64,
     lora_name=st.none() | st.text(),
-    sequence_hashes=st.lists(U64, max_size=40).map(lambda values: hashes_of(*values)),
+    sequence_hashes=st.lists(U64, max_size=5).map(lambda values: hashes_of(*values * 8)),
     track_prefill_tokens=st.booleans(),
     prefill_tokens=st.none() | U64,
     expected_output_tokens=st.none() | U32,

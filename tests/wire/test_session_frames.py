@@ -112,7 +112,10 @@ def test_the_list_is_printed_as_documented() -> None:
     )
 
 
-@given(st.lists(st.builds(LiveSession, EVENTS, st.floats(0.0, 1e6).map(lambda s: round(s, 3)))))
+LISTED = st.builds(LiveSession, EVENTS, st.floats(0.0, 1e6).map(lambda idle_s: round(idle_s, 3)))
+
+
+@given(st.lists(LISTED, max_size=4))
 def test_a_list_is_read_back_line_by_line(listed: list[LiveSession]) -> None:
     text = b"".join(encode_session_list(listed))
     assert len(json.loads(text)["sessions"]) == len(listed)
