@@ -58,7 +58,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
     "load": (
         [f"{CORE}/load/*.py"],
         [
-            *("tests/core/load", "tests/events/test_load_streams.py"),
+            *("tests/core/load", "tests/events/test_subscriptions.py"),
             "tests/properties/test_slots_model.py",
         ],
     ),

@@ -21,7 +21,7 @@ from lean_selector.events.link import Link, LinkState, Message, Opening, check_l
 from lean_selector.events.links import Backlogs, Links
 from lean_selector.events.names import Address, Resolver
 from lean_selector.http.allowed_endpoints import AllowedEndpoints
-from tests.support.on_loop import DEADLINE_S, on_loop, until
+from tests.support.on_loop import DEADLINE_S, faults, on_loop, until
 
 # What ZMTP 3 begins with, the NULL mechanism.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -175,20 +175,15 @@ async def test_a_monitor_is_taken_down_before_what_hears_it_is_closed() -> None:
         order.append(("close", self.type))
         close(self, linger)
 
-    async with publisher() as pub:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(zmq.Socket, "disable_monitor", disabling)
-            patch.setattr(zmq.Socket, "close", closing)
-            async with Heard(endpoint_of(pub)) as heard:
-                await until(lambda: heard.link.state is LinkState.CONNECTED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zmq.Socket, "disable_monitor", disabling)
+        patch.setattr(zmq.Socket, "close", closing)
+        async with publisher() as pub, Heard(endpoint_of(pub)) as heard:
+            await until(lambda: heard.link.state is LinkState.CONNECTED)
         assert order[:2] == [("disable", zmq.SUB), ("close", zmq.PAIR)]
         order.clear()
-    async with Heard("tcp://127.0.0.1:1") as refused:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(zmq.Socket, "disable_monitor", disabling)
-            patch.setattr(zmq.Socket, "close", closing)
+        async with Heard("tcp://127.0.0.1:1") as refused:
             await until(lambda: refused.link.error)
-            await refused.__aexit__()
     assert order == [("disable", zmq.SUB), ("close", zmq.PAIR), ("close", zmq.SUB)]
 
 
@@ -623,22 +618,19 @@ async def test_what_only_a_process_of_its_own_reaches_says_so() -> None:
 class Losable:
     """A connection that is looked at; it can be lost, and looking can fail."""
 
-    def __init__(self, *, fails: bool = False) -> None:
+    def __init__(self, then: Callable[[], None]) -> None:
         self.looks = 0
-        self._fails = fails
+        self._then = then
 
     def look(self) -> None:
         self.looks += 1
-        if self._fails:
-            raise RuntimeError("a bug")
+        self._then()
 
 
 @on_loop
 async def test_a_connection_that_cannot_be_looked_at_keeps_nobody_from_being_looked_at() -> None:
-    failed: list[object] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
-    links, broken, sound = Links(), Losable(fails=True), Losable()
+    failed = faults()
+    links, broken, sound = Links(), Losable(fail), Losable(lambda: None)
     links.watch(broken)
     links.watch(sound)
     await until(lambda: sound.looks >= 2 and broken.looks >= 2)
@@ -647,18 +639,16 @@ async def test_a_connection_that_cannot_be_looked_at_keeps_nobody_from_being_loo
     links.unwatch(sound)
 
 
+def fail() -> None:
+    raise RuntimeError("a bug")
+
+
 @on_loop
 async def test_reading_that_was_put_off_goes_on_behind_one_that_fails() -> None:
-    failed: list[object] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    failed = faults()
     read: list[str] = []
-
-    def fails() -> None:
-        raise RuntimeError("a bug")
-
     links = Links()
-    links.put_off(fails)
+    links.put_off(fail)
     links.put_off(lambda: read.append("the next"))
     await until(lambda: read)
     assert len(failed) == 1
@@ -666,28 +656,16 @@ async def test_reading_that_was_put_off_goes_on_behind_one_that_fails() -> None:
 
 @on_loop
 async def test_what_stands_behind_a_message_that_failed_is_read_though_nothing_more_comes() -> None:
-    failed: list[object] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
-
-    def fail() -> None:
-        raise RuntimeError("a bug")
+    failed = faults()
 
     links = Links()
     async with publisher() as pub, Heard(endpoint_of(pub), links) as heard:
         assert await pub.recv() == b"\x01"
         await until(lambda: heard.states == [LinkState.CONNECTED])
         heard.link._on_message = fail
-        with monkeypatched_read(links):
-            for number in range(5):
-                await pub.send_multipart([b"", str(number).encode()])
+        links._read_s = 1e9  # nothing is read meanwhile: what comes then stands in one queue
+        for number in range(5):
+            await pub.send_multipart([b"", str(number).encode()])
+        links._read_s = 0.0
         await until(lambda: heard.link.waiting == 5)
         assert len(failed) == 1
-
-
-@contextlib.contextmanager
-def monkeypatched_read(links: Links) -> Iterator[None]:
-    """Nothing is read meanwhile: what comes then stands in one queue."""
-    links._read_s = 1e9
-    yield
-    links._read_s = 0.0

@@ -59,3 +59,11 @@ async def until(
         in_time = asyncio.get_running_loop().time() < deadline
         assert in_time, what if isinstance(what, str) else what()
         await asyncio.sleep(0.002)
+
+
+def faults() -> list[object]:
+    """What the loop's exception handler is told from now on."""
+    failed: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: failed.append(context["exception"]))
+    return failed

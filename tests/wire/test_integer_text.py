@@ -1,4 +1,4 @@
-"""Lists of integers in JSON: every reader takes the same texts, and makes the same of them."""
+"""Lists of integers: of a JSON text every reader makes the same; sets of worker ids are kept."""
 
 import json
 from collections.abc import Callable
@@ -8,8 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lean_selector.core.numbers import MAX_RANKS
 from lean_selector.wire.scalars import (
     KEPT_BYTES,
+    allowed_workers,
     packed_by_msgspec,
     packed_signed,
     packed_u32,
@@ -165,3 +167,37 @@ def test_a_parser_is_given_texts_of_bounded_length() -> None:
         packed_with(parse, b"[%b]" % (item * (8_000_000 // len(item))), "i")
     assert 0 < max(given_lengths) <= 2 * KEPT_BYTES + 2
     assert len(given_lengths) > 100
+
+
+# -- sets of workers, and what is remembered of them --------------------------------------------
+
+
+def test_a_list_that_is_sent_again_is_the_same_set_and_not_only_an_equal_one() -> None:
+    first = allowed_workers(list(range(1_000, 1_064)))
+    assert first == frozenset(range(1_000, 1_064))
+    assert allowed_workers(list(range(1_000, 1_064))) is first
+    assert allowed_workers(list(range(1_063, 999, -1))) == first
+    assert allowed_workers([*range(1_000, 1_063), 5]) == {*range(1_000, 1_063), 5}
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 9, MAX_RANKS, MAX_RANKS + 1])
+def test_sets_of_every_size_are_what_was_named(count: int) -> None:
+    for _ in range(2):
+        assert allowed_workers([*range(count), *range(count // 2)]) == frozenset(range(count))
+
+
+def test_what_is_kept_is_bounded() -> None:
+    many = list(range(MAX_RANKS + 1))
+    assert allowed_workers(many) is not allowed_workers(many)
+    first = allowed_workers(list(range(64)))
+    for other in range(100):
+        allowed_workers(list(range(other + 1, other + 65)))
+    assert allowed_workers(list(range(64))) is not first
+
+
+@pytest.mark.parametrize("count", [0, 100])
+def test_an_id_beyond_64_bits_is_refused_each_time(count: int) -> None:
+    for _ in range(2):
+        with pytest.raises(msgspec.ValidationError, match=r"`\$\.allowed_worker_ids\[\.\.\.\]`"):
+            allowed_workers([*range(count), U64_MAX + 1])
+    assert U64_MAX in allowed_workers([*range(count), U64_MAX])

@@ -202,96 +202,73 @@ def test_an_unknown_key_beside_a_long_prompt_changes_nothing() -> None:
     assert event.booking.prefill_duration_s == 2.5
 
 
-def raw(value: object) -> bytes:
-    return msgspec.msgpack.encode(value)
-
-
-def pairs(*items: tuple[object, object]) -> msgspec.Raw:
-    """A map of raw key and value bytes, repeated keys and all."""
-    body = b"".join(raw(part) for item in items for part in item)
-    return msgspec.Raw(bytes([0x80 | len(items)]) + body)
-
-
-def str_as(tag: bytes, text: bytes) -> msgspec.Raw:
-    return msgspec.Raw(tag + text)
+PARTS = {
+    "more": ("event", "x"),
+    "request_id": ("event", "request_id"),
+    "lora": ("event", "lora_name"),
+    "worker": ("event", "worker"),
+    "data": ("event", "data"),
+    "tokens": ("event", "data", "AddRequest", "token_sequence"),
+    "track": ("event", "data", "AddRequest", "track_prefill_tokens"),
+    "duration": (
+        *("event", "data", "AddRequest"),
+        *("prefill_load_hint", "expected_prefill_duration"),
+    ),
+}
 
 
 def swapped(**parts: object) -> bytes:
-    """FULL's frame with the named parts replaced."""
-    duration = parts.get("duration", pairs(("secs", 2), ("nanos", 500_000_000)))
-    hint = parts.get(
-        "hint",
-        pairs(("initial_effective_prefill_tokens", 48), ("expected_prefill_duration", duration)),
-    )
-    add = parts.get(
-        "add",
-        pairs(
-            ("token_sequence", parts.get("tokens", [1, 2**64 - 1])),
-            ("track_prefill_tokens", parts.get("track", True)),
-            ("expected_output_tokens", 9),
-            ("prefill_load_hint", hint),
-        ),
-    )
-    event = parts.get(
-        "event",
-        pairs(
-            ("request_id", parts.get("request_id", "req")),
-            ("worker", parts.get("worker", pairs(("worker_id", 7), ("dp_rank", 1)))),
-            ("data", parts.get("data", pairs((parts.get("variant", "AddRequest"), add)))),
-            ("router_id", 2**64 - 1),
-            ("lora_name", parts.get("lora", "adapter")),
-            *parts.get("more", ()),  # type: ignore[misc]  # a tuple of pairs
-        ),
-    )
-    return raw(
-        pairs(("model_name", "llama"), ("tenant_id", "t1"), ("block_size", 16), ("event", event))
-    )
+    """FULL's frame of one group key, with the named parts replaced."""
+    envelope = tree()
+    del envelope["routing_group"]
+    for name, value in parts.items():
+        *path, last = PARTS[name]
+        inner = envelope
+        for key in path:
+            inner = inner[key]
+        inner[last] = value
+    return msgspec.msgpack.encode(envelope)
 
 
+Raw = msgspec.Raw
 MORE_ACCEPTED = {
     "as it is": swapped(),
     "integers not of least size": swapped(
-        worker=pairs(("worker_id", msgspec.Raw(b"\xd3" + bytes(7) + b"\x07")), ("dp_rank", 1))
+        worker={"worker_id": Raw(b"\xd3" + bytes(7) + b"\x07"), "dp_rank": 1}
     ),
     "strings not of least size": swapped(
-        request_id=str_as(b"\xdb\0\0\0\x03", b"req"), lora=str_as(b"\xd9\x07", b"adapter")
+        request_id=Raw(b"\xdb\0\0\0\x03req"), lora=Raw(b"\xd9\x07adapter")
     ),
-    "long array": swapped(tokens=msgspec.Raw(b"\xdd\0\0\0\x02\x01\xcf" + b"\xff" * 8)),
+    "long array": swapped(tokens=Raw(b"\xdd\0\0\0\x02\x01\xcf" + b"\xff" * 8)),
     "ignored values of every type": swapped(
-        more=(
-            (
-                "x",
-                [
-                    None, True, -1, 1.5, msgspec.Raw(b"\xca\0\0\0\0"), msgspec.Raw(b"\xd0\xff"),
-                    msgspec.Raw(b"\xd1\xff\xff"), msgspec.Raw(b"\xd2" + b"\xff" * 4), 2**15, 2**31,
-                    "y", b"z", [], {}, msgspec.Raw(b"\xc7\x01\x05a"), msgspec.Raw(b"\xd4\x05a"),
-                    msgspec.Raw(b"\xa1\xff"), msgspec.Raw(b"\xde\0\x01\x01\x02"),
-                ],
-            ),
-        )
+        more=[
+            None, True, -1, 1.5, Raw(b"\xca\0\0\0\0"), Raw(b"\xd0\xff"), Raw(b"\xd1\xff\xff"),
+            Raw(b"\xd2" + b"\xff" * 4), 2**15, 2**31, "y", b"z", [], {}, Raw(b"\xc7\x01\x05a"),
+            Raw(b"\xd4\x05a"), Raw(b"\xa1\xff"), Raw(b"\xde\0\x01\x01\x02"),
+        ]
     ),
 }  # fmt: skip
 MORE_REFUSED = {
-    "key of no string": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 1), (None, 1))),
-    "dp_rank beyond u32": swapped(worker=pairs(("worker_id", 7), ("dp_rank", 2**32))),
-    "worker_id a boolean": swapped(worker=pairs(("worker_id", True), ("dp_rank", 1))),
+    "key of no string": swapped(worker={"worker_id": 7, "dp_rank": 1, None: 1}),
+    "dp_rank beyond u32": swapped(worker={"worker_id": 7, "dp_rank": 2**32}),
+    "worker_id a boolean": swapped(worker={"worker_id": True, "dp_rank": 1}),
     "worker a number": swapped(worker=7),
     "positional worker": swapped(worker=[7, 1]),
-    "integer keys": swapped(worker=pairs((0, 7), (1, 1))),
-    "text as bytes": swapped(request_id=str_as(b"\xc5\0\x03", b"req")),
+    "integer keys": swapped(worker={0: 7, 1: 1}),
+    "text as bytes": swapped(request_id=Raw(b"\xc5\0\x03req")),
     "tokens as bytes": swapped(tokens=b"\1\2"),
     "track_prefill_tokens nil": swapped(track=None),
     "track_prefill_tokens a number": swapped(track=1),
     "tokens a map": swapped(tokens={}),
     "tokens a string": swapped(tokens="ab"),
     "AddRequest without payload": swapped(data="AddRequest"),
-    "Free with payload": swapped(data=pairs(("Free", 1))),
+    "Free with payload": swapped(data={"Free": 1}),
     "data nil": swapped(data=None),
-    "no variant": swapped(data=pairs()),
-    "variant beyond the third": swapped(variant=3),
-    "invalid UTF-8": swapped(request_id=str_as(b"\xa3", b"r\xffq")),
-    "duration without nanos": swapped(duration=pairs(("secs", 2))),
-    "reserved tag": swapped(request_id=msgspec.Raw(b"\xc1")),
+    "no variant": swapped(data={}),
+    "variant beyond the third": swapped(data={3: {}}),
+    "invalid UTF-8": swapped(request_id=Raw(b"\xa3r\xffq")),
+    "duration without nanos": swapped(duration={"secs": 2}),
+    "reserved tag": swapped(request_id=Raw(b"\xc1")),
     "nil": b"\xc0",
     "a number": b"\x05",
     "arrays without end": b"\x91" * 5000,
@@ -379,10 +356,10 @@ def test_integers_of_all_lengths_are_read_from_a_long_odd_array() -> None:
     assert decode_event(odd(values)).sequence_hashes == hashes_of(*values)
 
 
-@pytest.mark.parametrize("bad", [-1, None, "1", 1.5, [1]])
-def test_one_value_that_is_no_hash_spoils_a_long_array(bad: object) -> None:
-    with pytest.raises(UndecodableFrames):
-        decode_event(odd([*range(9_000), bad]))
+def test_one_value_that_is_no_hash_spoils_a_long_array() -> None:
+    for bad in (-1, None, "1", 1.5, [1]):
+        with pytest.raises(UndecodableFrames):
+            decode_event(odd([*range(9_000), bad]))
 
 
 @pytest.mark.parametrize(
