@@ -1,4 +1,4 @@
-"""The running build: pure Python, or compiled by mypyc (setup.py)."""
+"""How this build runs: as pure Python, or compiled by mypyc (setup.py)."""
 
 from lean_selector.core.hashing import IS_COMPILED
 
@@ -6,5 +6,5 @@ PURE, COMPILED = "pure", "compiled"
 
 
 def form() -> str:
-    """All modules that `setup.py` selects are compiled together, so this checks one of them."""
+    """Checks one module, because all that `setup.py` selects are compiled together."""
     return COMPILED if IS_COMPILED else PURE

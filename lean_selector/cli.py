@@ -20,10 +20,10 @@ COMMANDS: Final = ("gateway", *TOOLS)
 
 
 def hold_standard_streams() -> None:
-    """Open stdin, stdout and stderr on the null device if they were closed at start.
+    """Opens stdin, stdout and stderr on the null device if they were closed at start.
 
-    Otherwise the first socket would get such a descriptor: log lines would be written into it, and
-    libuv would abort the process when it is closed."""
+    Otherwise the first sockets would get these descriptors: log lines would be written into a
+    socket, and libuv would abort the process when it is closed."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -35,7 +35,7 @@ def hold_standard_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the selection service, or one of COMMANDS; return the exit status."""
+    """Runs the selection service, or one of COMMANDS. Returns the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in TOOLS:
@@ -85,7 +85,7 @@ def _gateway(arguments: Sequence[str]) -> int:
 
 
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
-    """Run the slot tracker; return the exit status."""
+    """Runs the slot tracker. Returns the exit status."""
     hold_standard_streams()
     from lean_selector.server.service_flags import TrackerConfig
 
@@ -106,10 +106,10 @@ def _served(
     run: tuple[str, str],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parse the flags of a service, and run it; return the exit status.
+    """Parses the flags of a service, and runs it. Returns the exit status.
 
-    `run` names a module and its function, imported late, so that `--help` and invalid flags are
-    answered at once."""
+    `run` names a module and a function in it. The module is imported late, so that `--help` and
+    invalid flags are answered at once."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=name, description=description, allow_abbrev=False)
     version = f"{name} {__version__} ({form()})" if "--version" in arguments else ""

@@ -1,7 +1,7 @@
-"""Run programs written for Dynamo's SelectionService with this one: `compat.install()`.
+"""Lets programs written for Dynamo's SelectionService use this project's: `compat.install()`.
 
-Provides modules named `dynamo.llm` and `dynamo._core`, unless they are installed. They have only
-the selection classes, which are imported at first use."""
+Provides the modules `dynamo.llm` and `dynamo._core`, unless they are installed. They have only the
+classes for selection, which are imported when they are first used."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ _NAMES = {
 
 
 class _Shim(ModuleType):
-    """Replaces one of Dynamo's modules."""
+    """A module that takes the name of one of Dynamo's."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "From lean_selector.compat: only the selection classes.")
@@ -33,8 +33,8 @@ class _Shim(ModuleType):
 
 
 def install() -> bool:
-    """Let `from dynamo.llm import SelectionService` import this project's class. If Dynamo is
-    installed, nothing changes, and the result is False."""
+    """Lets `from dynamo.llm import SelectionService` import this project's class. If Dynamo is
+    installed, changes nothing and returns False."""
     if not isinstance(sys.modules.get("dynamo.llm"), _Shim) and _is_installed():
         return False
     for name in _NAMES:

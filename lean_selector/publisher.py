@@ -1,8 +1,8 @@
 """KV event publishing for custom engines: reports the blocks of one rank over ZeroMQ.
 
-Has the PUB socket of one (worker, dp_rank), the numbers of its batches, and the ROUTER socket that
+Owns the PUB socket of one (worker, dp_rank), numbers its batches, and has the ROUTER socket that
 replays recent batches to a service that missed some. It needs only pyzmq and msgspec, so that an
-engine can import it alone. The format is vLLM's ("KV Event Publishing for Custom Engines" of the
+engine need not import more. The format is vLLM's ("KV Event Publishing for Custom Engines" in the
 router examples): `[topic, sequence u64 BE, msgpack [ts, events, rank]]`."""
 
 import os
@@ -49,18 +49,18 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def signed_hashes(hashes: Sequence[int]) -> list[int]:
-    """64-bit hashes as signed integers, as they are sent.
+    """Returns 64-bit hashes as signed integers, the form in which they are sent.
 
-    Accepts -2^63 to 2^64-1; raises ValueError outside of this range."""
+    Accepts -2^63 to 2^64-1. Raises ValueError outside of this range."""
     if hashes and not (min(hashes) >= -(2**63) and max(hashes) < 2**64):
         raise ValueError("a block hash does not fit into 64 bits")
     return [value - 2**64 if value > _I64_MAX else value for value in hashes]
 
 
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
-    """The endpoint of one data-parallel rank: port + rank for tcp, otherwise a `_dp<rank>` suffix.
+    """Returns a data-parallel rank's endpoint: port + rank for tcp, otherwise with `_dp<rank>`.
 
-    Rank 0, and a port chosen by the system (`0` or `*`), leave the endpoint unchanged."""
+    For rank 0, and for a port chosen by the system (`0` or `*`), the endpoint is unchanged."""
     head, _, port = endpoint.rpartition(":")
     if dp_rank == 0 or (endpoint.startswith("tcp:") and port in ("0", "*")):
         return endpoint
@@ -72,7 +72,7 @@ def rank_endpoint(endpoint: str, dp_rank: int) -> str:
 
 
 class _EventSink:
-    """The three publish_ methods; subclasses send the events."""
+    """The three publish_ methods. Subclasses send the events."""
 
     def __init__(self, kv_block_size: int) -> None:
         if kv_block_size <= 0:
@@ -96,14 +96,14 @@ class _EventSink:
         extra_keys: Sequence[object] | None = None,
         cache_salt: str | None = None,
     ) -> None:
-        """Announce consecutive blocks of one sequence that the cache now holds.
+        """Announces consecutive blocks of one sequence that the cache now holds.
 
         token_ids: the tokens of these blocks, kv_block_size for each of block_hashes.
         block_hashes: the engine's own cumulative hashes, signed or unsigned 64 bits.
         parent_hash: hash of the block before the first; None only at the start of a sequence.
-        num_block_tokens: if given, blocks from the first partial one on are left out, since
-            only full blocks can match. None: all are full.
-        lora_name: the adapter, which is part of a block's identity. lora_id is only carried.
+        num_block_tokens: if given, the first partial block and those after it are left out,
+            since only full blocks can match. None: all blocks are full.
+        lora_name: the adapter, which is part of a block's identity. lora_id is sent unchanged.
         medium: "GPU" (default), "CPU", "DISK".
         event_id has no effect: the batch's sequence number orders events. It is kept because
         the documented signature has it.
@@ -142,20 +142,20 @@ class _EventSink:
         *,
         medium: str | None = None,
     ) -> None:
-        """Announce blocks that left the cache (of `medium`, default the GPU).
+        """Announces blocks that left the cache (that of `medium`; default: the GPU's).
 
-        event_id has no effect, as in publish_stored. Raises ValueError for a hash beyond 64 bits.
-        """
+        event_id has no effect, as in publish_stored. Raises ValueError for a hash beyond 64
+        bits."""
         if block_hashes:
             self._emit(PublishedRemoved(signed_hashes(block_hashes), medium))
 
     def publish_all_cleared(self) -> None:
-        """Announce that this rank no longer has any blocks, on any medium."""
+        """Announces that this rank no longer has any blocks, on any medium."""
         self._emit(PublishedCleared())
 
 
 class SentBatch(_EventSink):
-    """Events that are sent in one message. Made by KvEventPublisher.batch()."""
+    """Events that are sent in one message, from KvEventPublisher.batch()."""
 
     def __init__(self, kv_block_size: int) -> None:
         super().__init__(kv_block_size)
@@ -166,11 +166,11 @@ class SentBatch(_EventSink):
 
 
 class KvEventPublisher(_EventSink):
-    """Publishes the KV events of one (worker, dp_rank); usable from any thread; never blocks.
+    """Publishes the KV events of one (worker, dp_rank). Any thread may use it; it never blocks.
 
     Both sockets bind, because the service connects to the registered `kv_events_endpoints` and
     `replay_endpoint`. PUB drops messages for a subscriber that is more than PUB_SEND_HWM messages
-    behind or not connected yet; with a replay endpoint, the service requests what it missed."""
+    behind or not connected yet. With a replay endpoint, the service requests what it missed."""
 
     def __init__(
         self,
@@ -186,19 +186,18 @@ class KvEventPublisher(_EventSink):
         curve_secret_key_file: str | None = None,
         curve_client_keys_file: str | None = None,
     ) -> None:
-        """Bind the sockets; endpoints name the base port, to which dp_rank is added.
+        """Binds the sockets. Endpoints have the base port, to which dp_rank is added.
 
-        With curve_secret_key_file, a key pair made by `lean-selector keys`, both sockets require
-        CURVE, and services need its public key. curve_client_keys_file lists the public keys of
-        admitted services; without it, every service that knows our public key is admitted.
+        If curve_secret_key_file is given (a key pair made by `lean-selector keys`), both sockets
+        require CURVE, and services need our public key. curve_client_keys_file lists the public
+        keys of admitted services; without it, every service that knows our public key is admitted.
 
-        component and enable_local_indexer have no effect: there is no runtime to join and no
-        indexer inside the engine. worker_id is not sent either: the service knows a worker by
+        component and enable_local_indexer have no effect: there is no runtime to join, and no
+        indexer inside the engine. worker_id is not sent, because the service identifies a worker by
         the endpoint that was registered for it.
 
         Raises ValueError for a bad block size, port or key file, OSError for a file that cannot be
-        read, zmq.ZMQError when an address is taken.
-        """
+        read, zmq.ZMQError if an address is in use."""
         super().__init__(kv_block_size)
         self.worker_id = worker_id
         self.data_parallel_rank = dp_rank
@@ -239,7 +238,7 @@ class KvEventPublisher(_EventSink):
 
     @contextmanager
     def batch(self) -> Iterator[SentBatch]:
-        """Collect events and send them as one message, even if the block raises.
+        """Collects events, and sends them as one message, even if the `with` block raises.
 
         Events before an exception have happened in the cache, so they are published."""
         batch = SentBatch(self.kv_block_size)
@@ -249,7 +248,7 @@ class KvEventPublisher(_EventSink):
             self.publish_batch(batch)
 
     def publish_batch(self, batch: SentBatch) -> None:
-        """Send a batch as one message; an empty one sends nothing."""
+        """Sends a batch as one message. An empty batch is not sent."""
         if batch.events:
             self._send(batch.events)
 
@@ -270,7 +269,7 @@ class KvEventPublisher(_EventSink):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _start_replay(self, endpoint: str) -> None:
-        """Bind the ROUTER here, so that a used address raises, then pass it to its thread."""
+        """Binds the ROUTER here, so that a used address raises, then starts its thread."""
         router = self._context.socket(zmq.ROUTER)
         router.linger = 0  # a replay that our end interrupts will be requested again
         router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
@@ -286,7 +285,7 @@ class KvEventPublisher(_EventSink):
         self._replay.start()
 
     def _serve_replay(self, router: "zmq.Socket[bytes]") -> None:
-        """Answer `[identity, "", first wanted u64 BE]` until the context ends."""
+        """Answers `[identity, "", first wanted u64 BE]` until the context ends."""
         with router:
             while True:
                 try:
@@ -308,7 +307,7 @@ class KvEventPublisher(_EventSink):
         router.send_multipart([identity, b"", _END_OF_REPLAY, b""])
 
     def close(self) -> None:
-        """Send what is queued (for at most a second), stop the replay thread, free the ports."""
+        """Sends what is queued (for at most a second), stops the replay thread, frees the ports."""
         with self._lock:
             self._pub.close()
         if self._gate is not None:
@@ -332,7 +331,7 @@ class KvEventPublisher(_EventSink):
 
 
 def _need_descriptors() -> None:
-    """Raise OSError if too few descriptors are free, because libzmq would abort the process."""
+    """Raises OSError if too few descriptors are free, because libzmq would abort the process."""
     with ExitStack() as taken:
         for _ in range(DESCRIPTORS):
             taken.enter_context(open(os.devnull, "rb"))
@@ -341,8 +340,8 @@ def _need_descriptors() -> None:
 def _gate(
     context: "zmq.Context[zmq.Socket[bytes]]", secret_file: str, clients_file: str | None
 ) -> "CurveGate":
-    """The authenticator for services, in a thread. Raises OSError and ValueError for invalid key
-    files."""
+    """Starts the authenticator for services, in a thread. Raises OSError and ValueError for invalid
+    key files."""
     from zmq.auth.thread import ThreadAuthenticator
 
     from lean_selector.events.curve_keys import CurveGate, check_curve, read_list, read_pair
@@ -354,8 +353,8 @@ def _gate(
 
 
 class ZmqKvEventPublisher(KvEventPublisher):
-    """The document's pure Python publisher, with its name and signature; rank 0, no replay."""
+    """The document's pure Python publisher, with its name and signature. Rank 0, no replay."""
 
     def __init__(self, zmq_endpoint: str, kv_block_size: int, topic: str = "") -> None:
-        """Bind zmq_endpoint. Raises as KvEventPublisher does."""
+        """Binds zmq_endpoint. Raises as KvEventPublisher does."""
         super().__init__(kv_block_size=kv_block_size, endpoint=zmq_endpoint, topic=topic)

@@ -1,4 +1,4 @@
-"""`python -m lean_selector.slot_tracker` is `lean-slot-tracker`."""
+"""Runs `lean-slot-tracker` as `python -m lean_selector.slot_tracker`."""
 
 import sys
 

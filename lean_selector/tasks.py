@@ -1,7 +1,7 @@
-"""Supervise background tasks: failures are logged and counted, and permanent tasks are restarted.
+"""Supervises background tasks: logs and counts failures, and restarts permanent tasks.
 
-Without supervision, a task that raises ends silently. The same holds for a callback of the loop, a
-thread, and a finaliser."""
+Without supervision, a task that raises ends silently. So does a callback of the loop, a thread, or
+a finaliser."""
 
 import asyncio
 import contextlib
@@ -34,11 +34,11 @@ T = TypeVar("T")
 def supervise(
     name: str, work: Callable[[], Coroutine[object, object, None]], *, again: bool = True
 ) -> "asyncio.Task[None]":
-    """Run `work()` in a task until it returns or the task is cancelled.
+    """Runs `work()` in a task until it returns or the task is cancelled.
 
-    An exception is logged and counted; the work is then restarted after a pause, unless `again` is
-    false. A CancelledError that was not sent to this task counts as an exception. The task itself
-    never raises. Keep a reference to it, because the loop does not."""
+    An exception is logged and counted. Then the work is restarted after a pause, unless `again` is
+    false. A CancelledError that was not sent to this task counts as an exception. The task never
+    raises. Keep a reference to the task, because the loop does not."""
     return asyncio.get_running_loop().create_task(_supervised(name, work, again), name=name)
 
 
@@ -72,15 +72,15 @@ def _failed(name: str, again: bool) -> None:
 
 
 def failed(name: str, outcome: str, error: BaseException | None = None) -> None:
-    """Log and count a failure: `error`, or the exception that is being handled."""
+    """Logs and counts a failure: `error`, or the exception that is being handled."""
     failures[name] += 1
     told = True if error is None else error
     log.critical("task failed: %s; %s", name, outcome, exc_info=told, extra={"task": name})
 
 
 def watched(name: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Run `work` once, in a task that need not be awaited: an exception is logged and counted. Keep
-    a reference to it, because the loop does not."""
+    """Runs `work` once, in a task that need not be awaited: an exception is logged and counted.
+    Keep a reference to the task, because the loop does not."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_look_at)
     return task
@@ -92,9 +92,9 @@ def _look_at(task: "asyncio.Task[Any]") -> None:
 
 
 def in_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
-    """The result of blocking work, run in a daemon thread, for which the end of the process does
-    not wait. If cancelled, the thread continues and its result is dropped. Raises RuntimeError if
-    no thread can be started."""
+    """Runs blocking work in a daemon thread; the end of the process does not wait for it. If the
+    future is cancelled, the thread continues, and its result is dropped. Raises RuntimeError if no
+    thread can be started."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -129,8 +129,8 @@ Steps = Generator[Awaitable[Any], Any, T]
 
 
 def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
-    """Run `steps` until they must wait. Returns the task that runs the rest, or None if they have
-    ended. If the task is cancelled before it has run, they are closed."""
+    """Runs `steps` until they must wait. Returns a task that runs the rest, or None if they have
+    ended. If the task is cancelled before its first step, `steps` is closed."""
     try:
         awaited = steps.send(None)
     except StopIteration:
@@ -170,7 +170,7 @@ async def _step(steps: Steps[T], awaited: Awaitable[Any]) -> T:
 
 
 async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
-    """The result of `future`. Raises TimeoutError after `limit_s`."""
+    """Returns the result of `future`. Raises TimeoutError after `limit_s` seconds."""
     async with asyncio.timeout(limit_s):
         return await future
 
@@ -179,8 +179,8 @@ async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
 
 
 def watch_process(loop: asyncio.AbstractEventLoop) -> None:
-    """Also log and count exceptions of `loop`'s callbacks, unawaited tasks, threads
-    and finalisers. Only for our own processes: other programs handle their own."""
+    """Also logs and counts exceptions of `loop`'s callbacks, unawaited tasks, threads and
+    finalisers. Only for our own processes: other programs handle their own exceptions."""
     loop.set_exception_handler(_told_by_the_loop)
     threading.excepthook = _told_by_a_thread
     sys.unraisablehook = _told_by_a_finaliser

@@ -66,8 +66,8 @@ def stream_request(wanted: OpenStream, timeouts: Timeouts) -> httpx.Request:
     )
 
 
-# Errors of an exchange. A TLS 1.3 refusal of our certificate comes after the handshake; httpx does
-# not wrap it.
+# Errors of an exchange. In TLS 1.3, a server refuses our certificate after the handshake; httpx
+# does not wrap this ssl.SSLError.
 CALL_ERRORS = (httpx.HTTPError, ssl.SSLError)
 # Errors of opening a stream; InvalidURL: the worker's registered endpoint is invalid.
 OPEN_ERRORS = (httpx.HTTPError, httpx.InvalidURL)

@@ -110,7 +110,7 @@ class AnswerReader:
             del last[:-_USAGE_BYTES]
         if not self._strips:
             text = data
-        # `in` tries the name as a number first, which costs an exception
+        # `find`, because `in` first tries to use the bytes as a number, and catches an exception.
         if self._drops_usage and (
             self._event or text.find(b'"usage"') >= 0 or not text.endswith(b"\n\n")
         ):

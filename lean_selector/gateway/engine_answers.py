@@ -210,7 +210,7 @@ _TOKEN_PATHS: Final = {
 }
 _LACKS_FOR_S: Final = 60.0  # how long a path that a worker lacks is not tried again
 _OFF: Final = frozenset({403, 405, 501})  # 403: vLLM 0.33 without --enable-scale-out
-# The status alone may also mean an unknown model
+# The body of a 404 for an unknown route; a 404 may also mean an unknown model.
 _NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')
 
 

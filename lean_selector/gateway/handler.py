@@ -54,7 +54,7 @@ _PERCENT: Final = 0x25
 
 def resource_of(path: bytes) -> bytes:
     """Returns a path as engines interpret it: unescaped, and without a trailing slash."""
-    # A byte is searched by its number: as bytes it costs an exception.
+    # _PERCENT is an int: `in` would first try to use bytes as a number, and catch an exception.
     return (unquote_to_bytes(path) if _PERCENT in path else path).rstrip(b"/") or b"/"
 
 

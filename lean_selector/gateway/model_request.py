@@ -59,16 +59,16 @@ _WITHOUT_OUTPUT: Final = ("/embeddings", "/rerank", "/score")
 
 # Fields that make the engine's prompt differ from the messages or the text.
 _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
-# Of /v1/responses: the engine stores a part of the prompt
+# Fields of /v1/responses which say that the engine has stored a part of the prompt
 _KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")
 _TEXT_PARTS: Final = frozenset(
     {b'"text"', b'"input_text"', b'"output_text"', b'"refusal"', b'"thinking"'}
 )
-# In /v1/messages and /v1/responses, at any depth; a quote inside a text is escaped.
+# A medium in /v1/messages and /v1/responses, at any depth. A quote inside a text is escaped.
 _MEDIA_PART: Final = re.compile(
     rb'"type"\s*+:\s*+"(?:image|document|input_image|input_file|input_audio|computer_screenshot)"'
 )
-# Clients move it to another part in each turn, and engines ignore it.
+# Clients move `cache_control` to another part in each turn, and engines ignore it.
 _CACHE_CONTROL: Final = re.compile(rb',\s*+"cache_control"\s*+:\s*+\{[^{}]*+\}')
 _MOST_CACHE_CONTROLS: Final = 64  # the API allows 4
 _EMPTY: Final = re.compile(rb"\{[ \t\r\n]*+\}")
@@ -297,7 +297,7 @@ def _without_odd_forms(text: Raw, kind: str) -> Raw:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
         empty = islice(_EMPTY.finditer(text), MOST_MESSAGES + 1)
-        # Each would take twenty times the memory of its text
+        # Each empty item would take twenty times the memory of its text
         if sum(1 for _ in empty) > MOST_MESSAGES:
             raise msgspec.DecodeError("too many empty items")
     elif _CACHE_CONTROL.search(text) is not None:

@@ -29,11 +29,11 @@ from lean_selector.http.streaming import StreamedReply
 
 log = logging.getLogger("lean_selector.gateway")
 
-# These are retried once, because an engine whose core has died answers all waiting requests like
-# this. The second worker's answer is relayed: then the request may be the cause.
+# A request with one of these answers is retried once: an engine whose core has died answers all
+# requests so. If a second worker answers so too, the request may be the cause: relay the answer.
 _ERRORS: Final = frozenset({500, 502})
-# The same after a 200, as the first event of a stream. The group is the event; the line before it
-# is the chunk's, because most pieces are relayed as they are.
+# Such an error as the first event of a stream, after status 200. The group is the event. The line
+# with the chunk's size may precede it, because most pieces are relayed with their chunk framing.
 _FAILED_STREAM: Final = re.compile(
     rb"(?:[0-9A-Fa-f]+\r\n)?"
     rb'((?:data: \{"error": ?\{[^\n]*"code": ?50[02]\b'

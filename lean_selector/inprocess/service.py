@@ -58,8 +58,8 @@ from lean_selector.wire.selection_bodies import OutputBlockRequest, PromptFields
 
 T = TypeVar("T")
 
-# Limit for a call from another thread, which takes microseconds; a loop that does not answer by
-# then is stopped, or waits for its caller.
+# Time limit for a call from another thread, which normally takes microseconds. A loop that has not
+# answered by then is stopped, or waits for the caller.
 ANSWERS_WITHIN_S = 10.0
 
 
@@ -181,7 +181,7 @@ class Running:
             self.parts.refuse_new()
             self.parts.begin_no_links()
             self._stopping = watched("selection service stop", self._close())
-            # Called even if the loop ends before its first step.
+            # Called even if the loop ends before the task's first step.
             self._stopping.add_done_callback(lambda _: self._destroy())
 
     async def _close(self) -> None:

@@ -63,14 +63,14 @@ def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[s
 
 
 # -- expiry sweep --------------------------------------------------------------------------------
-# Expire reservations in slices of the loop's turns, at any rate and with little delay for others.
+# Reservations are expired in slices, so that other requests are hardly delayed.
 #
-# There is one slice per turn until nothing is overdue, so that the loop polls its sockets in
-# between. A turn may book more reservations than a slice has steps. Therefore a slice drops at
-# least twice as many as the previous turn booked, and a backlog always shrinks. Dropping is cheaper
-# than booking.
+# Each iteration of the loop runs one slice until nothing is overdue, and polls the sockets between
+# slices. An iteration may make more reservations than a slice has steps. Therefore a slice drops
+# at least twice as many as the previous iteration made, and a backlog always shrinks. Dropping is
+# cheaper than reserving.
 
-# About 1.5 ms, including events to peers: the longest that a request is delayed.
+# A slice takes about 1.5 ms, including events to peers. It delays a request no longer.
 SLICE_STEPS = 250
 
 CallSoon = Callable[[Callable[[], None]], object]

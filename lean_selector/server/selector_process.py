@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from lean_selector.workers.discoveries import Discoveries
     from lean_selector.workers.polls import WorkerPolls
 
-# Per model, twice a second; takes 5 ms at most.
+# Steps of the sessions' upkeep per model, twice a second; they take 5 ms at most.
 SESSION_STEPS = 1_000
 
 

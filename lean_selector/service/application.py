@@ -30,8 +30,8 @@ if TYPE_CHECKING:  # imported only when requested
     from lean_selector.service.ui import Page
 
 # -- GET /metrics ---------------------------------------------------------------------------------
-# The text is made in slices of the loop's turns: a fleet of 512 ranks has thousands of samples, at
-# about a microsecond each.
+# The text is made in slices: a fleet of 512 ranks has thousands of samples, which take about a
+# microsecond each.
 
 PIECES_PER_PART = 32  # pieces between two checks of the clock: about 40 us
 

@@ -537,7 +537,7 @@ class SelectionService(WorkerHandlers):
 
     def dump(self, *, detail: bool = True) -> Answer:
         if self._state.is_recovering:
-            # A peer would recover only part of it; peers that start together query each other.
+            # A peer would get an incomplete index: peers that start together query each other.
             raise Unavailable("start-up recovery is under way")
         return self._dump() if detail else self._bare_dump()
 

@@ -180,7 +180,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
         return by("type", {"stored": counts.blocks_stored, "removed": counts.blocks_removed})
 
     def labelled() -> Iterator[tuple[str, SourceStatus]]:
-        # Not a generator expression, because compiled it would visit all of them in one step.
+        # Not a generator expression: mypyc would visit all sources in one step.
         for partition, status in sources.each_status():
             yield (
                 scope_labels(partition, worker_id=status.worker_id, dp_rank=status.dp_rank),

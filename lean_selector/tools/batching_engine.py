@@ -1,9 +1,8 @@
 """An engine in virtual time: continuous batching, chunked prefill, a bounded cache.
 
-Scheduling is as in vLLM: in each iteration every running request decodes one token, and in addition
-a bounded number of prompt tokens is computed, in order of arrival. A prompt starts when the cache
-has room for it besides the running requests. Output is not cached, because a trace does not contain
-its tokens."""
+Scheduling is as in vLLM. In each iteration, every running request decodes one token, and a bounded
+number of prompt tokens is computed in order of arrival. A prompt starts when the cache has room for
+it beside the running requests. Output is not cached, because a trace lacks its tokens."""
 
 import heapq
 import math
@@ -16,7 +15,7 @@ from lean_selector.tools.simulated_engines import BlockCache
 
 
 class IterationTimes(msgspec.Struct, frozen=True):
-    """The duration of an iteration; the defaults are those of an 8B model on one large GPU."""
+    """Parameters of an iteration's duration. The defaults fit an 8B model on one large GPU."""
 
     base_s: float = 0.008
     prompt_token_s: float = 1 / 14_000
@@ -27,7 +26,7 @@ class IterationTimes(msgspec.Struct, frozen=True):
 
 
 class SimulatedRequest:
-    """A request of a trace and its outcome. Times are seconds since the start of the trace."""
+    """A request of a trace, and its outcome. Times are in seconds since the trace's start."""
 
     __slots__ = (
         "allowed",
@@ -78,12 +77,12 @@ class SimulatedRequest:
 
     @property
     def token_gap_s(self) -> float:
-        """Mean time between output tokens."""
+        """The mean time between output tokens, in seconds."""
         return (self.ended_at - self.first_token_at) / max(1, self.output_tokens - 1)
 
 
 class Iteration(msgspec.Struct):
-    """The results of one iteration, or of several consecutive ones that only decoded."""
+    """The results of one iteration, or of several iterations in a row that only decoded."""
 
     evicted: list[int] = []
     first_tokens: list[SimulatedRequest] = []
@@ -91,7 +90,7 @@ class Iteration(msgspec.Struct):
 
 
 class BatchingEngine:
-    """One engine. `due`: the end of its iteration, None while it is idle."""
+    """One engine. `due` is the time at which its iteration ends; None while it is idle."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class BatchingEngine:
         times: IterationTimes,
         slowness: float = 1.0,
     ) -> None:
-        """`slowness`: factor on all durations of this engine."""
+        """`slowness` multiplies all durations of this engine."""
         self.worker_id = worker_id
         self.cache = BlockCache(capacity_blocks)
         self.due: float | None = None
@@ -121,14 +120,14 @@ class BatchingEngine:
         self._is_decoding_only = False
 
     def submit(self, request: SimulatedRequest, now: float) -> None:
-        """Queue a request. If the engine only decodes, the prefill starts at the next token."""
+        """Queues a request. If the engine only decodes, the prefill starts at the next token."""
         self._waiting.append(request)
         if self.due is not None and self._is_decoding_only:
             self._count = min(self._count, max(1, math.ceil((now - self._began_at) / self._each_s)))
             self.due = self._began_at + self._count * self._each_s
 
     def start(self, now: float) -> None:
-        """Begin an iteration if there is work."""
+        """Begins an iteration if there is work."""
         times, made = self._times, Iteration()
         left = times.most_prompt_tokens
         while self._waiting and left:
@@ -157,7 +156,7 @@ class BatchingEngine:
         self.due = now + self._count * self._each_s
 
     def _admit(self, request: SimulatedRequest, made: Iteration) -> bool:
-        """Place a prompt in the cache; False if there is no room for it."""
+        """Places a prompt in the cache. Returns False if the cache has no room for it."""
         busy = len(self._running) + len(made.first_tokens)
         if busy and (
             busy >= self._times.most_running or not self.cache.has_room_for(request.chain)
@@ -172,7 +171,7 @@ class BatchingEngine:
         return True
 
     def finish(self, now: float) -> Iteration:
-        """The results of the iteration that is due; call `start` next."""
+        """Ends the iteration that is due, and returns its results. Call `start` next."""
         made = self._now
         self._iterations += self._count
         self._context_tokens += self._count * len(self._running)

@@ -1,8 +1,8 @@
-"""Calibrate simulated engines to behave like those of a decision log, as far as it has data.
+"""Estimates simulated engines from a decision log, as far as the log has the data.
 
-The capacity is the one at which caches would have as many hits with the recorded choices as the
-index predicted. The speeds are those at which a simulation of the recorded choices has the observed
-mean time to first token, and the observed mean time from there to the end."""
+The capacity is chosen so that caches would have had as many hits with the recorded choices as the
+index predicted. The speeds are chosen so that a simulation of the recorded choices has the observed
+mean time to first token, and the observed mean time from the first token to the end."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _DEFAULT = IterationTimes()
 
 
 class Engines(msgspec.Struct, frozen=True):
-    """The calibrated engines of a log, and the lengths of its answers."""
+    """Engines estimated from a log, and the estimated lengths of its answers."""
 
     fleet: Fleet
     output_tokens: list[int]
@@ -40,7 +40,7 @@ def calibrated(
     prefill_tokens_per_s: float | None = None,
     token_s: float | None = None,
 ) -> Engines:
-    """Estimate the values that are not given. Raises ServiceError if the log lacks the data."""
+    """Estimates the values that are not given. Raises ServiceError if the log lacks the data."""
     chains = [request.chain for request in requests_of(recording.lines, 1.0)]
     if capacity is None:
         capacity = capacity_of(recording, chains)
@@ -77,7 +77,7 @@ def _times(prompt_token_s: float, pace: float) -> IterationTimes:
 
 
 def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
-    """The capacity in blocks of 512 tokens, by bisection: hits increase with the capacity."""
+    """Returns the capacity in blocks of 512 tokens, by bisection: larger caches have more hits."""
     lines = recording.lines
     observed = sum(found_tokens(line) or 0 for line in lines)
     steps: list[tuple[float, int, int]] = []  # (time, 0: look up or 1: store, index of the request)
@@ -118,7 +118,7 @@ def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
 
 
 def _ratios(recording: Recording) -> dict[int, list[float]]:
-    """The seconds to each first token, per token that was computed until then, by engine."""
+    """Returns, by engine, seconds to first token per token that was computed until then."""
     waiting: dict[int, list[tuple[float, float]]] = {}  # engine -> (end of prefill, tokens)
     ratios: dict[int, list[float]] = {}
     for line in recording.lines:
@@ -148,8 +148,8 @@ def _slowness(
 
 
 def _gap_s(recording: Recording) -> float | None:
-    """The time between output tokens, over requests whose output was reported; None if there are
-    none."""
+    """Returns the median time between output tokens in seconds; None if too few requests reported
+    their output."""
     gaps = [
         decode_s(line) / line.output_length
         for line in recording.lines
@@ -161,7 +161,7 @@ def _gap_s(recording: Recording) -> float | None:
 def play_recorded(
     recording: Recording, engines: Engines, most: int | None = None
 ) -> tuple[Simulation, list[SimulatedRequest]]:
-    """Simulate the recorded choices, at their recorded times."""
+    """Simulates the recorded choices at their recorded times."""
     requests = requests_of(recording.lines, 1.0)[:most]
     for request, line, tokens in zip(
         requests, recording.lines, engines.output_tokens, strict=False
@@ -179,7 +179,7 @@ def play_recorded(
 def _fitted(
     recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
 ) -> Fleet:
-    """The fleet with speeds that reproduce both means, found by the secant method on logarithms."""
+    """Returns a fleet with speeds that reproduce both means, found by the secant method."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)

@@ -1,4 +1,4 @@
-"""`lean-selector check URL`: queries a selector, its engines and their event ports, and reports
+"""`lean-selector check URL`: queries a selector, its engines and their event ports, and prints
 findings.
 
 It changes nothing, except that a probe adds a prompt to the cache of each engine."""
@@ -53,8 +53,8 @@ MOST_AT_ONCE: Final = 16  # engines queried at a time
 
 @dataclass(eq=False)
 class Examination:
-    """A check of one selector. `patience_s`: timeout for each answer, and for events after a
-    completion."""
+    """The check of one selector. `patience_s`: how long to wait for each answer, and for the events
+    that follow a completion."""
 
     selector: AskedSelector
     engines: OutboundClient
@@ -67,7 +67,7 @@ class Examination:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def run(self) -> list[Finding]:
-        """The findings. Raises NotASelector."""
+        """Returns the findings. Raises NotASelector."""
         facts = await self.selector.facts()
         probed: list[Finding] = []
         if self.may_probe:
@@ -137,7 +137,7 @@ class Examination:
 
 
 def as_json(findings: Iterable[Finding]) -> bytes:
-    """One object per finding, for scripts."""
+    """Returns a JSON array with one object per finding, for scripts."""
     return msgspec.json.format(msgspec.json.encode(list(findings)), indent=2)
 
 
@@ -148,8 +148,8 @@ _LEAST_WIDTH: Final = 60
 
 
 def table(findings: Sequence[Finding], width: int) -> Iterator[str]:
-    """Lines of at most `width` characters, if words are no longer than that. Errors come first,
-    each with what to do below it."""
+    """Yields lines of at most `width` characters (more only for a longer word). Errors come first;
+    the advice is below each finding."""
     subject_width = max((len(finding.subject) for finding in findings), default=0)
     margin = len(Level.WARNING) + 2 + subject_width + 2
     room = max(width, _LEAST_WIDTH, margin + 30)
@@ -182,7 +182,7 @@ DEFAULT_URL = "http://127.0.0.1:8092"
 
 
 def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the selector's URL and the credentials for it."""
+    """Adds arguments for the URL of a selector, and for credentials."""
     parser.add_argument(
         "url",
         nargs="?",
@@ -197,8 +197,8 @@ def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selector_credentials(args: argparse.Namespace) -> Credentials:
-    """The credentials from the arguments of `add_selector_arguments`. Raises OSError and ValueError
-    for unusable files."""
+    """Returns the credentials given by the arguments of `add_selector_arguments`. Raises OSError
+    and ValueError for unusable files."""
     if args.key_file is not None and args.cert_file is None:
         raise ValueError("--key-file requires --cert-file")
     trust = Trust(args.ca_file, args.cert_file, args.key_file)
@@ -239,7 +239,7 @@ patience = within(float, 0.001, 3600)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 without errors (warnings are not errors), 1 with errors, 2 if no selector
+    """Returns 0 if there are no errors (warnings are not errors), 1 if there are, 2 if no selector
     answers."""
     parser = argparse.ArgumentParser(
         prog="lean-selector check",
@@ -276,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _client_keys(servers_file: str | None, secret_file: str | None) -> CurveClient | None:
-    """None: engines are queried without encryption. Raises OSError and ValueError."""
+    """Returns our CURVE keys; None: no encryption is used. Raises OSError and ValueError."""
     if servers_file is None:
         if secret_file is not None:
             raise ValueError(f"{SECRET} requires {SERVERS}")

@@ -1,5 +1,5 @@
-"""Findings from an engine's description of itself, compared with its registration. Sends no
-requests."""
+"""Findings from comparing what an engine reports about itself with its registration. Nothing here
+sends a request."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from lean_selector.workers.particulars import Particulars
 
 
 def judge_engine(worker: WorkerRecord, told: Particulars) -> Iterator[Finding]:
-    """`told` is the description from the engine at the worker's endpoint."""
+    """Compares a worker's registration with `told`, what the engine at its endpoint reports."""
     subject = f"worker {worker.worker_id}"
     faults = list(_faults(worker, told, subject))
     yield from faults
@@ -59,9 +59,9 @@ def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[F
 def judge_ports(
     worker: WorkerRecord, told: Particulars, sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """Compare the endpoints for events and replay that the engine reports with the registered ones.
+    """Compares the endpoints that an engine reports for events and replay with the registered ones.
 
-    A different port may be right, for example if a container's port is mapped; the port of another
+    A different port may be right, for example if a container's port is mapped. The port of another
     engine is wrong."""
     for source in sources:
         if source.worker_id == worker.worker_id:

@@ -1,9 +1,9 @@
-"""`check --probe`: sends a completion to each engine, then checks where the events of its blocks
+"""`check --probe`: sends a completion to each engine, then checks where the events for its blocks
 arrive.
 
-Each engine gets a different prompt, which reveals events, replays or endpoints that are registered
-for the wrong engine. The first block is the same for all, to compare the hashes that engines give
-it. Token ids are small, so that every vocabulary has them."""
+The prompts differ, which reveals events, replays or endpoints that are registered for the wrong
+engine. Only the first block is the same in all prompts, to compare the hashes that engines give it.
+Token ids are small, so that every vocabulary has them."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ _MOST_ASKED: Final = 16  # engines whose batches are requested from a replay end
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings of the probes. `patience_s`: timeout for an answer, and for the events."""
+    """Settings of the probes. `patience_s`: how long to wait for an answer, and for the events."""
 
     selector: AskedSelector
     engines: OutboundClient
@@ -40,8 +40,8 @@ class Asked:
 
 
 class Probe:
-    """One worker's prompt: the common first block, blocks of its own, and one more token, so that
-    an engine caches all of the blocks."""
+    """The prompt for one worker: the common first block, blocks of its own, and one more token,
+    because an engine does not cache the block of the last token."""
 
     def __init__(self, worker: WorkerRecord, first: list[int]) -> None:
         self.worker = worker
@@ -56,12 +56,12 @@ class Probe:
         return f"worker {self.worker.worker_id}"
 
     def is_in(self, stored: list[BlockStored]) -> bool:
-        """Whether these events stored the worker's own tokens."""
+        """Whether these events stored the tokens of this prompt, apart from the common block."""
         tokens = b"".join([_packed(list(event.token_ids)) for event in stored])
         return _packed(self.own) in tokens
 
     def first_hash(self, stored: list[BlockStored]) -> int | None:
-        """The engine's hash of the first block."""
+        """Returns the engine's hash of the first block."""
         for event in stored:
             if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
                 return event.block_hashes[0]
@@ -73,7 +73,7 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 class Probes:
-    """The probes of all workers whose engine and block size are known; used once."""
+    """The probes of all workers whose engine and block size are known. Use an object once."""
 
     def __init__(self, asked: Asked, facts: SelectorFacts) -> None:
         self._asked = asked
@@ -87,7 +87,7 @@ class Probes:
         self._probes = {each.worker_id: Probe(each, firsts[each.block_size or 1]) for each in known}
 
     async def run(self) -> list[Finding]:
-        """The findings. Raises NotASelector."""
+        """Returns the findings. Raises NotASelector."""
         probes = list(self._probes.values())
         found = dict(
             zip(self._probes, await asyncio.gather(*map(self._probe, probes)), strict=True)
@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """None: its blocks are not in the index in time."""
+        """Sends a probe. Returns None if its blocks are not in the index in time."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)
@@ -182,8 +182,8 @@ class Probes:
     # -- replays -----------------------------------------------------------------------------------
 
     async def _replays(self) -> list[Finding]:
-        """Findings about replay endpoints of the wrong engine, and about engines that hash a block
-        differently."""
+        """Returns findings about replay endpoints of the wrong engine, and about engines that hash
+        the same block differently."""
         sources = [
             each
             for each in self._sources
@@ -212,7 +212,8 @@ class Probes:
         return [*findings, *(each for each in alike if each is not None)]
 
     async def _replay(self, source: KvSource) -> tuple[int | None, int | None]:
-        """The worker whose prompt is in this replay, and the hash of the first block there."""
+        """Returns the worker whose prompt the replay has, and the replay's hash of its first
+        block."""
         own = self._probes[source.worker_id]
         starts = [source, *(each for each in self._sources if each.worker_id != source.worker_id)]
         firsts = dict.fromkeys(0 if each.last_seq is None else each.last_seq + 1 for each in starts)
@@ -261,7 +262,7 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
 
 
 def judge_hashes(hashes: dict[str, int]) -> Finding | None:
-    """`hashes`: engine -> hash of the same block."""
+    """Compares the hashes that engines gave the same block. `hashes`: engine -> hash."""
     if len(hashes) < 2:
         return None
     if len(set(hashes.values())) == 1:

@@ -23,7 +23,7 @@ from lean_selector.wire.selection_bodies import KvSource
 
 
 class OverlapRow(msgspec.Struct):
-    """One rank of POST /overlap_scores, in either dialect."""
+    """The row of one rank in the answer of POST /overlap_scores, in either dialect."""
 
     worker_id: int
     device_blocks: int = 0
@@ -40,11 +40,11 @@ _NOT_SERVED: Final = (404, 405)
 
 
 class NotASelector(Exception):
-    """No selection service answers; the message has the reason."""
+    """No selection service answers; the message says why."""
 
 
 class AskedSelector:
-    """A running selection service at `url`: ours or the reference."""
+    """The running selection service at `url`: this project's or the reference."""
 
     def __init__(self, client: OutboundClient, url: str, timeout_s: float) -> None:
         self.url: Final = url.rstrip("/")
@@ -52,7 +52,7 @@ class AskedSelector:
         self._timeout_s = timeout_s
 
     async def facts(self) -> SelectorFacts:
-        """Raises NotASelector."""
+        """Queries what the findings need. Raises NotASelector."""
         try:
             ready = await self._client.get(f"{self.url}/ready", timeout_s=self._timeout_s)
             if ready.status in _NOT_SERVED:
@@ -75,14 +75,14 @@ class AskedSelector:
             raise NotASelector(error.message) from None
 
     async def fleet(self) -> Fleet:
-        """Raises NotASelector."""
+        """Returns the data of the page. Raises NotASelector."""
         try:
             return await self._told("/fleet", Fleet)
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
 
     async def _told_if_served(self, path: str, kind: type[T]) -> T | None:
-        """None if the service lacks the route. Raises OutboundFailed and NotASelector."""
+        """Returns an answer; None without such a route. Raises OutboundFailed and NotASelector."""
         try:
             return await self._told(path, kind)
         except OutboundFailed as error:
@@ -91,7 +91,7 @@ class AskedSelector:
             raise
 
     async def _told(self, path: str, kind: type[T]) -> T:
-        """Raises OutboundFailed and NotASelector."""
+        """Returns an answer. Raises OutboundFailed and NotASelector."""
         url = f"{self.url}{path}"
         try:
             text = await self._client.text(url, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
@@ -104,10 +104,10 @@ class AskedSelector:
     async def cached_blocks(
         self, worker: WorkerRecord, token_ids: list[int], is_eagle: bool | None = None
     ) -> dict[int, int]:
-        """worker_id -> cached blocks of this prompt, according to the selector's index. `is_eagle`
-        overrides the registered value.
+        """Returns worker_id -> number of cached blocks of this prompt, according to the selector's
+        index. `is_eagle` overrides the registered value.
 
-        Raises OutboundFailed, and DecodeError of msgspec."""
+        Raises OutboundFailed, and msgspec's DecodeError."""
         body: dict[str, object] = {
             "model_name": worker.model_name,
             "tenant_id": worker.tenant_id,
@@ -134,7 +134,7 @@ class AskedSelector:
 async def judge_port(
     resolve: Resolve, subject: str, field: str, endpoint: str, timeout_s: float
 ) -> Finding:
-    """Whether ZMQ listens at `endpoint`, from the worker's `field`."""
+    """Returns whether ZMQ listens at `endpoint`; `field` is the worker's field that has it."""
     level, what, mend = await _judged_port(resolve, endpoint, timeout_s)
     return Finding(level, subject, f"{field} {endpoint}{what}", mend)
 
@@ -185,25 +185,25 @@ def _place(endpoint: str) -> tuple[str, int] | None:
 
 # -- replay endpoints ------------------------------------------------------------------------------
 
-# No engine has so many batches, so the answer is only the end marker.
+# No engine has so many batches, so a replay from this number on is only the end marker.
 BEYOND_ALL: Final = 1 << 62
 _MOST_BATCHES: Final = 10_000
 
 
 class NoReplay(Exception):
-    """The replay did not end; the message has the reason in a few words."""
+    """A replay did not end; the message says why in a few words."""
 
 
 class Replays:
-    """Requests replays over links of its own. Used only on the loop's thread."""
+    """Requests replays, on sockets of its own. Used only on the loop's thread."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._turns = IngestTurns()
 
     async def stored_since(self, endpoint: str, first: int, idle_s: float) -> list[BlockStored]:
-        """The blocks stored by batches from number `first` on; the engine may be silent for
-        `idle_s`.
+        """Returns the blocks stored by the batches from number `first` on. Waits at most `idle_s`
+        for the engine's next message.
 
         Raises NoReplay."""
         payloads: list[bytes] = []

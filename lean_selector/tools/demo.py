@@ -1,7 +1,7 @@
-"""`lean-selector demo`: the service as a child process, simulated engines, live traffic.
+"""`lean-selector demo`: the service as a child process, with simulated engines and live traffic.
 
-Starts and registers them, plays traffic until the time is over or a signal arrives, drains, stops,
-and prints a summary. The child process and the sockets are always closed when it returns."""
+Registers the engines, plays traffic until the time is over or a signal arrives, drains, stops, and
+prints a summary. The child process and the sockets are closed in any case."""
 
 import argparse
 import asyncio
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo. Returns 0 after a run without errors, even if Ctrl-C or SIGTERM ended it;
+    """Runs the demo. Returns 0 if there were no errors, even if Ctrl-C or SIGTERM ended it;
     otherwise 1."""
     parser = argparse.ArgumentParser(
         prog="lean-selector demo",
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Demo:
-    """One run. Signals only set `_stop`; everything else checks it."""
+    """One run. A signal only sets `_stop`; everything else checks `_stop`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -93,7 +93,7 @@ class Demo:
         self._engines: dict[int, SimulatedEngine] = {}
 
     async def run(self) -> tuple[list[str], int]:
-        """The lines of the summary, and the number of errors. Raises ServiceError."""
+        """Returns the lines of the summary, and the number of errors. Raises ServiceError."""
         self._catch_signals()
         options, stopping = self._options, self._stop.is_set
         port = check_port(options.port)
@@ -118,7 +118,7 @@ class Demo:
         return ["", *player.report(left)], player.error_count
 
     def _catch_signals(self) -> None:
-        """The first signal ends the traffic; the second one cancels all running requests."""
+        """Lets the first signal end the traffic, and the second one cancel running requests."""
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
         assert running is not None
 
@@ -131,7 +131,7 @@ class Demo:
             loop.add_signal_handler(number, end)
 
     async def _traffic(self, player: Player, service: ServiceProcess) -> None:
-        """Run the users' conversations until the time is over, then let running requests finish."""
+        """Runs the users' conversations until the time is over, then waits for running requests."""
         users = range(USERS_PER_WORKER * len(self._engines))
         tasks = [asyncio.create_task(self._user(player, user)) for user in users]
         try:
@@ -153,7 +153,7 @@ class Demo:
     async def _watch(
         self, player: Player, service: ServiceProcess, tasks: Sequence[asyncio.Task[None]]
     ) -> None:
-        """Redraw until the time is over. Raises the error of the service or of a user's task."""
+        """Redraws until the time is over. Raises the error of the service or of a user's task."""
         loop, seconds = asyncio.get_running_loop(), self._options.seconds
         started = drawn = loop.time()
         calls = 0
@@ -171,7 +171,7 @@ class Demo:
             await self._draw(player, now - started, rate)
 
     async def _draw(self, player: Player, elapsed_s: float, calls_per_s: float) -> None:
-        """Draw the totals; on a terminal above the fleet, as `lean-selector top` shows it."""
+        """Draws the totals, on a terminal together with the fleet as in `lean-selector top`."""
         recent = sorted(list(player.latency_s["select_and_reserve"])[-1_000:])
         p50_ms, p99_ms = percentile(recent, 0.50) * 1e3, percentile(recent, 0.99) * 1e3
         totals = (
@@ -195,7 +195,7 @@ class Demo:
         self._screen.draw([*(line[:columns] for line in head), *fleet])
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, or until the run ends."""
+        """Sleeps this long, or until the run ends."""
         try:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()

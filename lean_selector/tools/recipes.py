@@ -1,6 +1,6 @@
 """`lean-selector deploy`: prints the files of `deploy/`, which every installation contains.
 
-In a checkout they are beside the package; `setup.py` copies them into it for a wheel."""
+In a checkout, this folder is beside the package; for a wheel, `setup.py` copies it there."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ _HOMES = (_PACKAGE / "deploy", _PACKAGE.parent / "deploy")
 
 
 def recipes() -> dict[str, Path]:
-    """name, such as `systemd/lean-selector.service` -> path, sorted by name."""
+    """Returns name -> path, sorted by name; a name is, say, `systemd/lean-selector.service`."""
     home = next(home for home in _HOMES if home.is_dir())
     return {
         str(path.relative_to(home)): path
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _near(name: str, known: list[str]) -> list[str]:
-    """At most three names that contain this one or have a similar spelling."""
+    """Returns at most three names that contain this one or are spelled alike."""
     wanted = name.strip("/").lower()
     holding = [each for each in known if wanted and wanted in each.lower()]
     return (holding or get_close_matches(name, known, n=3))[:3]

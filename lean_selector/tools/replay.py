@@ -1,6 +1,6 @@
 """`lean-selector replay LOG`: how other settings would have served the traffic of a decision log.
 
-Simulated in virtual time, on engines that are calibrated from the log itself."""
+The traffic is simulated in virtual time, on engines that are estimated from the log."""
 
 import argparse
 import random
@@ -30,7 +30,7 @@ NONE = "none"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The results for a set of requests. Tokens are prompt tokens."""
+    """The results for a set of requests. Token counts are of prompt tokens."""
 
     name: str
     ttft_s: list[float]  # in order of arrival
@@ -42,7 +42,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The relative change of a mean, with its 95 % interval."""
+    """The relative change of a mean, with its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -54,8 +54,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> Change:
-    """The change and its interval, by a bootstrap over parts of the log. A part has both values of
-    each of its requests."""
+    """Returns the change and its interval, by a bootstrap over parts of the log. For each of its
+    requests, a part has both values."""
     size = -(-len(ours) // PARTS)
     pairs = [
         (sum(ours[at : at + size]), sum(others[at : at + size])) for at in range(0, len(ours), size)
@@ -82,7 +82,7 @@ def _made(name: str, ttft_s: list[float], hits: int, work: Sequence[int]) -> Row
 
 
 def _average(rows: Sequence[Row]) -> Row:
-    """The average of several plays of the same requests."""
+    """Averages the rows of several simulations of the same requests."""
     return Row(
         rows[0].name,
         [fmean(each) for each in zip(*(row.ttft_s for row in rows), strict=True)],
@@ -95,7 +95,7 @@ def _average(rows: Sequence[Row]) -> Row:
 
 
 def observed(recording: Recording) -> Row:
-    """The results that the log itself records."""
+    """Returns the results that the log recorded."""
     work = [0] * len(recording.workers)
     hits = 0
     for line in recording.lines:
@@ -107,7 +107,7 @@ def observed(recording: Recording) -> Row:
 
 
 def infinite_cache_tokens(requests: Sequence[SimulatedRequest]) -> int:
-    """Prompt tokens to compute if every engine had every block that any engine has computed."""
+    """Returns how many prompt tokens must be computed if engines share one unbounded cache."""
     seen, computed = set[int](), 0
     for request in requests:
         hit = next((n for n, each in enumerate(request.chain) if each not in seen), None)
@@ -125,9 +125,8 @@ def play(
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
 ) -> tuple[Row, list[SimulatedRequest]]:
-    """Place the requests of the log again under these settings. Because ties are broken at random,
-    this is repeated, and the rows are averaged. Also returns the requests of the last
-    repetition."""
+    """Places the requests of the log under these settings. Ties are broken at random, so this is
+    repeated, and the row is an average. Also returns the requests of the last repetition."""
     rows, requests = list[Row](), list[SimulatedRequest]()
     for play_seed in range(seed, seed + _PLAYS):
         requests = recording.requests(engines.output_tokens)
@@ -141,7 +140,7 @@ def play(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that both commands have."""
+    """Adds the options that `replay` and `tune` share."""
     parser.add_argument("log", metavar="LOG", type=Path, nargs="+", help="files of a decision log")
     parser.add_argument("--model", help="the model, if the log has several")
     parser.add_argument(
@@ -171,7 +170,7 @@ def run(
     argv: Sequence[str],
     report: Callable[[argparse.Namespace, Recording, Engines], object],
 ) -> int:
-    """The exit status, as of `status_of`."""
+    """Runs a command. Returns its exit status, as `status_of` does."""
     options = parser.parse_args(argv)
 
     def work() -> None:
@@ -188,7 +187,7 @@ def run(
 
 
 def settings_of(base: RouterSettings, given: Sequence[str]) -> RouterSettings:
-    """`base` with settings from `NAME=VALUE` texts. Raises ServiceError."""
+    """Returns `base` with the settings in `NAME=VALUE` texts. Raises ServiceError."""
     fields: dict[str, object] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -232,7 +231,7 @@ def table_line(row: Row, prompt_tokens: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints tables. Returns 0; 1 for an unusable log or setting; 130 after Ctrl-C."""
+    """Prints tables. Returns 0; 1 if the log or a setting is unusable; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector replay",
         description=(
@@ -254,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The figures of a replay."""
+    """The results of a replay."""
 
     rows: list[Row]
     ttft_change: Change  # of the other settings relative to the recorded ones
@@ -308,7 +307,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
 
 
 def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
-    """The costs of the choices of `base`."""
+    """Says what the choices of `base` cost, compared with `other` and with an unbounded cache."""
     tokens = base.computed_tokens - other.computed_tokens
     waited_s = sum(base.ttft_s) - sum(other.ttft_s)
     more = base.computed_tokens - best

@@ -1,4 +1,4 @@
-"""The selection service as a child process: start it, query it over HTTP, and stop it reliably."""
+"""The selection service as a child process: starts, queries and stops it."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ _MOST_ANSWER_BYTES = 1 << 30  # for dumps
 
 
 class ServiceError(Exception):
-    """The service did not answer, or not with the expected status. The text is one line."""
+    """The service did not answer, or with an unexpected status. The message has one line."""
 
 
 Number = TypeVar("Number", int, float)
@@ -34,7 +34,7 @@ Number = TypeVar("Number", int, float)
 def within(
     kind: Callable[[str], Number], least: Number, most: float = math.inf
 ) -> Callable[[str], Number]:
-    """A parser for an argument: a finite number from `least` to `most`."""
+    """Returns a parser for an argument that is a finite number from `least` to `most`."""
 
     def read(text: str) -> Number:
         try:
@@ -50,15 +50,15 @@ def within(
 
 
 class HttpClient:
-    """Requests to one service, with one connection per simultaneous request."""
+    """Requests to one service. Each request that runs at the same time has its own connection."""
 
     def __init__(self, url: str) -> None:
-        """url: `http://host:port`."""
+        """`url` has the form `http://host:port`."""
         self._upstream = Upstream(url)
         self._head_end = b" HTTP/1.1\r\n" + self._upstream.host_line + b"\r\n"
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
-        """The status and body of the answer. A body is sent as JSON.
+        """Sends a request; a body is sent as JSON. Returns the status and the body of the answer.
 
         Raises ServiceError if there is no answer, for any reason."""
         head = method.encode() + b" " + path.encode() + self._head_end
@@ -86,7 +86,7 @@ class HttpClient:
             raise ServiceError(f"{method} {path}: {error}") from error
 
     async def call(self, method: str, path: str, body: object = None) -> bytes:
-        """The body of a 2xx answer; raises ServiceError with the service's message otherwise."""
+        """Sends a request. Returns the body of a 2xx answer; otherwise raises ServiceError."""
         encoded = b"" if body is None else msgspec.json.encode(body)
         status, answer = await self.request(method, path, encoded)
         if not 200 <= status < 300:
@@ -95,7 +95,7 @@ class HttpClient:
         return answer
 
     def close(self) -> None:
-        """Close the connections. Call it while no request is running."""
+        """Closes the connections. No request may be running."""
         self._upstream.close()
 
 
@@ -113,7 +113,7 @@ STOP_TIMEOUT_S = 8.0  # the service drains for up to 5 s on SIGTERM
 
 
 def check_port(port: int) -> int:
-    """The port, or a free one if it is 0. Raises ServiceError if it is in use."""
+    """Returns the port, or a free one if it is 0. Raises ServiceError if the port is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the service binds
         try:
@@ -125,14 +125,14 @@ def check_port(port: int) -> int:
 
 
 class ServiceProcess:
-    """A running child. Its output goes to a file, so that it never blocks on a pipe."""
+    """A child process. Its output goes to a file, because it could block on a pipe."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: IO[bytes]) -> None:
         self._process = process
         self._output = output
 
     def check(self) -> None:
-        """Raises ServiceError with the child's last line if the child has ended."""
+        """Raises ServiceError if the child has ended, with the last line of its output."""
         code = self._process.returncode
         if code is not None:
             end = self._output.seek(0, os.SEEK_END)
@@ -143,9 +143,9 @@ class ServiceProcess:
             raise ServiceError(f"the service ended with exit code {code}{words}")
 
     async def stop(self) -> None:
-        """Send SIGTERM to the child and its own children, and SIGKILL if they take too long.
+        """Sends SIGTERM to the child and its own children, and SIGKILL if they take too long.
 
-        Also if cancelled meanwhile: nothing is left running."""
+        Leaves nothing running, even if it is cancelled."""
         self._signal(signal.SIGTERM)
         try:
             with suppress(TimeoutError):
@@ -163,7 +163,7 @@ class ServiceProcess:
 
 @asynccontextmanager
 async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProcess]:
-    """Start a child in its own process group, so that Ctrl-C reaches only us."""
+    """Starts a child in its own process group, so that Ctrl-C reaches only this process."""
     with tempfile.TemporaryFile() as output:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -193,7 +193,7 @@ async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProces
 async def answering_service(
     port: int, stopping: Callable[[], bool]
 ) -> AsyncIterator[tuple[HttpClient, ServiceProcess]]:
-    """Our own service on this port of loopback, once it answers or is `stopping`."""
+    """Starts our service on this port of loopback, and waits until it answers or `stopping()`."""
     command = [sys.executable, "-m", "lean_selector", "--host", HOST, "--port", str(port)]
     async with running_service(command) as service:
         with closing(HttpClient(f"http://{HOST}:{port}")) as client:
@@ -204,8 +204,8 @@ async def answering_service(
 async def wait_until_healthy(
     client: HttpClient, service: ServiceProcess, stopping: Callable[[], bool]
 ) -> None:
-    """Return when /health answers 200, or when stopping() is true. Raises ServiceError
-    otherwise."""
+    """Waits until /health answers 200, or stopping() is true. Raises ServiceError if the service
+    ends or takes too long."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_TIMEOUT_S
     while not stopping():

@@ -1,8 +1,8 @@
 """Simulated inference engines: requests, a bounded KV cache, a timing model, and real KV events.
 
-`EngineModel` is pure: it computes what an engine does with a request and how long that takes, with
-`now` as an argument. `SimulatedEngine` runs it in real time and publishes cache changes as vLLM
-does."""
+`EngineModel` is pure: it computes what an engine does with a request and how long that takes; `now`
+is an argument. `SimulatedEngine` runs the model in real time, and publishes changes of the cache as
+vLLM does."""
 
 import asyncio
 import struct
@@ -14,17 +14,17 @@ import msgspec
 from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
 from lean_selector.publisher import KvEventPublisher
 
-# Engines have hashes of their own for blocks. These are the sequence hashes with these bits
-# flipped, so that nothing depends on both being equal. Below 2^63: signed numbers stay signed.
+# Engines hash blocks in their own ways. Here the engine's hash is the sequence hash with these bits
+# flipped, so that nothing depends on both being equal. The sign bit is left unchanged.
 _ENGINE_BITS = 0x2545_F491_4F6C_DD1D
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
     """A prompt and the output generated for it.
 
-    tokens: the prompt, then the output as far as it is known beforehand. The hash lists have one
-    entry per full block of tokens, as signed 64-bit numbers; the first prompt_blocks are the
-    prompt's. output_blocks: blocks that decoding fills."""
+    tokens: the prompt, then the output as far as it is known beforehand. The lists of hashes have
+    one signed 64-bit number per full block of tokens; the first prompt_blocks are those of the
+    prompt. output_blocks: number of blocks that decoding fills."""
 
     request_id: str
     tokens: Sequence[int]
@@ -38,7 +38,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
 def make_request(
     request_id: str, tokens: list[int], isl_tokens: int, output_blocks: int, block_size: int
 ) -> EngineRequest:
-    """Hash the tokens, of which the first isl_tokens are the prompt."""
+    """Hashes the tokens, of which the first isl_tokens are the prompt."""
     local = local_hashes(tokens, block_size)
     layout = f"<{len(local) // 8}q"
     return EngineRequest(
@@ -56,9 +56,9 @@ def make_request(
 
 
 class HeldChain(msgspec.Struct, frozen=True):
-    """The result of holding a chain: blocks [0, hit) were cached, [hit, hit + stored) are new.
+    """The result of `hold`: `hit` blocks of the chain were cached, `stored` more are cached now.
 
-    There was no room for the rest of the chain. evicted: the evicted hashes, in order."""
+    For the rest of the chain there was no room. evicted: the evicted hashes, in order."""
 
     hit: int
     stored: int
@@ -66,11 +66,11 @@ class HeldChain(msgspec.Struct, frozen=True):
 
 
 class BlockCache:
-    """A paged KV cache: blocks by their chained hash, `len(cache) <= capacity` at all times.
+    """A paged KV cache: blocks by their chained hash, never more than `capacity`.
 
-    A block is in `_users` while a sequence holds it and in `_idle` otherwise, oldest first. A chain
-    is released from its end to its start. So a parent is never before its child in `_idle`, and
-    never in `_idle` while its child is in `_users`: the oldest idle block is always a leaf."""
+    A block is in `_users` while a sequence holds it, and otherwise in `_idle`, oldest first. A
+    chain is released from its end to its start. So in `_idle` a parent never precedes its child,
+    and a parent in `_idle` has no child in `_users`: the oldest idle block is always a leaf."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, "an engine has at least one block"
@@ -90,9 +90,9 @@ class BlockCache:
         return sum(block not in users for block in chain) <= self.capacity - len(users)
 
     def hold(self, chain: Sequence[int]) -> HeldChain:
-        """Pin the cached prefix of a chain and store the rest, as far as there is room.
+        """Pins the cached prefix of a chain, and stores the rest as far as there is room.
 
-        chain: distinct chained hashes from a sequence's first block on, or the continuation of a
+        chain: distinct chained hashes, beginning with the first block of a sequence or continuing a
         chain that the caller holds."""
         users, idle = self._users, self._idle
         hit = 0
@@ -112,7 +112,7 @@ class BlockCache:
         return HeldChain(hit, stored, evicted)
 
     def release(self, chain: Sequence[int]) -> None:
-        """Release a held chain; its blocks stay cached until they are evicted."""
+        """Releases a held chain. Its blocks stay cached until they are evicted."""
         for block in reversed(chain):
             self._users[block] -= 1
             if not self._users[block]:
@@ -131,7 +131,7 @@ class EngineSpeed(msgspec.Struct, frozen=True):
 
 
 class RunningRequest(msgspec.Struct):
-    """A request in an engine. held: the number of its leading blocks in the cache."""
+    """A request in an engine. held: how many of its leading blocks are in the cache."""
 
     request: EngineRequest
     held: int
@@ -140,7 +140,7 @@ class RunningRequest(msgspec.Struct):
 
 
 class EngineModel:
-    """One engine: call admit, then decode_block once per output block, then finish."""
+    """One engine. For each request, call admit, then decode_block per output block, then finish."""
 
     def __init__(self, capacity_blocks: int, block_size: int, speed: EngineSpeed) -> None:
         self.cache = BlockCache(capacity_blocks)
@@ -153,11 +153,11 @@ class EngineModel:
 
     @property
     def decode_block_s(self) -> float:
-        """Seconds for one block of one request's output."""
+        """The seconds that one block of one request's output takes."""
         return self.block_size / self.speed.decode_tokens_per_s
 
     def admit(self, request: EngineRequest, now: float) -> tuple[RunningRequest, HeldChain]:
-        """Place the prompt in the cache and queue its uncached part for prefill."""
+        """Places the prompt in the cache, and queues its uncached part for prefill."""
         placed = self.cache.hold(request.sequence_hashes[: request.prompt_blocks])
         uncached = request.isl_tokens - placed.hit * self.block_size
         started = max(now, self._prefill_free_at)
@@ -171,7 +171,7 @@ class EngineModel:
         return running, placed
 
     def decode_block(self, running: RunningRequest, index: int) -> HeldChain | None:
-        """Cache output block `index` if its tokens are known and all before it are cached."""
+        """Caches output block `index` if its tokens are known and all before it are cached."""
         at = running.request.prompt_blocks + index
         if running.held != at or at >= len(running.request.sequence_hashes):
             return None
@@ -180,20 +180,20 @@ class EngineModel:
         return placed
 
     def finish(self, running: RunningRequest) -> None:
-        """Release the request's blocks; they stay cached until evicted."""
+        """Releases the request's blocks. They stay cached until they are evicted."""
         self.cache.release(running.request.sequence_hashes[: running.held])
         self.active -= 1
 
 
 def hit_rate(engines: Sequence[EngineModel]) -> float:
-    """Cached prompt blocks as a fraction of all prompt blocks; 0 if there are none."""
+    """Returns the fraction of all prompt blocks that were cached; 0 if there are none."""
     return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
 
 
 class SimulatedEngine(EngineModel):
-    """An EngineModel that waits in real time and publishes on sockets of its own.
+    """An EngineModel that waits in real time, and publishes events on its own sockets.
 
-    sleep waits the given seconds, or less if the program stops; None: computing takes no time."""
+    sleep waits for the given seconds, or less if the program stops; None: no waiting at all."""
 
     def __init__(
         self,
@@ -217,11 +217,11 @@ class SimulatedEngine(EngineModel):
 
     @property
     def published_batches(self) -> int:
-        """The number of event messages sent; they are numbered from 0."""
+        """The number of event messages sent. They are numbered from 0."""
         return self._publisher.sequence
 
     def registration(self) -> dict[str, object]:
-        """The registration body of this engine as a worker."""
+        """Returns the body that registers this engine as a worker."""
         return {
             "worker_id": self.worker_id,
             "endpoint": f"http://127.0.0.1:{9_000 + self.worker_id}",  # never connected to
@@ -233,13 +233,13 @@ class SimulatedEngine(EngineModel):
         }
 
     def begin(self, request: EngineRequest, now: float) -> RunningRequest:
-        """Admit a request and publish the changes of the cache."""
+        """Admits a request, and publishes the changes of the cache."""
         running, placed = self.admit(request, now)
         self._publish(request, 0, placed)
         return running
 
     async def prefill(self, request: EngineRequest) -> RunningRequest:
-        """Call `begin` now, and wait until the prompt is computed."""
+        """Calls `begin` now, then waits until the prompt is computed."""
         now = asyncio.get_running_loop().time()
         running = self.begin(request, now)
         if self._sleep is not None:
@@ -247,7 +247,7 @@ class SimulatedEngine(EngineModel):
         return running
 
     async def decode(self, running: RunningRequest, index: int) -> None:
-        """Wait until output block `index` is full, and publish it."""
+        """Waits until output block `index` is full, then publishes it."""
         if self._sleep is not None:
             await self._sleep(self.decode_block_s)
         placed = self.decode_block(running, index)
@@ -255,7 +255,8 @@ class SimulatedEngine(EngineModel):
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
     def _publish(self, request: EngineRequest, first: int, placed: HeldChain) -> None:
-        """Publish the changes from placing the request's blocks from `first` on, in one message."""
+        """Publishes in one message what placing the request's blocks from `first` on has
+        changed."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit
         stop = start + placed.stored

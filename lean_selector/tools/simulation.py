@@ -1,8 +1,8 @@
-"""A trace in virtual time: the selector's core, or a simple rule, in front of simulated engines.
+"""Plays a trace in virtual time, with the selector's core or a simple rule and simulated engines.
 
-The core is driven as by the service: each choice is booked, KV events of the engines change the
-index when an iteration ends, the first token calls `prefill_complete`, and the last one `free`.
-Rules choose from the same loads and index, and book the chosen rank."""
+The core is driven as by the service: each choice is reserved, KV events change the index when an
+iteration ends, the first token calls `prefill_complete`, the last one `free`. A rule chooses from
+the same loads and index; its choice is reserved too."""
 
 import heapq
 import random
@@ -48,9 +48,9 @@ _SPREAD = 0x9E37_79B9_7F4A_7C15  # odd, so that distinct ids stay distinct modul
 def requests_of(
     lines: Sequence[DecisionLine], load: float, spread: bool = False
 ) -> list[SimulatedRequest]:
-    """Requests, `load` times as fast as in the trace. Partial blocks are never cached.
+    """Returns the requests of a trace, `load` times as fast. Partial blocks are never cached.
 
-    `spread`: requests with the same arrival time are spread until the next arrival time."""
+    `spread`: requests with equal arrival times are spread until the next arrival time."""
     made = []
     times = sorted(line.timestamp for line in lines)
     times = [at - times[0] for at in times]
@@ -71,7 +71,7 @@ _timestamp = attrgetter("timestamp")
 
 
 def _spread(times: Sequence[float]) -> list[float]:
-    """Sorted times, with equal ones spread; those at the last time are unchanged."""
+    """Returns the sorted times with equal ones spread. Those at the last time stay equal."""
     spread: list[float] = []
     for at, later in pairwise(dict.fromkeys(times)):
         equal = bisect_right(times, at) - bisect_left(times, at)
@@ -91,21 +91,21 @@ def round_robin(partition: Partition, request: SimulatedRequest, turn: int, now:
 
 
 def _cheapest(partition: Partition, turn: int, cost: Callable[[tuple[int, int]], float]) -> int:
-    """The worker with the lowest cost; ties go to the next in turn."""
+    """Returns the worker with the lowest cost; among equals, the next in turn."""
     keys = list(partition.slots.ranks)
     size = len(keys)
     return keys[min(range(size), key=lambda at: (cost(keys[at]), (at - turn) % size))][0]
 
 
 def least_loaded(partition: Partition, request: SimulatedRequest, turn: int, now: float) -> int:
-    """A worker with the fewest active requests."""
+    """Returns a worker with the fewest active requests."""
     ranks = partition.slots.ranks
     return _cheapest(partition, turn, lambda key: ranks[key].active_requests)
 
 
 def lmetric(partition: Partition, request: SimulatedRequest, turn: int, now: float) -> int:
-    """The worker with the lowest product of prefill tokens and active requests, both with this
-    request included."""
+    """Returns the worker with the lowest product of prefill tokens and active requests. This
+    request is included in both."""
     ranks, matches = partition.slots.ranks, match_by_rank(partition, request.local_hashes)
 
     def cost(key: tuple[int, int]) -> float:
@@ -124,7 +124,7 @@ RULES: dict[str, Rule] = {
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """A row of the comparison: the core with these settings, or a rule."""
+    """A row of the comparison: the core with these settings, or a rule instead of the core."""
 
     name: str
     settings: RouterSettings = RouterSettings()
@@ -135,7 +135,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """The engines of a run. Values of `slowness` are assigned to them in turn."""
+    """The engines of a run. They are assigned the values of `slowness` in turn."""
 
     engines: int = 8
     capacity_blocks: int = 3_000
@@ -146,7 +146,7 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The results of a policy on a trace."""
+    """The results of one policy on a trace."""
 
     policy: str
     requests: int
@@ -175,7 +175,7 @@ class _NoSources:
 
 
 class _Router:
-    """One selector. `publish` sends its events to the others."""
+    """One of the selectors. `publish` sends its events to the others."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Router:
 
 
 class Simulation:
-    """One policy, one fleet, one trace. Deterministic."""
+    """A simulation of one policy with one fleet on one trace. It is deterministic."""
 
     def __init__(self, policy: Policy, fleet: Fleet, seed: int = 0) -> None:
         self._rule = policy.rule
@@ -242,8 +242,8 @@ class Simulation:
     def run(
         self, requests: Sequence[SimulatedRequest], on_request: Callable[[int], None] | None = None
     ) -> None:
-        """Serve all requests in order of arrival. `on_request` is called with the number of arrived
-        ones."""
+        """Serves all requests in order of arrival. `on_request` is called with the number of
+        requests that have arrived."""
         for number, request in enumerate(requests, 1):
             while self._next_tick < request.arrived_at:
                 self._advance(self._next_tick)
@@ -351,7 +351,7 @@ def outcome(
     engines: Iterable[BatchingEngine],
     within_s: float,
 ) -> Outcome:
-    """The results of a finished run."""
+    """Returns the results of a finished run."""
     ttft = sorted(request.ttft_s for request in requests)
     gaps = sorted(request.token_gap_s for request in requests if request.output_tokens > 1)
     work = [engine.computed_tokens for engine in engines]

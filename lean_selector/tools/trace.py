@@ -17,7 +17,7 @@ MADE_UP_REQUESTS = 12_000  # about as many as in the published conversation trac
 
 
 def prompt_tokens(line: DecisionLine) -> list[int]:
-    """The tokens of the prompt; equal hash ids have equal tokens."""
+    """Returns the tokens of the prompt. Equal hash ids get equal tokens."""
     tokens: list[int] = []
     for hash_id in line.hash_ids:
         first = hash_id * TRACE_BLOCK_TOKENS % 2**32
@@ -26,10 +26,10 @@ def prompt_tokens(line: DecisionLine) -> list[int]:
 
 
 def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[DecisionLine]:
-    """The first `limit` requests of a trace or log, which may be gzipped; generated ones without a
-    path.
+    """Yields the first `limit` requests of a trace or log, which may be gzipped. Without a path,
+    generates requests.
 
-    Raises ServiceError that names an unreadable line."""
+    Raises ServiceError, which names an unreadable line."""
     if path is None:
         yield from islice(made_up_lines(), limit)
         return
@@ -38,7 +38,7 @@ def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[Decisio
 
 
 def log_lines(path: Path) -> Iterator[tuple[int, LogHeader | DecisionLine]]:
-    """All lines of a trace or log with their numbers. Raises ServiceError as `trace_lines` does."""
+    """Yields all lines with their numbers. Raises ServiceError as `trace_lines` does."""
     decode = msgspec.json.Decoder(DecisionLine).decode
     decode_header = msgspec.json.Decoder(LogHeader).decode
     try:
@@ -64,7 +64,7 @@ def log_lines(path: Path) -> Iterator[tuple[int, LogHeader | DecisionLine]]:
 
 
 def made_up_lines() -> Iterator[DecisionLine]:
-    """Conversations with a common system prompt and lengths as in the published trace; seeded."""
+    """Yields the same conversations each time, with lengths like those of the published trace."""
     rng = random.Random("versus")
     fresh = 1
     talks: list[list[int]] = []
@@ -82,9 +82,9 @@ def made_up_lines() -> Iterator[DecisionLine]:
 def read_trace(
     path: Path, block_size: int, limit: int | None = None
 ) -> Iterator[tuple[float, EngineRequest]]:
-    """(arrival in seconds, request) for the first `limit` lines, one at a time.
+    """Yields (arrival in seconds, request) for the first `limit` lines, one at a time.
 
-    The trace lacks the tokens of the output, so no engine caches them. Raises ServiceError."""
+    A trace lacks the tokens of the output, so no engine caches the output. Raises ServiceError."""
     for number, line in enumerate(trace_lines(path, limit), 1):
         tokens = prompt_tokens(line)
         name, output_blocks = f"trace-{number}", line.output_length // block_size

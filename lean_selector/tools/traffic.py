@@ -34,14 +34,14 @@ THINKING_S = (0.1, 0.6)
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A request, and the user's pause before it."""
+    """A request, and the user's pause before the request."""
 
     thinking_s: float
     request: EngineRequest
 
 
 def conversations(seed: int, user: int) -> Iterator[Turn]:
-    """Endless turns of one user, conversation after conversation, independent of other users."""
+    """Yields the turns of one user without end; they do not depend on other users."""
     for number in count():
         rng = Random(f"{seed}/{user}/{number}")
         system = f"{seed}/system/{rng.randrange(SYSTEM_PROMPTS)}"
@@ -75,7 +75,7 @@ class Selection(msgspec.Struct):
 
 
 class PartitionLoad(msgspec.Struct):
-    """One partition of /loads, with the state of its queue."""
+    """The load of one model and tenant in the answer of /loads, with its queue."""
 
     loads: list[RankLoadRow]
     pending_count: int
@@ -89,13 +89,13 @@ ERROR_LIMIT = 5  # stored error texts; all errors are counted
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
-    """The value at a fraction of the sorted list (nearest rank); 0 for an empty list."""
+    """Returns the value at a fraction of the sorted list (nearest rank); 0 for an empty list."""
     return values[min(len(values) - 1, int(len(values) * fraction))] if values else 0.0
 
 
 class Player:
-    """Plays requests as a router would: select_and_reserve, prefill on the chosen engine,
-    prefill_complete, output_block for each decoded block, DELETE. Views read its counters."""
+    """Plays requests as a router does: select_and_reserve, prefill on the chosen engine,
+    prefill_complete, output_block per decoded block, DELETE. Views read its counters."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Player:
     ) -> None:
         """model_name: separates our workers from others that the service may have.
 
-        stopping: once it returns True, decoding ends early and reservations are freed."""
+        stopping: when it returns True, decoding ends early, and reservations are freed."""
         self._client = client
         self._engines = engines
         self._stopping = stopping
@@ -122,8 +122,8 @@ class Player:
         }
 
     async def register_workers(self) -> None:
-        """Register every engine as a worker of our model. Raises ServiceError if one is not
-        schedulable afterwards."""
+        """Registers every engine as a worker of our model. Raises ServiceError if one is not
+        schedulable after that."""
         for engine in self._engines.values():
             body = {"model_name": self._model_name, **engine.registration()}
             answer = await self._client.call("POST", "/workers", body)
@@ -133,19 +133,19 @@ class Player:
                 raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
 
     async def fleet(self) -> Fleet:
-        """The fleet as the page shows it."""
+        """Returns the fleet as the page shows it."""
         return msgspec.json.decode(await self._client.call("GET", "/fleet"), type=Fleet)
 
     async def loads(self) -> list[PartitionLoad]:
-        """The loads of our model from GET /loads."""
+        """Returns the loads of our model from GET /loads."""
         query = f"/loads?model_name={quote(self._model_name, safe='')}"
         answer = await self._client.call("GET", query)
         return msgspec.json.decode(answer, type=list[PartitionLoad])
 
     async def load_left(self) -> int:
-        """The sum of requests, prefill tokens and decode blocks that /loads still counts.
+        """Returns the sum of requests, prefill tokens and decode blocks that /loads still counts.
 
-        0 if every reservation was freed and no request is queued."""
+        It is 0 if every reservation was freed and no request is queued."""
         return sum(
             part.pending_count
             + sum(
@@ -156,7 +156,7 @@ class Player:
         )
 
     def report(self, left: int) -> list[str]:
-        """The summary as text lines. left: the result of load_left() at the end."""
+        """Returns the lines of the summary. left: the result of load_left() at the end."""
         engines = list(self._engines.values())
         prompt_blocks = max(1, sum(engine.prompt_blocks for engine in engines))
         lines = [
@@ -174,7 +174,7 @@ class Player:
         return lines
 
     async def play(self, request: EngineRequest) -> None:
-        """Play one whole request. Errors of the service are counted and stored, never raised."""
+        """Plays one request to its end. The service's errors are counted and stored, not raised."""
         try:
             await self._play(request)
         except ServiceError as error:
@@ -202,7 +202,7 @@ class Player:
             await self._timed("free", "DELETE", reservation)
 
     async def _serve(self, request: EngineRequest, selection: Selection, reservation: str) -> None:
-        """Compute the request on the chosen engine, and report each step."""
+        """Computes the request on the chosen engine, and reports each step."""
         engine = self._engines.get(selection.worker_id)
         if engine is None:
             raise ServiceError(f"the service chose worker {selection.worker_id}, which is not ours")

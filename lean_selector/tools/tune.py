@@ -35,14 +35,14 @@ def _grid() -> Iterator[dict[str, object]]:
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """The recommended settings, and their effect on the mean TTFT."""
+    """The recommended settings, and how they change the mean time to first token."""
 
     settings: dict[str, object]
     ttft_change: Change
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table and the recommended settings; exit status as of `replay`."""
+    """Prints a table and the recommended settings. Returns an exit status like `replay`."""
     parser = argparse.ArgumentParser(
         prog="lean-selector tune",
         description=(
@@ -67,8 +67,8 @@ def _tune(options: argparse.Namespace, recording: Recording, engines: Engines) -
 
     print("\n".join(HEAD))
     base = played("recorded settings", recording.settings)
-    # Every second part of the log selects the best settings; the other parts measure their effect,
-    # because the winner on the first parts was partly lucky there.
+    # Every second part of the log selects the best settings. Their effect is measured on the other
+    # parts, because on the first ones the winner was also lucky.
     size = -(-len(recording.lines) // PARTS)
     ours = [at for at in range(len(recording.lines)) if at // size % 2 == 0]
     others = [at for at in range(len(recording.lines)) if at // size % 2]

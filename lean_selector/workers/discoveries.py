@@ -1,4 +1,4 @@
-"""Run all discoveries of a process: finders, rosters, and queries of engines."""
+"""Runs all discoveries of a process: finders, rosters, and queries of engines."""
 
 import asyncio
 import time
@@ -42,8 +42,8 @@ class Discoveries:
         api: str = "",
         api_client: OutboundClient | None = None,
     ) -> None:
-        """`interval_s` is the refresh interval. `ask_service` is needed for SRV records; `api`, the
-        URL of the API server, and its client for Kubernetes services."""
+        """`interval_s`: seconds between look-ups. `ask_service` is needed for SRV records; `api`
+        (URL of the API server) and `api_client` are needed for Kubernetes services."""
         self._resolve = resolve
         self._interval_s = interval_s
         self._ask_service = ask_service
@@ -59,7 +59,7 @@ class Discoveries:
     # -- what to find --------------------------------------------------------------------------
 
     def find_workers(self, targets: Iterable[Target], roster: Roster, asking: Asking) -> None:
-        """`asking` queries the engines that `roster` lists."""
+        """Adds targets for workers. `asking` queries the engines that `roster` lists."""
         self.workers, self._asking = roster, asking
         for target in targets:
             self._add("workers", target)
@@ -122,7 +122,7 @@ class Discoveries:
     # -- running -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Call it on the running loop."""
+        """Starts all finders. Call it on the running loop."""
         for sighting, run in self._finders:
             self._tasks.append(supervise("discovery", partial(_seen, sighting, run)))
         rosters = (self.workers, self.peers)
@@ -133,7 +133,7 @@ class Discoveries:
         ]
 
     async def close(self) -> None:
-        """Stop all discovery; registered workers stay."""
+        """Stops all discovery. Registered workers stay."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -145,13 +145,13 @@ class Discoveries:
     # -- seen from outside ---------------------------------------------------------------------
 
     def worker_states(self) -> dict[str, int]:
-        """The number of workers in each state."""
+        """Returns the number of workers in each state."""
         if self.workers is None:
             return {}
         return {state.value: count for state, count in by_state(self.workers).items()}
 
     def changes(self) -> dict[str, int]:
-        """Total changes to the catalog, by kind."""
+        """Returns the total number of changes to the catalog, by kind."""
         if self.workers is None:
             return {}
         roster = self.workers
@@ -191,7 +191,7 @@ class Discoveries:
 
 
 async def _seen(sighting: Sighting, run: Run) -> None:
-    """Run a finder; an exception is the discovery's error until it succeeds again."""
+    """Runs a finder; if it raises, that is the discovery's error until it succeeds again."""
     try:
         await run()
     except Exception as error:

@@ -1,6 +1,6 @@
-"""Query an engine for its model, block size and KV event endpoints, as vLLM and SGLang report them.
+"""Queries an engine for its model, block size and KV event endpoints (vLLM and SGLang).
 
-Values that an engine does not report, or not in a known form, are left out."""
+What an engine does not report, or reports in an unknown form, is left out."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -25,13 +25,13 @@ class Model(msgspec.Struct):
 
 
 class Models(msgspec.Struct):
-    """GET /v1/models."""
+    """The answer of GET /v1/models."""
 
     data: list[Model] = []
 
 
 class EventSource(msgspec.Struct):
-    """One rank of vLLM's GET /kv_event_sources."""
+    """The endpoints of one rank in vLLM's GET /kv_event_sources."""
 
     endpoint: str
     data_parallel_rank: int | None = None
@@ -39,14 +39,14 @@ class EventSource(msgspec.Struct):
 
 
 class RankPublisher(msgspec.Struct):
-    """One rank of SGLang's `kv_events.publishers`."""
+    """The endpoint of one rank in SGLang's `kv_events.publishers`."""
 
     dp_rank: int
     endpoint: str
 
 
 class KvEvents(msgspec.Struct):
-    """SGLang's `kv_events`: the port of a rank is the base port plus the rank."""
+    """SGLang's `kv_events`. The port of a rank is the base port plus the rank."""
 
     publisher: str = "zmq"
     endpoint_host: str = "*"
@@ -59,8 +59,8 @@ class KvEvents(msgspec.Struct):
 
 
 class EventsConfig(msgspec.Struct):
-    """A --kv-events-config: JSON text of the flag in SGLang; per rank in vLLM's GET
-    /kv_event_sources."""
+    """The value of --kv-events-config. SGLang reports it as JSON text, vLLM's GET /kv_event_sources
+    for each rank."""
 
     publisher: str | None = None
     endpoint: str | None = None
@@ -68,7 +68,7 @@ class EventsConfig(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """SGLang's GET /server_info (older name: /get_server_info)."""
+    """The answer of SGLang's GET /server_info (formerly /get_server_info)."""
 
     page_size: int | None = None
     max_total_num_tokens: int | None = None
@@ -89,7 +89,7 @@ _EAGLES: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 
 
 def model_of(body: bytes) -> tuple[str | None, str | None]:
-    """The first model of /v1/models that is not an adapter, and its owner."""
+    """Returns the first model of /v1/models that is not an adapter, and its owner."""
     for model in msgspec.json.decode(body, type=Models).data:
         if model.parent is None:
             return model.id, model.owned_by
@@ -100,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Read block size, number of blocks and number of ranks; False if none is reported."""
+    """Reads block size, number of blocks and number of ranks. Returns False if all are missing."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:
@@ -121,7 +121,7 @@ def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
 
 
 def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
-    """Each rank's endpoints for events and for their replay, as /kv_event_sources lists them."""
+    """Reads the endpoints of each rank for events and replay from vLLM's /kv_event_sources."""
     sources = list(_vllm_sources(body))
     if not sources:
         return
@@ -138,7 +138,7 @@ def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
 
 
 def _vllm_sources(body: bytes) -> Iterator[EventSource]:
-    """A list; in vLLM 0.32 a map from rank to configuration with that rank's ports."""
+    """Yields a list's items. In vLLM 0.32 it is a map: rank -> configuration with its ports."""
     if body.lstrip().startswith(b"["):
         yield from msgspec.json.decode(body, type=list[EventSource])
         return
@@ -158,7 +158,7 @@ def _line(body: bytes, at: int) -> bytes:
 
 
 def read_sglang_info(body: bytes, host: str, into: Particulars) -> None:
-    """Read /server_info."""
+    """Reads SGLang's /server_info."""
     info = msgspec.json.decode(body, type=ServerInfo)
     into.block_size = info.page_size
     into.max_num_batched_tokens = info.max_prefill_tokens
@@ -217,7 +217,7 @@ def _each_rank(endpoint: str, size: int) -> dict[str, str]:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """A bound endpoint as we can reach it: a wildcard is replaced by the engine's host."""
+    """Returns a bound endpoint as we reach it: the engine's host replaces a wildcard."""
     if not endpoint.startswith("tcp://"):
         return endpoint
     bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -227,7 +227,7 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def _cover(into: Particulars, ranks: Iterable[int]) -> None:
-    """Set the range of ranks that covers all of these; rank 0 alone is the default."""
+    """Sets the range of ranks that covers these; nothing for rank 0 alone, the default."""
     found = set(ranks)
     if not found or found == {0}:
         return
@@ -248,8 +248,8 @@ _NOT_SERVED: Final = (404, 405, 501)
 
 
 async def ask_engine(client: OutboundClient, base: str) -> Particulars:
-    """The description of the engine at `base` (`http://host:port`), without values that it does not
-    report. Raises OutboundFailed if it does not answer, or in an unknown form."""
+    """Returns what the engine at `base` (`http://host:port`) reports about itself. Raises
+    OutboundFailed if it does not answer, or only in unknown forms."""
     told = Particulars()
     try:
         told.model_name, owner = model_of(
@@ -282,7 +282,7 @@ async def _is_vllm(client: OutboundClient, base: str, told: Particulars) -> bool
 
 
 async def _first(client: OutboundClient, base: str, paths: tuple[str, ...]) -> bytes | None:
-    """The response of the first of these paths that exists."""
+    """Returns the answer of the first of these paths that the engine has."""
     for path in paths:
         try:
             return await client.text(base + path, timeout_s=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Find workers and peers in files that list them, and by names in DNS."""
+"""Finds workers and peers in files that list them, and by names in DNS."""
 
 import asyncio
 import importlib
@@ -24,11 +24,11 @@ WARN_EVERY_S: Final = 60.0
 
 
 class Sighting:
-    """The state of a discovery. Its last result stays in effect until the next one: a failure only
-    changes `error`."""
+    """The state of a discovery. A failure only changes `error`; the last result stays in effect
+    until a new one."""
 
     def __init__(self, name: str) -> None:
-        """`name` is the target as given in the flag."""
+        """`name` is the target as the flag has it."""
         self.name: Final = name
         self.count: int | None = None  # size of the last result; None before the first
         self.error: str | None = None
@@ -50,7 +50,7 @@ class Sighting:
         self.error = None
 
     def failed(self, reason: str) -> None:
-        """Note a failed attempt; the first one is logged, then one a minute."""
+        """Records a failed attempt. Logs the first one, then at most one per minute."""
         now = time.monotonic()
         self.failures += 1
         if self.error is None:
@@ -71,20 +71,20 @@ OnPlaces = Callable[[Iterable[Place], Iterable[Place]], None]
 
 
 class Registrations(msgspec.Struct, forbid_unknown_fields=True):
-    """Bodies of POST /workers; `worker_id` is optional."""
+    """Bodies of POST /workers, in which `worker_id` is optional."""
 
     workers: list[Particulars] | None
 
 
 class ListedEndpoint(msgspec.Struct):
-    """An endpoint of llm-d's file discovery. Other fields are for llm-d's router."""
+    """An endpoint in a file for llm-d's file discovery. Its other fields are for llm-d's router."""
 
     address: str
     port: int | str
     labels: dict[str, str] = {}
 
     def entry(self) -> Particulars:
-        """The label `model` is the model's name. Raises ValueError for an invalid port."""
+        """Uses the label `model` as the model's name. Raises ValueError for an invalid port."""
         if not str(self.port).isdigit() or not 1 <= int(self.port) <= 0xFFFF:
             raise ValueError(f"`{self.port}` of {self.address} is no port")
         place = Place(self.address, int(self.port))
@@ -92,7 +92,7 @@ class ListedEndpoint(msgspec.Struct):
 
 
 class ListedEndpoints(msgspec.Struct):
-    """llm-d's file discovery."""
+    """A file for llm-d's file discovery."""
 
     endpoints: list[ListedEndpoint] | None
 
@@ -103,11 +103,11 @@ _TOO_DEEP: Final = "lists and objects are nested too deeply, or within themselve
 
 
 def listed_workers(text: bytes, is_yaml: bool) -> Found:
-    """The workers that a file lists. Raises ValueError that names the position; the whole file is
-    then ignored.
+    """Returns the workers that a file lists. If a part is invalid, raises ValueError, which gives
+    the position, and the whole file is ignored.
 
-    Accepted forms: a list of registrations, or an object with such a list as `workers:` or with
-    llm-d's `endpoints:`."""
+    The file is a list of registrations, or an object that has such a list as `workers:`, or llm-d's
+    list as `endpoints:`."""
     try:
         return _listed(text, is_yaml)
     except RecursionError:
@@ -179,9 +179,9 @@ MOST_BYTES: Final = 16 << 20
 
 @dataclass(eq=False)
 class FileFinder:
-    """Checks a file periodically, and reads it when it has changed. Names that end in .json are
-    JSON, all others YAML. Users must replace the file atomically (rename): a partly written file is
-    an error, or lists half of a fleet."""
+    """Checks a file periodically, and reads it if it has changed. A file named *.json is JSON, any
+    other is YAML. Users must replace the file atomically (rename it into place): a partly written
+    file is an error, or lists only a part of the fleet."""
 
     sighting: Sighting
     path: str
@@ -232,8 +232,8 @@ MOST_PLACES: Final = 4096
 class DnsFinder:
     """Resolves a name periodically: its addresses if a `port` is given, otherwise its SRV records.
 
-    An answer without addresses is a failure, like an unknown name, because DNS cannot report an
-    empty fleet."""
+    An answer without addresses counts as a failure, like an unknown name, because DNS cannot say
+    that a fleet is empty."""
 
     sighting: Sighting
     name: str
@@ -262,7 +262,7 @@ class DnsFinder:
             found = {Place(host, port, self.is_secure) for host, port in services}
         else:
             addresses = await self.resolve(self.name, self.port)
-            # Both families name the same worker; IPv4 is used.
+            # The IPv4 and IPv6 addresses are those of the same workers; IPv4 is used.
             families = {family for family, _ in addresses}
             wanted = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
             found = {
@@ -281,11 +281,11 @@ _LIFETIME_S: Final = 10.0
 
 
 class SrvRecords:
-    """Looks up SRV records at the system's name servers or the given ones.
+    """Looks up SRV records at the given name servers or those of the system.
 
-    The system's resolver does not support SRV, so dnspython is used. It runs in daemon threads
-    which, as for other look-ups, are never waited for (D29), because its coroutines do not stop
-    when cancelled."""
+    The system's resolver does not support SRV, so dnspython is used, in daemon threads: its
+    coroutines do not stop when they are cancelled. As for other look-ups, nothing ever waits for
+    these threads to end (D29)."""
 
     def __init__(self, servers: list[str] | None = None, port: int = 53) -> None:
         import dns.resolver  # of the extra `discovery`
@@ -296,9 +296,9 @@ class SrvRecords:
             self._resolver.port = port
 
     async def ask(self, name: str) -> list[tuple[str, int]]:
-        """(target, port) of each record. Raises OSError.
+        """Returns (target, port) of each record. Raises OSError.
 
-        Priorities and weights are ignored: all records are candidates."""
+        All records are candidates; their priorities and weights are ignored."""
         try:
             return await in_thread("srv look-up", lambda: self._ask(name))
         except OSError:

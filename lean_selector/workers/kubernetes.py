@@ -1,8 +1,8 @@
-"""Find workers or peers behind a Kubernetes service: list its EndpointSlices, then watch them.
+"""Finds workers or peers behind a Kubernetes service: lists its EndpointSlices, then watches them.
 
-A watch starts at the resource version of the list, and is resumed at that of the last event or
-bookmark. After 410 (Gone) a new list is needed. The last result stays in effect while the API
-server cannot be reached."""
+A watch starts at the resource version of the list, and resumes at the version of the last event or
+bookmark. After 410 (Gone), a new list is requested. While the API server cannot be reached, the
+last result stays in effect."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ class ListMetadata(msgspec.Struct, rename="camel"):
 
 
 class Conditions(msgspec.Struct):
-    """None: an older server does not report it; then the endpoint counts as ready."""
+    """Conditions of an endpoint. Older servers lack `ready` (None), which counts as ready."""
 
     ready: bool | None = None
     terminating: bool | None = None
@@ -64,7 +64,7 @@ class SliceList(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """Why a watch ends, in an event of type ERROR."""
+    """The reason why a watch ends, from an event of type ERROR."""
 
     code: int | None = None
     message: str = ""
@@ -72,7 +72,7 @@ class Status(msgspec.Struct):
 
 
 class WatchEvent(msgspec.Struct):
-    """A line of a watch; the shape of `object` depends on the type."""
+    """A line of a watch. The form of `object` depends on the type."""
 
     type: str
     object: msgspec.Raw = msgspec.Raw(b"{}")
@@ -86,10 +86,9 @@ _USUAL: Final = ("http", "https")
 
 
 def places_of(slices: Iterable[Slice], port: str | None) -> tuple[list[Place], list[Place]]:
-    """The ready endpoints, and the terminating ones; both sorted.
+    """Returns the ready endpoints and the terminating ones, each list sorted.
 
-    `port` is a name or a number. For a dual-stack service only the IPv4 addresses are used.
-    """
+    `port` is a name or a number. Of a dual-stack service, only the IPv4 addresses are used."""
     slices = list(slices)
     is_v4 = any(each.address_type == "IPv4" and each.endpoints for each in slices)
     ready: set[Place] = set()
@@ -148,8 +147,8 @@ AGAIN_LIMIT_S: Final = 30.0
 
 @dataclass(eq=False)
 class KubernetesFinder:
-    """Follows one service. `client` sends the service account's token and trusts its authority;
-    `api` is the server's URL, `port` the name or number of the port to use."""
+    """Lists and watches one service. `client` sends the service account's token, and trusts the
+    authority of the API server at `api`. `port` is the name or number of the port to use."""
 
     sighting: Sighting
     client: OutboundClient
@@ -221,8 +220,8 @@ class KubernetesFinder:
         self._tell()
 
     async def _watch(self) -> None:
-        """Watch until the server ends it. Raises OutboundFailed, with status GONE if our resource
-        version is too old."""
+        """Watches until the server ends the watch. Raises OutboundFailed; its status is GONE if our
+        resource version is too old."""
         url = (
             f"{self._url}&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
             f"&resourceVersion={quote(self.version, safe='')}"

@@ -1,4 +1,4 @@
-"""Discovery targets, discovered facts about a worker, and the registration made from them."""
+"""Discovery targets, facts about a discovered worker, and the registration made from them."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from lean_selector.wire.selection_bodies import RankText, WorkerFields, WorkerRe
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A parsed target. `text` is the flag's value; the other fields are its parts."""
+    """A parsed target. `text` is the flag's value, the other fields are its parts."""
 
     text: str
     kind: Literal["file", "dns", "kubernetes", "url"]
@@ -37,7 +37,7 @@ _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 def target_of(text: str) -> Target:
-    """Parse a target. Raises ValueError with what was expected."""
+    """Parses a target. Raises ValueError, which says what was expected."""
     kind, colon, rest = text.partition(":")
     if not colon or not rest:
         raise ValueError(f"`{text}`: expected {_FORMS}")
@@ -56,7 +56,7 @@ def target_of(text: str) -> Target:
 
 
 def peer_target_of(text: str) -> Target:
-    """Parse a target that finds peers. Raises ValueError."""
+    """Parses a target at which peers are found. Raises ValueError."""
     target = target_of(text)
     if target.kind not in ("dns", "kubernetes") or target.is_secure:
         raise ValueError(
@@ -100,8 +100,8 @@ def _is_port(text: str) -> bool:
 class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
     """The fields of a registration (POST /workers), all optional, and two ports.
 
-    The ports are those of the first rank on the host of `endpoint`; each further rank has the next
-    port, as in vLLM and SGLang. They are used only if no endpoints are given."""
+    The ports are those of the first rank, on the host of `endpoint`; each further rank has the next
+    port, as in vLLM and SGLang. They are used only if no endpoints for events are given."""
 
     worker_id: NonNegative | None = None
     model_name: str | None = None
@@ -124,7 +124,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
                 raise ValueError(f"{name} {port} is no port")
 
     def told(self) -> dict[str, object]:
-        """name -> value of the fields that are set."""
+        """Returns name -> value of the fields that are set."""
         return {
             name: value
             for name in self.__struct_fields__
@@ -133,7 +133,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class Place(msgspec.Struct, frozen=True, order=True):
-    """Where a worker or a peer listens."""
+    """The host and port at which a worker or a peer listens."""
 
     host: str  # a name or an address, without brackets
     port: int
@@ -148,7 +148,7 @@ class Place(msgspec.Struct, frozen=True, order=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Everything that a discovery finds at the moment."""
+    """All workers that a discovery finds now."""
 
     entries: tuple[Particulars, ...] = ()  # each with an endpoint
     leaving: frozenset[str] = frozenset()  # terminating endpoints, removed without a grace period
@@ -162,10 +162,10 @@ _BITS: Final = (1 << 53) - 1
 
 
 def endpoint_key(endpoint: str) -> str:
-    """A normalized endpoint: `http://host:port`, plus the path without a trailing /v1. The scheme
-    is optional in the input.
+    """Returns the normalized form of an endpoint: `http://host:port`, then the path without a
+    trailing /v1. The input may lack the scheme.
 
-    Text that is not a URL is returned unchanged."""
+    Returns a text that is not a URL unchanged."""
     try:
         url = endpoint_url(endpoint)
     except ValueError:
@@ -174,7 +174,7 @@ def endpoint_key(endpoint: str) -> str:
 
 
 def worker_id_of(key: str) -> int:
-    """The lowest 53 bits of XXH3-64 (seed 0) of the UTF-8 bytes of an endpoint's key (D33)."""
+    """Returns the lowest 53 bits of XXH3-64 (seed 0) of an endpoint's key in UTF-8 (D33)."""
     return xxhash.xxh3_64_intdigest(key.encode()) & _BITS
 
 
@@ -182,7 +182,7 @@ def worker_id_of(key: str) -> int:
 
 
 def defaults_of(text: str) -> Particulars:
-    """Parse a JSON object. Raises ValueError with the reason."""
+    """Parses a JSON object. Raises ValueError, which gives the reason."""
     defaults = msgspec.json.decode(text, type=Particulars)
     for name in ("worker_id", "endpoint"):
         if getattr(defaults, name) is not None:
@@ -199,8 +199,8 @@ _REPLAYS: Final = ("replay_endpoint", "replay_endpoints")
 def spec_of(
     worker_id: int, entry: Particulars, engine: Particulars | None, defaults: Particulars
 ) -> WorkerSpec:
-    """The registration made from the three sources. Raises ValueError if they contradict each
-    other."""
+    """Returns the registration made from these three sources. Raises ValueError if they contradict
+    each other."""
     fields = defaults.told()
     fields.pop("worker_id", None)
     for more in (engine, entry):
@@ -236,7 +236,7 @@ def is_complete(entry: Particulars, use_kv_events: bool) -> bool:
 
 
 def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
-    """rank -> endpoint on the host of `endpoint`; each further rank has the next port."""
+    """Returns rank -> endpoint on the host of `endpoint`. Each further rank has the next port."""
     assert isinstance(port, int)
     try:
         url = endpoint_url(endpoint)

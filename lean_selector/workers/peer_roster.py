@@ -1,7 +1,7 @@
-"""Update the replica mesh with the peers that discoveries find; never adds this replica itself.
+"""Adds peers that discoveries find to the replica mesh, and removes them; never this replica.
 
-Peers are added and removed by the same calls as the HTTP routes use. Peers set by flag or over HTTP
-are not changed. A peer that was removed over HTTP stays removed until no discovery finds it."""
+This uses the calls that the HTTP routes use. Peers from flags or added over HTTP are not changed. A
+peer removed over HTTP stays removed while a discovery finds it."""
 
 import logging
 import socket
@@ -22,7 +22,7 @@ REFUSED: Final = "refused"
 
 
 class Mesh(Protocol):
-    """The part of the replica mesh that discovery uses."""
+    """The methods of the replica mesh that discovery uses."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 
@@ -48,7 +48,7 @@ class KnownPeer:
 
 
 def is_own_address_here(host: str) -> bool:
-    """Whether the address belongs to this machine, tested by binding to it. False for a name."""
+    """Whether the address belongs to this machine, found out by binding to it. False for a name."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.inet_pton(family, host)
@@ -61,9 +61,9 @@ def is_own_address_here(host: str) -> bool:
 
 @dataclass(eq=False)
 class PeerRoster:
-    """Used only on the loop's thread. This replica publishes on `own_port` and is advertised as
-    `own_endpoint`. Snapshots are requested from peers at `http_port`, unless discovery finds
-    another port, with TLS if `is_secure`; but not if `refusal(url)` returns a reason."""
+    """The peers that discoveries find. This replica publishes on `own_port` and is advertised as
+    `own_endpoint`. A peer's snapshots are requested at its `http_port`, over TLS if `is_secure`,
+    unless `refusal(url)` returns a reason not to. Used only on the loop's thread."""
 
     mesh: Mesh
     own_port: int
@@ -85,7 +85,7 @@ class PeerRoster:
     def found(
         self, discovery: str, places: Iterable[Place], leaving: Iterable[Place], now: float
     ) -> None:
-        """Take a discovery's complete list. Peers that are missing in it are removed after a grace
+        """Takes the complete list of a discovery. Peers missing from it are removed after a grace
         period."""
         self._found[discovery] = set(places)
         named = set[Place]().union(*self._found.values())
@@ -105,8 +105,8 @@ class PeerRoster:
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Remove peers whose grace period is over, and note changes over HTTP. Call it about every
-        second."""
+        """Removes peers whose grace period is over, and notes changes over HTTP. Call it about
+        every second."""
         peers = set(self.mesh.peers())
         for known in list(self._known.values()):
             if known.state == REGISTERED and known.endpoint not in peers:
@@ -121,7 +121,7 @@ class PeerRoster:
             self.mesh.catch_up_from(urls)
 
     def _url(self, known: KnownPeer) -> str | None:
-        """The URL for its snapshots; None if they are not requested."""
+        """Returns the URL for a peer's snapshots; None if they are not requested."""
         if known.state not in (REGISTERED, KNOWN):
             return None
         scheme = "https" if self.is_secure else "http"

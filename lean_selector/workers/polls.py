@@ -1,7 +1,7 @@
-"""Health checks of workers: GET a path of each, with bounded concurrency.
+"""Health checks: GET a path at each worker, with a limit on the checks that run at the same time.
 
-Results go to the core's `WorkerHealth`, which ejects a worker after several consecutive failures.
-Polls are spread over the interval with jitter."""
+Results go to the core's `WorkerHealth`, which ejects a worker after several failures in a row.
+Checks are spread over the interval, with jitter."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ _LONGEST_FAULT: Final = 200
 
 @dataclass(eq=False)
 class WorkerPolls:
-    """Used only on the loop's thread. Call `look` twice a second, and `close` at the end."""
+    """Polls workers, on the loop's thread. Call `look` twice a second, and `close` at the end."""
 
     catalog: Catalog
     health: WorkerHealth
@@ -40,7 +40,7 @@ class WorkerPolls:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
     def look(self) -> None:
-        """Schedule new workers, and forget removed ones."""
+        """Schedules new workers, and drops removed ones."""
         if self._revision == self.catalog.revision:
             return
         self._revision = self.catalog.revision
@@ -55,7 +55,7 @@ class WorkerPolls:
             self._schedule(worker_id, self.rng.random() * self.interval_s)
 
     def soon(self, worker_id: int) -> None:
-        """Poll a worker now, because its source has lost its connection, for example."""
+        """Polls a worker now, for example because its event source has lost the connection."""
         self.look()  # the worker may be new
         if worker_id in self._next:
             self._next[worker_id].cancel()

@@ -1,9 +1,9 @@
-"""Update the catalog with the workers that discoveries find.
+"""Keeps the catalog equal to the workers that discoveries find.
 
-Workers are registered and removed by the same calls as POST and DELETE /workers, so metrics,
+Workers are registered and removed by the calls that POST and DELETE /workers use, so metrics,
 sources and reservations follow. HTTP takes precedence: a worker that was registered, changed or
-deleted over HTTP is left alone until no discovery finds it. `Roster` opens no sockets and never
-waits: time is an argument."""
+deleted over HTTP is left alone until no discovery finds it. `Roster` opens no sockets, and never
+waits; the time is an argument."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class KnownWorker:
-    """One endpoint. `spec` is set while discovery controls the registration, and only then."""
+    """A discovered endpoint. `spec` is set if and only if discovery controls the registration."""
 
     key: Final[str]  # of the endpoint
     entry: Particulars
@@ -58,7 +58,7 @@ class KnownWorker:
         self.worker_id = self.id_by(self.entry)
 
     def id_by(self, entry: Particulars) -> int:
-        """The worker id if `entry` describes the worker."""
+        """Returns the id that the worker has if `entry` describes it."""
         return worker_id_of(self.key) if entry.worker_id is None else entry.worker_id
 
     def takes(self, entry: Particulars) -> None:
@@ -72,8 +72,8 @@ log = logging.getLogger("lean_selector.discovery")
 
 @dataclass(eq=False)
 class Roster:
-    """Used only on the loop's thread. `register` and `remove` raise SelectorError; `register`
-    returns warnings about the registration."""
+    """The workers that discoveries find. `register` and `remove` may raise SelectorError;
+    `register` returns warnings. Used only on the loop's thread."""
 
     catalog: Catalog
     register: Callable[[WorkerSpec], Sequence[str]]
@@ -102,8 +102,8 @@ class Roster:
         return len(self._known)
 
     def found(self, discovery: str, found: Found, now: float) -> None:
-        """Take a discovery's complete list. Workers that are missing in it are removed after a
-        grace period."""
+        """Takes the complete list of a discovery. Workers missing from it are removed after a grace
+        period."""
         entries = {endpoint_key(entry.endpoint or ""): entry for entry in found.entries}
         before = self._found.get(discovery, {})
         self._found[discovery] = entries
@@ -117,13 +117,13 @@ class Roster:
         self.look(now)
 
     def heard(self, known: KnownWorker, engine: Particulars) -> None:
-        """Take an engine's description."""
+        """Takes what an engine reports about itself."""
         known.engine = engine
         known.error = None
         self._settle(known)
 
     def failed(self, known: KnownWorker, reason: str) -> None:
-        """Note that an engine did not answer; its last answer stays in effect."""
+        """Records that an engine did not answer. Its last answer stays in effect."""
         if known.error is None:
             log.warning(
                 "the engine of discovered worker %s cannot be queried: %s", known.key, reason
@@ -131,7 +131,7 @@ class Roster:
         known.error = reason
 
     def look(self, now: float) -> None:
-        """Remove workers whose grace period is over, and note changes over HTTP. Call it about
+        """Removes workers whose grace period is over, and notes changes over HTTP. Call it about
         every second."""
         self._compare()
         for known in list(self._known.values()):
@@ -143,7 +143,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Which discoveries find which workers, for `take_back` after a restart."""
+        """Returns which discoveries find which workers, for `take_back` after a restart."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -152,11 +152,11 @@ class Roster:
         ]
 
     def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None:
-        """Restore a worker after a restart; `spec` is that in the catalog, None if it was deleted
-        over HTTP.
+        """Restores a worker after a restart. `spec` is its entry in the catalog; None if the worker
+        was deleted over HTTP.
 
-        Its discoveries count as listing it until their first result; a failing discovery changes
-        nothing."""
+        Until its discoveries have a first result, they count as finding the worker, even if they
+        fail."""
         entry = Particulars(endpoint=kept.key, worker_id=kept.worker_id)
         known = KnownWorker(kept.key, entry)
         known.is_restored = True
@@ -170,8 +170,8 @@ class Roster:
     # -- found workers -------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
-        """Update a worker after a discovery added or removed it. The first discovery that lists it
-        determines its entry."""
+        """Updates a worker after a discovery has added or dropped it. Its entry comes from the
+        first discovery that lists it."""
         by = [name for name, entries in self._found.items() if key in entries]
         known = self._known.get(key)
         if not by:
@@ -208,7 +208,7 @@ class Roster:
     # -- registrations --------------------------------------------------------------------
 
     def _settle(self, known: KnownWorker) -> None:
-        """Register a worker once enough is known about it, and again after changes."""
+        """Registers a worker when enough is known about it, and again after changes."""
         if known.state in (State.BY_HTTP, State.REMOVED):
             return
         if known.engine is None and not self._is_complete(known):
@@ -231,7 +231,7 @@ class Roster:
         self._warn(known, warnings)
 
     def _refuse(self, known: KnownWorker, reason: str) -> None:
-        """Note that the new description cannot be registered; an earlier registration stays."""
+        """Records why the new description cannot be registered. An earlier registration stays."""
         if known.error != reason:
             log.warning("discovered worker %s: %s", known.key, reason)
         known.error = reason
@@ -239,7 +239,7 @@ class Roster:
             known.state = State.REFUSED
 
     def _is_taken(self, known: KnownWorker) -> bool:
-        """Whether another worker has its id or endpoint."""
+        """Whether another worker has the same id or endpoint."""
         holder = self.catalog.workers.get(known.worker_id)
         if holder is not None and holder.spec is not known.spec:
             ours = [each for each in self._known.values() if each.spec is holder.spec]
@@ -253,7 +253,7 @@ class Roster:
         return False
 
     def _withdraw(self, known: KnownWorker) -> None:
-        """Remove the registration if discovery controls it."""
+        """Removes the registration if discovery controls it."""
         spec, known.spec = known.spec, None
         known.state = State.ASKING
         if spec is None:
@@ -268,7 +268,7 @@ class Roster:
         log.info("discovered worker %s is %s", known.key, what, extra=_named(known))
 
     def _warn(self, known: KnownWorker, warnings: Sequence[str]) -> None:
-        """Log the warnings that a registration over HTTP would return."""
+        """Logs the warnings that a registration over HTTP would return."""
         if warnings and warnings != known.warnings:
             text = "; ".join(warnings)
             log.warning("discovered worker %s: %s", known.key, text, extra=_named(known))
@@ -277,7 +277,7 @@ class Roster:
     # -- changes over HTTP ---------------------------------------------------------------
 
     def _compare(self) -> None:
-        """Treat every difference from our registrations as a change over HTTP."""
+        """Finds workers that differ from what was registered here: they were changed over HTTP."""
         if self.catalog.revision == self._revision:
             return
         workers = self.catalog.workers
@@ -312,7 +312,7 @@ def _named(known: KnownWorker) -> dict[str, object]:
 
 
 def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:
-    """Number of workers in each state."""
+    """Returns the number of workers in each state."""
     counts = dict.fromkeys(State, 0)
     for each in known:
         counts[each.state] += 1
@@ -330,8 +330,8 @@ AGAIN_LIMIT_S: Final = 15.0
 
 @dataclass(eq=False)
 class Asking:
-    """Queries engines, one task each, with bounded concurrency. `ask(base_url)` raises
-    OutboundFailed."""
+    """Queries engines, each in a task, with a limit on queries at the same time. `ask(base_url)`
+    may raise OutboundFailed."""
 
     ask: Callable[[str], Awaitable[Particulars]]
     on_heard: Callable[[KnownWorker, Particulars], None]
@@ -355,7 +355,7 @@ class Asking:
             task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Wait for the end of all cancelled tasks."""
+        """Waits until all cancelled tasks have ended."""
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _run(self, known: KnownWorker) -> None:
