@@ -1,1 +1,1 @@
-"""Pure state machines: no sockets, no clock, no random source of their own, no logging."""
+"""Pure state machines: no sockets, no logging. Time and randomness are arguments."""

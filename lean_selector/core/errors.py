@@ -41,14 +41,14 @@ class Unavailable(SelectorError):
 
 
 class AllWorkersBusy(Unavailable):
-    """Shed: every eligible worker is busy (request-rejection document)."""
+    """Shed, because every eligible worker is busy (request-rejection document)."""
 
     def __init__(self) -> None:
         super().__init__("All workers are busy, please retry later")
 
 
 class WaitedTooLong(Unavailable):
-    """Shed: no eligible rank had room while the request was queued."""
+    """Shed, because no eligible rank had room before the queue's time limit."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"no worker became free within {limit_s:g} seconds")
@@ -58,10 +58,10 @@ class WaitedTooLong(Unavailable):
 class NoWorkers(Unavailable):
     """The model and tenant have no schedulable worker.
 
-    `is_missing`: they once had one, or no worker is registered at all. Otherwise the model is
-    unknown or, with `other_tenants`, the tenant of this model is. `known_models`: models with
-    schedulable workers, sorted. `other_tenants`: a text that lists tenants of the model with
-    schedulable workers."""
+    `is_missing`: they had a worker before, or no worker at all is registered. Otherwise the model
+    is unknown; or, with `other_tenants`, the model is known but this tenant of it is not.
+    `known_models`: models with schedulable workers, sorted. `other_tenants`: a text that lists the
+    model's tenants with schedulable workers."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class UnknownModel(NotFound):
 
 
 class DuplicateRequest(Conflict):
-    """The id is already live, on `worker_id`/`dp_rank`."""
+    """A live request on `worker_id`/`dp_rank` already has the id."""
 
     def __init__(self, request_id: str, worker_id: int, dp_rank: int) -> None:
         where = rank_text(worker_id, dp_rank)
@@ -93,5 +93,5 @@ class DuplicateRequest(Conflict):
 
 
 def rank_text(worker_id: int, dp_rank: int) -> str:
-    """A rank as the documented error texts print it."""
+    """Return a rank in the form of the documented error texts."""
     return f"WorkerWithDpRank {{ worker_id: {worker_id}, dp_rank: {dp_rank} }}"

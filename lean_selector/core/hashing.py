@@ -16,15 +16,15 @@ from typing import Final
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 BASE_SEED = 1337
-# Prefix of a salt sent to an engine: vLLM's events list it among other keys, as sent.
+# Prefix of a salt sent to an engine. vLLM's events list the salt, as sent, among the extra keys.
 ENGINE_SALT_PREFIX = "dynamo-cache-salt:"
 _U64_MASK = (1 << 64) - 1
-# A step's slices are made by one unpack call; 64 keeps them in the first cache.
+# One unpack call slices this many blocks; with 64, the slices stay in the first-level cache.
 _BLOCKS_PER_STEP = 64
 
 
 def hash_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
-    """The seed of local hashes (u64): an adapter or a salt changes a prompt's hashes."""
+    """Return the seed (u64) of local hashes: an adapter or a salt changes a prompt's hashes."""
     seed = BASE_SEED
     if lora_name:
         seed += xxh3_64_intdigest(lora_name.encode(), 0)
@@ -40,12 +40,11 @@ def local_hashes(
     mm_hashes: Sequence[Sequence[int] | None] | None = None,
     is_eagle: bool = False,
 ) -> bytes:
-    """Local hashes of the complete blocks of `tokens`, 8 bytes each.
+    """Return the local hashes of the complete blocks of `tokens`, 8 bytes each.
 
-    `mm_hashes` holds, per block, the u64 hashes of its multimodal objects (order and missing blocks
-    at the end do not matter). With `is_eagle` a block covers one token more than its stride. Raises
-    ValueError for a block size below 1, and for tokens or mm hashes outside u32 and u64.
-    """
+    `mm_hashes` has, per block, the u64 hashes of the block's multimodal objects, in any order;
+    blocks at the end may be missing. With `is_eagle`, a block's hash also covers the next token.
+    Raises ValueError for a block size below 1, and for tokens or mm hashes outside u32 and u64."""
     try:
         data = _tokens(len(tokens)).pack(*tokens)
     except struct.error as error:
@@ -60,7 +59,7 @@ def any_local_hashes(
     mm_hashes: Sequence[Sequence[int] | None] | None = None,
     is_eagle: bool = False,
 ) -> bytes:
-    """`local_hashes` of tokens that are packed already, 4 bytes each, little-endian."""
+    """Like `local_hashes`, for tokens that are packed to 4 bytes each, little-endian."""
     if block_size < 1:
         raise ValueError(f"block_size must be at least 1, not {block_size}")
     if not (is_eagle or mm_hashes):
@@ -72,7 +71,7 @@ def any_local_hashes(
 
 
 def packed_local_hashes(data: bytes, block_size: int, seed: int) -> bytes:
-    """`local_hashes` of tokens that are packed already, 4 bytes each; a block has one or more."""
+    """Like `any_local_hashes`, for plain tokens and a block size of at least 1."""
     width, digests = 4 * block_size, list[int]()
     if len(data) == width:  # one block, as a decoding engine usually sends
         return xxh3_64_intdigest(data, seed).to_bytes(8, "little")
@@ -83,14 +82,14 @@ def packed_local_hashes(data: bytes, block_size: int, seed: int) -> bytes:
     return u64s(blocks).pack(*digests)
 
 
-@functools.lru_cache(maxsize=256)  # prompts have any length, events usually one of a few
+@functools.lru_cache(maxsize=256)  # prompts have any length, but events usually one of a few
 def _tokens(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}I")
 
 
 @functools.lru_cache(maxsize=256)
 def u64s(count: int) -> struct.Struct:
-    """A packer of this many hashes, little-endian; faster than struct.pack with a new format."""
+    """Return a packer of `count` hashes, little-endian; faster than struct.pack each time."""
     return struct.Struct(f"<{count}Q")
 
 
@@ -103,10 +102,10 @@ _eights: Final = struct.Struct("8s").iter_unpack
 
 
 def sequence_hashes_bytes(local: bytes) -> bytes:
-    """Sequence hashes of a chain of local hashes; both 8 bytes per block.
+    """Return the sequence hashes of a chain of local hashes. Both have 8 bytes per block.
 
-    The first is the local hash itself. The seed stays 1337 with an adapter or a salt.
-    """
+    The first sequence hash is the first local hash. The seed is 1337 even with an adapter or a
+    salt."""
     previous = local[:8]
     chain = [previous]
     for (block,) in _eights(local[8:]):
@@ -123,13 +122,13 @@ def block_hashes(
     mm_hashes: Sequence[Sequence[int] | None] | None = None,
     is_eagle: bool = False,
 ) -> list[int]:
-    """`local_hashes` as unsigned integers, the seed made from the adapter's name and the salt."""
+    """Like `local_hashes`, returned as unsigned integers. Adapter and salt determine the seed."""
     seed = hash_seed(lora_name, cache_salt)
     return _unpack(local_hashes(tokens, block_size, seed, mm_hashes, is_eagle))
 
 
 def sequence_hashes(block_hashes: Sequence[int]) -> list[int]:
-    """`sequence_hashes_bytes` for unsigned integers. Raises ValueError outside u64."""
+    """Like `sequence_hashes_bytes`, for unsigned integers. Raises ValueError outside u64."""
     return _unpack(sequence_hashes_bytes(_pack(block_hashes)))
 
 
@@ -159,7 +158,7 @@ def _unpack(hashes: bytes) -> list[int]:
 
 
 def _probe() -> None:
-    """A plain function only if this module is interpreted."""
+    """Is a plain Python function only if this module is interpreted."""
 
 
 IS_COMPILED = not isinstance(_probe, FunctionType)

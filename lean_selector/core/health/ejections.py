@@ -1,14 +1,13 @@
 """Outlier detection: failing ranks are temporarily ejected.
 
-A number of consecutive failures ejects a rank, for a time that grows with each ejection. Then it is
-on probation: one failure ejects it again; a success, or a failure-free time as long as the
-ejection, restores it. Failed polls eject all ranks of a worker until a poll succeeds. At most a
-share of the ranks is ejected, but those of one worker always may be. If all are ejected, the caller
-may try them anyway, and a success restores its rank at once. Otherwise a success during an ejection
-does not count, because the request was sent before.
+A number of consecutive failures ejects a rank, for a time that grows with each ejection. Then the
+rank is on probation: one failure ejects it again; a success, or a failure-free time as long as the
+ejection, ends the probation. Failed polls eject all ranks of a worker until a poll succeeds. At
+most a share of the ranks is ejected, but all ranks of a single worker always may be. If all ranks
+are ejected, the caller may try them anyway, and a success restores the rank at once. Otherwise a
+success during an ejection does not count, because the request was sent before the ejection.
 
-Time is an argument, in monotonic seconds, and does not go backwards. Ranks are opaque keys.
-"""
+Time is an argument, in monotonic seconds, and does not go backwards. Ranks are opaque keys."""
 
 import math
 from collections.abc import Sequence
@@ -29,14 +28,14 @@ class RankHealth:
         self.was_refused = False  # the last failure was a refused connection
         self.is_out = False  # ejected: by reports until `returns_at`, by polls while `is_down`
         self.is_down = False
-        self.on_probation = False  # back, and ejected again by one failure
-        self.since = 0.0  # when it was ejected, while it is ejected; when it returned, on probation
+        self.on_probation = False  # back in service, but one failure ejects it again
+        self.since = 0.0  # monotonic: when the ejection or the probation began
         self.returns_at = 0.0
         self.probation_ends_at = 0.0
-        # ejections by reports; less one for each `base_s` in service after `healed_at`
+        # ejections because of reports, less one per `base_s` in service after `healed_at`
         self.ejections = 0
         self.healed_at = 0.0
-        self.reason = ""  # reason of the current or the last ejection
+        self.reason = ""  # reason for the current or the last ejection
 
     @property
     def state(self) -> str:
@@ -48,29 +47,29 @@ class RankHealth:
 OK: Final = "ok"
 FAILED: Final = "failed"
 REFUSED: Final = "refused"
-POLL: Final = "poll"  # cause of an ejection, besides FAILED and REFUSED
+POLL: Final = "poll"  # cause of an ejection; the others are FAILED and REFUSED
 _WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
 
 
 class Ejections:
-    """The ranks of one partition. Every method returns whether `out` may have changed."""
+    """The health of one partition's ranks. Every method returns whether `out` may have changed."""
 
     def __init__(self, settings: EjectionSettings) -> None:
         self._settings = settings
-        # Time of the next return, or of the next recovery without a success
+        # When the next rank returns, or next recovers without a success.
         self._looks_at = math.inf
         self.ranks: dict[RankKey, RankHealth] = {}  # ranks with any failure state
         self.out: set[RankKey] = set()
-        # When each rank returned that is back in service; readers drop old entries.
+        # When each rank that is back in service returned. Readers drop old entries.
         self.returned: dict[RankKey, float] = {}
         self.ejected = {REFUSED: 0, FAILED: 0, POLL: 0}  # total ejections of ranks, by cause
-        self.spared = 0  # total ranks not ejected because too many were already
+        self.spared = 0  # total ranks that were not ejected because too many already were
 
     # -- what is heard -------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
-        """Record the outcome of a request to these ranks; if it concerns the whole worker, these
-        are all of its ranks. `total`: ranks of the partition."""
+        """Record the outcome of a request to these ranks: one rank, or all ranks of a worker if the
+        outcome concerns the whole worker. `total`: the partition's number of ranks."""
         if not self.ranks and outcome == OK:
             return False
         changed = self.settle(now)
@@ -82,7 +81,7 @@ class Ejections:
             health.failures += 1
             health.was_refused = outcome == REFUSED
             if health.is_out:
-                continue  # a request that was sent before the ejection
+                continue  # the request was sent before the ejection
             if health.on_probation or 0 < self._settings.failures <= health.failures:
                 due.append(key)
         if not due or not self._may_go(due, total):
@@ -102,10 +101,10 @@ class Ejections:
         return True
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, total: int, now: float) -> bool:
-        """Record a health poll of the worker of these ranks; `fault` is None if it succeeded.
+        """Record a health poll of the worker that has these ranks. `fault` is None if the poll
+        succeeded.
 
-        A success restores ranks that were ejected by polls or by refused connections.
-        """
+        A success restores ranks that were ejected because of polls or refused connections."""
         if not self.ranks and fault is None:
             return False
         changed = self.settle(now)
@@ -127,7 +126,7 @@ class Ejections:
             if health.is_down or health.failed_polls < self._settings.failed_polls:
                 continue
             if health.is_out:
-                health.is_down = True  # time alone does not restore it
+                health.is_down = True  # only a successful poll restores it
             else:
                 due.append(key)
         if not due or not self._may_go(due, total):
@@ -158,7 +157,7 @@ class Ejections:
         return changed
 
     def forget(self, keys: Sequence[RankKey]) -> bool:
-        """Forget ranks that were removed or replaced."""
+        """Forget the state of ranks that were removed or replaced."""
         changed = False
         for key in keys:
             self.ranks.pop(key, None)
@@ -177,7 +176,7 @@ class Ejections:
         return health
 
     def _may_go(self, due: list[RankKey], total: int) -> bool:
-        """Whether these may be ejected in addition to those that already are."""
+        """Whether the ranks `due` may be ejected in addition to those that are ejected already."""
         count = len(self.out) + len(due)
         worker_id = due[0][0]
         alone = all(key[0] == worker_id for key in self.out)
@@ -232,8 +231,8 @@ NOT_FREE: Final = frozenset({429, 503, 529})
 
 
 def outcome_of_status(status: int) -> str | None:
-    """The outcome for a complete answer with this HTTP status, 200 or above; None: it does not
-    count. A worker that rejects an invalid request is healthy."""
+    """Return the outcome of a complete answer with this HTTP status (200 or above); None: it does
+    not count. A worker that rejects an invalid request is healthy."""
     if status in NOT_FREE:
         return None
     return FAILED if status >= 500 else OK

@@ -1,9 +1,8 @@
 """The device tier: its ranks, their blocks in the trie of prompts, and their engines' hashes.
 
-Keeps the trie (which blocks exist, which ranks hold them) and each rank's engine hashes in step.
-Ranks are bits in the trie and records here. Knows nothing of lower tiers, bounds or events. Spec:
-indexer.md sections 3.1, 3.2 and 7.
-"""
+Keeps two things consistent: the trie (which blocks exist, which ranks hold them) and each rank's
+engine hashes. A rank is a bit in the trie and a record here. Independent of lower tiers, bounds and
+events. Spec: indexer.md sections 3.1, 3.2 and 7."""
 
 from collections.abc import Callable, Iterator
 
@@ -20,9 +19,9 @@ from lean_selector.core.index.runs import (
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
 # --------------------------------------------------------------------------------------------------
-# The ranks of a partition's device tier: bits in its trie, records here.
+# The ranks of a partition's device tier: bits in the trie, records here.
 #
-# A retired rank is hidden at once, and keeps its bit until its runs have been swept. Spec:
+# A retired rank is hidden at once. Its bit is reused only after its runs have been swept. Spec:
 # indexer.md section 3.1.
 
 _MAX_CACHED_MASKS = 1024  # cached results of `keys_of`
@@ -41,7 +40,7 @@ class DeviceRank:
 
 
 class DeviceRanks:
-    """The bits of ranks, and which bits of the trie count."""
+    """Maps ranks to their bits in the trie, and knows which of these bits are in use."""
 
     __slots__ = ("_bits", "_by_bit", "_keys", "_new_names", "_swept", "in_use", "reborn")
 
@@ -50,16 +49,16 @@ class DeviceRanks:
         self._bits = bits
         self._by_bit: list[DeviceRank | None] = []
         self._keys: dict[int, tuple[RankKey, ...]] = {}  # set of bits -> ranks; a cache
-        self.in_use = 0  # the bits of all ranks here
-        # Retired records that are being swept, by bit. Until the sweep ends, a run may still have
-        # the old bit of such a rank. If the rank was admitted again meanwhile, it is in `reborn`:
-        # it holds blocks only in strands of its rows, so its bit in any other strand is an old one,
-        # and is removed before it is used.
+        self.in_use = 0  # the bits of all ranks with a record
+        # How many retired records with this bit are being swept. Until then, runs may still have
+        # the old bit. If the rank was admitted again meanwhile, it is in `reborn`: it only holds
+        # blocks in strands for which it has rows. In any other strand its bit is an old one, and is
+        # removed before the strand is used.
         self._swept: dict[int, int] = {}
         self.reborn = 0
 
     def admit(self, key: RankKey) -> DeviceRank:
-        """A record for a rank that holds no blocks yet."""
+        """Return a new record for a rank that holds no blocks yet."""
         bit = self._bits.acquire(key)
         rank = DeviceRank(key, bit, self._new_names())
         self.in_use |= 1 << bit
@@ -76,15 +75,15 @@ class DeviceRanks:
         self._bits.release(rank.key)
 
     def retire(self, rank: DeviceRank) -> EngineHashes:
-        """Hide a rank. Returns the engine hashes of its blocks, to be swept; call `swept` when that
-        is done."""
+        """Hide a rank. Returns the engine hashes of its blocks, which the caller must sweep from
+        the trie; then call `swept`."""
         self._hide(rank)
         names, rank.names, rank.blocks = rank.names, self._new_names(), 0
         self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
         return names
 
     def swept(self, rank: DeviceRank) -> None:
-        """No run has the bit of this retired record any more."""
+        """Release the bit of a retired rank, which is in no run any more."""
         bit = rank.bit
         self._swept[bit] -= 1
         if not self._swept[bit]:
@@ -100,19 +99,19 @@ class DeviceRanks:
         self._keys.clear()
 
     def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
-        """The rank with this bit if it has a row for the strand. If not, a bit in the runs of the
-        strand is left over from a rank that was retired."""
+        """Return the rank with this bit if it has a row for the strand. Otherwise None: if a run of
+        the strand has the bit, the bit is left over from a rank that was retired."""
         rank = self._by_bit[bit]
         return rank if rank is not None and strand in rank.names.rows else None
 
     def name_at(self, bit: int, place: int) -> bytes:
-        """The engine hash of a block on the rank with this bit, which is in use."""
+        """Return the engine hash of a block on the rank with this bit, which is in use."""
         rank = self._by_bit[bit]
         assert rank is not None
         return rank.names.name_at(place)
 
     def keys_of(self, bits: int) -> tuple[RankKey, ...]:
-        """The ranks of a set."""
+        """Return the keys of a set of ranks."""
         keys = self._keys.get(bits)
         if keys is None:
             if len(self._keys) >= _MAX_CACHED_MASKS:
@@ -126,16 +125,16 @@ class DeviceRanks:
 # --------------------------------------------------------------------------------------------------
 # Hash aliases: ranks whose engine hashes of a strand differ from those of other holders.
 #
-# Engines with the same hash function give a block the same hash, so a match looks it up at one rank
-# for all of them. Spec: indexer.md section 3.2.
+# Engines with the same hash function give a block the same hash, so a match looks up the hash of
+# one rank for all of them. Spec: indexer.md section 3.2.
 
-_MAX_COMPARED = 8  # at most this many ranks are tried as the one to compare hashes with
-_MAX_PARTS = 64  # at most this many holders of a part of a run are tried
+_MAX_COMPARED = 8  # at most this many ranks are tried in search of one to compare with
+_MAX_PARTS = 64  # at most this many partial holders of a run are tried
 
 
 class HashAliases:
-    """The ranks with aliases, by strand. All other ranks have the same engine hash for the same
-    block."""
+    """The ranks with aliases, by strand. All other ranks that hold a block have the same engine
+    hash for it."""
 
     __slots__ = ("_odd", "_ranks")
 
@@ -147,11 +146,11 @@ class HashAliases:
         return len(self._odd)
 
     def of(self, strand: int) -> int:
-        """The ranks with aliases in a strand, as a set."""
+        """Return the set of ranks with aliases in a strand."""
         return self._odd.get(strand, 0)
 
     def forget(self, strand: int, bit: int) -> None:
-        """The rank no longer holds blocks of the strand."""
+        """Note that the rank no longer holds blocks of the strand."""
         if self._odd and (odd := self._odd.get(strand)):
             odd &= ~(1 << bit)
             if odd:
@@ -160,8 +159,8 @@ class HashAliases:
                 del self._odd[strand]
 
     def names_at(self, ranks: int, place: int) -> list[tuple[bytes, int]]:
-        """The hashes of the block at a place, each with the set of ranks that use it. All of
-        `ranks` hold the block."""
+        """Return the hashes of the block at `place`, each with the set of ranks that use the hash.
+        All of `ranks` must hold the block."""
         odd = ranks & self.of(place >> POSITION_BITS)
         alike, found = ranks ^ odd, dict[bytes, int]()
         if alike:
@@ -172,13 +171,13 @@ class HashAliases:
         return list(found.items())
 
     def add(self, strand: int, bit: int) -> None:
-        """Note that the rank has its own hash for a block of the strand."""
+        """Note that the rank has a hash of its own for a block of the strand."""
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
-        """Compare the hashes of a span of a run, newly held by the rank, with those of other ranks.
-        A rank that holds all of them represents all without aliases. If no rank to compare with is
-        found within the bounds above, the rank counts as having aliases."""
+        """Compare the rank's hashes for a span of a run, which it newly holds, with another rank's.
+        Any rank without aliases that holds the whole run represents all such ranks. If none is
+        found within the limits above, the rank counts as having aliases."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)
@@ -195,11 +194,11 @@ class HashAliases:
                 if not _name_alike(rank, other, place, span.bit_count()):
                     break
                 return
-            others ^= 1 << (others.bit_length() - 1)  # an old bit of a retired rank
+            others ^= 1 << (others.bit_length() - 1)  # an old bit of a rank that was retired
         self._odd[strand] = odd | mine
 
     def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
-        """Compare with holders of parts, if no other rank holds all of the run."""
+        """If no other rank holds the whole run, compare with ranks that hold parts of it."""
         partial, mine = run.partial, 1 << rank.bit
         if partial is None or (len(partial) == 1 and rank.bit in partial):
             return True
@@ -220,7 +219,7 @@ class HashAliases:
             return False
         for bit, held in partial.items():
             if held & left and ours >> bit & 1 and self._ranks.rank_in(run.strand, bit) is not None:
-                return False  # behind a hole
+                return False  # it holds blocks behind a hole, which were not compared
         return True
 
 
@@ -231,15 +230,15 @@ def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> 
     return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]
 
 
-# A run is extended only if few other ranks hold it: each of them becomes a partial holder, which
-# costs every match of that run a step. If more ranks hold it, the new blocks form a run of their
-# own, at the cost of one step.
+# A run is extended only if few other ranks hold it. Each of these becomes a partial holder, which
+# costs every match of the run one step. If more ranks hold it, the new blocks form a run of their
+# own, which costs one step.
 _MAX_OTHERS_TO_GROW = 2
-_TRIM_BLOCKS = 32  # unheld blocks at the end of a run before they are cut off
+_TRIM_BLOCKS = 32  # from this many on, unheld blocks at the end of a run are cut off
 
 
 class DeviceTier:
-    """The device blocks of all ranks of one partition."""
+    """The blocks that all ranks of one partition hold in device memory."""
 
     __slots__ = ("_odd", "ranks", "trie")
 
@@ -249,8 +248,8 @@ class DeviceTier:
         self._odd = HashAliases(self.ranks)
 
     def retire(self, rank: DeviceRank) -> Iterator[None]:
-        """Retire a rank: its blocks are hidden at once. The iterator returned frees the memory, in
-        steps between which anything may happen."""
+        """Retire a rank: hide its blocks at once. Returns an iterator that frees the memory in
+        steps, between which anything may happen."""
         return self._sweep(rank, self.ranks.retire(rank))
 
     def _sweep(self, rank: DeviceRank, names: EngineHashes) -> Iterator[None]:
@@ -265,14 +264,14 @@ class DeviceTier:
         self.ranks.swept(rank)
 
     def _settle(self, bit: int, strand: int) -> None:
-        """Remove an old bit from all runs of a strand."""
+        """Remove a retired rank's old bit from all runs of a strand."""
         for run in self.trie.pieces(strand):
             if run.held_by(bit):
                 run.set_held(bit, 0)
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """Remove old bits of reborn ranks from the runs along a prompt."""
+        """Remove old bits of ranks that were retired and came back from the runs along a prompt."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -291,22 +290,22 @@ class DeviceTier:
             self._settle(bit, strand)
 
     def has_room(self, blocks: int) -> bool:
-        """Whether the runs of a chain of this many blocks can still be numbered."""
-        # One chain may split a run, and starts a strand per STRAND_BLOCKS.
+        """Whether strand numbers are left for a chain of this many blocks."""
+        # A chain may split one run, and starts a strand per STRAND_BLOCKS.
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
-        """How many leading blocks of a prompt ranks hold, and the runs along it.
+        """Return how many leading blocks of a prompt the ranks hold, and the runs along the prompt.
 
-        The matches are (leading blocks, set of ranks), for ranks with a hit; the sets are disjoint
-        and not empty."""
+        The first list has pairs (leading blocks, set of ranks). The sets are disjoint and not
+        empty."""
         if self.ranks.reborn:
             self._settle_along(local_hashes)
         return self.trie.match_sets(self.ranks.in_use, local_hashes)
 
     def last_names(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
-        """The hashes that these ranks have for block number `blocks` along `path`, each with its
-        set of ranks. All of `ranks` hold every block up to there."""
+        """Return the hashes of the last of the first `blocks` blocks along `path`, each with the
+        set of ranks that use it. All of `ranks` must hold these blocks."""
         last = blocks - 1
         for run in path:  # pragma: no branch: no rank matches more than the path has
             length = len(run.label) >> 3
@@ -319,13 +318,13 @@ class DeviceTier:
         self, rank: DeviceRank, parent: int, names: bytes, local: bytes, counted: bool = False
     ) -> None:
         """Store a chain of blocks on a rank, below the block at place `parent` (NOWHERE: the chain
-        starts a prompt). There are as many engine hashes as local hashes, 8 bytes each. `counted`:
-        a block that the rank already holds gets one more copy."""
+        starts a prompt). `names` are the engine hashes, as many as local hashes, 8 bytes each.
+        `counted`: a block that the rank already holds gets one more copy."""
         run, position = self.trie.root, 0
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
             position += 1
-            # The end of a prompt that only this rank holds: the case of a decoding engine.
+            # A prompt's end that only this rank holds: usual while an engine decodes.
             if (
                 position << 3 == len(run.label)
                 and run.whole == 1 << rank.bit
@@ -338,7 +337,7 @@ class DeviceTier:
                 rank.names.add(parent + 1, names)
                 rank.blocks += len(names) >> 3
                 return
-        # Walk down the trie: mark existing blocks as held, add the others.
+        # Walk down the trie: let the rank hold the blocks that exist, and add the others.
         done = 0
         while done < len(local):
             label = run.label
@@ -355,7 +354,7 @@ class DeviceTier:
             child = run.children.get(local[done : done + 8]) if run.children else None
             is_reborn = self.ranks.reborn >> rank.bit & 1
             if child and is_reborn and child.strand not in rank.names.rows:
-                self._settle(rank.bit, child.strand)  # an old bit may have been its only holder
+                self._settle(rank.bit, child.strand)  # its only holder may be an old bit
                 child = run.children.get(local[done : done + 8]) if run.children else None
             if child is not None:
                 run, position = child, 0
@@ -368,8 +367,8 @@ class DeviceTier:
             done = end
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
-        """Add blocks after `run`, up to a strand's end, and let the rank hold them. Returns their
-        run, their start in it, and the new `done`."""
+        """Add blocks after `run`, up to the end of a strand, and let the rank hold them. Returns
+        the run that has them, the position of the first one in that run, and the new `done`."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
@@ -393,7 +392,7 @@ class DeviceTier:
         return run, length, end
 
     def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes, counted: bool) -> None:
-        """Let the rank hold existing blocks, from `position` of `run` on."""
+        """Let the rank hold blocks that exist, from `position` of `run` on."""
         held = run.held_by(rank.bit)
         span = (1 << (len(names) >> 3)) - 1 << position
         both = held & span
@@ -414,7 +413,7 @@ class DeviceTier:
             run.set_held(rank.bit, held | span)
 
     def announce(self, rank: DeviceRank, place: int, name: int, counted: bool) -> None:
-        """Note that a held block was stored again, under the same hash or another."""
+        """Record that the engine stored a held block again, under the same hash or another one."""
         names = rank.names
         is_first = int.from_bytes(names.name_at(place), "little") == name
         if not is_first and names.aliases.get(name, NOWHERE) != place:
@@ -423,8 +422,8 @@ class DeviceTier:
             names.add_copy(name)
 
     def edge_to(self, rank: DeviceRank, place: int) -> bytes:
-        """The rank's hash of the block before the one at a place (empty for the first block of a
-        prompt), followed by the block's local hash."""
+        """Return the rank's hash of the block before the one at `place` (empty for a prompt's first
+        block), followed by the local hash of the block at `place`."""
         run, position = self.trie.resolve(place)
         local = bytes(run.label[position << 3 : (position + 1) << 3])
         if not position:
@@ -440,7 +439,7 @@ class DeviceTier:
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
         """Remove these engine hashes, 8 bytes each, and drop the blocks that have no other hash or
-        copy. Returns the number of dropped blocks."""
+        copy. Returns how many blocks were dropped."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)
@@ -449,7 +448,7 @@ class DeviceTier:
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the blocks at these positions (a bit mask); their hashes are removed already."""
+        """Drop the blocks at these positions (a bit mask). Their hashes are already removed."""
         first = self.trie.strands[strand]
         if first.after is None:
             self._drop_blocks(rank, first, positions >> first.start)
@@ -462,7 +461,7 @@ class DeviceTier:
             self._drop_blocks(rank, run, here)
 
     def _drop_blocks(self, rank: DeviceRank, run: Run, gone: int) -> None:
-        """Drop blocks of one run; `gone` are their positions in it."""
+        """Drop blocks of one run. `gone` is a bit mask of their positions in the run."""
         held = run.held_by(rank.bit) ^ gone
         rank.blocks -= gone.bit_count()
         run.set_held(rank.bit, held)
@@ -476,7 +475,7 @@ class DeviceTier:
             self._trim(run)
 
     def _held_end(self, rank: DeviceRank, strand: int) -> int:
-        """Positions of a strand up to the last that the rank holds; 0 if none."""
+        """Return the position after a strand's last block that the rank holds; 0: none."""
         if not rank.names.has_unnamed():
             return rank.names.named_end(strand)
         # A row cannot distinguish a block with hash 0 from none.
@@ -488,8 +487,8 @@ class DeviceTier:
         return ends[-1] if ends else 0
 
     def _trim(self, run: Run) -> None:
-        """Cut off the unheld end of a run if it is at least half of the run and no run follows
-        it."""
+        """If no run follows, and no rank holds the last half of the run or more, cut that part
+        off."""
         blocks = len(run.label) >> 3
         if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return
@@ -497,18 +496,19 @@ class DeviceTier:
             self._cut(run)
 
     def _cut(self, run: Run) -> None:
-        """Cut off the end of a run that no rank holds and no run follows."""
+        """Cut off the end of a run that no rank holds. No other run may follow this run."""
         assert run.partial is not None
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
         for bit, held in list(run.partial.items()):
             rank = self.ranks.rank_in(run.strand, bit)
-            if rank is not None:  # otherwise an old bit
+            if rank is not None:  # None: the bit is an old one
                 rank.names.cut_row(run.strand, run.start + top)
             run.set_held(bit, held)
 
     def held_in(self, rank: DeviceRank, strand: int) -> int:
-        """The positions (a bit mask) of a strand that a rank with a row for it holds."""
+        """Return the positions (a bit mask) that a rank holds in a strand for which it has a
+        row."""
         held = 0
         for run in self.trie.pieces(strand):
             held |= run.held_by(rank.bit) << run.start
@@ -521,17 +521,17 @@ class DeviceTier:
         self._drop_positions(rank, strand, positions)
 
     def cut_row(self, rank: DeviceRank, strand: int) -> None:
-        """Free the memory of hashes behind the last block of a strand that a rank holds."""
+        """Free the memory for hashes behind a strand's last block that the rank holds."""
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:
-        """Free the memory of the blocks at the end of a strand that no rank holds."""
+        """Free the memory for the blocks at the end of a strand that no rank holds."""
         for run in self.trie.pieces(strand)[-1:]:
             if run.partial and not run.whole and not run.children:
                 self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
-        """Drop this many blocks of a rank, oldest run first, each from its end."""
+        """Drop this many blocks of a rank: the oldest run first, each run from its end."""
         while blocks:
             strand = next(iter(rank.names.rows))
             last = self._held_end(rank, strand) - 1

@@ -1,15 +1,15 @@
 """Engine hashes of one rank's blocks: engine hash -> place, and back. A place is a u32, `strand <<
 10 | position` (see runs.py).
 
-"Name" below is an engine hash. Stores the names in place order (one row of bytes per strand, 0 for
-a block that is not held), and the rare cases: further names and copies of a block, and one name for
-several blocks. Two subclasses find the place of a name: `HashesInDicts`, fast in plain Python, and
-`HashesPacked`, which takes a fifth of the memory and is fast when compiled. Knows nothing of
-tokens, tiers or other ranks. Spec: indexer.md sections 3.2 and 7.4.
+"Name" below is an engine hash. The names are stored in place order: per strand one row of bytes,
+with 0 for a block that is not held. Rare cases are stored besides: further names and copies of a
+block, and one name for several blocks. Two subclasses find the place of a name: `HashesInDicts` is
+fast in plain Python; `HashesPacked` takes a fifth of the memory, and is fast when compiled.
+Independent of tokens, tiers and other ranks. Spec: indexer.md sections 3.2 and 7.4.
 
-If two blocks have the same name, it stands for the newer one until that is removed, then for the
-older one; such names have lists of places. A block with several names, or several copies under one
-name, exists until all of them are removed."""
+If two blocks have the same name, the name stands for the newer block until that is removed, then
+for the older one; such names have lists of places. A block with several names, or several copies
+under one name, exists until all of them are removed."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -26,47 +26,48 @@ NO_NAME: Final = bytes(8)
 
 class EngineHashes:
     """Names and places of one rank's blocks. A block's first name, unless it is 0, is stored only
-    in the row of its place. Lists of names are bytes, 8 each, little-endian; one name is an int."""
+    in the row of its place. Lists of names are bytes, 8 each, little-endian; a single name is an
+    int."""
 
     __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "rows")
 
     def __init__(self) -> None:
         # strand -> 8 bytes per position, oldest strand first. An OrderedDict, because finding the
-        # oldest of a plain dict steps over the holes of removed ones.
+        # oldest key of a plain dict steps over the holes that removed keys leave.
         self.rows: OrderedDict[int, bytearray] = OrderedDict()
-        # Names of several blocks, and name 0; newest place last
+        # Places of names of several blocks, and of name 0; the newest place last.
         self.listed: dict[int, list[int]] = {}
-        # Further names of blocks, oldest first, and the names by place.
+        # Further names of each block, oldest first; and the place of each further name.
         self.aliases: OrderedDict[int, int] = OrderedDict()
         self.alias_at: dict[int, list[int]] = {}
         self.copies: OrderedDict[int, int] = OrderedDict()  # name -> copies beyond the first
         self.extra = 0  # number of further names and copies
-        # Strands with a block that lost its first name and took a further one
+        # Strands with a block that lost its first name and got a further name in its place.
         self.renamed: list[int] = []
 
     def find(self, name: int) -> int:
-        """The place that `name` stands for, or NOWHERE."""
+        """Return the place that `name` stands for, or NOWHERE."""
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
-        """Remove the names. Returns strand -> the positions (a bit mask) of the known ones."""
+        """Remove the names. Returns strand -> positions (a bit mask) of blocks that are gone."""
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
-        """Name the blocks at `place` and the following positions; none has a name yet. The names
-        differ."""
+        """Give names to the blocks at `place` and the following positions, which have none yet. All
+        the names differ."""
         raise NotImplementedError
 
     def drop_name(self, name: int, place: int) -> None:
-        """Remove `name` from the block at `place`, whose first name it was."""
+        """Remove `name`, the first name of the block at `place`."""
         raise NotImplementedError
 
     def dismantled(self) -> Iterator[None]:
-        """Free the memory step by step, except for the rows; unusable afterwards."""
+        """Free the memory except the rows, in steps. The object is unusable afterwards."""
         raise NotImplementedError
 
     def discard(self, place: int) -> None:
-        """Remove all names of the block at `place`; it must have one."""
+        """Remove all names of the block at `place`, which has at least one."""
         start = (place & POSITION_MASK) << 3
         row = self.rows[place >> POSITION_BITS]
         name = int.from_bytes(row[start : start + 8], "little")
@@ -80,7 +81,7 @@ class EngineHashes:
                 self._forget_copies(alias)
 
     def name_at(self, place: int) -> bytes:
-        """The first name of the block at `place`, which is held."""
+        """Return the first name of the block at `place`, which is held."""
         start = (place & POSITION_MASK) << 3
         return bytes(self.rows[place >> POSITION_BITS][start : start + 8])
 
@@ -107,7 +108,7 @@ class EngineHashes:
         self.extra += 1
 
     def take_copy(self, name: int) -> bool:
-        """Remove one copy of this name, as the engine did; False if it was the last."""
+        """Remove one copy under this name, as the engine did. False if it was the last copy."""
         copies = self.copies.get(name)
         if copies is None:
             return False
@@ -122,7 +123,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Drop at least this many copies and further names, oldest first, or all if there are
+        """Drop at least `count` copies and further names, the oldest first; all, if there are
         fewer."""
         least = self.extra - count
         while self.extra > least and self.copies:
@@ -131,11 +132,11 @@ class EngineHashes:
             self.forget_alias(next(iter(self.aliases)))
 
     def has_unnamed(self) -> bool:
-        """Whether a block has the name 0, which a row cannot distinguish from "not held"."""
+        """Whether a block has the name 0, which rows use for "not held"."""
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
-        """The length of a row without its trailing zeros, in positions; 0 without a row."""
+        """Return the positions in a strand's row without trailing zeros; 0 without a row."""
         row = self.rows.get(strand)
         if row is None:
             return 0
@@ -151,10 +152,10 @@ class EngineHashes:
         return end >> 3
 
     def cut_row(self, strand: int, positions: int) -> None:
-        """Free the memory of the positions from `positions` on; none of them is held."""
+        """Free the memory of a row from `positions` on, where no block is held."""
         if positions:
             del self.rows[strand][positions << 3 :]
-        else:  # one event removed all blocks of the strand: the row is gone already
+        else:  # one event removed all blocks of the strand, so the row is already gone
             self.rows.pop(strand, None)
 
     def write_row(self, place: int, packed: bytes) -> None:
@@ -170,13 +171,13 @@ class EngineHashes:
             row[start : start + len(packed)] = packed
 
     def is_told_apart(self, names: Sequence[int]) -> bool:
-        """Whether `take` must look at each of these names separately."""
+        """Whether `take` must treat each of these names separately."""
         if self.aliases or self.listed:
             return True
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """`take` for blocks with copies or further names, or names of several blocks."""
+        """Like `take`, if blocks have copies or further names, or names mean several blocks."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
             name = int.from_bytes(packed[at : at + 8], "little")
@@ -195,7 +196,7 @@ class EngineHashes:
         return gone
 
     def _rename(self, place: int, name: int) -> None:
-        """Make the oldest further name of a block its first name."""
+        """Make a block's oldest further name its first name."""
         names = self.alias_at[place]
         alias = names.pop(0)
         if not names:
@@ -208,35 +209,34 @@ class EngineHashes:
 
 
 # --------------------------------------------------------------------------------------------------
-# Engine hashes in dicts that map a hash to the segment of the row where it is: for the interpreted
-# form.
+# Dicts that map an engine hash to the segment of a row: for the interpreted form.
 
-# A dict of 40 000 entries takes 1 ms to grow, one of 100 000 takes 3, one of 1 000 000 takes 50
-# (measured). So a rank's first dict holds at most this many blocks. Further blocks go to other
-# dicts, a power of 2 in number, chosen by the hash, which costs 0.1 us more per block.
+# To grow a dict of 40 000 entries takes 1 ms, of 100 000 takes 3, of 1 000 000 takes 50 (measured).
+# So a rank's first dict holds at most this many blocks. Further blocks go to other dicts, whose
+# number is a power of 2. The hash chooses the dict, which costs 0.1 us more per block.
 _FRONT_BLOCKS = 40_000
 _SHARDS = 32
-# Dicts map to a segment of a row, not to a place: all blocks of a segment share one int, and
-# finding a hash among 64 others takes 0.1 us.
+# The dicts map to a segment of a row, not to a place. So all blocks of a segment share one int, and
+# to find a hash among the segment's 64 takes 0.1 us.
 _SEGMENT_BITS = 6
 _STRAND_SHIFT = POSITION_BITS - _SEGMENT_BITS
 _SEGMENT_MASK = (1 << _STRAND_SHIFT) - 1
 _SEGMENT_BYTES = 8 << _SEGMENT_BITS
-_RECENT_SEGMENTS = 256  # cached ints, shared by events that fill a segment block by block
-_LISTED = -1  # value in a dict for a name whose places are in `listed`
+_RECENT_SEGMENTS = 256  # cached ints, shared by events that fill a segment one block at a time
+_LISTED = -1  # dict value of a name whose places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
-    """Flat dicts of ints, untracked by the garbage collector: name -> segment."""
+    """Flat dicts of ints, which the garbage collector does not track: name -> segment."""
 
     __slots__ = ("_front", "_recent", "_shards")
 
     def __init__(self) -> None:
         super().__init__()
-        # a row cannot distinguish a block with name 0 from "not held"
+        # Rows use 0 for "not held", so name 0 is always listed.
         self._front: dict[int, int] = {0: _LISTED}
-        self._shards: list[dict[int, int]] = []  # none until the front is full
-        self._recent: dict[int, int] = {}  # segment -> the int in use for it
+        self._shards: list[dict[int, int]] = []  # empty until the first dict is full
+        self._recent: dict[int, int] = {}  # segment -> the int object for it
 
     def find(self, name: int) -> int:
         if self.aliases and name in self.aliases:
@@ -253,7 +253,7 @@ class HashesInDicts(EngineHashes):
         eight = name.to_bytes(8, "little")
         strand = segment >> _STRAND_SHIFT
         row = self.rows[strand]
-        if row.endswith(eight):  # the parent of the next stored block is usually the last one
+        if row.endswith(eight):  # usually: the last block is the next one's parent
             return strand << POSITION_BITS | (len(row) >> 3) - 1
         return self._locate(eight, segment)
 
@@ -279,7 +279,7 @@ class HashesInDicts(EngineHashes):
             return self.take_each(packed)
         gone: dict[int, int] = {}
         front, shards, mask = self._front, self._shards, _SHARDS - 1
-        if len(names) == 1:  # usual for an engine that makes room for the block it decodes
+        if len(names) == 1:  # usual for an engine that evicts a block per decoded block
             holder = self._dict_of(names[0])
             if holder is not None and names[0]:
                 place = self._locate(packed, holder.pop(names[0]))
@@ -297,7 +297,7 @@ class HashesInDicts(EngineHashes):
         if 0 not in front:  # 0 was among the names, but no block has it
             front[0] = _LISTED
             segments = [None if segment == _LISTED else segment for segment in segments]
-        if not all(segments):  # segment 0 is false too, but known
+        if not all(segments):  # segment 0 is known, but false
             pairs = zip(names, segments, strict=True)
             known = [(name, segment) for name, segment in pairs if segment is not None]
             names = tuple(name for name, _ in known)
@@ -307,9 +307,9 @@ class HashesInDicts(EngineHashes):
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Empty the rows of these names, which were all in a dict; adds to `gone`. Engines evict
-        neighbours together, mostly from the end of a prompt, so each stretch is found by one search
-        and one comparison."""
+        """Empty the row entries of these names, all of which were in a dict, and add their
+        positions to `gone`. Engines evict neighbours together, mostly at the end of a prompt; so
+        one search and one comparison find a whole stretch."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1
@@ -335,7 +335,7 @@ class HashesInDicts(EngineHashes):
             return
         places = self.listed[name]
         places.remove(place)
-        if not places:  # name 0 stays listed even with one place
+        if not places:  # name 0 stays listed even if it has only one place
             del self.listed[name]
         elif name and len(places) == 1:
             holder[name] = places[0] >> _SEGMENT_BITS
@@ -370,7 +370,7 @@ class HashesInDicts(EngineHashes):
             recent.clear()
         if not shards and len(front) > _FRONT_BLOCKS:
             self._shards = [{} for _ in range(_SHARDS)]
-        # Only now, because a name that was in a row already would be found there instead.
+        # Add names last, because a name that is already in a row would be found there instead.
         self.write_row(place, packed)
 
     def _add_another(self, name: int, place: int) -> None:

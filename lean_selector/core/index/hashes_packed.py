@@ -15,31 +15,31 @@ from lean_selector.core.index.sweeping import emptied
 # --------------------------------------------------------------------------------------------------
 # A hash table from 64-bit hashes to u32 values, 20 bytes per entry: for the compiled form.
 #
-# Open addressing in segments of 12 KiB, chosen by the low bits of a mixed hash (extendible
-# hashing): a full segment is split in two, so the table grows by 20 us at a time, however large it
-# is. An emptied segment is joined with its other half. Interpreted, the same code takes 2 us for a
-# look-up; compiled 20 ns.
+# Open addressing, in segments of 12 KiB. The low bits of a mixed hash choose the segment
+# (extendible hashing). A full segment is split in two, so the table grows by 20 us at a time,
+# however large it is. A segment that got empty is joined with its other half. A look-up takes 20 ns
+# compiled, and 2 us interpreted.
 
 ABSENT: Final[i64] = -1
-# Not larger: mypyc makes a constant of 63 bits an object and converts it at each use.
+# Not larger: mypyc would make a constant of 63 bits an object, and convert it at each use.
 _POSITIVE: Final[i64] = 0x3FFFFFFFFFFFFFFF
 _MIX: Final[i64] = 0x1E3779B97F4A7C15
-_HALF_U32: Final[i64] = 1 << 31  # values are stored as i32, less this
+_HALF_U32: Final[i64] = 1 << 31  # subtracted from values, which are stored as i32
 _FIRST_SLOTS: Final[i64] = 16
 _MOST_SLOTS: Final[i64] = 1024
-# 2^16 segments take 50 million well-spread hashes. If more agree in the bits that choose a segment,
-# their segments are larger.
+# 2^16 segments hold 50 million well-spread hashes. If too many hashes agree in the bits that choose
+# a segment, their segments get larger.
 _MOST_BITS: Final[i64] = 16
 
 
 def mixed(name: i64) -> i64:
-    """A well-spread number from 0 to 2^62 - 1 for a hash."""
+    """Spread a hash: return a number from 0 to 2^62 - 1."""
     product: i64 = ((name ^ (name >> 32)) * _MIX) & _POSITIVE
     return (product ^ (product >> 32)) & _POSITIVE
 
 
 class _Segment:
-    """Hashes that agree in the low `bits` bits when mixed. 0 marks a free slot."""
+    """Hashes whose mixed values agree in the low `bits` bits. 0 marks a free slot."""
 
     def __init__(self, slots: i64, bits: i64) -> None:
         self.names = vec[i64]([0] * slots)
@@ -48,7 +48,7 @@ class _Segment:
         self.bits = bits
 
     def slot_of(self, name: i64, hashed: i64) -> i64:
-        """The slot of a hash, or, below 0, the complement of the slot where it would go."""
+        """Return the slot of a hash; if absent, the complement (below 0) of its future slot."""
         names = self.names
         mask: i64 = i64(len(names)) - 1
         at: i64 = (hashed >> 20) & mask
@@ -61,13 +61,13 @@ class _Segment:
         return at
 
     def put(self, at: i64, name: i64, value: i32) -> None:
-        """Write into a free slot."""
+        """Write an entry into a free slot."""
         self.names[at] = name
         self.values[at] = value
         self.used += 1
 
     def free(self, hole: i64) -> None:
-        """Empty a slot, and move later entries of its probe sequence up."""
+        """Empty a slot, and move later entries of the same probe sequence up."""
         names, values = self.names, self.values
         mask: i64 = i64(len(names)) - 1
         at: i64 = (hole + 1) & mask
@@ -88,22 +88,22 @@ class HashTable:
     """A map from distinct signed 64-bit hashes other than 0 to u32 values."""
 
     def __init__(self, most_slots: i64 = _MOST_SLOTS) -> None:
-        """`most_slots` of a segment, a power of two from 4 on."""
+        """A segment has at most `most_slots` slots: a power of two, at least 4."""
         self._most_slots = most_slots
-        self._bits: i64 = 0  # low bits of a mixed hash that choose among `_segments`
+        self._bits: i64 = 0  # how many low bits of a mixed hash choose among `_segments`
         first: i64 = _FIRST_SLOTS if most_slots > _FIRST_SLOTS else most_slots
         self._first_slots = first
         self._segments: list[_Segment] = [_Segment(first, 0)]
 
     def get(self, name: i64) -> i64:
-        """The value of a hash, or ABSENT."""
+        """Return the value of a hash, or ABSENT."""
         hashed: i64 = mixed(name)
         segment = self._segments[hashed & ((1 << self._bits) - 1)]
         at: i64 = segment.slot_of(name, hashed)
         return ABSENT if at < 0 else i64(segment.values[at]) + _HALF_U32
 
     def add(self, name: i64, value: i64) -> bool:
-        """Map a hash to a value, unless it is mapped already: then False."""
+        """Map a hash to a value. Returns False, and does nothing, if it is mapped already."""
         hashed: i64 = mixed(name)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
@@ -119,7 +119,7 @@ class HashTable:
         return True
 
     def pop(self, name: i64) -> i64:
-        """Remove a hash; returns its value, or ABSENT."""
+        """Remove a hash, and return its value, or ABSENT."""
         hashed: i64 = mixed(name)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
@@ -133,7 +133,7 @@ class HashTable:
         return value
 
     def let_go(self) -> bool:
-        """Free the memory of a segment; False after the last. Unusable afterwards."""
+        """Free the memory of one segment. Returns False after the last. Unusable afterwards."""
         if self._segments:
             self._segments.pop()
         return len(self._segments) > 0
@@ -157,7 +157,7 @@ class HashTable:
         self._place(high, (index & (half - 1)) | half)
 
     def _shrink(self, index: i64) -> None:
-        """Join a segment that is almost empty with its other half, or halve the only one."""
+        """Join a segment that is almost empty with its other half; halve the only segment."""
         segment = self._segments[index]
         slots: i64 = i64(len(segment.names))
         if segment.bits > 0:
@@ -169,7 +169,7 @@ class HashTable:
             _move(segment, joined, joined)
             _move(other, joined, joined)
             self._place(joined, index)
-            if joined.used * 8 < slots:  # the joined segment may be small enough to join again
+            if joined.used * 8 < slots:  # the joined segment may be small enough to be joined again
                 self._shrink(index)
         elif slots > self._first_slots:
             smaller = _Segment(slots // 2, 0)
@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Point all directory entries that agree with `index` in the segment's bits to it."""
+        """Set all directory entries that agree with `index` in the segment's low bits."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits
@@ -187,7 +187,7 @@ class HashTable:
 
 
 def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
-    """Move all entries of a segment into two others, by the next bit of their mixed hashes."""
+    """Distribute all entries of a segment to two others, by the next bit of the mixed hashes."""
     names = segment.names
     at: i64 = 0
     end: i64 = i64(len(names))
@@ -201,14 +201,14 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Engine hashes of a rank's blocks in a packed table: for the compiled form.
+# A rank's engine hashes in a packed table: for the compiled form.
 #
-# Names are signed here, as in the table. A name takes 25 bytes with its row, against 130 with
+# Names are signed here, as in the table. A name takes 25 bytes with its row, against 130 bytes with
 # dicts.
 
 
 class HashesPacked(EngineHashes):
-    """The table has all names except 0 and names of several blocks."""
+    """The table has all names, except 0 and names of several blocks."""
 
     __slots__ = ("_table",)
 
@@ -232,7 +232,7 @@ class HashesPacked(EngineHashes):
         table = self._table
         at: i64 = 0
         end: i64 = len(packed)
-        low: i64 = 0  # a stretch of consecutive places
+        low: i64 = 0  # where a stretch of consecutive places begins
         high: i64 = -2
         while at < end:
             name: i64 = read_i64_le(packed, at)
@@ -240,7 +240,7 @@ class HashesPacked(EngineHashes):
             place: i64 = table.pop(name) if name != 0 else NOWHERE
             if place < 0:
                 continue
-            # Engines evict neighbours together, mostly from the end of a prompt.
+            # Engines evict neighbours together, mostly at the end of a prompt.
             if place == low - 1 and high >= 0 and (low & POSITION_MASK) != 0:
                 low = place
             elif place == high + 1 and high >= 0 and (place & POSITION_MASK) != 0:
@@ -254,7 +254,7 @@ class HashesPacked(EngineHashes):
         return gone
 
     def _empty(self, low: i64, high: i64, gone: dict[int, int]) -> None:
-        """Empty the row from one place to another, and note the positions."""
+        """Empty the row from place `low` to `high`, and add the positions to `gone`."""
         count: int = high - low + 1
         strand: int = low >> POSITION_BITS
         position: int = low & POSITION_MASK
@@ -288,7 +288,7 @@ class HashesPacked(EngineHashes):
             self._table.pop(_signed(name))
             return
         places.remove(place)
-        if not places:  # name 0 stays listed even with one place
+        if not places:  # name 0 stays listed even if it has only one place
             del self.listed[name]
         elif name and len(places) == 1:
             del self.listed[name]

@@ -1,10 +1,10 @@
-"""Evict blocks that cannot match, because blocks before them are gone, when they keep too much
-memory.
+"""Evict blocks behind holes, if they take too much memory. They cannot match, because blocks before
+them are gone.
 
-A run's label stays while a run hangs below it, and a rank's row of hashes reaches to its last
-block. So if an engine evicts the starts of prompts and keeps the ends, the index would keep all of
-both: 16 KB for one block. Such ends cannot match until their starts return. If too much memory is
-kept for them they are evicted; the engine may store them again. The review takes one strand at a
+A run's label stays while another run hangs below the run, and a rank's row of hashes reaches to the
+rank's last block. So if an engine evicts the starts of prompts and keeps the ends, the index keeps
+the memory of both: 16 KB for one block. The ends cannot match until the starts return. If they take
+too much memory they are evicted; the engine may store them again. The review visits one strand at a
 time, in short steps, between which the index may change. D31."""
 
 from collections.abc import Callable, Generator, Iterator
@@ -13,15 +13,15 @@ from lean_selector.core.index.device_tier import DeviceRank, DeviceTier
 from lean_selector.core.index.runs import Run
 from lean_selector.core.rank_bits import bits_of
 
-# Positions (8 bytes each, in labels and rows) allowed per held block, in a strand and in total. A
-# block that one rank holds takes two, so above this limit more than half of a strand is gone.
+# Positions (8 bytes each, in labels and rows) per held block that are allowed, in a strand and in
+# total. A block on one rank takes two, so above this more than half of a strand is gone.
 MOST_POSITIONS = 4
-SPARED_POSITIONS = 1 << 19  # 4 MiB: less than this is not worth evicting for
-REVIEW_AFTER = 1 << 17  # dropped blocks until a review, besides half of those held at the last one
-_STRANDS_PER_STEP = 8  # measured: some 40 us
-_RANKS_PER_STEP = 32  # ranks checked in a strand with many holders: some 10 us each
-_BLOCKS_PER_STEP = 64  # dropped blocks: some 50 us
-_MOST_RUNS_ABOVE = 256  # blocks visited: some 100 us
+SPARED_POSITIONS = 1 << 19  # 4 MiB: below this, nothing is evicted
+REVIEW_AFTER = 1 << 17  # dropped blocks before a review, plus half of those held at the last one
+_STRANDS_PER_STEP = 8  # strands measured per step; some 40 us
+_RANKS_PER_STEP = 32  # ranks checked per step in a strand with many holders; some 10 us each
+_BLOCKS_PER_STEP = 64  # blocks dropped per step; some 50 us
+_MOST_RUNS_ABOVE = 256  # runs visited above a strand; some 100 us
 
 
 def review(
@@ -29,8 +29,8 @@ def review(
 ) -> Generator[None, None, int]:
     """Measure all strands, and evict blocks behind holes where these take too much memory.
 
-    `evicted` is called with each rank that loses blocks, and their number. A step takes some 50 us.
-    Returns the number of held blocks."""
+    `evicted` is called with each rank that loses blocks, and the number of blocks. A step takes
+    some 50 us. The generator returns how many blocks are held."""
     kept = held = 0
     for strand in range(device.trie.numbered):
         if not strand % _STRANDS_PER_STEP:
@@ -50,8 +50,8 @@ def review(
 
 
 def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[int, int, int]]:
-    """Positions that a strand takes, its held blocks, and the set of their ranks. Approximate:
-    ranks that are being swept count too."""
+    """Return how many positions a strand takes, how many blocks are held in it, and the set of
+    ranks that hold them. Approximate: ranks that are being swept count too."""
     kept = held = holders = looked_at = 0
     for run in device.trie.pieces(strand):
         length = len(run.label) >> 3
@@ -81,8 +81,8 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Positions of the runs directly above a strand that no rank holds. If several strands share
-    these runs, each counts its share of them."""
+    """Return how many positions no rank holds in the runs directly above a strand. If several
+    strands share these runs, each strand counts its share."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)
     for _ in range(_MOST_RUNS_ABOVE):
@@ -99,25 +99,25 @@ def _kept_above(device: DeviceTier, strand: int) -> float:
 
 
 def _held_end(run: Run) -> int:
-    """Blocks of a run up to the last that a rank holds."""
+    """Return the number of a run's blocks up to the last that a rank holds."""
     if run.whole:
         return len(run.label) >> 3
     return max(map(int.bit_length, (run.partial or {}).values()), default=0)
 
 
 def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
-    """The positions of a rank's row to evict; 0: none."""
+    """Return the positions (a bit mask) to evict from a rank's row; 0: none."""
     held = device.held_in(rank, strand)
     if _kept_above(device, strand):
         return held
-    # All held blocks but the leading ones.
+    # All blocks that the rank holds, except the leading ones.
     return held & held + 1 if held.bit_length() > held.bit_count() << 1 else 0
 
 
 def _closed(
     device: DeviceTier, strand: int, holders: int, evicted: Callable[[DeviceRank, int], None]
 ) -> Iterator[None]:
-    """Evict blocks behind holes, of each rank whose row is mostly holes."""
+    """For each rank whose row is mostly holes, evict the blocks behind holes."""
     for bit in bits_of(holders):
         while (rank := device.ranks.rank_in(strand, bit)) is not None:
             device.cut_row(rank, strand)

@@ -27,24 +27,24 @@ from enum import Enum, auto
 
 from xxhash import xxh3_64_intdigest
 
-# Engines count from 0, some from 1. So batch 0 does not count as missing without a replay endpoint,
-# or if the replay does not contain it. At worst one batch of blocks is unknown.
+# Engines count from 0, some from 1. So a missing batch 0 does not count, if there is no replay
+# endpoint or the replay does not contain it. At worst the blocks of one batch are unknown.
 _LATE_FIRST_SEQ = 1
-UNSET_SEQ = 2**64 - 1  # the mark for "no batch yet"; a batch with this number leaves a fresh cursor
+UNSET_SEQ = 2**64 - 1  # stands for "no batch yet", even if a batch has this number
 
-# Bounds of the live batches kept during a replay. Beyond either bound the oldest are dropped, which
-# leaves a gap to request again. The bytes are 1 s of events at 64 MB/s.
+# Limits of the live batches that are kept during a replay. Above a limit the oldest are dropped,
+# which leaves a gap to request again. The bytes are 1 s of events at 64 MB/s.
 MAX_HELD = 100_000
 MAX_HELD_BYTES = 64 * 1024 * 1024
 
 
 class BatchVerdict(Enum):
-    """What to do with a batch."""
+    """What the caller must do with a batch."""
 
     APPLY = auto()
-    IGNORE = auto()  # applied before
-    HOLD = auto()  # kept: next_held() returns it later
-    RESTART = auto()  # drop every block of this source, then apply
+    IGNORE = auto()  # it was applied before
+    HOLD = auto()  # it is kept: next_held() returns it later
+    RESTART = auto()  # drop every block of this source, then apply the batch
 
 
 class SourceState(Enum):
@@ -54,8 +54,8 @@ class SourceState(Enum):
     LIVE = "live"  # complete, as far as the engine reports
     REPLAYING = "replaying"  # a replay is due or running
     DEGRADED = "degraded"  # batches are missing, perhaps for good
-    PARTIAL = "partial"  # complete from some batch on; the replay does not reach back to the first
-    NO_REPLAY = "no_replay"  # unknown what was published before the connection
+    PARTIAL = "partial"  # complete from some batch on; the replay lacks the first batches
+    NO_REPLAY = "no_replay"  # what was published before the connection is unknown
     SILENT = "silent"  # the engine has published nothing, according to its replay
 
 
@@ -63,64 +63,64 @@ class _Phase(Enum):
     IDLE = auto()
     ASKED = auto()  # a replay was requested, and no answer has arrived
     ANSWERING = auto()
-    CATCHING_UP = auto()  # the replay has ended; kept live batches are not yet applied
+    CATCHING_UP = auto()  # the replay has ended, and kept live batches are not applied yet
 
 
 class KvCursor:
-    """The sequence numbers of one source. With `can_replay`, gaps wait for a replay."""
+    """The sequence numbers of one source. If `can_replay` is true, gaps wait for a replay."""
 
     def __init__(self, can_replay: bool) -> None:
         self.can_replay = can_replay
         self.gaps = 0
         self.replayed_batches = 0
         self.restarts = 0  # total
-        # Total batches that no replay can bring back, since the index last matched the engine.
+        # Batches that no replay can bring back, since the index last matched the engine.
         self.lost = 0
         self.unknown = 0  # missing batches before the first known one
         self.last_live: int | None = (
             None  # time of this engine's start as far as known; grows with each restart
         )
-        self.is_again = False  # the batch to apply now may have been applied before
-        self._next = 0  # the number that continues what was applied; 0 before the first batch
+        self.is_again = False  # the batch to apply now may already have been applied
+        self._next = 0  # number of the next batch in order; 0 before the first batch
         self._digest: int | None = (
             None  # digest of the batch before `_next`; None: unknown or unusable
         )
         self._missing_from: int | None = None  # the first batch that a replay should bring
-        self._missing = 0  # batches in gaps from there on; > 0 only with `_missing_from`
-        # The range of batches after `_missing_from` that may have been applied: first, and end
+        self._missing = 0  # missing batches from there on; > 0 only with `_missing_from`
+        # Batches after `_missing_from` that may have been applied early: the first, and the end
         # (exclusive).
         self._early_from: int | None = None
         self._early_end = 0  # set when a replay answers
-        self._missing_before = 0  # of `_missing`, batches before the first known one
+        self._missing_before = 0  # how many of `_missing` come before the first known batch
         self._proof: int | None = (
             None  # digest of the batch before `_missing_from`, until it is compared
         )
-        # The newest batch applied and its digest, which a replay by the same publisher also
-        # contains. Set while the connection is new and no replay has contained it.
+        # The newest applied batch and its digest; a replay by the same publisher contains it too.
+        # Set while the connection is new and no replay has contained the batch.
         self._top: tuple[int, int] | None = None
         self._holds_top = False
-        self._newest = -1  # a live number up to this one comes from a new publisher
-        self._has_answered = False  # a replay by this publisher has ended
-        self._asks_again = False  # a connection was made while a replay ran
+        self._newest = -1  # up to this, a live number comes from a new publisher
+        self._has_answered = False  # a replay by this publisher has reached its end
+        self._asks_again = False  # a new connection was made during a replay
         self._phase = _Phase.IDLE
         self._asked_next = 0  # `_next` when the replay was requested
-        self._asked_digest: int | None = None  # `_digest` likewise
-        self._asked_missing = 0  # `_missing` likewise
-        self._is_blind = False  # the replay was requested with no batch known beyond its start
+        self._asked_digest: int | None = None  # `_digest` when the replay was requested
+        self._asked_missing = 0  # `_missing` when the replay was requested
+        self._is_blind = False  # when the replay was requested, no batch after its start was known
         self._is_shown = False  # the replay has contained `_top`, or starts after it
         self._has_failed = False  # the last replay did not reach its end
-        self.dropped = 0  # total kept live batches dropped to stay within the bounds
+        self.dropped = 0  # total kept live batches that were dropped because of the limits
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
 
     @property
     def watermark(self) -> int | None:
-        """The last batch applied in order; None before the first."""
+        """The number of the last batch that was applied in order; None before the first."""
         return self._next - 1 if self._next else None
 
     @property
     def lag(self) -> int:
-        """Batches that are known to exist and are not applied."""
+        """How many batches are known to exist and are not applied."""
         kept_only = 0 if self._phase is _Phase.ASKED else len(self._held)
         return self._missing + kept_only
 
@@ -145,44 +145,44 @@ class KvCursor:
 
     @property
     def has_told(self) -> bool:
-        """Whether a batch of this publisher has arrived, live or from a replay."""
+        """Whether a batch of this publisher was received, live or from a replay."""
         return self.last_live is not None or (self._has_answered and self._next > 0)
 
     @property
     def complete_to(self) -> int | None:
-        """The last batch applied, if no known batch before it is missing."""
+        """Number of the last batch applied; None if a known batch before it is missing."""
         is_in_order = self._phase is _Phase.IDLE or self._phase is _Phase.ASKED
         return self.watermark if is_in_order and not self._missing and not self.lost else None
 
     @property
     def replay_from(self) -> int | None:
-        """The batch to request a replay from; None if no replay is due. We have that batch already,
-        if there is one."""
+        """The number of the first batch that a replay should contain; None if no replay is due. The
+        replay begins with a batch that we have, if there is one."""
         if self._missing_from is None or self._phase is not _Phase.IDLE:
             return None
         return max(0, self._missing_from - 1)
 
     @property
     def is_settled(self) -> bool:
-        """No replay is due or under way."""
+        """Whether no replay is due or running."""
         return self._missing_from is None and self._phase is _Phase.IDLE
 
     def resume_at(self, watermark: int) -> None:
         """Continue after a recovered index. Call it before the socket connects.
 
-        Every live batch was then published after the index was dumped: number watermark + 1
-        continues it, and a number at or below the watermark comes from a new publisher."""
+        The index is complete up to `watermark`: live batch watermark + 1 continues it. A live
+        number at or below the watermark comes from a new publisher."""
         assert self.last_live is None
         assert self._next == 0
         self._next = watermark + 1
         self._newest = watermark
 
     def connected(self) -> None:
-        """A live connection was made, and none of its batches has been judged.
+        """Note that a live connection was made; none of its batches has been judged.
 
-        Batches published before it may have been missed, so a replay is due if possible. A new
-        subscriber never receives a batch that we already have, so such a number comes from a new
-        publisher."""
+        Batches that were published before the connection may have been missed, so a replay is due
+        if possible. A new subscriber never receives a batch that we already have. So if such a
+        number arrives, it comes from a new publisher."""
         self._holds_top = self._top is not None
         if self._phase is not _Phase.IDLE:
             self._asks_again = self.can_replay
@@ -198,7 +198,7 @@ class KvCursor:
             self._early_from = self._missing_from if self._missing_from < self._next else None
 
     def live(self, seq: int, payload: bytes) -> BatchVerdict:
-        """Judge a live batch, 0 <= seq < 2**64. The payload is kept if it may be needed again."""
+        """Judge a live batch, 0 <= seq < 2**64. The payload is stored if it may be needed again."""
         self.is_again = False
         if seq == UNSET_SEQ:
             self._start_over()
@@ -216,21 +216,21 @@ class KvCursor:
         self._advance(seq, payload)
         is_idle = self._phase is _Phase.IDLE
         if self._has_failed and not self._missing and is_idle and not self._holds_top:
-            self._missing_from = None  # no replay runs, and nothing was missed
+            self._missing_from = None  # no replay runs and nothing is missing
             self._has_failed = False
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
 
     def replay_started(self) -> None:
-        """The request for `replay_from` is about to go out."""
+        """Note that a replay from `replay_from` is about to be requested."""
         assert self.replay_from is not None
         self._phase = _Phase.ASKED
         self._asked_next, self._asked_digest = self._next, self._digest
         self._asked_missing = self._missing
 
     def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
-        """Judge a replayed batch. APPLY, even if it may have been applied live before; IGNORE; or
-        RESTART: drop every block of this source, abort the replay, and request `replay_from`
-        again."""
+        """Judge a replayed batch. Returns APPLY (even if it may have been applied live before),
+        IGNORE, or RESTART: then drop every block of this source, abort the replay, and request
+        `replay_from` again."""
         if self._phase is _Phase.ASKED:
             assert self._missing_from is not None
             self._phase = _Phase.ANSWERING
@@ -253,11 +253,11 @@ class KvCursor:
             self._has_shown_top()
         if seq < self._next:
             return BatchVerdict.IGNORE
-        # The engine's buffer may have rolled past the batches to compare.
+        # The engine's buffer may no longer have the batches to compare.
         is_in_doubt = proof is not None or (seq > top >= 0 and not self._is_shown)
         if seq > top:
             self._has_shown_top()
-        heard = max(0, min(seq, top + 1) - self._next)  # applied already, except the gaps
+        heard = max(0, min(seq, top + 1) - self._next)  # already applied, except the gaps
         gone = min(heard, self._missing) + seq - self._next - heard
         if self._next:
             self.lost += max(gone, is_in_doubt)
@@ -272,9 +272,9 @@ class KvCursor:
         return BatchVerdict.APPLY
 
     def replay_finished(self) -> BatchVerdict:
-        """The end marker arrived: batches that the replay did not contain no longer exist. Drain
-        next_held(). May return RESTART, as `replayed` does."""
-        since = 0  # missing batches newer than the request, which the replay may not contain
+        """The end marker arrived: batches that the replay did not contain no longer exist. Call
+        next_held() until it returns None. May return RESTART, as `replayed` does."""
+        since = 0  # missing batches after the request, which the replay may lack
         if self._phase is _Phase.ASKED:
             since = self._missing - self._asked_missing
             if self._missing_from == 0:
@@ -283,14 +283,14 @@ class KvCursor:
             elif self._asked_next == self._missing_from or (
                 self._holds_top and not self._asks_again
             ):
-                # It has not even the batch that we already have.
+                # The engine lacks even the batch that we already have.
                 self._restarted()
                 self._missing_from = 0
                 return BatchVerdict.RESTART
             else:
                 self.lost += self._asked_missing
         elif self._phase is _Phase.ANSWERING and self._next < self._asked_next:
-            # The replay ended before a known batch, so that batch was not applied in order.
+            # The replay ended before a batch that we know, so that batch was not applied in order.
             self.lost += self._asked_next - self._next
         before = self._missing_before
         self._end_replay(complete=True)
@@ -302,35 +302,35 @@ class KvCursor:
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
-        """The replay had no answer, or stopped early. Drain next_held(), then request it again
-        later."""
+        """A replay had no answer, or stopped early. Then call next_held() until it returns None,
+        and request the replay again later."""
         answered = self._phase is _Phase.ANSWERING
         if answered and (self._is_blind or self._next < self._asked_next):
             self._early_from = self._missing_from = self._next
             self._proof = self._digest
             self._missing = min(self._missing, max(0, self._asked_next - self._next))
             self._missing_before = 0
-            self._holds_top = self._top is not None  # the kept batches come after it
+            self._holds_top = self._top is not None  # the kept batches follow it
             answered = False
         self._end_replay(complete=answered)  # perhaps only the end marker is missing
 
     def replay_interrupted(self) -> bool:
-        """The replay was aborted on our side. True if a replay or kept batches were left open: then
-        drain next_held(), as after a failed replay."""
+        """A replay was aborted on our side. Returns True if it is unfinished or kept batches
+        remain: then call next_held() until it returns None, as after a failed replay."""
         if self._phase is _Phase.ASKED or self._phase is _Phase.ANSWERING:
             self.replay_failed()
         return self._phase is not _Phase.IDLE
 
     def shed(self, size: int) -> None:
-        """Drop the oldest kept batches until this many bytes are free; they become a gap to request
-        again. The newest stays, so that the gap is noticed."""
+        """Drop the oldest kept batches until `size` bytes are free. They become a gap to request
+        again. The newest batch is kept, because its number reveals the gap."""
         goal = self._held_bytes - size
         while len(self._held) > 1 and self._held_bytes > goal:
             self._held_bytes -= len(self._held.popleft()[1])
             self.dropped += 1
 
     def next_held(self) -> bytes | None:
-        """The next kept live batch to apply, in order; None when there are no more."""
+        """Return the next kept live batch to apply, in order; None when there are no more."""
         while self._held:
             seq, payload = self._held.popleft()
             self._held_bytes -= len(payload)
@@ -346,10 +346,10 @@ class KvCursor:
         return None
 
     def cleared(self) -> None:
-        """The batch just applied emptied the source, so gaps before it no longer matter."""
+        """The batch just applied cleared all blocks of the source: gaps before it do not matter."""
         self.lost = self.unknown = 0
         if self._phase is _Phase.IDLE or self._phase is _Phase.ASKED:
-            self._holds_top = False  # it came before the clearing batch too
+            self._holds_top = False  # it came before the clearing batch, too
             if self._next and self._digest is not None:
                 self._top = self._next - 1, self._digest
         if self._phase is not _Phase.ANSWERING:
@@ -362,8 +362,8 @@ class KvCursor:
             self._drop_held()
 
     def lose(self) -> None:
-        """The batch just judged cannot be decoded, and will not be decodable when it is
-        replayed."""
+        """Note that the batch just judged cannot be decoded. A replay of it could not be decoded
+        either."""
         self.lost += 1
 
     def _advance(self, seq: int, payload: bytes) -> None:
@@ -390,8 +390,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Set `_is_shown`: the replay has contained `_top`, or never will. A replay requested
-        before the connection says nothing about it."""
+        """Set `_is_shown`: the replay has contained `_top`, or never will. A replay that was
+        requested before the connection proves nothing about it."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 
@@ -401,8 +401,8 @@ class KvCursor:
             self._top = seq, digest
 
     def _replaced(self) -> BatchVerdict:
-        """Handle a new publisher: all batches from the differing one on are its own, and none of
-        them is applied."""
+        """Handle a new publisher. All batches from the one that differs on come from the new
+        publisher, and none of them is applied."""
         newest = None if self._is_blind else self.last_live
         self._restarted()
         self._missing_from = 0
@@ -435,11 +435,11 @@ class KvCursor:
         if self._next < self._asked_next:
             self._next, self._digest = self._asked_next, self._asked_digest
         self._phase = _Phase.CATCHING_UP
-        if self._asks_again:  # its batches may be from the former publisher
+        if self._asks_again:  # the replay's batches may be from the former publisher
             self._ask()
 
     def _start_over(self) -> None:
-        """Reset as at registration, except for totals and lost batches."""
+        """Reset the state as at registration, except totals and lost batches."""
         self.last_live = None
         self.unknown = 0
         self._newest = -1

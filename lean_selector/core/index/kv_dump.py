@@ -1,7 +1,7 @@
-"""A rank's blocks as the stored events that rebuild them.
+"""Yield BlockStored events from which a rank's blocks can be rebuilt.
 
-On the device only the reachable blocks, one event per run, parents before children; on a lower tier
-every block. The rank may change between two events. Spec: indexer.md sections 4.1 and 7."""
+Device blocks: only reachable ones, one event per run, parents before children. Lower tiers: every
+block. The rank's blocks may change between two events. Spec: indexer.md sections 4.1 and 7."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -12,12 +12,12 @@ from lean_selector.core.index.lower_tiers import Holdings
 from lean_selector.core.index.runs import POSITION_BITS, Run, RunTrie
 from lean_selector.core.index.shapes import StoredRun, Tier
 
-_SLICE_BLOCKS = 512  # some 0.1 ms on the device, 0.5 ms on a lower tier
+_SLICE_BLOCKS = 512  # blocks; some 0.1 ms on the device, 0.5 ms on a lower tier
 
 
 def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
-    """All blocks of a rank, in slices of bounded work (the last may be empty): the device tier,
-    then the lower tiers, the oldest blocks of each first."""
+    """Yield all blocks of a rank, in slices of bounded work (the last may be empty): the device
+    tier, then the lower tiers, each with the oldest blocks first."""
     runs: list[StoredRun] = []
     blocks = 0
     for run in chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank)):
@@ -32,7 +32,7 @@ def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
 def leading_names(
     trie: RunTrie, rank: DeviceRank, local_hashes: bytes, blocks: int
 ) -> tuple[int, ...]:
-    """The rank's engine hashes of the first blocks of a prompt, which it holds on its device."""
+    """Return the rank's engine hashes of a prompt's first blocks, which it holds on the device."""
     names, run, at, end = bytearray(), trie.root, 0, blocks << 3
     while at < end:
         assert run.children is not None
@@ -56,40 +56,40 @@ def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
 
 
 class _DeviceWalk:
-    """One walk over a rank's runs on the device."""
+    """One walk over the runs of which a rank holds blocks on the device."""
 
     def __init__(self, trie: RunTrie, rank: DeviceRank) -> None:
         self._trie = trie
         self._rank = rank
-        self._told: set[Run] = set()  # runs listed as a whole: the runs below them are reachable
+        self._told: set[Run] = set()  # yielded, and held completely: runs below are reachable
         self._cut_off: set[Run] = set()  # unreachable runs
 
     def runs(self) -> Iterator[StoredRun]:
-        """Oldest first, but parents before children. The rank may change during the walk. Each run
-        listed was reachable when it, or a run before it, was requested; no run that stays is left
-        out."""
+        """Yield the oldest runs first, but parents before children. The rank may change during the
+        walk. Each yielded run was reachable when it, or a run before it, was requested. No run that
+        stays is omitted."""
         rows = self._rank.names.rows
-        # dict's own view: an OrderedDict's looks up each key, at ten times the cost.
+        # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for strand in list(dict.keys(rows)):
-            # A rank without a row for a strand holds nothing there now; its bit may belong to
-            # another rank.
+            # If the rank has no row for the strand, it holds nothing there now, and its bit may
+            # belong to another rank.
             if strand in self._rank.names.rows:
                 steps = [step for run in self._trie.pieces(strand) for step in self._path_to(run)]
                 yield from steps
 
     def _path_to(self, run: Run) -> Iterator[StoredRun]:
-        """The runs to list on the path from the start of a prompt to this run."""
+        """Return the runs to yield on the path from a prompt's start to `run`."""
         told, cut_off, names = self._told, self._cut_off, self._rank.names
         path: list[Run] = []
         above: Run | None = run
         while above is not None and above.parent is not None and above not in told:
             if above in cut_off or not (above is run or self._holds_whole(above)):
-                cut_off.update(path)  # not this run: its start may be reachable
+                cut_off.update(path)  # but not `run` itself: its start may be reachable
                 return
             path.append(above)
             above = above.parent
         if above is not None and above in told and not self._holds_whole(above):
-            # It changed after it was listed.
+            # The run changed after it was yielded.
             told.remove(above)
             cut_off.update(path)
             return

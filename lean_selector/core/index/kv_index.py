@@ -1,19 +1,19 @@
 """The index of one partition (model_name, tenant_id): which rank holds which block on which tier.
 
-Applies KV events, matches prompts, dumps itself. Combines the device tier (one trie for all ranks)
-with the lower tiers (one each per rank), and bounds them. Knows no sockets, no tokens and no
-registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7; D16.
+Applies KV events, matches prompts, and dumps itself. Combines the device tier (one trie for all
+ranks) with the lower tiers (separate for each rank), and limits their size. Independent of sockets,
+tokens and registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7; D16.
 
 Rules where the spec leaves a choice:
 
-- A block has every hash under which its rank stored it, and, if events are counted, as many copies
-under each as were stored. It is removed with the last.
+- A block has every hash under which its rank stored it. If events are counted, it has as many
+copies under each hash as were stored. The block is removed with the last one.
 
-- A hash stored again with other tokens names the newer block. The older one stays held; the hash
-names it again when the newer is removed. Bounds, clear and drop free it like any other.
+- If a hash is stored again with other tokens, it names the newer block. The older block stays held,
+and gets the hash back when the newer one is removed. Limits, clear and drop free it too.
 
-- When a block is removed, those behind it stay but are unreachable: they count again when it comes
-back."""
+- If a block is removed, the blocks behind it stay but are unreachable. They count again when the
+block returns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -29,15 +29,15 @@ from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tie
 from lean_selector.core.index.sweeping import Sweeps
 from lean_selector.core.rank_bits import RankBits, RankKey
 
-# Default bound for a rank of unknown size: 2^21 blocks of 16 tokens are 33 million tokens, ten
-# times the cache of the largest node today. Each of the three lower tiers may hold four times as
+# Default limit for a rank of unknown size: 2^21 blocks of 16 tokens are 33 million tokens, ten
+# times the cache of today's largest node. Each of the three lower tiers may hold four times as
 # many.
 DEFAULT_DEVICE_BLOCKS = 1 << 21
 DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
 
 
 class Bounds:
-    """Block limits per rank of a worker: (on the device, on each lower tier)."""
+    """Limits for each rank of a worker: (blocks on the device, blocks on each lower tier)."""
 
     __slots__ = ("_set", "default")
 
@@ -46,14 +46,14 @@ class Bounds:
         self._set: dict[int, tuple[int, int]] = {}  # exceptions, by worker id
 
     def __len__(self) -> int:
-        """Number of workers with their own bound."""
+        """Number of workers with limits of their own."""
         return len(self._set)
 
     def of(self, worker_id: int) -> tuple[int, int]:
         return self._set.get(worker_id, self.default)
 
     def set(self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None) -> None:
-        """None means the default bound."""
+        """Set a worker's limits; None means the default."""
         device, lower = self.default
         if device_blocks is not None:
             device = device_blocks
@@ -69,14 +69,14 @@ class Bounds:
 
 
 # --------------------------------------------------------------------------------------------------
-# Choose the table of engine hashes that is fast in this form of the package.
+# The table of engine hashes that is fast in this form of the package.
 #
-# Compiled, the packed table is as fast as dicts and takes a fifth of their memory; interpreted it
-# is thirty times slower. Both behave alike: the index tests run with either.
+# Compiled, the packed table is as fast as dicts and takes a fifth of their memory. Interpreted, it
+# is thirty times slower. Both behave alike: the index tests run with each.
 
 
 def engine_hashes() -> EngineHashes:
-    """The table for a rank that holds nothing yet."""
+    """Return an empty table for a rank that holds nothing yet."""
     if not IS_COMPILED:
         return HashesInDicts()
     # Imported here: it needs a dependency that only the compiled form has.
@@ -87,7 +87,7 @@ def engine_hashes() -> EngineHashes:
     return HashesPacked()  # pragma: no cover: in the compiled form, where coverage is not measured
 
 
-# Freeing steps taken per event, plus one per 32 blocks: more than a dropped event adds.
+# Freeing steps per stored event, plus one per 32 blocks: more than dropping an event's blocks adds.
 _STEPS_PER_EVENT = 2
 _EVICTED_PER_STEP = 32
 
@@ -97,8 +97,8 @@ _STORED = StoreResult.STORED
 
 class KvIndex:
     """The index of one partition. Lists of local hashes are bytes, 8 per block, little-endian.
-    `evicted` counts blocks dropped because a rank exceeded its bound, or because holes before them
-    took too much memory."""
+    `evicted` counts blocks that were dropped because a rank exceeded its limit, or because holes
+    before them took too much memory."""
 
     def __init__(
         self,
@@ -111,26 +111,26 @@ class KvIndex:
         bits: RankBits | None = None,
     ) -> None:
         """`on_sweep` is called when there is memory to free; `new_names` is for tests; `bits`
-        numbers the ranks, and may be shared."""
+        assigns bit numbers to ranks, and may be shared."""
         self.block_size = block_size
         self.evicted = 0
         self.bounds = Bounds(device_bound, lower_tier_bound)
         # bits of a worker's ranks in `_ranks`, by worker id
         self._dp_ranks: dict[int, set[int]] = {}
-        self._ranks: dict[RankKey, Holdings] = {}  # ranks with a block, no others
+        self._ranks: dict[RankKey, Holdings] = {}  # only ranks with a block
         self._sweeps = Sweeps()
-        # Device blocks still to be dropped before the next review of holes
+        # How many device blocks may be dropped until the next review of holes.
         self._until_review = holes.REVIEW_AFTER
-        self._is_reviewed = False  # a review runs now, as one of the sweeps
+        self._is_reviewed = False  # whether a review is running, as one of the sweeps
         self.on_sweep = on_sweep
-        # Numbers of the ranks with a block, and of any other keys that a user numbers here.
+        # Bit numbers of ranks with a block, and of other keys if a user of the index acquires them.
         self.bits = RankBits() if bits is None else bits
         self._device = DeviceTier(self.bits, new_names)
         self._lower_matches = LowerMatches(self._device)
-        self._lower = self._lower_matches.ranks  # by bit, ranks with a block on a lower tier
+        self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
     def beside(self) -> "KvIndex":
-        """An empty index with the same bounds and the same numbering of ranks."""
+        """Return an empty index with the same limits, which shares the bit numbers of ranks."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -162,7 +162,7 @@ class KvIndex:
         return len(rank.lower[tier - 1]) if rank.lower else 0
 
     def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
-        """How many leading blocks of a prompt each rank holds. Ranks without a hit are left out."""
+        """Return how many leading blocks of a prompt each rank holds, for ranks with a hit."""
         sets, found = self.match_sets(local_hashes)
         found += [(Matched(blocks), ranks) for blocks, ranks in sets]
         keys_of = self._device.ranks.keys_of
@@ -171,9 +171,9 @@ class KvIndex:
     def match_sets(
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
-        """`match` as sets of ranks (`bits`) that hold equally many leading blocks on the device,
-        and sets of ranks whose matches continue in the same way on a lower tier. All sets are
-        disjoint and not empty."""
+        """Like `match`, as sets of ranks (numbered by `bits`). First, the sets that hold equally
+        many leading blocks on the device; second, those whose matches continue in the same way on a
+        lower tier. All sets are disjoint and not empty."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []
@@ -186,18 +186,18 @@ class KvIndex:
         return sets, extended
 
     def path(self, local_hashes: bytes) -> list[Run]:
-        """The runs along a prompt, as far as some rank holds all of it."""
+        """Return the runs along a prompt, up to the last run that some rank holds completely."""
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """The runs that matter most, from the root down, in steps of `core.index.upper_runs`."""
+        """Yield the largest runs, from the root down, in steps of `core.index.upper_runs`."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
 
     def leading_names(self, key: RankKey, local_hashes: bytes, blocks: int) -> tuple[int, ...]:
-        """A rank's engine hashes of the first blocks of a prompt; the rank holds all of them on its
-        device."""
+        """Return a rank's engine hashes of the first blocks of a prompt, all of which the rank
+        holds on its device."""
         return leading_names(self._device.trie, self._ranks[key].device, local_hashes, blocks)
 
     # Events
@@ -212,15 +212,14 @@ class KvIndex:
         local_hashes: bytes,
         counted: bool = False,
     ) -> StoreResult:
-        """Apply a `stored` event: a chain of blocks below `parent_hash` (None: a prompt's start).
+        """Apply a `stored` event: a chain of blocks below `parent_hash` (None: it starts a prompt).
 
-        Hashes are u64. Blocks beyond the shorter of the two lists are left out. Evicts the rank's
-        oldest blocks beyond its bound. `counted`: a block that is stored again is another copy,
-        which needs its own remove event.
-        """
+        Hashes are u64. If one list is shorter, the other list's further blocks are ignored. Evicts
+        the rank's oldest blocks beyond its limit. With `counted`, a block that is stored again is
+        one more copy, which needs a remove event of its own."""
         if not local_hashes or not block_hashes:
             return StoreResult.EMPTY
-        if len(block_hashes) == 1:  # a decoding engine sends most of its blocks one by one
+        if len(block_hashes) == 1:  # usual for an engine that decodes
             if block_hashes[0] == parent_hash:
                 return StoreResult.SELF_REFERENCE
             names = block_hashes[0].to_bytes(8, "little")
@@ -244,8 +243,8 @@ class KvIndex:
         local_hashes: bytes,
         counted: bool = False,
     ) -> StoreResult:
-        """`store` for packed engine hashes: at least one, all different from each other and from
-        the parent, with as many local hashes."""
+        """Like `store`, for packed engine hashes: at least one, all different from each other and
+        from the parent, and as many local hashes."""
         blocks = len(names) >> 3
         if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
@@ -265,7 +264,7 @@ class KvIndex:
         self._device.store(rank.device, place, names, local_hashes, counted)
         bound = self.bounds.of(key[0])[0]
         extra = rank.device.names.extra
-        if extra and rank.device.blocks + extra > bound:  # more than the engine can hold
+        if extra and rank.device.blocks + extra > bound:  # more blocks than the engine can hold
             rank.device.names.forget_extra(rank.device.blocks + extra - bound)
         if rank.device.blocks > bound:
             self._evict_device(rank, bound, blocks + _EVICTED_PER_STEP)
@@ -275,8 +274,8 @@ class KvIndex:
         return _STORED
 
     def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
-        """Apply a `stored` event with hashes only: blocks whose tokens are known because the rank
-        holds them on some tier. Returns how many are known. `counted`: as in `store`."""
+        """Apply a `stored` event with hashes only, for blocks whose tokens are known, because the
+        rank holds them on some tier. Returns how many are known. `counted`: as in `store`."""
         known = 0
         for at in range(0, len(names), 8):
             rank = self._ranks.get(key)
@@ -299,7 +298,7 @@ class KvIndex:
         return known
 
     def knows(self, key: RankKey, tier: Tier, name: int) -> bool:
-        """Whether a rank holds a block of this name on a tier."""
+        """Whether a rank holds a block with this engine hash on a tier."""
         rank = self._ranks.get(key)
         if rank is None:
             return False
@@ -309,20 +308,19 @@ class KvIndex:
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """Remove one extra copy of each of these device blocks, if the rank has more than one
-        copy."""
+        """Remove one copy of each of these device blocks, unless it is the only copy."""
         rank = self._ranks.get(key)
         for name in names if rank is not None else ():
             assert rank is not None
             rank.device.names.take_copy(name)
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
-        """Apply a `removed` event; unknown blocks are skipped. Returns the blocks removed."""
+        """Apply a `removed` event; unknown blocks are ignored. Returns the number removed."""
         names = u64s(len(block_hashes)).pack(*block_hashes)
         return self.remove_blocks((worker_id, dp_rank), tier, names)
 
     def remove_blocks(self, key: RankKey, tier: Tier, names: bytes) -> int:
-        """`remove` for packed engine hashes."""
+        """Like `remove`, for packed engine hashes."""
         rank = self._ranks.get(key)
         if rank is None:
             return 0
@@ -340,8 +338,8 @@ class KvIndex:
         return removed
 
     def clear(self, worker_id: int, *dp_ranks: int) -> int:
-        """Drop all blocks of these ranks, on all tiers; returns their number. They are hidden at
-        once; `sweep` frees the memory of large ones."""
+        """Drop all blocks of these ranks, on all tiers; returns how many. They are hidden at once.
+        If there are many, `sweep` frees the memory."""
         dropped = 0
         sweeps: list[Iterator[None]] = []
         for dp_rank in dp_ranks:
@@ -361,16 +359,16 @@ class KvIndex:
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
-        """Drop all blocks of a worker, on every rank that it ever had, and its bounds."""
+        """Drop all blocks of a worker, on every rank that it ever had, and its limits."""
         self.bounds.forget(worker_id)
         return self.clear(worker_id, *self._dp_ranks.get(worker_id, ()))
 
     def set_bound(
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
-        """Bound the blocks of each rank of a worker, on the device and on each lower tier; None
-        means the default. Beyond the bound the oldest blocks are evicted: the run stored first,
-        from its end."""
+        """Limit the blocks of each rank of a worker, on the device and on each lower tier; None
+        means the default. Above the limit, the oldest blocks are evicted: the run that was stored
+        first, from its end."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 
@@ -401,9 +399,9 @@ class KvIndex:
     # Giving back
 
     def sweep(self, steps: int) -> bool:
-        """Free memory of dropped blocks, or evict blocks beyond a bound, in this many steps. True
-        when there is more to do. A step takes some 50 us, 500 at most. No caller depends on it:
-        each stored event frees as much as earlier events may have added."""
+        """Free the memory of dropped blocks, or evict blocks above a limit, in `steps` steps.
+        Returns True if more is left. A step takes some 50 us, at most 500. It is no duty of the
+        caller: each stored event frees as much as earlier events may have added."""
         return self._sweeps.go_on(steps)
 
     def do_in_steps(self, sweep: Iterator[None]) -> None:
@@ -428,15 +426,15 @@ class KvIndex:
     # Dump
 
     def dump(self, worker_id: int | None = None) -> Iterator[list[StoredRun]]:
-        """Stored events that rebuild the index, in slices of bounded work: one or more per rank.
+        """Yield stored events from which the index can be rebuilt, in slices of bounded work.
 
-        Ranks are sorted; within a rank the oldest blocks come first, on the device parents before
-        children. Device: one event per run, reachable blocks only. Lower tiers: one event per
-        block.
+        Ranks are sorted, and have at least one slice each. Within a rank the oldest blocks come
+        first; on the device, parents before children. Device: one event per run, reachable blocks
+        only. Lower tiers: one event per block.
 
         Events may be applied between two slices, so each slice shows the index at some moment since
-        the dump started. A copy that applies the slice, and then all events since that moment
-        again, ends up with the rank's blocks."""
+        the dump started. If a copy applies the slice, and then again all events since that moment,
+        the copy ends up with the rank's blocks."""
         for key in self.ranks():
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):
@@ -460,7 +458,7 @@ class KvIndex:
         self._release_if_empty(key, rank)
 
     def _evict_device(self, rank: Holdings, bound: int, most: int) -> bool:
-        """Evict at most this many blocks beyond the bound; True when there are more."""
+        """Evict at most `most` device blocks above the limit. Returns True if more are left."""
         surplus = rank.device.blocks - bound
         if surplus <= 0:
             return False

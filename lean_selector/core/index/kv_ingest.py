@@ -1,9 +1,9 @@
-"""Apply the events of one source to the index: decide which ones count and under which hash, and
+"""Apply the events of one source to the index: decide which events count, find the hashes, and
 count the results.
 
-Keeps what must be remembered between events of a rank: the kinds of its block groups, and the salts
-of blocks whose children come without one. Never raises for a peer's data: an invalid event is
-skipped and counted by reason. Knows no encoding and no socket. Spec: indexer.md 1.4, 3.2."""
+Stores what later events of a rank depend on: the kinds of its block groups, and the salts of blocks
+whose children come without one. Bad data from an engine raises no exception: an invalid event is
+skipped and counted by reason. Independent of encodings and sockets. Spec: indexer.md 1.4, 3.2."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -31,12 +31,12 @@ from lean_selector.core.index.shapes import (
 from lean_selector.core.index.sweeping import emptied
 from lean_selector.core.rank_bits import RankKey
 
-# Attention over the whole prompt, which prefix matching relies on. Other kinds (sliding window,
-# mamba, ...) keep and drop blocks by other rules.
+# The kinds of attention over the whole prompt, on which prefix matching relies. Other kinds
+# (sliding window, mamba, ...) store and evict blocks by other rules.
 _PREFIX_KINDS = frozenset(("full_attention", "mla_attention", "sink_full_attention"))
 _NO_KIND = "unknown"  # vLLM's kind for a group that it cannot classify
 _PARTIAL_IS_DOUBTED = (
-    8  # events of smaller blocks without any event of a whole block: then the block size is doubted
+    8  # events of smaller blocks, without one of a whole block, until the block size is doubted
 )
 
 _DEVICE = Tier.DEVICE
@@ -45,12 +45,12 @@ _WHOLE = EventPart.WHOLE
 
 MAX_RANKS = 4096  # per source; the largest data_parallel_size that registration accepts (D6)
 MAX_GROUPS = 1024  # per rank; hybrid models have fewer than ten
-# Per rank and tier; 16 M tokens of 16-token blocks, the oldest are dropped first
+# Per rank and tier: 16 M tokens in blocks of 16. The oldest are dropped first.
 MAX_SALTED_BLOCKS = 1 << 20
 
 
 class EventCounts:
-    """Counts of events by result; they only grow."""
+    """Counts of events by result. They never decrease."""
 
     def __init__(self) -> None:
         self.stored = 0
@@ -58,14 +58,14 @@ class EventCounts:
         self.cleared = 0
         self.blocks_stored = 0
         self.blocks_removed = 0
-        self.skipped: dict[tuple[str, str], int] = {}  # by (event type, reason), both of few values
+        self.skipped: dict[tuple[str, str], int] = {}  # by (event type, reason); few values
 
     def skip(self, event_type: str, reason: str, count: int = 1) -> None:
         key = event_type, reason
         self.skipped[key] = self.skipped.get(key, 0) + count
 
     def add(self, other: "EventCounts") -> None:
-        """Add the counts of a source that is closed."""
+        """Add the counts of another source, which is closed."""
         self.stored += other.stored
         self.removed += other.removed
         self.cleared += other.cleared
@@ -75,7 +75,7 @@ class EventCounts:
             self.skip(event_type, reason, count)
 
     def results(self) -> Iterator[tuple[str, str, int]]:
-        """(event type, result, count); the result is "applied" or the reason for skipping."""
+        """Yield (event type, result, count); the result is "applied" or why it was skipped."""
         yield "stored", "applied", self.stored
         yield "removed", "applied", self.removed
         yield "cleared", "applied", self.cleared
@@ -84,7 +84,7 @@ class EventCounts:
 
 
 class KvIngest:
-    """Applies the batches of one source to one worker, in the given order."""
+    """Applies the batches of one source, in the given order, to the blocks of one worker."""
 
     def __init__(
         self,
@@ -95,20 +95,20 @@ class KvIngest:
         is_eagle: bool = False,
     ) -> None:
         """`on_emptied` is called with each worker and rank whose engine lost its whole cache. With
-        `is_eagle`, the hash of a prompt's block also covers the token after it."""
+        `is_eagle`, a block hash of a prompt also covers the token after the block."""
         self._on_emptied = on_emptied
         self.is_eagle = is_eagle
         self.worker_id = worker_id
-        self.dp_rank = dp_rank  # rank of batches that name none
+        self.dp_rank = dp_rank  # the rank of batches that do not name one
         self.counts = EventCounts()
         self._index = index
         self._is_again = False
-        self._is_rest_refused = False  # the rest of the current event is refused, part by part
-        # Counts since the source started: stored events of another block size; and the last such
+        self._is_rest_refused = False  # the remaining parts of the current event are skipped
+        # Since the source started: how many stored events had another block size, and the last such
         # size.
         self.stored_of_other_size = self.other_size = 0
-        # Likewise: stored events of smaller blocks, as an engine of our size also sends; and blocks
-        # whose hash covers the token after them while those of prompts do not, or the reverse.
+        # Also since then: stored events of smaller blocks, as an engine of our size also sends; and
+        # blocks whose hash covers the next token while those of prompts do not, or vice versa.
         self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = 0
         self._ranks: dict[int, LearnedFacts] = {}  # ranks that sent events, at most MAX_RANKS
@@ -120,13 +120,13 @@ class KvIngest:
 
     @property
     def stored(self) -> int:
-        """Stored events applied since the source started."""
+        """How many stored events were applied since the source started."""
         return self.counts.stored - self._stored_before
 
     @property
     def is_mismatched(self) -> bool:
-        """Whether most stored events cannot match prompts: their blocks have another size or
-        another kind of hash."""
+        """Whether most stored events cannot match prompts, because their blocks have another size
+        or another kind of hash."""
         return (
             self.stored_of_other_size > self.stored
             or (not self.stored and self.stored_partial >= _PARTIAL_IS_DOUBTED)
@@ -134,9 +134,9 @@ class KvIngest:
         )
 
     def apply(self, batch: EventBatch, is_again: bool = False) -> bool:
-        """Apply the events that count. True if the batch cleared everything that this source ever
-        stored. `is_again`: the batch may have been applied before, so it adds no copies of held
-        blocks."""
+        """Apply those events of a batch that count. Returns True if the batch cleared everything
+        that this source ever stored. `is_again`: the batch may already have been applied, so it
+        adds no copies of held blocks."""
         self._is_again = is_again
         counts = self.counts
         for skipped in batch.skipped:
@@ -168,7 +168,7 @@ class KvIngest:
         return cleared and len(self._ranks) == 1
 
     def clear(self) -> None:
-        """Forget the source: drop its blocks on every rank that it named, and what was learned from
+        """Reset the source: drop its blocks on every rank that it named, and what was learned from
         its events."""
         self._clear(self.dp_ranks)
         self.stored_of_other_size = self.stored_partial = self.stored_unlike_prompts = 0
@@ -177,7 +177,7 @@ class KvIngest:
 
     @property
     def dp_ranks(self) -> set[int]:
-        """The ranks that the source published for, and its own rank."""
+        """The ranks for which the source published events, and the rank it is registered for."""
         return {*self._ranks, self.dp_rank}
 
     def _clear(self, dp_ranks: set[int]) -> None:
@@ -187,14 +187,14 @@ class KvIngest:
                 self._on_emptied(self.worker_id, dp_rank)
 
     def close(self) -> None:
-        """Forget what was learned from events; keep the blocks."""
+        """Drop what was learned from events. The blocks stay in the index."""
         for rank in self._ranks.values():
             self._forget_salts(rank)
         self._ranks.clear()
 
     def _forget_salts(self, rank: LearnedFacts) -> None:
         for salts in rank.salts.values():
-            self._index.do_in_steps(emptied(salts))  # in steps: there may be a million
+            self._index.do_in_steps(emptied(salts))  # in steps, because there may be a million
         rank.salts = {}
 
     def _store(self, dp_rank: int, rank: LearnedFacts, event: BlockStored) -> None:
@@ -231,7 +231,7 @@ class KvIngest:
             self._refuse(result.name.lower())
             return
         counts = self.counts
-        blocks = len(local) >> 3  # fewer than hashes if there were not enough tokens
+        blocks = len(local) >> 3  # fewer than the hashes, if there were not enough tokens
         if tier is _DEVICE and self._is_announced(key, rank, parent, hashes[blocks - 1], before):
             rank.announced.append(tuple(hashes[:blocks]))
         self.stored_unlike_prompts += is_eagle is not self.is_eagle
@@ -283,8 +283,8 @@ class KvIngest:
     def _is_wanted(
         self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
     ) -> bool:
-        """Whether a stored event counts, by the kind of its group; skipped events are counted
-        here."""
+        """Whether a stored event counts, judging by the kind of its group, its block size and its
+        tier. Counts the skipped events."""
         if event.part:
             if event.part is EventPart.FIRST:
                 self._is_rest_refused = False
@@ -305,8 +305,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether an engine of our block size may also send this event of another size: it has
-        hashes only, or ends within a block (on the device such blocks come one at a time)."""
+        """Whether an engine of our block size may send this event of another size: it has hashes
+        only, or ends within a block. (On the device such blocks come one at a time.)"""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -317,7 +317,7 @@ class KvIngest:
         return self.block_size % size == 0 and (blocks == 1 or event.tier is not _DEVICE)
 
     def _store_known(self, key: RankKey, tier: Tier, size: int, hashes: Sequence[int]) -> None:
-        """Apply an event with hashes only, as far as the blocks are known."""
+        """Apply an event that has hashes only, for the blocks whose tokens are known."""
         names = u64s(len(hashes)).pack(*hashes)
         blocks = self._index.store_known(key, tier, names, not self._is_again)
         if blocks:
@@ -329,7 +329,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether the held blocks of an event are further copies, not repeated announcements."""
+        """Whether already held blocks of an event are further copies, not only announced."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -340,10 +340,10 @@ class KvIngest:
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
         """Whether this event may announce blocks that a request found cached. If the next event of
-        the batch continues its chain, the engine does announce them: such blocks are not copies,
-        and the copies counted before are taken back."""
+        the batch continues the event's chain, the engine does announce cached blocks. Such blocks
+        are not copies, and the copies that were counted so far are removed."""
         if self._is_again:
-            return False  # it was just stored
+            return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before
         adds_to_it = parent is not None and parent == rank.announced_end
         if is_new and adds_to_it and not rank.reports_hits:
@@ -360,8 +360,8 @@ class KvIngest:
         self.counts.blocks_stored += blocks
 
     def _refuse(self, reason: str) -> None:
-        """Skip an event. If it has parts, the remaining ones are skipped too, since they continue
-        its chain."""
+        """Skip an event. If it is one part of an event, the remaining parts are skipped too,
+        because they continue its chain."""
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
 
@@ -410,7 +410,7 @@ class KvIngest:
 def _objection(
     rank: LearnedFacts, group_idx: int | None, kind: str | None, is_remote: bool
 ) -> str | None:
-    """Why an event does not count, or None. Group 0 counts until its kind is learned."""
+    """Return why an event does not count, or None. Group 0 counts until its kind is learned."""
     if is_remote:
         return "remote"
     if kind is not None and kind != _NO_KIND:
@@ -421,7 +421,7 @@ def _objection(
 
 
 def _salt_of(rank: LearnedFacts, tier: Tier, parent_hash: int) -> str | None:
-    """The parent's salt, preferably from the child's own tier: offloading copies blocks."""
+    """Return the parent's salt, preferably from the child's tier: offloading copies blocks."""
     salts_here = rank.salts.get(tier)
     if salts_here and (own := salts_here.get(parent_hash)) is not None:
         return own

@@ -10,32 +10,32 @@ from lean_selector.core.index.shapes import Edge, Matched
 from lean_selector.core.rank_bits import bits_of
 
 # --------------------------------------------------------------------------------------------------
-# Which ranks may have a prompt's next block on any lower tier.
+# Which ranks may have the next block of a prompt on a lower tier.
 #
 # One map for all ranks, so that a match looks only at these ranks. Spec: indexer.md section 3.5.
 
-# The shared maps are split into this many dicts, chosen by the first byte of the local hash: a
-# single dict of a million entries would take 50 ms to grow.
+# The shared maps are split into this many dicts, chosen by the first byte of the local hash. To
+# grow a single dict of a million entries would take 50 ms.
 SHARDS: Final = 64
 MASK: Final = SHARDS - 1
 
 
 class Continuations:
-    """The ranks that have a block with given tokens on a lower tier: local hash -> set of ranks.
-    Exact, except that hashes with the same first 7 bytes share an entry."""
+    """Finds the ranks that have a block with given tokens on a lower tier: local hash -> set of
+    ranks. Exact, except that hashes with the same first 7 bytes share an entry."""
 
     __slots__ = ("_again", "_alone", "_ranks")
 
     def __init__(self) -> None:
-        # A set of ranks, or ~bit for a single rank. Most blocks are on one rank, and a set with one
-        # of 4 000 ranks takes 560 bytes; so `_alone` has a shared int for each rank.
-        self._ranks: list[dict[int, int]] = []  # no dict before the first entry
+        # A set of ranks, or ~bit for a single rank. Most blocks are on one rank, and the set of one
+        # of 4 000 ranks takes 560 bytes. So `_alone` has a shared int per rank.
+        self._ranks: list[dict[int, int]] = []  # an entry is created with its first block
         self._alone: list[int] = []
-        # By bit: how many more blocks with this hash the rank has, beyond the one in `_ranks`.
+        # By bit: how many more blocks with this hash the rank has than the one in `_ranks`.
         self._again: dict[int, dict[int, int]] = {}
 
     def of(self, hashes: bytes, at: int) -> int:
-        """The ranks that have the block at byte `at` of `hashes`, below any parent."""
+        """Return the ranks that have the block at byte `at` of `hashes`, below any parent."""
         if not self._ranks:
             return 0
         block = int.from_bytes(hashes[at : at + 7], "little")
@@ -43,7 +43,7 @@ class Continuations:
         return 1 << ~ranks if ranks < 0 else ranks
 
     def add(self, bit: int, local: bytes) -> None:
-        """Add a block with this local hash on a rank."""
+        """Record that a rank has one more block with this local hash."""
         if not self._ranks:
             self._ranks = [{} for _ in range(SHARDS)]
         block = int.from_bytes(local[:7], "little")
@@ -61,7 +61,7 @@ class Continuations:
             shard[block] = ranks | 1 << bit
 
     def discard(self, bit: int, local: bytes) -> None:
-        """Remove a block with this local hash from a rank."""
+        """Record that a rank has one block less with this local hash."""
         block = int.from_bytes(local[:7], "little")
         again = self._again.get(bit)
         if again and block in again:
@@ -81,7 +81,7 @@ class Continuations:
             shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
 
     def only(self, bit: int) -> int:
-        """The set of this rank alone, in the form in which it is stored."""
+        """Return the set of this rank alone, in the form in which it is stored."""
         while len(self._alone) <= bit:
             self._alone.append(~len(self._alone))
         return self._alone[bit]
@@ -90,41 +90,41 @@ class Continuations:
 # --------------------------------------------------------------------------------------------------
 # The edges of all ranks on one lower tier, so that a prompt is walked once for all of them.
 #
-# Engines with the same hash function have the same hashes for the same blocks. Their edges are
-# stored once, with the set of ranks that have them, and a match follows them together. Each rank's
-# own blocks are in its `LowerTier`. Spec: indexer.md section 3.5.
+# Engines with the same hash function have the same hashes for the same blocks. Such edges are
+# stored once, with the set of ranks that have them, and a match follows all these ranks together.
+# `LowerTier` has the blocks of a single rank. Spec: indexer.md section 3.5.
 
 
 class Edges:
-    """(parent's engine hash + local hash) -> (child's engine hash, set of ranks)."""
+    """Edges: (parent's engine hash + local hash) -> (child's engine hash, set of ranks)."""
 
     __slots__ = ("_continuations", "_edges", "_held", "_odd", "doubtful")
 
     def __init__(self, continuations: Continuations) -> None:
         """`continuations` is updated with each change here."""
         self._continuations = continuations
-        # Split like `continuations`, by the local hash.
+        # Split by local hash, like `continuations`.
         self._edges: list[dict[bytes, Edge]] = [{} for _ in range(SHARDS)]
-        # By edge and bit: the child for a rank whose edge leads to another block than that of other
-        # ranks.
+        # By edge and bit: the child, for a rank whose edge leads to another block than the same
+        # edge of other ranks.
         self._odd: dict[bytes, dict[int, bytes]] = {}
         self._held: dict[int, dict[bytes, bytes]] = {}  # by bit: child -> edge of the rank
-        # Ranks that returned while their former blocks are still being freed: an edge with their
-        # bit may be an old one, so their own blocks are looked up.
+        # Ranks that returned while their former blocks are still being freed. If an edge has their
+        # bit, it may be an old edge; so look up the blocks that the rank holds.
         self.doubtful = 0
 
     def admit(self, bit: int, held: dict[bytes, bytes]) -> None:
-        """Add the tier of a rank, whose blocks are `held`: child -> edge."""
+        """Add the blocks `held` of a rank's tier: child -> edge."""
         self._held[bit] = held
 
     def release(self, bit: int) -> None:
-        """Remove the tier of a rank. The caller discards its remaining edges."""
+        """Remove a rank's tier. The caller then discards the remaining edges."""
         del self._held[bit]
 
     def store(self, bit: int, key: bytes, child: bytes, held: dict[bytes, bytes]) -> bool:
-        """Add an edge to `child` for a rank that holds the blocks `held`. False, with nothing
-        changed, if the rank's edge already leads to another block, or another of its edges leads to
-        `child`."""
+        """Add an edge to `child` for a rank that holds the blocks `held`. Returns False, with
+        nothing changed, if this edge of the rank leads to another block, or another edge of the
+        rank leads to `child`."""
         edges = self._edges[key[-8] & MASK]
         edge = edges.get(key)
         if edge is not None and held.get(edge.child) == key:
@@ -140,9 +140,9 @@ class Edges:
             edges[key] = Edge(key, child, self._continuations.only(bit))
         elif edge.child == child:
             ranks = edge.ranks
-            if ranks != ~bit:  # otherwise an old edge of the same rank
+            if ranks != ~bit:  # otherwise it was an old edge of the same rank
                 edge.ranks = (1 << ~ranks if ranks < 0 else ranks) | 1 << bit
-            key, child = edge.key, edge.child  # share one object among all ranks
+            key, child = edge.key, edge.child  # all ranks share one object
         else:
             self._odd.setdefault(key, {})[bit] = child
         held[child] = key
@@ -154,8 +154,8 @@ class Edges:
         self._discard(bit, key, child)
 
     def discard_old(self, bit: int, key: bytes, child: bytes) -> None:
-        """`discard` for an edge that a rank had before it was cleared; it may have the same edge
-        again."""
+        """Like `discard`, for an edge from before the rank was cleared. The rank may have the same
+        edge again."""
         self._continuations.discard(bit, key[-8:])
         held = self._held.get(bit)
         if held is None or held.get(child) != key:
@@ -178,8 +178,8 @@ class Edges:
                 del self._odd[key]
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
-        """Follow `hashes` from byte `at` on, as far as all of `ranks` have the blocks. Returns the
-        last block and its end; from there `follow` finds the ranks that continue."""
+        """Follow `hashes` from byte `at` on, while all of `ranks` have the blocks. Returns the last
+        block and the byte where it ends; from there, `follow` finds the ranks that continue."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
@@ -196,8 +196,8 @@ class Edges:
         return name, at
 
     def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
-        """The child that an edge leads to, and the subset of `ranks` for which it does. Other ranks
-        may have another child: see `others`."""
+        """Return the child to which an edge leads, and the subset of `ranks` for which it does so.
+        For other ranks the edge may lead to another child: see `others`."""
         edge = self._edges[key[-8] & MASK].get(key)
         if edge is None:
             return b"", 0
@@ -210,7 +210,7 @@ class Edges:
         return edge.child, having
 
     def others(self, ranks: int, key: bytes) -> dict[bytes, int]:
-        """The children of an edge for ranks that `follow` left out: child -> its ranks."""
+        """Return the children of an edge for ranks that `follow` omits: child -> ranks."""
         found: dict[bytes, int] = {}
         if self._odd and (odd := self._odd.get(key)) is not None:
             for bit in bits_of(ranks):
@@ -223,8 +223,8 @@ class Edges:
 # --------------------------------------------------------------------------------------------------
 # One rank's blocks on one lower tier (host_pinned, disk or external).
 #
-# A tier is a set of edges: (parent's engine hash, local hash) -> engine hash of the child; the
-# parent may be on another tier, or unknown. `Edges` has those of all ranks, for matching. Spec:
+# A tier is a set of edges: (parent's engine hash, local hash) -> engine hash of the child. The
+# parent may be on another tier, or unknown. `Edges` has the edges of all ranks, for matching. Spec:
 # indexer.md sections 3.3 and 3.5.
 
 ROOT = b""  # the parent of a prompt's first block
@@ -232,15 +232,16 @@ _BLOCKS_PER_STEP = 64  # some 50 us
 
 
 class LowerTier:
-    """Edges of one tier, all hashes as 8 bytes. Exactly one edge leads to each block."""
+    """One rank's blocks on one tier, as edges. Hashes have 8 bytes. One edge leads to each
+    block."""
 
     __slots__ = ("_bit", "_copies", "_edge", "_edges")
 
     def __init__(self, edges: Edges, bit: int) -> None:
-        """`edges` are those of all ranks; `bit` is this rank's."""
+        """`edges` has the edges of all ranks; `bit` is the bit of this rank."""
         self._edges = edges
         self._bit = bit
-        # child -> parent + local, oldest first: a tier at its bound evicts the oldest.
+        # child -> parent + local hash, oldest first: a full tier evicts its oldest blocks.
         self._edge: OrderedDict[bytes, bytes] = OrderedDict()
         self._copies: dict[bytes, int] = {}  # child -> copies beyond the first
         edges.admit(bit, self._edge)
@@ -249,13 +250,13 @@ class LowerTier:
         return len(self._edge)
 
     def edge_to(self, name: bytes) -> bytes | None:
-        """The edge to a block, if the rank has the block on this tier."""
+        """Return the edge to a block; None if the rank does not have the block on this tier."""
         return self._edge.get(name)
 
     def store(self, parent: bytes, names: bytes, local: bytes, counted: bool = False) -> None:
-        """Add a chain of blocks. It ends before the first block that contradicts the tier: an edge
-        that already leads to another block, or a block that another edge already leads to.
-        `counted`: a held block gets one more copy."""
+        """Add a chain of blocks. It ends before the first contradiction to the tier: an edge that
+        already leads to another block, or a block to which another edge leads. `counted`: a held
+        block gets one more copy."""
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
             name = names[at : at + 8]
@@ -266,7 +267,7 @@ class LowerTier:
             parent = name
 
     def remove(self, name: bytes) -> bool:
-        """Drop one block. Those behind it stay, and count again when it returns."""
+        """Drop one block. The blocks behind it stay, and count again when the block returns."""
         if self._copies and (copies := self._copies.pop(name, 0)):
             if copies > 1:
                 self._copies[name] = copies - 1
@@ -278,14 +279,14 @@ class LowerTier:
         return True
 
     def drop_oldest(self, blocks: int) -> None:
-        """Drop the oldest blocks; the tier must have this many."""
+        """Drop the oldest `blocks` blocks. The tier must have that many."""
         for _ in range(blocks):
             name, edge = self._edge.popitem(last=False)
             self._copies.pop(name, None)
             self._edges.discard(self._bit, edge, name)
 
     def dismantled(self) -> Iterator[None]:
-        """Drop all blocks, in steps; the rank no longer has this tier."""
+        """Drop all blocks, in steps. The rank no longer has this tier."""
         while self._edge:
             for _ in range(min(_BLOCKS_PER_STEP, len(self._edge))):
                 name, edge = self._edge.popitem(last=False)
@@ -293,9 +294,9 @@ class LowerTier:
             yield
 
     def chains(self) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """(parent, child, local) of every block, oldest first. Blocks may be added and removed
-        during the iteration."""
-        # dict's own view: an OrderedDict's looks up each key, at ten times the cost.
+        """Yield (parent, child, local hash) of every block, oldest first. Blocks may be added and
+        removed meanwhile."""
+        # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for name in list(dict.keys(self._edge)):
             edge = self._edge.get(name)
             if edge is not None:
@@ -303,7 +304,7 @@ class LowerTier:
 
 
 class Holdings:
-    """All blocks of one rank."""
+    """The blocks of one rank, on all tiers."""
 
     __slots__ = ("device", "lower")
 
@@ -312,15 +313,15 @@ class Holdings:
         self.lower: list[LowerTier] = []  # empty, or all of host_pinned, disk, external
 
     def blocks(self) -> int:
-        """Blocks on all tiers, reachable or not."""
+        """How many blocks the rank holds on all tiers, reachable or not."""
         return self.device.blocks + sum(map(len, self.lower))
 
 
 # --------------------------------------------------------------------------------------------------
-# Continuing a match after a rank's device blocks end.
+# Continue a match where a rank's device blocks end.
 #
-# Tracks the ranks with blocks on a lower tier, and looks only at those whose match can continue.
-# Ranks are followed together as long as they have the same blocks under the same hashes. Spec:
+# Tracks the ranks with blocks on a lower tier, and visits only those whose match can continue.
+# Follows ranks together as long as they have the same blocks under the same hashes. Spec:
 # indexer.md section 3.5.
 
 _LAST = 2  # index of the last tier: host_pinned, disk, external
@@ -332,15 +333,15 @@ class LowerMatches:
     __slots__ = ("_bits", "_continuations", "_device", "_dismantled", "_tiers", "ranks")
 
     def __init__(self, device: DeviceTier) -> None:
-        self.ranks: dict[int, Holdings] = {}  # by bit, those with lower tiers
+        self.ranks: dict[int, Holdings] = {}  # ranks with lower tiers, by bit
         self._bits = 0  # the same ranks as a set
         self._continuations = Continuations()
-        self._tiers: list[Edges] = []  # empty until a rank has a lower tier
+        self._tiers: list[Edges] = []  # empty until some rank has a lower tier
         self._device = device
-        self._dismantled: dict[int, int] = {}  # by bit: dismantlings in progress
+        self._dismantled: dict[int, int] = {}  # by bit: how many former tiers are being freed
 
     def admit(self, rank: Holdings) -> None:
-        """Give a rank its lower tiers, which are empty."""
+        """Give a rank empty lower tiers."""
         if not self._tiers:
             self._tiers = [Edges(self._continuations) for _ in range(_LAST + 1)]
         bit = rank.device.bit
@@ -352,7 +353,7 @@ class LowerMatches:
                 edges.doubtful |= 1 << bit
 
     def release(self, rank: Holdings) -> None:
-        """Forget a rank whose lower tiers are empty. Does nothing if it never had any."""
+        """Forget a rank whose lower tiers are empty. Does nothing if it has none."""
         bit = rank.device.bit
         if self.ranks.pop(bit, None) is not None:
             rank.lower = []
@@ -362,8 +363,8 @@ class LowerMatches:
                 edges.doubtful &= ~(1 << bit)
 
     def retire(self, rank: Holdings) -> Iterator[None]:
-        """`release` for a rank whose tiers are not empty. They are hidden at once; the iterator
-        returned frees the memory, in steps between which the index may change."""
+        """Like `release`, for a rank whose tiers are not empty. They are hidden at once. Returns an
+        iterator that frees the memory in steps, between which the index may change."""
         bit, tiers = rank.device.bit, rank.lower
         self.release(rank)
         self._dismantled[bit] = self._dismantled.get(bit, 0) + 1
@@ -381,11 +382,11 @@ class LowerMatches:
     def extended(
         self, sets: list[tuple[int, int]], path: list[Run], local_hashes: bytes
     ) -> list[tuple[Matched, int]]:
-        """The ranks whose match continues on a lower tier: disjoint, not empty sets of ranks with
-        the same match. Only ranks with the prompt's next block on a lower tier, below any parent,
-        are visited."""
+        """Return the ranks whose match continues on a lower tier, as disjoint, not empty sets with
+        the same match. Only visits ranks that have the prompt's next block on a lower tier, below
+        any parent."""
         found: dict[tuple[int, int, int], int] = {}
-        going_on: dict[int, int] = {}  # by number of device blocks
+        going_on: dict[int, int] = {}  # number of device blocks -> ranks
         rest = self._bits
         for blocks, mask in sets:
             here = rest & mask
@@ -408,11 +409,11 @@ class LowerMatches:
         local_hashes: bytes,
         found: dict[tuple[int, int, int], int],
     ) -> None:
-        """Continue from the last device block, given by its hash, tier by tier, never back to an
-        earlier tier (spec 3.5)."""
+        """Continue from the last device block, given by its hash: tier by tier, and never back to
+        an earlier tier (spec 3.5)."""
         start, end = device << 3, len(local_hashes)
         # (ranks, hash of the last block, tier to continue on, position in the prompt, end of the
-        # host tier): the ranks split where their blocks differ.
+        # host tier). Ranks are split where their blocks differ.
         parted = [(ranks, name, 0, start, start) for name, ranks in named]
         while parted:
             ranks, name, tier, at, host_end = parted.pop()

@@ -1,13 +1,13 @@
-"""The approximate index: a routed prompt is assumed cached on its rank for some time.
+"""The approximate index: assumes for some time that a routed prompt is cached on its rank.
 
-For engines without KV events, and in addition to events until they arrive. Every block expires some
+For engines without KV events, and for other engines until their events arrive. A block expires some
 time after it was last part of a booked prompt, or earlier if its rank is known to hold fewer
 blocks. Renewing a block renews the blocks before it, so a prefix never expires before its
 continuation.
 
-The booked prompts of a rank form a trie that counts them (`PromptTrie`), so a booking costs one
-step per branch, plus one per new block. Matching and dumping use a `KvIndex` that contains only
-these blocks. Time is an argument. D40."""
+A rank's booked prompts form a trie that counts them (`PromptTrie`), so a booking costs one step per
+branch, plus one per new block. Matching and dumping use a `KvIndex` that contains only these
+blocks. Time is an argument. D40."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,19 +21,19 @@ from lean_selector.core.load.rank_load import BlockWeights
 from lean_selector.core.load.shapes import ActiveRun
 from lean_selector.core.rank_bits import RankKey
 
-_ALONE: Final = 1  # the set of the only rank in its own trie
+_ALONE: Final = 1  # the set that contains only the rank of the trie
 _RANKS_PER_STEP: Final = 64
 
 
 class RankPrompts:
-    """The live routed prompts of one rank."""
+    """The routed prompts of one rank that have not expired."""
 
     __slots__ = ("blocks", "recent", "trie")
 
     def __init__(self) -> None:
         self.trie = PromptTrie()
-        self.blocks = 0  # distinct
-        # The last run of each prompt -> its expiry time, in this order.
+        self.blocks = 0  # distinct blocks
+        # The last run of each prompt -> the prompt's expiry time, in order of expiry.
         self.recent: OrderedDict[ActiveRun, float] = OrderedDict()
 
 
@@ -43,14 +43,14 @@ class RoutedPrompts:
     def __init__(self, index: KvIndex, ttl_s: float) -> None:
         self.index = index
         self._ttl_s = ttl_s
-        self._ranks: dict[RankKey, RankPrompts] = {}  # ranks with a prompt, no others
+        self._ranks: dict[RankKey, RankPrompts] = {}  # only ranks with a prompt
         self._bounds: dict[int, int] = {}  # known bounds, by worker id
         self._is_expiring = False
         self._no_weights = BlockWeights()  # required by the trie, unused here
 
     def add(self, key: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
-        """A prompt was booked on a rank. Both lists have 8 bytes per complete block; `names` are
-        its sequence hashes. Lists of different lengths are ignored."""
+        """Add a prompt that was booked on a rank. Both lists have 8 bytes per complete block;
+        `names` are the sequence hashes. Lists of different lengths are ignored."""
         if not local_hashes or len(local_hashes) != len(names):
             return
         rank = self._ranks.get(key)
@@ -64,7 +64,7 @@ class RoutedPrompts:
         if not new_blocks:
             return
         rank.blocks += new_blocks
-        # Not above the index's own bound: blocks evicted there would never be stored again.
+        # Not above the limit of the index: blocks that it evicts would never be stored again.
         bound = self.index.bounds.of(key[0])[0]
         bound = min(self._bounds.get(key[0], bound), bound)
         while rank.blocks > bound and len(rank.recent) > 1:
@@ -75,8 +75,8 @@ class RoutedPrompts:
         self.index.store(*key, Tier.DEVICE, parent, chain, local_hashes[start:])
 
     def set_bound(self, worker_id: int, blocks: int | None) -> None:
-        """Set the number of blocks that each rank of a worker can hold; None: unknown. Beyond it
-        the least recently booked prompts are dropped; the newest one always stays."""
+        """Set how many blocks each rank of a worker can hold (None: unknown). Above this, the
+        prompts that were booked longest ago are dropped, but never the newest one."""
         if blocks is None:
             self._bounds.pop(worker_id, None)
         else:
@@ -94,7 +94,7 @@ class RoutedPrompts:
             while rank is not None and rank.recent and next(iter(rank.recent.values())) <= now:
                 self._forget_oldest(key, rank)
                 yield
-                rank = self._ranks.get(key)  # the rank may have been dropped since
+                rank = self._ranks.get(key)  # the rank may have been dropped meanwhile
             if rank is not None and not rank.recent:
                 del self._ranks[key]
             if not number % _RANKS_PER_STEP:
@@ -129,7 +129,7 @@ class RoutedPrompts:
         self.index.abandon()
 
     def _dismantled(self, rank: RankPrompts) -> Iterator[None]:
-        """Take the trie apart, since its runs are not tracked by the garbage collector."""
+        """Take the trie apart, because the garbage collector does not track its runs."""
         while rank.recent:
             run, _ = rank.recent.popitem()
             rank.trie.remove(run, _ALONE, self._no_weights)

@@ -1,13 +1,13 @@
 """The trie of runs: all prompts as runs of blocks, and the ranks that hold each block.
 
-A run is a sequence of consecutive blocks without a branch; its label is the blocks' local hashes, 8
-bytes each. Runs are split where prompts diverge, and nowhere else. Ranks are bits here. Knows
-nothing of engine hashes, worker ids or lower tiers. Spec: indexer.md section 3.1, architecture
-"runs, not blocks".
+A run is a sequence of consecutive blocks without a branch. Its label is the blocks' local hashes, 8
+bytes each. Runs are split where prompts diverge, and nowhere else. Ranks are bits here. Independent
+of engine hashes, worker ids and lower tiers. Spec: indexer.md section 3.1, architecture "runs, not
+blocks".
 
-A strand is a run before any split. The runs that splits cut it into keep their positions in it, so
-a place, (strand, position), means the same block before and after a split, for all ranks that hold
-it."""
+A strand is a run as it was before any split. The runs into which a strand is split keep their
+positions in the strand. So a place, (strand, position), means the same block before and after a
+split, for all ranks that hold the block."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import ItemsView
@@ -21,9 +21,8 @@ MAX_STRANDS = 1 << (32 - POSITION_BITS)
 class Run:
     """Consecutive blocks of one strand.
 
-    `whole` has the bit of each rank that holds all of the blocks. `partial` has, by bit index, the
-    positions held by each rank that holds some, but not all.
-    """
+    `whole` is the set of the ranks that hold all of the blocks. `partial` has the other holders:
+    bit index -> the positions (a bit mask) of the blocks that the rank holds."""
 
     __slots__ = (
         "_beyond",
@@ -41,21 +40,21 @@ class Run:
 
     def __init__(self, strand: int, start: int, label: bytes | bytearray, parent: "Run | None"):
         self.strand = strand
-        self.start = start  # position of its first block in the strand
+        self.start = start  # position of the run's first block in the strand
         self.label = bytearray(label)
         self.parent = parent
         self.after: Run | None = None  # the next run of the same strand
-        self.children: dict[bytes, Run] | None = None  # by the first 8 bytes of the label
+        self.children: dict[bytes, Run] | None = None  # by the first 8 bytes of their labels
         self.whole = 0
         self.partial: dict[int, int] | None = None
-        # Cached on first use: if a fleet shares a run, many ranks hold a part of it, and each
-        # change concerns one rank.
-        self._leads: dict[int, int] | None = None  # the result of leads()
-        self._limit = -1  # argument of is_held_beyond; -1 before the first call
-        self._beyond = 0  # partial holders that hold a block past the first `_limit`
+        # Caches, filled on first use: if a fleet shares a run, many ranks hold a part of it, and
+        # each change concerns only one rank.
+        self._leads: dict[int, int] | None = None  # the result of `leads`
+        self._limit = -1  # the last argument of is_held_beyond; -1 before the first call
+        self._beyond = 0  # how many partial holders hold a block beyond the first `_limit`
 
     def held_by(self, bit: int) -> int:
-        """The positions (a bit mask) held by the rank with this bit index."""
+        """Return the positions (a bit mask) held by the rank with this bit index."""
         if self.whole >> bit & 1:
             return (1 << (len(self.label) >> 3)) - 1
         return self.partial.get(bit, 0) if self.partial else 0
@@ -85,7 +84,7 @@ class Run:
             self._beyond += (held.bit_length() > limit) - (before.bit_length() > limit)
 
     def _lead(self, rank: int, before: int, held: int) -> None:
-        """Update `_leads` for a change of one partial holder."""
+        """Update the cache `_leads` after one partial holder has changed."""
         leads, old, new = self._leads, _leading(before), _leading(held)
         assert leads is not None
         if old == new:
@@ -100,8 +99,8 @@ class Run:
             leads[new] = leads.get(new, 0) | rank
 
     def leads(self) -> ItemsView[int, int]:
-        """(leading blocks, the ranks that hold exactly these), for the partial holders that hold
-        the first block."""
+        """Return pairs (leading blocks, set of ranks that hold exactly these), for partial holders
+        that hold the first block."""
         if self._leads is None:
             leads = self._leads = {}
             for bit, held in (self.partial or {}).items():
@@ -111,7 +110,7 @@ class Run:
         return self._leads.items()
 
     def is_held_beyond(self, limit: int) -> bool:
-        """Whether a partial holder holds a block past the first `limit`."""
+        """Whether a partial holder holds a block beyond the first `limit` blocks."""
         if limit != self._limit:
             self._limit = limit
             holders = (self.partial or {}).values()
@@ -120,12 +119,12 @@ class Run:
 
 
 def _leading(held: int) -> int:
-    """The number of lowest bits that are set without a gap."""
+    """Count the bits that are set from the lowest on, without a gap."""
     return ((held + 1) & ~held).bit_length() - 1
 
 
 class _Pieces:
-    """The runs of a split strand, in order, searchable by position."""
+    """The runs of a split strand, in order. Can be searched by position."""
 
     __slots__ = ("runs", "starts")
 
@@ -135,24 +134,24 @@ class _Pieces:
 
 
 class RunTrie:
-    """All runs of a partition. A run exists while a rank holds one of its blocks or a run follows
-    it."""
+    """All runs of a partition. A run exists as long as a rank holds one of its blocks, or another
+    run follows."""
 
     __slots__ = ("_free", "_split", "root", "strands")
 
     def __init__(self) -> None:
         self.root = Run(-1, 0, b"", None)
-        self.strands: dict[int, Run] = {}  # the first run of each
-        self._split: dict[int, _Pieces] = {}  # strands of more than one run
+        self.strands: dict[int, Run] = {}  # strand -> its first run
+        self._split: dict[int, _Pieces] = {}  # strands that consist of several runs
         self._free: list[int] = []
 
     @property
     def numbered(self) -> int:
-        """All strand numbers are below this one."""
+        """All strand numbers in use are below this one."""
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:
-        """A new run, in a strand of its own, below `parent`."""
+        """Add a run below `parent`, in a strand of its own."""
         strand = self._free.pop() if self._free else len(self.strands)
         run = self.strands[strand] = Run(strand, 0, label, parent)
         if parent.children is None:
@@ -161,7 +160,7 @@ class RunTrie:
         return run
 
     def resolve(self, place: int) -> tuple[Run, int]:
-        """The run at a place, and the block's position in that run. The block is held."""
+        """Return the run at a place, and the block's position in it. The block must be held."""
         strand, position = place >> POSITION_BITS, place & POSITION_MASK
         pieces = self._split.get(strand)
         if pieces is None:
@@ -171,8 +170,8 @@ class RunTrie:
         return run, position - run.start
 
     def split(self, run: Run, blocks: int) -> Run:
-        """Cut the first `blocks` off as a run of its own above `run`, and return it. Some rank must
-        hold the last of them."""
+        """Make the first `blocks` blocks a run of their own above `run`, and return it. Some rank
+        must hold the last of these blocks."""
         parent = run.parent
         assert parent is not None
         assert parent.children is not None
@@ -199,11 +198,11 @@ class RunTrie:
         for bit, held in list((run.partial or {}).items()):
             head.set_held(bit, held & low)
             run.set_held(bit, held >> blocks)
-        self.prune(run)  # `run` may consist of unheld blocks only
+        self.prune(run)  # no rank may hold any of the blocks left in `run`
         return head
 
     def prune(self, run: Run) -> None:
-        """Unlink a run that no rank holds and no run follows, then its parents likewise."""
+        """Unlink a run if no rank holds it and no run follows; then likewise its parents."""
         while not (run.whole or run.partial or run.children) and run.parent is not None:
             parent = run.parent
             assert parent.children is not None
@@ -230,13 +229,13 @@ class RunTrie:
     def match_sets(
         self, ranks: int, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[Run]]:
-        """How many leading blocks of a prompt these ranks hold, and the runs along it. The matches
-        are (leading blocks, set of ranks), for ranks with a hit; the sets are disjoint and not
-        empty."""
+        """Return which of these ranks hold how many leading blocks of a prompt, and the runs along
+        the prompt. The first list has pairs (leading blocks, set of ranks), without ranks that hold
+        none. The sets are disjoint and not empty."""
         result: list[tuple[int, int]] = []
         path: list[Run] = []
         children = self.root.children
-        alive = ranks  # ranks that hold every block before `at`
+        alive = ranks  # ranks that hold every block up to here
         at = 0
         while children is not None:
             run = children.get(local_hashes[at : at + 8])
@@ -271,7 +270,7 @@ class RunTrie:
         return result, path
 
     def pieces(self, strand: int) -> list[Run]:
-        """The runs of a strand, in order."""
+        """Return the runs of a strand, in order."""
         pieces = self._split.get(strand)
         if pieces is not None:
             return list(pieces.runs)
@@ -280,7 +279,7 @@ class RunTrie:
 
 
 def common_prefix(label: bytearray, at: int, hashes: bytes, start: int) -> int:
-    """The number of bytes, in whole blocks, in which `label` from `at` and `hashes` from `start`
+    """Return in how many bytes (whole blocks) `label` from `at` on and `hashes` from `start` on
     agree."""
     low, high = 0, (min(len(label) - at, len(hashes) - start) >> 3) + 1
     if label[at : at + (high - 1 << 3)] == hashes[start : start + (high - 1 << 3)]:

@@ -7,7 +7,7 @@ import msgspec
 
 
 class Tier(IntEnum):
-    """The tier of a block, in the order in which a match continues."""
+    """The tier of a block. The order is that in which a match continues."""
 
     DEVICE = 0
     HOST_PINNED = 1
@@ -16,7 +16,7 @@ class Tier(IntEnum):
 
 
 class StoredRun(msgspec.Struct, frozen=True, gc=False):
-    """One `stored` event of a dump. Hashes are u64; `parent_hash` is the rank's own."""
+    """One `stored` event of a dump. Hashes are u64; `parent_hash` is the rank's own hash."""
 
     worker_id: int
     dp_rank: int
@@ -33,12 +33,12 @@ class StoreResult(IntEnum):
     EMPTY = 1
     SELF_REFERENCE = 2
     UNKNOWN_PARENT = 3
-    FULL = 4  # the maximum of some 4 million runs is reached
+    FULL = 4  # the limit of some 4 million runs is reached
 
 
 class Matched(msgspec.Struct, frozen=True, gc=False):
-    """Leading blocks of a prompt that a rank holds: `device`, then `host` more, then the rest (spec
-    3.5)."""
+    """The leading blocks of a prompt that a rank holds: `device` blocks, then `host` blocks, then
+    the rest (spec 3.5)."""
 
     device: int
     host: int = 0
@@ -46,41 +46,41 @@ class Matched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Edge(msgspec.Struct, gc=False):
-    """A step from a block to the next one, by their engine hashes, 8 bytes each."""
+    """A step from one block to the next. Engine hashes have 8 bytes each."""
 
-    key: bytes  # the parent's hash (empty for the first block of a prompt), then the local hash
+    key: bytes  # engine hash of the parent (empty for a prompt's first block), then local hash
     child: bytes
-    ranks: int  # the ranks that have it: a set, or ~bit for a single rank
+    ranks: int  # ranks that have the edge: a set, or ~bit for a single rank
 
 
 class LearnedFacts(msgspec.Struct):
-    """What was learned from events of one rank."""
+    """What was learned from the events of one rank."""
 
     is_prefix_group: dict[int, bool]  # group_idx -> whether its blocks count
     # block hash -> salt, oldest first, for salted blocks that are held
     salts: dict[Tier, OrderedDict[int, str]]
-    # The engine announces the blocks that a request found cached (`kv_cache_report_mode: full`).
+    # Whether the engine announces blocks that a request finds cached (`kv_cache_report_mode: full`)
     reports_hits: bool = False
-    # In this batch: the last block of an announced prefix that was held completely.
+    # In this batch: the last block of an announced prefix, all of whose blocks were held already.
     announced_end: int | None = None
-    # Hashes of the newest such prefixes, while the mode is unknown.
+    # Hashes of the newest such prefixes, while it is not known whether the engine announces blocks.
     announced: deque[tuple[int, ...]] = msgspec.field(default_factory=lambda: deque(maxlen=64))
 
 
 # --------------------------------------------------------------------------------------------------
-# What an engine reports about its KV cache, independent of any encoding.
+# What an engine reports about its KV cache, whatever the encoding.
 #
-# The wire decodes every producer's layout into these records, and the index applies them. Hashes
-# here are unsigned 64-bit, tokens flat. Spec: indexer.md 1.4.
+# `wire` decodes the layouts of all engines into these records, and the index applies them. Hashes
+# are unsigned 64-bit here, tokens are flat. Spec: indexer.md 1.4.
 
-# Reasons for skipping an event because of a bound of ours: the engine holds blocks that are not
-# indexed.
+# Reasons for skipping an event that exceeds a limit of ours: the engine then holds blocks that the
+# index lacks.
 BOUND_REASONS = frozenset(("too_many_blocks", "oversize_block"))
 
 
 class EventPart(IntEnum):
-    """The position of a record in its event. The parts of an event follow one another, and their
-    chain continues."""
+    """Which part of its event a record is. The parts of an event are consecutive, and each
+    continues the chain of the one before."""
 
     WHOLE = 0
     FIRST = 1
@@ -98,22 +98,20 @@ class BlockStored(msgspec.Struct, gc=False):
     tier: Tier | None  # None: unknown medium
     lora_name: str | None = None
     cache_salt: str | None = None  # "" becomes None
-    mm_hashes: list[list[int] | None] | None = None  # per block; missing at the end: none
-    is_eagle: bool = (
-        False  # tokens came as pairs; the hash of a block covers block_size + 1 of them
-    )
+    mm_hashes: list[list[int] | None] | None = None  # per block; none for missing blocks at the end
+    is_eagle: bool = False  # tokens came as pairs; a block's hash covers block_size + 1 tokens
     group_idx: int | None = None
     kind: str | None = None  # kv_cache_spec_kind
-    is_remote: bool = False  # locality other than LOCAL: this worker cannot reach the blocks
+    is_remote: bool = False  # locality is not LOCAL: this worker cannot reach the blocks
     part: EventPart = EventPart.WHOLE
     unknown_keys: dict[str, int] | None = None  # extra keys that cannot be hashed, by kind
-    # The token after the last block, if the engine's hash of a block covers it.
+    # The token after the last block, if the engine's hash of a block covers the next token.
     next_token: int | None = None
 
 
 class PackedStored(msgspec.Struct, gc=False):
-    """`BlockStored` without multimodal objects and pairs, as packed lists. There is one name per
-    whole block of tokens; the names differ from each other and from the parent."""
+    """A `BlockStored` in packed lists, without multimodal objects or token pairs. There is one name
+    per whole block of tokens. The names differ from each other and from the parent."""
 
     names: bytes  # u64, little-endian
     parent_hash: int | None
@@ -128,9 +126,9 @@ class PackedStored(msgspec.Struct, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
-    """Blocks that the engine no longer holds on one tier. Engines report evictions block by block,
-    so `events` consecutive events that differ only in their blocks form one record. For a part that
-    is not the last of its event, `events` is 0."""
+    """Blocks that the engine no longer holds on one tier. Engines report evictions block by block.
+    So consecutive events that differ only in their blocks form one record, and `events` is their
+    number. In a part that is not the last of its event, `events` is 0."""
 
     block_hashes: list[int]
     tier: Tier | None
@@ -141,7 +139,7 @@ class BlockRemoved(msgspec.Struct, gc=False):
 
 
 class PackedRemoved(msgspec.Struct, gc=False):
-    """`BlockRemoved` as a packed list."""
+    """A `BlockRemoved` in a packed list."""
 
     names: bytes  # u64, little-endian
     tier: Tier | None
@@ -158,7 +156,7 @@ Event = BlockStored | BlockRemoved | PackedStored | PackedRemoved | AllBlocksCle
 
 
 class SkippedEvent(msgspec.Struct, gc=False):
-    """Events that could not be decoded, for one reason; the other events of their batch count."""
+    """Events that could not be decoded for one reason. The other events of the batch are used."""
 
     event_type: str  # "stored", "removed", "cleared", or "unknown"
     reason: str  # "malformed", "unknown_type", or of BOUND_REASONS: a metric label
@@ -167,7 +165,8 @@ class SkippedEvent(msgspec.Struct, gc=False):
 
 
 class EventBatch(msgspec.Struct, gc=False):
-    """A message, or a slice of one. dp_rank None: the rank for which the source was registered."""
+    """A message, or a slice of one. dp_rank None means the rank that the source is registered
+    for."""
 
     dp_rank: int | None
     events: list[Event]
@@ -175,13 +174,13 @@ class EventBatch(msgspec.Struct, gc=False):
 
 
 class UpperRun(msgspec.Struct, frozen=True, gc=False):
-    """A run of blocks that prompts share, for display."""
+    """A run of blocks that several prompts share, for display."""
 
-    parent: int  # index of the parent in the list; -1: none, prompts begin with this run
-    depth: int  # blocks before it in a prompt
+    parent: int  # index of the parent in the list; -1: prompts begin with this run
+    depth: int  # blocks before the run in a prompt
     blocks: int
-    holders: int  # ranks that hold some of its blocks on the device
-    held_blocks: int  # total blocks of it that they hold
+    holders: int  # ranks that hold a block of the run on the device
+    held_blocks: int  # how many blocks of the run they hold in total
     branches: int  # number of runs that follow it
     first_hash: str  # XXH3-64 of its first block, hexadecimal
-    hits: int | None  # prompts that matched it while counted; None: not counted
+    hits: int | None  # prompts that matched the run while hits were counted; None: not counted

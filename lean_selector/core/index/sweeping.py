@@ -1,8 +1,8 @@
 """Free memory in small steps, by iterators.
 
-Dropping a rank's blocks visits every run and every hash of it: up to half a second for a million
-blocks. So dropped blocks are hidden at once and freed in steps, between which the caller does other
-work."""
+To drop a rank's blocks means to visit every run and every hash of the rank: up to half a second for
+a million blocks. So dropped blocks are hidden at once and freed in steps. Between the steps the
+caller does other work."""
 
 from collections import deque
 from collections.abc import Iterator, MutableMapping
@@ -17,7 +17,7 @@ _ENDED: Final = object()
 
 
 class Sweeps:
-    """Memory to free, step by step, in the order in which it was dropped."""
+    """Memory to free, step by step, in the order in which blocks were dropped."""
 
     __slots__ = ("_waiting",)
 
@@ -28,7 +28,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Take the first steps. True if work is pending now and none was before."""
+        """Take the first steps of a sweep. Returns True if work is left and none was before."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False
@@ -36,7 +36,7 @@ class Sweeps:
         return len(self._waiting) == 1
 
     def go_on(self, steps: int) -> bool:
-        """Take this many steps; True when there is more to do."""
+        """Take this many steps. Returns True if there is more to do."""
         waiting = self._waiting
         while waiting and steps > 0:
             steps -= 1
@@ -48,7 +48,7 @@ class Sweeps:
 
 
 def emptied(entries: MutableMapping[Key, Value]) -> Iterator[None]:
-    """Empty a dict that has no other user."""
+    """Empty, in steps, a dict that nobody else uses."""
     while entries:
         for _ in range(min(_ENTRIES_PER_STEP, len(entries))):
             entries.popitem()

@@ -1,7 +1,7 @@
-"""The largest runs of a trie, from the root down: which prefixes prompts share.
+"""The largest runs of a trie, from the root down: the prefixes that prompts share.
 
-A bounded walk for display; no choice depends on it. A run's weight is estimated without walking
-below it: its held blocks, times one more than the number of runs that follow it."""
+A bounded walk for display; no choice depends on it. The weight of a run is estimated without
+walking below the run: its held blocks, times one more than the number of runs that follow."""
 
 import heapq
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from typing import Final
 from lean_selector.core.index.runs import Run
 from lean_selector.core.index.shapes import UpperRun
 
-MOST_CHILDREN: Final = 4096  # children of a run that are visited, the oldest first
+MOST_CHILDREN: Final = 4096  # at most this many children of a run are visited, the oldest first
 _MOST_LOOKED: Final = 20_000
-_STEP: Final = 128  # children, or partial holders
+_STEP: Final = 128  # children or partial holders per step
 
 Hits = dict[Run, int]
 
@@ -21,12 +21,11 @@ Hits = dict[Run, int]
 def upper_runs(
     root: Run, in_use: int, most: int, hits: Hits | None = None
 ) -> Iterator[UpperRun | None]:
-    """Yield at most `most` runs, parents before their children. `in_use`: the set of ranks that
-    count.
+    """Yield at most `most` runs, parents before children. Only ranks in the set `in_use` count.
 
-    Yields None for a step without a run. The trie may change between steps; a run that was removed
-    meanwhile is yielded as it was when it was visited."""
-    # Ordered by weight; the serial number breaks ties.
+    Yields None for a step without a run. The trie may change between steps. A run that was removed
+    meanwhile is yielded as it was when the walk visited it."""
+    # Ordered by weight. The serial number breaks ties.
     heap: list[tuple[int, int, int, int, int, int, Run]] = []
     above, depth, run = -1, 0, root
     number = serial = looked = step = 0
@@ -66,7 +65,7 @@ def upper_runs(
 
 
 def _held(run: Run, in_use: int) -> tuple[int, int]:
-    """The number of ranks that hold blocks of a run, and the total blocks that they hold."""
+    """Return how many ranks hold blocks of a run, and how many blocks they hold in total."""
     holders = (run.whole & in_use).bit_count()
     held = holders * (len(run.label) >> 3)
     for bit, positions in (run.partial or {}).items():
