@@ -1,28 +1,28 @@
-"""Limits of the numbers on the wire (D6), and checks of arguments from Python callers."""
+"""Limits of numbers on the wire (D6), and checks of arguments that Python callers pass."""
 
 from collections.abc import Callable
 from typing import SupportsFloat, SupportsIndex, TypeVar
 
 U64_MAX = 2**64 - 1  # ids, hashes and token counts are unsigned 64 bits
 MAX_ISL_TOKENS = 2**53 - 1  # the largest integers that a float holds exactly
-MAX_RANKS = 4096  # of a worker; every rank costs a row
-RANK_LIMIT = 2**32 - 1  # ranks are u32, and so must be the end of a worker's range
+MAX_RANKS = 4096  # per worker; every rank costs a row
+RANK_LIMIT = 2**32 - 1  # ranks are u32, and so is the end of a worker's range
 
 
 # --------------------------------------------------------------------------------------------------
-# Arguments from Python callers have the expected type, or the error names them. Values that can be
-# used as an int or a float are accepted, such as NumPy's; a bool is not.
+# Arguments that Python callers pass must have the expected type; otherwise the error names them.
+# Values that can be used as an int or a float (NumPy's) are accepted; a bool is not.
 
 T = TypeVar("T")
 
 
 def not_a(name: str, expected: str, given: object) -> TypeError:
-    """The error to raise; `expected` includes an article."""
+    """Return the error to raise. `expected` includes an article."""
     return TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
 
 
 def whole(name: str, given: object) -> int:
-    """Raises TypeError."""
+    """Return the argument as an int. Raises TypeError."""
     if isinstance(given, bool) or not isinstance(given, SupportsIndex):
         raise not_a(name, "an int", given)
     try:
@@ -32,7 +32,7 @@ def whole(name: str, given: object) -> int:
 
 
 def number(name: str, given: object) -> float:
-    """Raises TypeError, or ValueError if it is too large for a float."""
+    """Return the argument as a float. Raises TypeError, or ValueError if it is too large."""
     if isinstance(given, bool) or not isinstance(given, SupportsFloat):
         raise not_a(name, "a number", given)
     try:
@@ -44,12 +44,12 @@ def number(name: str, given: object) -> float:
 
 
 def switch(name: str, given: object) -> bool:
-    """Raises TypeError."""
+    """Return the argument, which must be a bool. Raises TypeError."""
     if not isinstance(given, bool):
         raise not_a(name, "a bool", given)
     return given
 
 
 def optional(taken: Callable[[str, object], T], name: str, given: object) -> T | None:
-    """An argument that may be None."""
+    """Return None if the argument is None; otherwise what the check `taken` returns."""
     return None if given is None else taken(name, given)

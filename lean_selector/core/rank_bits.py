@@ -1,30 +1,30 @@
-"""Bit numbers for the ranks of a partition, so that a set of ranks is one int.
+"""Bit numbers for the ranks of a partition. So a set of ranks is a bit mask, held in one int.
 
 The index, the slots and the order of loads use the same numbers, so their sets can be combined: the
-ranks that are cached, active and least loaded are an `&`, whatever the size of the fleet. A number
-is reused when its last user has released the rank."""
+ranks that have the prompt cached, are active and are least loaded result from `&`, however large
+the fleet is. A number is reused when all users have released the rank."""
 
 import heapq
 
 RankKey = tuple[int, int]  # (worker_id, dp_rank), as u64 and u32
 
-_FEW_BITS = 24  # halving once more would cost as much as five bits
+_FEW_BITS = 24  # for so few bits, counting one by one is as fast as halving
 
 
 class RankBits:
-    """The bit of each rank. Every `acquire` needs a `release`."""
+    """Assigns a bit to each rank. Every `acquire` needs a `release`."""
 
     __slots__ = ("_bits", "_free", "_users", "keys")
 
     def __init__(self) -> None:
         self.keys: list[RankKey | None] = []  # by bit; None: free
         self._bits: dict[RankKey, int] = {}
-        self._users: dict[RankKey, int] = {}  # >= 1 for every key in _bits
+        self._users: dict[RankKey, int] = {}  # number of users, >= 1 for every key in _bits
         # A heap of free bits, then of bits beyond `keys`.
         self._free: list[int] = []
 
     def acquire(self, key: RankKey) -> int:
-        """The bit of a rank; a new rank gets the lowest free one."""
+        """Return the bit of a rank. A new rank gets the lowest free bit."""
         bit = self._bits.get(key)
         if bit is not None:
             self._users[key] += 1
@@ -54,7 +54,7 @@ class RankBits:
 
 
 def bits_of(mask: int) -> list[int]:
-    """The bits that are set, lowest first."""
+    """Return the bits that are set, lowest first."""
     bits = []
     while mask:
         low = mask & -mask
@@ -64,7 +64,7 @@ def bits_of(mask: int) -> list[int]:
 
 
 def nth_bit(mask: int, n: int) -> int:
-    """The n-th set bit, counted from 0 at the lowest; found by halving, the last few one by one."""
+    """Return the n-th set bit (the lowest is number 0), by halving, the last few one by one."""
     assert 0 <= n < mask.bit_count()
     if not mask & (mask + 1):
         return n  # no bit is missing below the highest

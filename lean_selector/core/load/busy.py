@@ -1,4 +1,4 @@
-"""Which ranks may get new work: busy thresholds, and the ranks with room for queued requests."""
+"""Which ranks may get new work: busy thresholds, and ranks that have room for queued requests."""
 
 import math
 from collections.abc import Iterable
@@ -11,31 +11,31 @@ from lean_selector.core.rank_bits import RankKey
 # --------------------------------------------------------------------------------------------------
 # Busy thresholds: which ranks and workers may still get new work.
 #
-# Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3: a rank is
-# busy above any limit that is set, not at it; a worker only when all of its ranks are. An unknown
-# value (a capacity that the worker did not report) exceeds nothing. Does not know how loads are
-# counted.
+# Follows "Busy Detection Logic" of the load-shedding document and slot_tracker.md 4.3. A rank is
+# busy if it is above any limit that is set, not if it is at the limit. A worker is busy only if all
+# of its ranks are. An unknown value (a capacity that the worker did not report) is never above a
+# limit. How loads are counted does not matter here.
 
-# Thresholds outlive their model's last worker, so that they apply again when it restarts. For
-# models without workers this many are kept; the oldest are dropped first.
+# Thresholds outlive the last worker of a model, so that they apply again when it restarts. For
+# models without workers this many are stored; the oldest are dropped first.
 MAX_REMEMBERED = 1024
 
 Scope = tuple[str, str]
 
 
 class BusyThresholds:
-    """The thresholds of every model and tenant: its own, or else the defaults."""
+    """The thresholds of every model and tenant: those set for it, or else the defaults."""
 
     def __init__(self, defaults: BusyThreshold = OFF) -> None:
         self._defaults = defaults
         self._own: dict[Scope, BusyThreshold] = {}
 
     def own(self) -> list[tuple[Scope, BusyThreshold]]:
-        """Thresholds set for a model and tenant, the oldest first."""
+        """Return the thresholds that were set for a model and tenant, the oldest first."""
         return list(self._own.items())
 
     def restore(self, scope: Scope, threshold: BusyThreshold) -> None:
-        """Restore what `own` returned in an earlier process. Raises BadRequest."""
+        """Restore an item that `own` returned in an earlier process. Raises BadRequest."""
         threshold.check()
         self._own[scope] = threshold
 
@@ -43,7 +43,7 @@ class BusyThresholds:
         return self._own.get(scope, self._defaults)
 
     def change(self, scope: Scope, given: BusyThreshold, known: Iterable[Scope]) -> BusyThreshold:
-        """Set the given thresholds. Raises BadRequest, then NotFound; then nothing has changed."""
+        """Change the given limits. Raises BadRequest or NotFound, with nothing changed."""
         given.check()
         return self._put(scope, self.of(scope).changed_by(given), set(known))
 
@@ -66,20 +66,20 @@ class BusyThresholds:
 # --------------------------------------------------------------------------------------------------
 # Ranks that may admit queued requests, updated as loads change (D11).
 #
-# A rank is `below` while its prefill tokens are at most the queue's threshold of its worker's batch
-# size, and `idle` while it is within its busy limits. Both are sets of ranks as bits (`RankBits`),
-# so that a request need not look at the ranks. `came_free` has the ranks that entered one of them
-# since it was last emptied, so that an event looks only at requests that could use them.
+# A rank is `below` if its prefill tokens are at most the queue's threshold times its worker's batch
+# size, and `idle` if it is within its busy limits. Both are sets of ranks as bits (`RankBits`), so
+# no request has to visit the ranks. `came_free` has the ranks that entered one of the sets since it
+# was last emptied. So an event only visits requests that could use those ranks.
 
 
 class Headroom:
-    """The ranks of one partition with room for queued requests; only if it has a queue."""
+    """The ranks of one partition that have room for queued requests. Exists only with a queue."""
 
     def __init__(self, threshold: float) -> None:
         """`threshold` is a fraction of a worker's batch size; infinity never queues."""
         self._threshold = threshold
         self.below = self.idle = 0
-        self.avoided = 0  # ranks that are used only by requests restricted to them
+        self.avoided = 0  # ranks used only by requests that are restricted to them
         self.came_free = 0
         self.now = -math.inf  # the latest time given
         self._limits: dict[RankKey, tuple[float, RankLimits]] = {}
@@ -90,13 +90,13 @@ class Headroom:
         return self.below & self.idle & ~self.avoided
 
     def put(self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits) -> None:
-        """Add a rank, or update one whose limits or eligibility changed."""
+        """Add a rank, or update a rank whose limits or eligibility changed."""
         self._limits[load.key] = self._threshold * max_num_batched_tokens, busy
         self.changed(load)
         self.came_free |= load.mask
 
     def drop(self, load: RankLoad) -> None:
-        """A rank is gone."""
+        """Remove a rank that is gone."""
         del self._limits[load.key]
         others = ~load.mask
         self.below &= others
@@ -105,7 +105,7 @@ class Headroom:
         self.avoided &= others
 
     def changed(self, load: RankLoad) -> None:
-        """A rank's load has changed; ignored for ranks that were not added."""
+        """Update a rank whose load changed. Ranks that were not added are ignored."""
         limits = self._limits.get(load.key)
         if limits is None:
             return

@@ -1,11 +1,11 @@
-"""The ranks of a partition by load, so that the least loaded is found without visiting all.
+"""The ranks of a partition in order of load, to find the least loaded without visiting all.
 
-Ranks that hold equally many cached and active blocks of a prompt cost scale * tokens / block_size +
-standing load, plus the same constant. The standing load is a rank's active blocks, plus a weight
-per request. So the cheapest of these ranks is the one with the least load, and ranks of equal load
-are equivalent. Loads are kept in this order, each with the set of its ranks (an int, `RankBits`).
-The cost of a prompt and the eligible ranks are unknown here: the chooser walks `loads`, and stops
-where no later load can be cheaper (`selection/choice.py`)."""
+For ranks with equally many cached and active blocks of a prompt, the cost is a constant plus scale
+* tokens / block_size + standing load. The standing load is a rank's active blocks plus a weight per
+active request. So the cheapest of these ranks is the one with the least load, and ranks of equal
+load are equivalent. Loads are kept sorted, each with the set of its ranks (an int, `RankBits`). The
+chooser, which knows the prompt's cost and the eligible ranks, walks `loads` until no further load
+can be cheaper (`selection/choice.py`)."""
 
 import bisect
 
@@ -13,10 +13,10 @@ from lean_selector.core.load.rank_load import LoadBucket, RankLoad
 
 
 class LoadOrder:
-    """Sets of equally loaded ranks, least loaded first. Must be notified of every change of load.
+    """Sets of equally loaded ranks, the least loaded first. Must be told every change of a load.
 
-    Read only: `ranks` (by bit) and `loads` (sorted). `moved`: the ranks whose load has changed
-    since the reader of `moved` last emptied it."""
+    Read only: `ranks` (by bit) and `loads` (sorted). `moved` has the ranks whose load changed since
+    the reader of `moved` last emptied it."""
 
     __slots__ = (
         "_block_size",
@@ -34,7 +34,7 @@ class LoadOrder:
     def __init__(
         self, block_size: int, prefill_load_scale: float, request_weight: float = 0.0
     ) -> None:
-        """`request_weight`: blocks that each active request counts as."""
+        """`request_weight`: how many blocks an active request counts as."""
         self._block_size = block_size
         self._request_weight = request_weight
         self.scale = prefill_load_scale
@@ -44,7 +44,7 @@ class LoadOrder:
         # (key, tokens, standing) of each load in `loads`
         self._places: list[tuple[float, int, float]] = []
         self._by_load: dict[tuple[int, float], LoadBucket] = {}  # by (tokens, standing)
-        # The sorted keys of `_by_load`, built on first use.
+        # The keys of `_by_load`, sorted on first use.
         self._by_tokens: list[tuple[int, float]] | None = None
 
     def add(self, load: RankLoad) -> None:
@@ -64,7 +64,7 @@ class LoadOrder:
         load.bucket = None
 
     def changed(self, load: RankLoad) -> None:
-        """A rank's load has changed; ignored for ranks that were not added."""
+        """Move a rank whose load changed. Ranks that were not added are ignored."""
         bucket = load.bucket
         if bucket is None:
             return
@@ -96,7 +96,7 @@ class LoadOrder:
             self._close(bucket)
 
     def _open(self, tokens: int, standing: float) -> LoadBucket:
-        """A position in the order for a load that no rank has yet."""
+        """Insert a load that no rank has yet into the order."""
         key = self.scale * tokens / self._block_size + standing
         place = key, tokens, standing
         at = bisect.bisect_left(self._places, place)
@@ -118,11 +118,11 @@ class LoadOrder:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def place_of(self, key: float, first: int) -> int:
-        """The first position in `loads`, not before `first`, whose key is at least `key`."""
+        """Return the first position in `loads`, from `first` on, whose key is at least `key`."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:
-        """The fewest prefill tokens on any of these ranks; 0 for an empty set."""
+        """Return the fewest prefill tokens on any of these ranks; 0 if the set is empty."""
         by_tokens = self._by_tokens
         if by_tokens is None:
             by_tokens = self._by_tokens = sorted(self._by_load)

@@ -1,10 +1,10 @@
 """The active prompts of one partition, as a trie of runs that all ranks share.
 
 A prompt is a path, and a block is a position on it (D20), not a hash value. Blocks that the same
-requests hold on every rank form one run, so booking and freeing cost one step per run that a prompt
-crosses, not per block. A run counts the requests of each rank that cross it, and stores the weight
-of its blocks on a rank if that is not 1 (spec: selection.md section 6). Knows nothing of requests,
-prefill or time."""
+requests hold on every rank form one run. So booking and freeing cost one step per run of the
+prompt, not per block. A run counts, per rank, the requests whose prompts cross it, and stores the
+weight of its blocks on a rank if that is not 1 (spec: selection.md section 6). Independent of
+requests, prefill and time."""
 
 from typing import Final
 
@@ -15,7 +15,7 @@ HASH_BYTES: Final = 8
 
 
 class PromptTrie:
-    """Every run is crossed by a request, and runs are as long as possible."""
+    """Each run is crossed by at least one request, and runs are as long as possible."""
 
     __slots__ = ("root",)
 
@@ -23,9 +23,9 @@ class PromptTrie:
         self.root = ActiveRun(b"", None, {}, {})
 
     def insert(self, hashes: bytes, rank: int) -> tuple[ActiveRun, int]:
-        """Add a prompt on a rank, given as a set of only that rank. Returns the prompt's last run
-        (for an empty prompt the root), and how many of its blocks are new on the rank. The run
-        stays the prompt's last one whatever is inserted or removed later."""
+        """Add a prompt on a rank; `rank` is the set of only that rank. Returns the prompt's last
+        run (the root for an empty prompt), and how many of the blocks are new on the rank. The run
+        stays the prompt's last run whatever is inserted or removed later."""
         run = self.root
         start, end, new_bytes = 0, len(hashes), 0
         while start < end:
@@ -51,8 +51,8 @@ class PromptTrie:
         return run, new_bytes // HASH_BYTES
 
     def remove(self, run: ActiveRun, rank: int, weights: BlockWeights) -> int:
-        """Remove from a rank one prompt that ends with `run`; returns how many blocks left the
-        rank. `weights` is the rank's tally: a block's weight ends with its last holder there."""
+        """Remove one prompt that ends with `run` from a rank. Returns how many blocks left the
+        rank. `weights` is the rank's tally, from which these blocks are removed."""
         run.ends -= 1
         freed_bytes = 0
         while (parent := run.parent) is not None:
@@ -74,8 +74,8 @@ class PromptTrie:
         return freed_bytes // HASH_BYTES
 
     def weigh(self, run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
-        """Give `weight` to each block of the prompt ending with `run` that no other prompt of the
-        rank has."""
+        """Set the weight of those blocks of the prompt that no other prompt on the rank has. The
+        prompt is the one that ends with `run`."""
         while (parent := run.parent) is not None:
             if run.refs[rank] == 1:
                 _weigh_run(run, rank, weight, weights)
@@ -84,8 +84,8 @@ class PromptTrie:
             run = parent
 
     def active_prefix(self, hashes: bytes) -> list[tuple[int, int]]:
-        """(leading active blocks of the prompt, the ranks with exactly this many), longest first.
-        The sets are disjoint; ranks without active blocks are in none."""
+        """Return (leading active blocks of the prompt, set of ranks with exactly this many),
+        longest first. The sets are disjoint, without ranks that have no active block."""
         found: list[tuple[int, int]] = []
         run = self.root
         start, end = 0, len(hashes)
@@ -96,7 +96,7 @@ class PromptTrie:
             label = child.label
             whole = hashes.startswith(label, start)
             start += len(label) if whole else _common_bytes(label, hashes, start)
-            # A rank that crosses a run also crosses the runs above it.
+            # A rank that crosses a run also crosses all runs above it.
             found.append((start // HASH_BYTES, child.mask))
             if not whole:
                 break
@@ -109,7 +109,7 @@ class PromptTrie:
         return found
 
     def hashes_of(self, run: ActiveRun) -> bytes:
-        """The prompt that ends with `run`."""
+        """Return the prompt that ends with `run`."""
         labels = []
         while run.parent is not None:
             labels.append(run.label)
@@ -119,8 +119,8 @@ class PromptTrie:
 
 
 def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
-    """Cut the first `head_bytes` off as a run of its own, and return it. `run` stays the tail,
-    because reservations refer to their last run."""
+    """Make the first `head_bytes` of the label a run of its own, and return that. `run` keeps the
+    rest, because reservations refer to their last run."""
     parent, label = run.parent, run.label
     assert parent is not None
     tail = label[head_bytes:]
@@ -136,7 +136,7 @@ def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
 
 
 def _merge_into_child(run: ActiveRun) -> None:
-    """Undo a split that is no longer needed: all requests of `run` continue to its only child."""
+    """Undo a split that is no longer needed: all requests of `run` go on to its only child."""
     (child,) = run.children.values()
     if child.weights != run.weights:
         return
@@ -158,10 +158,10 @@ def _weigh_run(run: ActiveRun, rank: int, weight: float, weights: BlockWeights) 
 
 
 def _common_bytes(label: bytes, hashes: bytes, start: int) -> int:
-    """Length of the common prefix of `label` and `hashes[start:]`, whose first blocks are equal.
+    """Return the length of the common prefix of `label` and `hashes[start:]`. The first blocks are
+    equal.
 
-    By halves, each compared at memcmp speed: 10 comparisons for 815 blocks.
-    """
+    Halves the range in each step and compares by memcmp: 10 comparisons for 815 blocks."""
     low = HASH_BYTES  # equal up to here
     high = min(len(label), len(hashes) - start)
     if hashes.startswith(label[:high], start):

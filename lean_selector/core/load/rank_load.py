@@ -8,25 +8,25 @@ from lean_selector.core.rank_bits import RankKey
 # --------------------------------------------------------------------------------------------------
 # The total weight of one rank's blocks (spec: selection.md section 6).
 #
-# A rank's decode load is its number of distinct blocks, where some count as a fraction. The
-# reference adds the fractions one block after another in f64, and the rounding errors decide ties:
-# 10 blocks at 0.85 print as 8. This computes the same result without a walk over the blocks.
+# A rank's decode load is its number of distinct blocks, of which some count as a fraction. The
+# reference adds the fractions one by one in f64, and its rounding errors decide ties: 10 blocks at
+# 0.85 print as 8. This code computes the same result without visiting each block.
 
 
 class BlockWeights:
-    """Tally of the blocks whose weight is not 1: weight -> number of blocks."""
+    """Tally of a rank's blocks whose weight is not 1: weight -> number of blocks."""
 
     __slots__ = ("_counted", "_missing", "counts")
 
     def __init__(self) -> None:
         self.counts: dict[float, int] = {}  # 0 <= weight < 1, count >= 1
         self._missing: float | None = (
-            None  # how far they fall short of weight 1 in total, approximately; None: outdated
+            None  # sum of (1 - weight) over these blocks, approximately; None: outdated
         )
         self._counted = 0  # sum of `counts`; valid with `_missing`
 
     def move(self, old: float, new: float, blocks: int) -> None:
-        """Change the weight of some blocks. The tally lists only weights other than 1.0."""
+        """Change the weight of some blocks. (The tally omits weight 1.0.)"""
         if old == new or not blocks:
             return
         self._missing = None
@@ -41,17 +41,17 @@ class BlockWeights:
             counts[new] = counts.get(new, 0) + blocks
 
     def rounded_total(self, distinct_blocks: int) -> int:
-        """Total weight of a rank's blocks, rounded half away from zero.
+        """Return the total weight of a rank's blocks, rounded half away from zero.
 
-        `distinct_blocks` counts every block of the rank once, fractional ones included. The weights
-        are added in ascending order; the reference leaves the order open."""
+        `distinct_blocks` counts each block of the rank once, also those with a smaller weight. The
+        weights are added in ascending order; in the reference, the order varies."""
         missing = self._missing
         if missing is None:
             missing = self._missing = _shortfall(self.counts)
             self._counted = sum(self.counts.values())
         total = distinct_blocks - missing
-        # Each block's two operations err by at most half an ulp of distinct_blocks, and `missing`
-        # by less. The reference's exact sum is needed only if the total is that close to a half.
+        # Each block's two operations err by at most half an ulp of distinct_blocks, `missing` by
+        # less. Only if the total is that close to a half, the reference's exact sum is needed.
         doubt = (self._counted + 4) * distinct_blocks * 2.0**-51
         if abs(total - floor(total) - 0.5) <= doubt:
             total = float(distinct_blocks)
@@ -69,11 +69,11 @@ def _shortfall(counts: dict[float, int]) -> float:
 
 
 def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
-    """The f64 that `total = total - 1.0 + weight` leaves when repeated `blocks` times.
+    """Return the f64 that `total = total - 1.0 + weight` leaves if repeated `blocks` times.
 
     While the total stays between the same powers of two, every step changes it by the same amount
     (a tie is rounded to even, and 1 is an even number of ulps). So all steps but the first few are
-    one product, which is exact: a multiple of the ulp, and less than 2**53 of them."""
+    one product. The product is exact: a multiple of the ulp, and less than 2**53 of them."""
     while blocks:
         total = total - 1.0 + weight
         blocks -= 1
@@ -89,52 +89,52 @@ def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
 
 
 class LoadBucket:
-    """Ranks with equal load. Read only; LoadOrder changes it. A rank refers to its bucket, so it
-    can leave without a look-up."""
+    """Ranks with equal load. Read only: LoadOrder changes it. A rank refers to its bucket, so that
+    it can leave without a look-up."""
 
     __slots__ = ("key", "ranks", "standing", "tokens")
 
     def __init__(self, tokens: int, standing: float, key: float) -> None:
-        self.tokens = tokens  # active_prefill_tokens of each
+        self.tokens = tokens  # active_prefill_tokens of each of its ranks
         self.standing = standing
-        self.key = key  # sort key: the cost of the load alone
+        self.key = key  # sort key: the part of the cost that the load causes
         self.ranks = 0  # bits of `RankBits`; not 0 while the bucket is in the order
 
 
-_FADES: Final = 1 - 1 / 64  # factor on earlier comparisons with each new one
+_FADES: Final = 1 - 1 / 64  # each new comparison multiplies the earlier ones by this
 
 
 class RankCounts:
-    """Totals of one rank since it was registered; `recent_...` decay."""
+    """Totals of one rank since its registration. The `recent_...` counts fade."""
 
     def __init__(self) -> None:
-        self.selections = 0  # requests placed on it
-        self.prompt_tokens = 0  # their prompt tokens
-        self.overlap_tokens = 0  # their tokens predicted as cached
+        self.selections = 0  # requests placed on the rank
+        self.prompt_tokens = 0  # prompt tokens of these requests
+        self.overlap_tokens = 0  # prompt tokens of these requests that were predicted as cached
         self.ok = self.failed = self.refused = 0  # outcomes reported
-        self.ttft_s = 0.0  # sum of reported times to first token, and their number
+        self.ttft_s = 0.0  # sum of the reported times to first token, and their number
         self.ttft_count = 0
         # Predicted times to first token: number, sums of predicted and observed seconds, and sum of
         # the relative errors.
         self.predictions = 0
         self.predicted_s = self.observed_s = self.prediction_errors = 0.0
-        self.cached_tokens = 0  # prompt tokens that the engine counted as cached, from any report
-        # For reservations whose end reported it: cached tokens as counted by the engine, and as
-        # predicted by the index.
+        self.cached_tokens = 0  # prompt tokens that the engine found cached, in any report
+        # Cached tokens by the engine's count and by the index's prediction, of reservations that
+        # ended with a report of the former.
         self.compared_tokens = self.compared_overlap_tokens = 0
-        # Recent comparisons, decaying: the larger of both counts; cached but not predicted;
-        # predicted but not cached.
+        # Recent comparisons, fading: the larger of both counts; cached but not predicted; predicted
+        # but not cached.
         self.recent_tokens = self.recent_missed = self.recent_wrong = 0.0
 
     def compare(self, found: int, cached: int) -> None:
-        """Compare the index's prediction with the engine's count of cached tokens, for one
-        prompt."""
+        """For one prompt, record how many cached tokens the index predicted, and how many the
+        engine found."""
         self.recent_tokens = _FADES * self.recent_tokens + max(found, cached)
         self.recent_missed = _FADES * self.recent_missed + max(0, cached - found)
         self.recent_wrong = _FADES * self.recent_wrong + max(0, found - cached)
 
     def predict(self, predicted_s: float, observed_s: float) -> None:
-        """Record the predicted and the observed time to first token of one prompt."""
+        """For one prompt, record the predicted and the observed time to first token, in seconds."""
         self.predictions += 1
         self.predicted_s += predicted_s
         self.observed_s += observed_s
@@ -142,18 +142,18 @@ class RankCounts:
 
     @property
     def prediction_error(self) -> float | None:
-        """Mean absolute error of the predictions, relative to the observed time."""
+        """Mean absolute error of the predicted times, relative to the observed times."""
         return self.prediction_errors / self.predictions if self.predictions else None
 
     @property
     def index_accuracy(self) -> float | None:
-        """1.0: the index predicted exactly what the engine had cached. None: no comparison yet."""
+        """1.0: the index predicted exactly what engines had cached. None: no comparison yet."""
         if not self.recent_tokens:
             return None
         return 1 - (self.recent_missed + self.recent_wrong) / self.recent_tokens
 
     def add(self, other: "RankCounts") -> None:
-        """Add the totals of another rank."""
+        """Add the totals of another rank to this one's."""
         self.selections += other.selections
         self.prompt_tokens += other.prompt_tokens
         self.overlap_tokens += other.overlap_tokens
@@ -175,12 +175,11 @@ class RankCounts:
 
 
 class RankLoad:
-    """Load of one rank.
+    """The load of one rank.
 
-    Read only; Slots changes it (except `bucket` and `standing`, which are LoadOrder's,
-    `came_after`, which is the partition's, and `counts`). Sums have no upper bound; printing
-    saturates at 2^64-1 (D6).
-    """
+    Read only: Slots changes it (except `bucket` and `standing`, which LoadOrder changes,
+    `came_after`, which the partition changes, and `counts`). Sums have no upper limit; printing
+    saturates at 2^64-1 (D6)."""
 
     __slots__ = (
         "active_decode_blocks",
@@ -214,7 +213,7 @@ class RankLoad:
         # in blocks: decode blocks, plus the weight of the requests
         self.standing = 0.0
         self.counts = RankCounts()
-        self.came_after = 0  # serial of the last request that was queued before the rank was added
+        self.came_after = 0  # serial of the request that was queued last when the rank was added
 
     @property
     def active_requests(self) -> int:

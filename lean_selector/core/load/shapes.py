@@ -11,61 +11,61 @@ from lean_selector.core.load.rank_load import RankLoad
 class Booking(msgspec.Struct, frozen=True, gc=False):
     """A request on a rank, as it was booked.
 
-    Replicas receive all of it, with the prompt and the replica that admitted the request. The
-    prompt's blocks are in the trie of the slots, which all requests share."""
+    Replicas receive all of it, and also the prompt and the id of the replica that admitted the
+    request. The prompt's blocks are in the trie of the slots, which all requests share."""
 
     request_id: str
     worker_id: int
     dp_rank: int
     lora_name: str | None = None
     track_prefill_tokens: bool = True  # False: `prefill_tokens` does not count
-    prefill_tokens: int | None = None  # None: not given, which counts as 0
+    prefill_tokens: int | None = None  # None: not given, counts as 0
     prefill_duration_s: float | None = None  # as reported by a peer; has no effect
     expected_output_tokens: int | None = None
 
 
 class ActiveRun(msgspec.Struct, eq=False, gc=False):
-    """Consecutive blocks held by the same requests.
+    """Consecutive blocks that the same requests hold.
 
-    Not tracked by the garbage collector, nor are the dicts that hold only runs, so a collection
-    does not visit a live trie. The reference cycle between parent and child is cut when the run is
-    removed, with its last request."""
+    The garbage collector tracks neither runs nor dicts that hold only runs, so a collection does
+    not visit a live trie. The reference cycle of parent and child is cut when the last request of
+    the run ends and the run is removed."""
 
     label: (
-        bytes  # the blocks' sequence hashes, 8 bytes little-endian each; only the root's is empty
+        bytes  # sequence hashes of the blocks, 8 bytes little-endian each; empty only for the root
     )
     parent: "ActiveRun | None"  # None only at the root
     children: "dict[bytes, ActiveRun]"  # first hash of the child -> child
-    # Requests per rank that cross the run, each >= 1; empty only at the root. The key is the rank
-    # as a set (`RankBits`).
+    # How many requests of each rank cross the run, each >= 1; empty only at the root. The key is
+    # the set of only that rank (`RankBits`).
     refs: dict[int, int]
-    mask: int = 0  # all ranks in refs
+    mask: int = 0  # the set of all ranks in `refs`
     ends: int = 0  # requests whose prompt ends with this run
-    weights: dict[int, float] | None = None  # of each block, where not 1.0; None when empty
+    weights: dict[int, float] | None = None  # rank -> weight of each block, unless 1.0
 
 
 class Reservation(msgspec.Struct, eq=False, gc=False):
-    """One active request. Read only; Slots changes it (except `published_at`).
+    """One active request. Read only: Slots changes it (except `published_at`).
 
-    Not tracked by the garbage collector, so a collection does not visit a hundred thousand of them;
-    Slots cuts their references when it drops them. Times are monotonic seconds."""
+    The garbage collector does not track these, so a collection does not visit a hundred thousand of
+    them. Slots cuts the references of a reservation that it drops. Times: monotonic seconds."""
 
-    request_id: str  # that of `booking`
+    request_id: str  # equal to that of `booking`
     booking: Booking
     rank: RankLoad
     run: ActiveRun  # the prompt's last run in the trie; the root for an empty prompt
-    block_count: int  # blocks of the prompt, including shared ones
-    prefill_tokens: int  # outstanding: 0 from prefill_complete on
+    block_count: int  # how many blocks the prompt has, including shared ones
+    prefill_tokens: int  # not computed yet: 0 from prefill_complete on
     touched_at: float  # time of the last booking, prefill_complete, output_block or touch
-    published_at: float  # time of the last event to peers; set by the publisher
-    router_id: int | None  # the peer that admitted it; None: this replica
+    published_at: float  # when peers were last told of the request; set by the publisher
+    router_id: int | None  # the peer that admitted the request; None: this replica
     prefill_done: bool = False
     output_blocks: int = 0
-    weighted_output_blocks: int = 0  # output blocks that the last `decay_fraction` applies to
+    weighted_output_blocks: int = 0  # output blocks to which the last `decay_fraction` applies
     output_weight: float = 1.0  # weight of these blocks
     booked_at: float = 0.0
-    # Prefill tokens waiting on the rank at booking, this request's included; 0: unknown, as of a
-    # copy.
+    # Prefill tokens waiting on the rank at booking, including this request's. 0: unknown, for
+    # example in a copy.
     ahead_tokens: int = 0
 
     @property
@@ -80,14 +80,14 @@ class RankLimits(msgspec.Struct, frozen=True, gc=False):
     decode_blocks: float = math.inf
 
     def exceeded_by(self, prefill_tokens: int, decode_blocks: int) -> bool:
-        """True above a limit, not at it."""
+        """Whether a value is above its limit. (At the limit is not above.)"""
         return prefill_tokens > self.prefill_tokens or decode_blocks > self.decode_blocks
 
 
 class BusyThreshold(msgspec.Struct, frozen=True):
-    """Limits for one model and tenant; None disables a limit."""
+    """Limits for one model and tenant. None disables a limit."""
 
-    active_decode_blocks: float | None = None  # fraction of a rank's KV blocks, 0.0 to 1.0
+    active_decode_blocks: float | None = None  # as a fraction of a rank's KV blocks, 0.0 to 1.0
     active_prefill_tokens: int | None = None  # tokens, >= 0
     active_prefill_tokens_frac: float | None = None  # of max_num_batched_tokens, >= 0.0
 
@@ -96,7 +96,7 @@ class BusyThreshold(msgspec.Struct, frozen=True):
         return self != OFF
 
     def check(self) -> None:
-        """Raises BadRequest for a limit out of its range."""
+        """Raise BadRequest if a limit is out of range."""
         blocks, frac = self.active_decode_blocks, self.active_prefill_tokens_frac
         if blocks is not None and not 0.0 <= blocks <= 1.0:
             raise BadRequest(
@@ -109,7 +109,7 @@ class BusyThreshold(msgspec.Struct, frozen=True):
             )
 
     def limits(self, total_kv_blocks: int | None, max_num_batched_tokens: int) -> RankLimits:
-        """The limits of a rank of this capacity. None or 0 KV blocks: unknown."""
+        """Return the limits of a rank with this capacity. None or 0 KV blocks: unknown."""
         tokens = blocks = math.inf
         if self.active_prefill_tokens is not None:
             tokens = self.active_prefill_tokens
@@ -121,7 +121,7 @@ class BusyThreshold(msgspec.Struct, frozen=True):
         return RankLimits(tokens, blocks)
 
     def changed_by(self, given: "BusyThreshold") -> "BusyThreshold":
-        """A copy with the fields of `given` that are not None."""
+        """Return a copy in which the fields of `given` that are not None replace the old ones."""
         return BusyThreshold(
             *(
                 old if new is None else new
@@ -152,19 +152,19 @@ class WorkerRow(msgspec.Struct, frozen=True, gc=False):
 
 class EngineLoad(msgspec.Struct, frozen=True, gc=False):
     """The load of one rank as its engine reported it, including requests that bypass this service.
-    None: the engine does not report this value."""
+    A field is None if the engine does not report it."""
 
     running_requests: int
     waiting_requests: int
     kv_tokens: int  # tokens in use
     kv_token_capacity: int | None
-    waiting_uncached_tokens: int | None  # tokens of waiting requests, to be prefilled
+    waiting_uncached_tokens: int | None  # prompt tokens of waiting requests that are not cached
     total_tokens: int | None  # tokens in use, plus those of waiting requests
     max_running_requests: int | None
-    # Since the engine started: uncached prompt tokens, and the time spent on their prefill.
+    # Since the engine started: uncached prompt tokens, and seconds spent on their prefill.
     prefilled_tokens: int | None
     prefill_busy_s: float | None
-    age_s: float = 0.0  # seconds since it was received
+    age_s: float = 0.0  # seconds since the report was received
 
 
 class LoadRow(msgspec.Struct, frozen=True, gc=False):
@@ -179,10 +179,10 @@ class LoadRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class PotentialLoadRow(msgspec.Struct, frozen=True, gc=False):
-    """The load of one rank with one more request on it."""
+    """The load that one rank would have with one more request."""
 
     worker_id: int
     dp_rank: int
     potential_prefill_tokens: int
     potential_decode_blocks: int
-    active_requests: int  # without that request
+    active_requests: int  # without the additional request

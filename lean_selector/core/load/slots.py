@@ -2,7 +2,7 @@
 
 Stores reservations (booked here, or copies of peers' bookings) and each rank's load: prefill
 tokens, decode blocks, requests. Follows selection.md sections 5 and 6 and slot_tracker.md section
-2; expiry is D12. Used by both services. Knows ranks but no workers, and publishes nothing."""
+2; expiry is D12. Both services use this. Handles ranks but no workers, and publishes nothing."""
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +19,7 @@ from lean_selector.core.load.shapes import Booking, EngineLoad, Reservation
 from lean_selector.core.numbers import U64_MAX
 from lean_selector.core.rank_bits import RankBits, RankKey, bits_of
 
-# How long an engine's load report is valid. SGLang repeats an unchanged report each second.
+# How many seconds a load report is valid. SGLang repeats an unchanged report each second.
 ENGINE_LOAD_HOLDS_S: Final = 5.0
 
 _touched_at = attrgetter("touched_at")
@@ -27,59 +27,59 @@ _late_s = itemgetter(0)
 
 
 def check_decay_fraction(decay_fraction: float | None) -> None:
-    """Raise BadRequest outside [0, 1]. Checked before the existence of the request."""
+    """Raise BadRequest outside [0, 1]. This is checked before whether the request exists."""
     if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
         raise BadRequest("decay_fraction must be between 0.0 and 1.0")
 
 
 class Slots:
     """The active requests of one (model_name, tenant_id). A method that raises has changed nothing.
-    Remove all ranks before dropping a Slots: the garbage collector does not see what they hold."""
+    Remove all ranks before dropping a Slots: the garbage collector does not track all of it."""
 
     def __init__(
         self,
         on_load_change: Callable[[RankLoad], None] | None = None,
         bits: RankBits | None = None,
     ) -> None:
-        """`on_load_change` is called with a rank after its prefill tokens or decode blocks may have
-        changed, but not on its removal. `bits` numbers the ranks, and may be shared."""
+        """`on_load_change` is called with a rank whose prefill tokens or decode blocks may have
+        changed, but not on its removal. `bits` assigns bit numbers to ranks, and may be shared."""
         self.on_load_change = on_load_change
         self.bits = RankBits() if bits is None else bits
         # Called with each ended reservation, whatever the cause, and with `heard_at`.
         self.on_ended: Callable[[Reservation], None] | None = None
-        # Called with two consecutive load reports of a rank's engine.
+        # Called with the previous and the new load report of a rank's engine.
         self.on_reports: Callable[[RankLoad, EngineLoad, EngineLoad, float], None] | None = None
         self.ranks: dict[RankKey, RankLoad] = {}
-        # The newest report of each rank's engine, and its time of receipt.
+        # rank -> newest report of the rank's engine, and when it was received.
         self._engine_loads: dict[RankKey, tuple[EngineLoad, float]] = {}
         self.reservations: dict[str, Reservation] = {}  # bounded by expiry
-        # Totals of requests admitted here: booked = live + freed + expired + dropped with their
-        # rank.
+        # Totals of requests admitted here: booked = live + freed + expired + dropped because their
+        # rank was removed.
         self.booked = self.freed = self.expired = self.dropped = 0
-        self.copied = 0  # total copies of peers' bookings
+        self.copied = 0  # copies of peers' bookings, in total
         self._trie = PromptTrie()
         self.heard_at = 0.0  # the time argument of the last call
-        # incremented when the live reservations or their touch times change
+        # Incremented when the live reservations or their touch times change.
         self.revision = 0
-        # Each reservation is in one of these, ordered by touch time, oldest first; backdated copies
-        # youngest first. Plain dicts: listing all takes a tenth of an OrderedDict's time; finding
-        # the oldest steps over the holes of removed ones.
+        # Each reservation is in one of these, in order of touch time, the oldest first; of
+        # backdated copies the youngest first. Plain dicts: listing all takes a tenth of an
+        # OrderedDict's time. Finding the oldest steps over the holes that removed keys leave.
         self._local_by_touch: dict[str, Reservation] = {}
         self._copies_by_touch: dict[str, Reservation] = {}
         self._backdated: dict[str, Reservation] = {}
 
     @property
     def arrived(self) -> int:
-        """Total requests booked here or copied from peers."""
+        """How many requests were booked here or copied from peers, in total."""
         return self.booked + self.copied
 
     def live_counts(self) -> tuple[int, int]:
-        """Active requests admitted here, and copies of peers' requests."""
+        """Return the number of active requests admitted here, and of copies of peers' requests."""
         local = len(self._local_by_touch)
         return local, len(self.reservations) - local
 
     def add_rank(self, worker_id: int, dp_rank: int) -> RankLoad:
-        """The rank's load; a new rank is idle."""
+        """Return the load of a rank. A new rank is added, without load."""
         rank = self.ranks.get((worker_id, dp_rank))
         if rank is None:
             rank = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
@@ -87,7 +87,7 @@ class Slots:
         return rank
 
     def remove_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Remove a rank; returns its reservations, which end. An unknown rank has none."""
+        """Remove a rank. Returns the reservations that this ends; none for an unknown rank."""
         rank = self.ranks.pop((worker_id, dp_rank), None)
         if rank is None:
             return []
@@ -101,7 +101,7 @@ class Slots:
         return dropped
 
     def report_load(self, rank: RankKey, report: EngineLoad, now: float) -> None:
-        """Store a load report of a rank's engine; ignored for an unknown rank."""
+        """Store a load report of a rank's engine. Reports for unknown ranks are ignored."""
         if rank in self.ranks:
             if self.on_reports is not None and (kept := self._engine_loads.get(rank)) is not None:
                 self.on_reports(self.ranks[rank], kept[0], report, now)
@@ -111,7 +111,7 @@ class Slots:
         self._engine_loads.pop(rank, None)
 
     def reported_load(self, rank: RankKey, now: float) -> EngineLoad | None:
-        """The recent load report of a rank's engine, or None."""
+        """Return the load report of a rank's engine, if there is a recent one."""
         kept = self._engine_loads.get(rank)
         if kept is None:
             return None
@@ -131,8 +131,8 @@ class Slots:
         """Book a request on a rank.
 
         sequence_hashes: 8 bytes little-endian per block, in prompt order; their number need not
-        match the number of tokens. router_id: the peer that admitted it, None for this replica.
-        Raises NotFound for an unknown rank, then DuplicateRequest for a live id."""
+        match the number of tokens. router_id: the peer that admitted the request; None: this
+        replica. Raises NotFound for an unknown rank, then DuplicateRequest for a live id."""
         request_id = booking.request_id
         rank = self.ranks.get((booking.worker_id, booking.dp_rank))
         if rank is None:
@@ -173,8 +173,8 @@ class Slots:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
-        """Release a request's prefill tokens. Returns None if it is not live; otherwise the
-        reservation, and whether this is the first call for it."""
+        """Release a request's prefill tokens. Returns None if the request is not live; otherwise
+        the reservation, and whether this was the first call for it."""
         reservation = self.reservations.get(request_id)
         if reservation is None:
             return None
@@ -194,9 +194,9 @@ class Slots:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Add generated blocks; returns None if the request is not live. With a fraction, every
-        block of the request that no other request of the rank holds has this weight from now on,
-        the new ones included. Raises BadRequest for a fraction outside [0, 1]."""
+        """Add generated blocks. Returns None if the request is not live. With a fraction, all
+        blocks that only this request holds on the rank, including the new ones, have this weight
+        from now on. Raises BadRequest for a fraction outside [0, 1]."""
         check_decay_fraction(decay_fraction)
         reservation = self.reservations.get(request_id)
         if reservation is None:
@@ -216,7 +216,7 @@ class Slots:
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:
-        """End a request; None: not live. `now` defaults to the time of the last call."""
+        """End a request; None if it is not live. `now` defaults to the time of the last call."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             if reservation.router_id is None:
@@ -227,14 +227,14 @@ class Slots:
         return reservation
 
     def touch(self, request_id: str, now: float) -> Reservation | None:
-        """Renew a request, as when its owner publishes it again; None: not live."""
+        """Renew a request, such as one that its owner publishes again. None: not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             self._touch(reservation, now)
         return reservation
 
     def backdate(self, copy: Reservation, touched_at: float) -> None:
-        """Set the touch time of a copy that was just booked, to that of another replica. Call it
+        """Set the touch time of a copy that was just booked, as another replica reports it. Call it
         youngest first: a copy younger than the oldest backdated one may expire late."""
         copy.touched_at = touched_at
         self.revision += 1
@@ -244,7 +244,7 @@ class Slots:
             self._backdated[copy.request_id] = copy
 
     def by_touch(self) -> Iterator[Reservation]:
-        """All live reservations, last touched first. Reservations that end during the iteration are
+        """Yield all live reservations, the last touched first. Reservations that end meanwhile are
         skipped."""
         listed = heapq.merge(
             list(reversed(self._local_by_touch.values())),
@@ -259,9 +259,9 @@ class Slots:
     def expire(
         self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int
     ) -> list[Reservation]:
-        """End at most `max_steps` requests that were idle longer than their limit. The longest
-        overdue ends first, so neither kind delays the other. Returns them. If it returns as many as
-        max_steps, call again: there may be more."""
+        """End at most `max_steps` requests that were idle longer than their limit, and return them.
+        The longest overdue ends first, so copies and our own requests do not delay each other. If
+        it returns max_steps requests, call again: there may be more."""
         self.heard_at = now
         if not self.reservations:
             return []
@@ -279,7 +279,7 @@ class Slots:
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
-        """Leading blocks of a prompt that are active on a rank, for ranks with any."""
+        """Return how many leading blocks of a prompt are active, for each rank with any."""
         keys = self.bits.keys
         return {
             key: blocks
@@ -289,18 +289,18 @@ class Slots:
         }
 
     def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
-        """`active_prefix` as (leading blocks, set of ranks), disjoint sets, as bits of `bits`."""
+        """Like `active_prefix`: (leading blocks, set of ranks); disjoint, numbered by `bits`."""
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:
         """Whether no active prompt starts with this hash (a signed or unsigned int, or at least 8
-        bytes): then active_prefix of any such prompt is empty."""
+        bytes). Then active_prefix of a prompt that starts with it is empty."""
         if isinstance(first_hash, int):
             first_hash = (first_hash & U64_MAX).to_bytes(HASH_BYTES, "little")
         return first_hash[:HASH_BYTES] not in self._trie.root.children
 
     def sequence_hashes_of(self, reservation: Reservation) -> bytes:
-        """The prompt that a live reservation was booked with, rebuilt."""
+        """Return the sequence hashes that a live reservation was booked with."""
         return self._trie.hashes_of(reservation.run)
 
     def _touch(self, reservation: Reservation, now: float) -> None:
@@ -324,7 +324,7 @@ class Slots:
         )
 
     def _detach(self, reservation: Reservation) -> int:
-        """Unlink a reservation from everything except its rank's sums; returns how many blocks left
+        """Unlink a reservation from everything except its rank's sums. Returns how many blocks left
         the rank."""
         request_id, rank = reservation.request_id, reservation.rank
         self.revision += 1
@@ -336,7 +336,7 @@ class Slots:
             del self._backdated[request_id]
         weights = rank.block_weights
         freed_blocks = self._trie.remove(reservation.run, rank.mask, weights)
-        reservation.run = self._trie.root  # the run may be merged with another one
+        reservation.run = self._trie.root  # another run may absorb `run`
         if reservation.output_blocks:
             weights.move(reservation.output_weight, 1.0, reservation.weighted_output_blocks)
         if self.on_ended is not None:
@@ -344,7 +344,7 @@ class Slots:
         return freed_blocks + reservation.output_blocks
 
     def _set_load(self, rank: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
-        """The only place where a rank's load changes."""
+        """Set a rank's load. No other code does so."""
         rank.active_prefill_tokens = prefill_tokens
         rank.distinct_blocks = distinct_blocks
         weights = rank.block_weights
@@ -358,7 +358,7 @@ class Slots:
 def _overdue(
     by_touch: Iterable[Reservation], now: float, limit_s: float
 ) -> Iterator[tuple[float, Reservation]]:
-    """(seconds overdue, request) for requests idle longer than the limit, the oldest first."""
+    """Yield (seconds overdue, request) for requests idle longer than the limit, oldest first."""
     for reservation in by_touch:
         late_s = now - reservation.touched_at - limit_s
         if late_s <= 0.0:

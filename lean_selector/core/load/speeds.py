@@ -1,16 +1,16 @@
-"""How many seconds each rank takes per prompt token, learned from the requests placed on it.
+"""How many seconds each rank takes per prompt token, learned from requests that were placed on it.
 
-A sample is the time from a booking to its first token, divided by the prefill tokens that had to be
-computed until then, the request's own included. A rank's speed is the median of its last samples,
-once it has enough. Its factor compares that with the fleet: the median of the ranks' medians. A
-request that ends without a first token, after longer than expected, is a sample too, so a rank that
-hangs or thrashes counts as slow after ten such requests. If an engine reports its prefill time
-(`EngineLoad`), that is a sample while the rank completes no request of this replica.
+A sample is the time from a booking to the first token, divided by the prefill tokens that had to be
+computed until then, including the request's own. A rank's speed is the median of its last samples,
+once it has enough. Its factor is that median divided by the fleet's: the median of all ranks'
+medians. If a request ends without a first token, later than expected, that is a sample too. So a
+rank that hangs or thrashes counts as slow after ten such requests. If an engine reports its prefill
+time (`EngineLoad`), the report is a sample while the rank completes no request of this replica.
 
-Factors are rounded to steps, and change only when a median is well outside its step. So ranks of
-about equal speed form one set, and the chooser visits sets instead of ranks. A slow rank without a
-sample for a while is treated as average until its next sample, which then outweighs half of the
-earlier ones. Speeds are forgotten with the rank. Time is an argument."""
+Factors are rounded to steps, and a rank's step changes only if its median is well outside the step.
+So ranks of about equal speed form one set, and the chooser visits sets instead of ranks. A slow
+rank that had no sample for a while is treated as average until its next sample, which then
+outweighs half of the earlier ones. Speeds are dropped with the rank. Time is an argument."""
 
 import bisect
 import math
@@ -22,28 +22,28 @@ from lean_selector.core.load.shapes import EngineLoad, Reservation
 from lean_selector.core.rank_bits import bits_of
 
 WINDOW: Final = 20  # samples kept per rank; a rank's speed is unknown until it has this many
-# Before a first token. With fewer, the network and a step of the engine are too much of the time:
-# with 256, a delay of 30 ms made ranks that prompts hit look slow, and cost a sixth of the hits.
+# With less prefill before a first token, too much of the time is network and engine overhead: with
+# 256, a delay of 30 ms made ranks with cached prompts look slow, and cost a sixth of the hits.
 LEAST_TOKENS: Final = 1_024
 STEPS: Final = 4  # per doubling of the factor
 MOST_STEPS: Final = 2 * STEPS  # a quarter of the fleet's speed to four times it
-_HOLD: Final = 1.5  # steps: a rank keeps its step within this distance
-_FLEET_MOVES: Final = 1.1  # a change of the fleet's median by this factor re-evaluates all ranks
-_NOTHING_NEW: Final = 0.03  # relative change of a median that is ignored
+_HOLD: Final = 1.5  # in steps: a rank keeps its step while its median is within this distance
+_FLEET_MOVES: Final = 1.1  # if the fleet's median changes by this factor, judge all ranks
+_NOTHING_NEW: Final = 0.03  # if a median changes relatively by less, nothing is done
 TRIED_AFTER_S: Final = 60.0
 _REPORTS_AFTER_S: Final = 5.0
 
-ONE_SPEED: Final = [(1.0, -1)]  # all ranks, as a set
+ONE_SPEED: Final = [(1.0, -1)]  # a single set: all ranks
 
 
 class RankSpeed:
     __slots__ = ("judged", "last_at", "median", "on_trial", "recent", "sorted", "step")
 
     def __init__(self) -> None:
-        self.recent: deque[float] = deque()  # seconds for a token, oldest first
+        self.recent: deque[float] = deque()  # seconds per token, oldest first
         self.sorted: list[float] = []  # the same, sorted
         self.median = 0.0  # 0: unknown
-        self.judged = 0.0  # the median that its step was computed from
+        self.judged = 0.0  # the median from which the rank's step was computed
         self.last_at = -math.inf
         self.step = 0
         self.on_trial = False
@@ -69,21 +69,21 @@ class RankSpeed:
 class Speeds:
     """The ranks of a partition by speed.
 
-    Read only: `sets`, disjoint sets of ranks, each with the factor on their time per token; the
-    last set has all remaining ranks."""
+    Read only: `sets`, disjoint sets of ranks, each with the factor on the ranks' time per token.
+    The last set has all ranks that no other set has."""
 
     __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "sets")
 
     def __init__(self) -> None:
         self.sets: list[tuple[float, int]] = ONE_SPEED
         self._by_bit: dict[int, RankSpeed] = {}
-        self._medians: list[float] = []  # of the ranks whose speed is known, sorted
+        self._medians: list[float] = []  # the known medians of ranks, sorted
         self._reference = 0.0  # the fleet's median when all steps were last computed
         self._steps: dict[int, int] = {}  # step -> its ranks, without step 0
         self._slow = 0  # the ranks with a step above 0
 
     def completed(self, reservation: Reservation, ttft_s: float | None, now: float) -> None:
-        """The request's first token came, `ttft_s` after its start if that was measured."""
+        """Learn from a first token. It came `ttft_s` seconds after the start, if measured."""
         tokens = reservation.ahead_tokens
         if tokens < LEAST_TOKENS:
             return
@@ -97,7 +97,7 @@ class Speeds:
         self._sample(load, seconds / tokens, now)
 
     def ended(self, reservation: Reservation, now: float) -> None:
-        """The request ended without a first token."""
+        """Learn from a request that ended without a first token."""
         tokens = reservation.ahead_tokens
         known = self.seconds_per_token(reservation.rank)
         if tokens >= LEAST_TOKENS and known is not None:
@@ -120,17 +120,17 @@ class Speeds:
             self._sample(load, seconds / tokens, now)
 
     def seconds_per_token(self, load: RankLoad) -> float | None:
-        """None: unknown."""
+        """Return the rank's time per prompt token in seconds; None if unknown."""
         speed = self._by_bit.get(load.bit)
         return None if speed is None else speed.median or None
 
     def factor(self, load: RankLoad) -> float:
-        """The factor on the time per token; 1.0 if unknown."""
+        """Return the factor on the rank's time per token; 1.0 if unknown."""
         speed = self._by_bit.get(load.bit)
         return 1.0 if speed is None else _factor(speed.step)
 
     def forget(self, load: RankLoad) -> None:
-        """A rank was removed, or its worker was replaced."""
+        """Drop the speed of a rank that was removed, or whose worker was replaced."""
         speed = self._by_bit.pop(load.bit, None)
         if speed is None:
             return
@@ -139,7 +139,7 @@ class Speeds:
         self._move(load.bit, speed, 0)
 
     def settle(self, now: float) -> None:
-        """Put slow ranks without a recent sample on trial."""
+        """Treat slow ranks that had no recent sample as average, until their next sample."""
         for bit in bits_of(self._slow):
             speed = self._by_bit[bit]
             if now - speed.last_at >= TRIED_AFTER_S:
@@ -179,7 +179,7 @@ class Speeds:
         del self._medians[bisect.bisect_left(self._medians, median)]
 
     def _judge(self, bit: int, speed: RankSpeed) -> None:
-        """Change a rank's step if its median is well outside it."""
+        """Change a rank's step if the rank's median is well outside the step."""
         steps = STEPS * math.log2(speed.judged / self._reference)
         steps = max(-MOST_STEPS, min(MOST_STEPS, steps))
         if abs(steps - speed.step) > _HOLD:

@@ -1,9 +1,8 @@
-"""Catching up: live bookings are copied from peers' snapshots, at start or after a gap, each id
-once.
+"""Catch-up: at start or after a gap, copy live bookings from peers' snapshots, each id once.
 
-Keeps the bookings that wait for their rank to be registered here, and the events received before
-the booking that they belong to. Beyond the reference (decision D22); slot_tracker.md 3.1. Knows
-nothing of HTTP or sockets; time is an argument, in monotonic seconds."""
+Stores bookings that wait until their rank is registered here, and events that arrived before the
+booking they belong to. The reference has no catch-up (decision D22); slot_tracker.md 3.1.
+Independent of HTTP and sockets. Time is an argument, in monotonic seconds."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +16,10 @@ from lean_selector.core.replication.events import ReplicaTarget, Verdict
 from lean_selector.core.replication.shapes import AwaitedFree, EventKind, LiveBooking, ReplicaEvent
 
 # How long a booking may wait for its rank. A control plane registers workers within seconds of a
-# start; after a minute it must have failed, and clients may have ended the waiting request already.
+# start; after a minute it must have failed, and clients may have ended the request.
 HOLD_S = 60.0
-# Bound of waiting bookings and of noted ids: a 60 s backlog of 3 000 bookings a second. 150 MB when
-# full, with prompts of 64 blocks.
+# Limit of waiting bookings and of recorded ids: a 60 s backlog of 3 000 bookings a second. Takes
+# 150 MB when full, with prompts of 64 blocks.
 MAX_WAITING = 200_000
 MAX_NOTED = 200_000
 
@@ -29,23 +28,23 @@ _Rank = tuple[str, str, int, int]  # model_name, tenant_id, worker_id, dp_rank
 
 
 class Fate(IntEnum):
-    """The outcome of a booking in the snapshot."""
+    """What became of a booking in a snapshot."""
 
     BOOKED = 0
-    WAITING = 1  # its rank is not registered here
+    WAITING = 1  # its rank is not registered here yet
     HELD = 2  # the id is already live
     ENDED = 3  # its end arrived first
     EXPIRED = 4
     BLOCK_SIZE = 5
-    NOT_REGISTERED = 6  # waited for HOLD_S, or too many wait
+    NOT_REGISTERED = 6  # it waited for HOLD_S, or too many were waiting
 
 
 class CatchUp:
     """Catches up until `ends_at`, and again after `begin_again`. Books, and publishes nothing.
 
-    Every event received or published meanwhile must be passed to `note` after it was applied.
-    `counts[fate]` is the number of bookings with that outcome; a booking that waited counts
-    twice."""
+    Every event that is received or published meanwhile must be passed to `note` after it was
+    applied. `counts[fate]` is the number of bookings with that outcome. A booking that waited is
+    counted twice."""
 
     def __init__(
         self,
@@ -58,27 +57,27 @@ class CatchUp:
         self._router_id = router_id
         self._lookup = lookup
         self._copies_expire_s = copies_expire_s
-        # Oldest first. OrderedDicts, because finding the oldest of a plain dict steps over the
-        # holes of removed ones.
+        # Oldest first. OrderedDicts, because finding the oldest key of a plain dict steps over the
+        # holes that removed keys leave.
         self._waiting: OrderedDict[_Id, AwaitedFree] = OrderedDict()
         self._by_rank: dict[_Rank, dict[_Id, LiveBooking]] = {}  # by rank; no dict is empty
         self.begin_again(now)
 
     def begin_again(self, now: float) -> None:
-        """Prepare for another snapshot. Waiting bookings keep their own deadlines."""
+        """Prepare for another snapshot. Bookings that wait keep their deadlines."""
         self.ends_at = now + HOLD_S
-        # Until the snapshot is complete: ends and prefill completions received, the oldest first.
+        # Until the snapshot is complete: received ends and prefill completions, the oldest first.
         self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()
 
     def fates(self) -> Iterator[tuple[Fate, int]]:
-        """(outcome, number of bookings) for each outcome that occurred; WAITING counts those that
-        wait now."""
+        """Yield (outcome, number of bookings) for outcomes that occurred. WAITING counts the
+        bookings that wait now."""
         counts = [*self.counts]
         counts[Fate.WAITING] = len(self._waiting)
         return ((fate, counts[fate]) for fate in Fate if counts[fate])
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """Note an event of a peer with its verdict, or one of our own (None)."""
+        """Record a peer's event with its verdict, or our own event (without a verdict)."""
         booking = event.booking
         booking_id = event.model_name, event.tenant_id, booking.request_id
         waiting = self._waiting.get(booking_id)
@@ -104,19 +103,19 @@ class CatchUp:
             _complete_prefill(held, now)
 
     def take(self, live: LiveBooking, now: float) -> Fate:
-        """Apply one booking of the snapshot; its `touched_at` is in our clock. Call it youngest
-        first per partition."""
+        """Apply one booking of the snapshot; its `touched_at` is on our clock. Call it for the
+        youngest booking of each partition first."""
         fate = self._take(live, now)
         self.counts[fate] += 1
         return fate
 
     def snapshot_is_in(self) -> None:
-        """The snapshot is complete, or failed: from now on only waiting bookings matter."""
+        """The snapshot is complete, or failed. From now on, only the bookings that wait matter."""
         self._noted = None
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Book waiting bookings whose ranks are registered now, and drop those that waited too
-        long, at most `max_steps` in all; True: there are more."""
+        """Book waiting bookings whose ranks are now registered, and drop those that waited too
+        long; in total at most `max_steps`. Returns True if there are more."""
         steps_left = max_steps
         for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
             target = self._lookup(model_name, tenant_id)
@@ -142,7 +141,7 @@ class CatchUp:
         return False
 
     def give_up_waiting(self) -> None:
-        """Drop the waiting bookings; later events for them are not noted."""
+        """Drop the waiting bookings. Later events for them are not recorded."""
         self.counts[Fate.NOT_REGISTERED] += len(self._waiting)
         self._waiting.clear()
         self._by_rank.clear()
@@ -197,12 +196,12 @@ class CatchUp:
 def ended_meanwhile(
     targets: Iterable[ReplicaTarget], router_id: int, listed: list[LiveBooking], asked_at: float
 ) -> Iterator[ReplicaEvent | None]:
-    """The events of a replica that we missed, according to its snapshot.
+    """Yield a replica's events that we missed, according to the replica's snapshot.
 
-    `listed` is that snapshot, requested at `asked_at`: a request that it does not list on the same
-    rank has ended, if it was known here before. Requests with later events are left alone. Yields
-    FREE for ended requests, PREFILL_COMPLETE for those past their prefill, and None for each
-    request without a missed event, so that the caller may pause."""
+    `listed` is that snapshot, requested at `asked_at`. If it does not list a request on the rank
+    that we know, the request has ended, provided that we knew it before. Requests with later events
+    are left alone. Yields FREE for ended requests, PREFILL_COMPLETE for those past their prefill,
+    and None for each request without a missed event, so that the caller may pause."""
     by_id = {_id_of(live): live for live in listed if live.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):
@@ -227,7 +226,7 @@ def ended_meanwhile(
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
-    """A live reservation of ours as a peer can adopt it; output blocks are not included."""
+    """Return a live reservation in the form that a peer can adopt; without output blocks."""
     live = LiveBooking(
         target.model_name,
         target.tenant_id,

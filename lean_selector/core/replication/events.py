@@ -1,4 +1,4 @@
-"""Events of replicas: publish, apply, count missed ones; restore bookings after a restart."""
+"""Publish events to replicas, apply peers' events, count missed ones; restore bookings."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -18,38 +18,38 @@ from lean_selector.core.replication.shapes import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Events about requests between replicas.
+# Events about requests, between replicas.
 #
-# The applier turns a peer's event into changes of our slots, the emitter our changes into events.
-# Follows slot_tracker.md sections 3.4 from step 4 on and 3.5, with decisions D12 and D17. Knows
-# nothing of MessagePack or sockets. The applier cannot publish and the emitter cannot apply, so an
-# event cannot circulate.
+# The applier turns a peer's event into changes of our slots; the emitter turns our changes into
+# events. Follows slot_tracker.md sections 3.4 from step 4 on and 3.5, with decisions D12 and D17.
+# Independent of MessagePack and sockets. The applier cannot publish and the emitter cannot apply,
+# so no event can circulate.
 
-# Longer than the tasks of a 1.3 sender can reorder events; short enough that a reused request id
+# Longer than the tasks of a 1.3 sender can delay an event; short enough that a reused request id
 # (ids should be unique) does not match an old event.
 EARLY_MEMORY_S = 5.0
-# 10 000 early events a second for EARLY_MEMORY_S. 1.3 senders reorder within milliseconds; most
-# entries are ends of requests whose ADD was missed. 15 MB when full.
+# 10 000 early events a second for EARLY_MEMORY_S. 1.3 senders reorder events within milliseconds
+# only; most entries are ends of requests whose ADD was missed. Takes 15 MB when full.
 MAX_EARLY = 50_000
 
 
 class Verdict(IntEnum):
-    """The outcome of a peer's event."""
+    """What became of a peer's event."""
 
     APPLIED = 0
-    OWN = 1  # our own event, returned through a subscription loop
+    OWN = 1  # our own event, which a subscription loop returned
     UNKNOWN_PARTITION = 2
     BLOCK_SIZE = 3
     RANK = 4  # ADD on a rank that is not registered or not schedulable here
     DUPLICATE = 5  # ADD of a live id, or a repeated PREFILL_COMPLETE
     FREED_EARLY = 6  # ADD whose FREE arrived first
-    # PREFILL_COMPLETE or FREE before its ADD, remembered for EARLY_MEMORY_S
+    # PREFILL_COMPLETE or FREE before the ADD; stored for EARLY_MEMORY_S
     UNKNOWN_REQUEST = 7
-    WORKER_MISMATCH = 8  # PREFILL_COMPLETE or FREE for another rank, not from the owner
+    WORKER_MISMATCH = 8  # PREFILL_COMPLETE or FREE for another rank, and not from the owner
 
 
 class ReplicaTarget(Protocol):
-    """One partition as replication sees it."""
+    """A partition, as far as replication uses it."""
 
     @property
     def model_name(self) -> str: ...
@@ -67,21 +67,20 @@ _EarlyKey = tuple[str, str, str, int, int]  # model, tenant, request id, worker 
 class ReplicaApplier:
     """Applies peers' events to our slots. Never creates workers or partitions, never publishes.
 
-    `lookup(model_name, tenant_id)` finds the partition, None when there is none.
-    `counts[kind][verdict]` is the number of events by kind and verdict.
-    """
+    `lookup(model_name, tenant_id)` finds the partition, or returns None. `counts[kind][verdict]` is
+    the number of events of this kind with this verdict."""
 
     def __init__(self, router_id: int, lookup: Callable[[str, str], ReplicaTarget | None]) -> None:
         self.router_id = router_id
         self.counts = [[0] * len(Verdict) for _ in EventKind]
         self._lookup = lookup
         # FREEs and PREFILL_COMPLETEs of unknown ids, oldest first; at most MAX_EARLY. An
-        # OrderedDict, because finding the oldest of a plain dict steps over the holes of removed
-        # ones.
+        # OrderedDict, because finding the oldest key of a plain dict steps over the holes that
+        # removed keys leave.
         self._early: OrderedDict[_EarlyKey, Early] = OrderedDict()
 
     def apply(self, event: ReplicaEvent, now: float) -> Verdict:
-        """Apply one event received at `now`; the first booking of an id wins."""
+        """Apply one event that was received at `now`. The first booking of an id wins."""
         verdict = self._apply(event, now)
         self.counts[event.kind][verdict] += 1
         return verdict
@@ -127,7 +126,7 @@ class ReplicaApplier:
         held = slots.reservations.get(booking.request_id)
         if held is not None:
             if held.router_id == event.router_id:
-                slots.touch(booking.request_id, now)  # the owner announces that it is still running
+                slots.touch(booking.request_id, now)  # its owner announces that it still runs
             return Verdict.DUPLICATE
         if early is not None:
             booking = msgspec.structs.replace(booking, prefill_tokens=None)
@@ -135,9 +134,9 @@ class ReplicaApplier:
         return Verdict.APPLIED
 
     def _remember(self, event: ReplicaEvent, now: float) -> None:
-        """Remember an early FREE or PREFILL_COMPLETE; a FREE replaces the other. It is kept until
-        it expires, even after its ADD, because a peer that is subscribed to under two names
-        delivers everything twice."""
+        """Store a FREE or PREFILL_COMPLETE that arrived before its ADD; a FREE replaces a
+        PREFILL_COMPLETE. It is stored until it expires, even if the ADD comes, because a peer that
+        is subscribed to under two names delivers everything twice."""
         early = self._early
         key = _early_key(event)
         before = early.pop(key, None)
@@ -148,8 +147,8 @@ class ReplicaApplier:
 
 
 def _early_key(event: ReplicaEvent) -> _EarlyKey:
-    """Without the sender: a client may end a request at any replica, and that event arrives on
-    another connection than the ADD."""
+    """Return a key without the sender: a client may end a request at any replica, whose event then
+    arrives on another connection than the ADD."""
     booking = event.booking
     return (
         event.model_name,
@@ -161,7 +160,7 @@ def _early_key(event: ReplicaEvent) -> _EarlyKey:
 
 
 class ReplicaEvents:
-    """Converts our changes into events and passes them to `publish`, in the order of the calls. The
+    """Converts our changes to events and passes them to `publish`, in the order of the calls. The
     ledger decides what is published."""
 
     def __init__(self, router_id: int, publish: Callable[[ReplicaEvent], None]) -> None:
@@ -172,13 +171,12 @@ class ReplicaEvents:
     def booked(
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
     ) -> None:
-        """A request was admitted here."""
+        """Publish that a request was admitted here."""
         self._tell(EventKind.ADD, target, reservation.booking, sequence_hashes)
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """Announce a request of ours that only calls without an event, such as output blocks, keep
-        alive. A peer that has the id renews it; one that does not have it books the blocks
-        (D12)."""
+        """Announce a request of ours that is kept alive only by calls without an event, such as
+        output blocks. A peer that has the id renews it; any other peer books the blocks (D12)."""
         hashes = target.slots.sequence_hashes_of(reservation)
         only_blocks = msgspec.structs.replace(
             reservation.booking, track_prefill_tokens=True, prefill_tokens=None
@@ -186,11 +184,11 @@ class ReplicaEvents:
         self._tell(EventKind.ADD, target, only_blocks, hashes)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """A call at this replica completed a request's prefill, wherever it was admitted."""
+        """Publish that a call here completed a request's prefill, wherever it was admitted."""
         self._tell(EventKind.PREFILL_COMPLETE, target, reservation.booking)
 
     def freed(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """A request ended here; the reservation may be gone from its slots already."""
+        """Publish that a request ended here. The slots may no longer contain the reservation."""
         self._tell(EventKind.FREE, target, reservation.booking)
 
     def _tell(
@@ -217,46 +215,46 @@ class ReplicaEvents:
 # --------------------------------------------------------------------------------------------------
 # Detect missed events: a publisher numbers its events from 1.
 #
-# A PUB socket drops what a subscriber does not read in time, and events published while a
-# connection is down are never sent. So a number that does not follow the last one shows how many
-# events were missed, and a heartbeat shows losses at the end. The reference does not number events
-# (decision D24). Knows nothing of sockets; time is an argument, in seconds.
+# A PUB socket drops what a subscriber does not read in time, and never sends events that were
+# published while a connection was down. So if a number does not follow the last one, it shows how
+# many events were missed. A heartbeat shows losses at the end. The reference does not number events
+# (decision D24). Independent of sockets. Time is an argument, in seconds.
 
-# Twice the maximum number of peers, because a restarted replica is a new publisher. The one that
-# was silent longest is forgotten first.
+# Twice the maximum number of peers, because a restarted replica is a new publisher. The publisher
+# that was silent longest is dropped first.
 MAX_PUBLISHERS = 512
-# A peer that is subscribed to under two names delivers everything twice; the second copy is late by
-# at most the length of its queues. A number further back is from another counter.
+# A peer that is subscribed to under two names delivers everything twice. The second copy is late by
+# at most the length of the peer's queues. A number that is lower still comes from another counter.
 MAX_LATE = 1_000_000
-# 30 years of 1 000 events a second: a number further ahead is invalid.
+# 30 years of 1 000 events a second: a number that is further ahead is invalid.
 MAX_JUMP = 2**40
 
 
 class ReplicaSequences:
-    """The event numbers of all known publishers."""
+    """The event numbers of all publishers that were heard."""
 
     def __init__(self) -> None:
-        self.missed = 0  # total events
+        self.missed = 0  # events missed in total
         self._publishers: OrderedDict[int, Publisher] = OrderedDict()  # most recently heard last
 
     def publishers(self) -> list[Publisher]:
-        """Replicas that number their events, by router id."""
+        """Return the replicas that number their events, sorted by router id."""
         return sorted(self._publishers.values(), key=lambda publisher: publisher.router_id)
 
     def behind(self) -> list[Publisher]:
-        """Replicas with missed events that were not repaired."""
+        """Return the replicas whose missed events no snapshot has made up for."""
         return [publisher for publisher in self._publishers.values() if publisher.gap_at]
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
-        """Record the number of an event; returns how many events were missed before it."""
+        """Record the number of an event. Returns how many events before it were missed."""
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
-        """Record a publisher's event count; returns how many of its last events were missed."""
+        """Record a publisher's number of events. Returns how many of the last ones were missed."""
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
-        """Everything up to this number is known from a snapshot; True: that closed a gap."""
+        """A snapshot includes all events up to this number. Returns True if that closed a gap."""
         publisher = self._publishers.get(router_id)
         if publisher is None or not 0 < publisher.gap_at <= sequence:
             return False
@@ -273,13 +271,13 @@ class ReplicaSequences:
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """`before`: the number that the previous event should have had."""
+        """Record a number. `before` is the number that the previous event should have had."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:
                 self._publishers.popitem(last=False)
             self._publishers[router_id] = Publisher(router_id, sequence, now)
-            return 0  # events before our subscription are not missed
+            return 0  # events before our subscription do not count as missed
         self._publishers.move_to_end(router_id)
         publisher.heard_at = now
         last = publisher.sequence
@@ -296,18 +294,18 @@ class ReplicaSequences:
 
 
 # --------------------------------------------------------------------------------------------------
-# Restoring the bookings that were live when an earlier process ended.
+# Restore the bookings that were live when an earlier process ended.
 #
-# They are not published: peers already know them. Time is an argument, in monotonic seconds of this
-# process, and may be before its start.
+# These are not published, because peers already know them. Time is an argument, in this process's
+# monotonic seconds, and may be before its start.
 
 
 def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> bool:
-    """Book a copied reservation with the times of `live`. Call it oldest first, in the order of
-    expiry.
+    """Book a copied reservation with the times of `live`. Call it for the oldest first, in the
+    order of expiry.
 
-    `router_id` is the peer that admitted it, None for this replica. Returns False, and books
-    nothing, if its rank is not registered, its id is already live, or the block size differs."""
+    `router_id` is the peer that admitted the request; None: this replica. Returns False, and books
+    nothing, if the rank is not registered, the id is already live, or the block size differs."""
     slots, booking = target.slots, live.booking
     request_id = booking.request_id
     if (
@@ -317,7 +315,7 @@ def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> 
     ):
         return False
     booked = slots.book(booking, live.sequence_hashes, live.touched_at, router_id)
-    booked.ahead_tokens = 0  # unknown for the time when it was booked
+    booked.ahead_tokens = 0  # what waited at its booking is unknown
     if live.prefill_done:
         slots.prefill_complete(request_id, live.touched_at)
     return True

@@ -1,8 +1,8 @@
-"""The ledger of a partition: booking, expiry, and publication to peers.
+"""The ledger of a partition: books and expires requests, and publishes changes to peers.
 
-Both services make every change to requests through it, whether by calls or by time. So only this
-module has the rules for what is published, how often a live request is announced, and when it
-expires (slot_tracker.md section 3.5; D12). Peers' events change the slots directly
+Both services make every change to requests through the ledger, whether a call or the time causes
+it. So only this module has the rules for what is published, how often a live request is announced,
+and when it expires (slot_tracker.md section 3.5; D12). Peers' events change the slots directly
 (ReplicaApplier), so they are not published again. Time is an argument: monotonic seconds."""
 
 from collections.abc import Sequence
@@ -12,27 +12,27 @@ from lean_selector.core.load.shapes import Booking, Reservation
 from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaTarget
 
-# How long a request admitted here lives after its last touch (D12).
+# How many seconds after its last touch a request admitted here expires (D12).
 RESERVATION_EXPIRY_S = 300.0
-# How much longer copies of peers' requests live: their owner should expire them first (D12).
+# How many seconds longer copies live, because their owner should expire them first (D12).
 REPLICA_GRACE_S = 60.0
-# Interval at which an owner announces a live request that had no event for peers (D12).
+# Seconds after which an owner announces a live request that had no event for peers (D12).
 REPUBLISH_AFTER_S = 120.0
 
 
 def copies_expire_s(expiry_s: float) -> float:
-    """How long copies live after their last touch, if reservations expire after `expiry_s`."""
+    """Return after how many idle seconds copies expire, if reservations expire after `expiry_s`."""
     return expiry_s + REPLICA_GRACE_S
 
 
 def republish_after_s(expiry_s: float) -> float:
-    """The interval of announcements, if reservations expire after `expiry_s`: at least two before
-    they do."""
+    """Return the seconds between announcements, if reservations expire after `expiry_s`: short
+    enough for at least two before that."""
     return min(REPUBLISH_AFTER_S, 0.4 * expiry_s)
 
 
 class LifecycleEvents(Protocol):
-    """Callbacks for changes at this replica, in order."""
+    """Callbacks for changes at this replica, called in the order of the changes."""
 
     def booked(
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
@@ -46,7 +46,7 @@ class LifecycleEvents(Protocol):
 
 
 class Ledgers:
-    """State shared by the ledgers of one process: events, expiry time, order of expiry."""
+    """State that the ledgers of one process share: events, expiry time, order of expiry."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class Ledgers:
     def expire(
         self, ledgers: Sequence["Ledger"], now: float, max_steps: int
     ) -> list[tuple["Ledger", list[Reservation]]]:
-        """Expire idle requests, at most `max_steps` in all, ledger by ledger. If it returns as
-        many, call again: the next call continues where this one stopped, so a backlog of one ledger
+        """Expire idle requests, ledger by ledger, at most `max_steps` in total. If it returns as
+        many, call again. The next call continues where this one stopped, so a backlog in one ledger
         does not delay the others."""
         gone: list[tuple[Ledger, list[Reservation]]] = []
         start = self._turn
@@ -85,8 +85,8 @@ class Ledgers:
 class Ledger:
     """The bookings of one (model_name, tenant_id). A method that raises has changed nothing.
 
-    Every call is published, wherever the request was admitted. An end without a call is published
-    only for requests admitted here; the owner of a copy publishes that itself."""
+    Every call is published, wherever the request was admitted. If a request ends without a call,
+    this is published only if it was admitted here; for a copy, the owner publishes the end."""
 
     def __init__(
         self, model_name: str, tenant_id: str, block_size: int, slots: Slots, shared: Ledgers
@@ -106,7 +106,7 @@ class Ledger:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> Reservation | None:
-        """Release a request's prefill tokens; repeating it is not an error. None: not live."""
+        """Release a request's prefill tokens; may be repeated. None if it is not live."""
         completed = self.slots.prefill_complete(request_id, now)
         if completed is None:
             return None
@@ -126,34 +126,34 @@ class Ledger:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Add generated blocks, like Slots.output_block. None: not live."""
+        """Add generated blocks, like Slots.output_block. None if the request is not live."""
         reservation = self.slots.output_block(request_id, now, decay_fraction, blocks)
         if self._events is not None and reservation is not None:
             self._keep_alive(self._events, reservation, now)
         return reservation
 
     def free(self, request_id: str, now: float) -> Reservation | None:
-        """Release a request. None: not live."""
+        """Free a request. Returns None if it is not live."""
         reservation = self.slots.free(request_id, now)
         if self._events is not None and reservation is not None:
             self._events.freed(self, reservation)
         return reservation
 
     def drop_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Remove a rank and its requests; returns them. An unknown rank has none."""
+        """Remove a rank, and return the requests that this ends; none for an unknown rank."""
         dropped = self.slots.remove_rank(worker_id, dp_rank)
         self.tell_ended(dropped)
         return dropped
 
     def tell_ended(self, reservations: list[Reservation]) -> None:
-        """Publish requests that ended without a call; the slots no longer contain them."""
+        """Publish that these requests ended without a call. The slots no longer contain them."""
         if self._events is not None:
             for reservation in reservations:
                 if not reservation.is_replica:
                     self._events.freed(self, reservation)
 
     def _keep_alive(self, events: LifecycleEvents, reservation: Reservation, now: float) -> None:
-        """Peers do not know of this touch: announce the request from time to time (D12)."""
+        """Announce the request from time to time, because peers do not see this touch (D12)."""
         if (
             reservation.router_id is None
             and now - reservation.published_at >= self._republish_after_s

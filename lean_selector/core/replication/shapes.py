@@ -14,13 +14,13 @@ class EventKind(IntEnum):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event on the wire. The prompt and most of the booking matter for ADD only."""
+    """One event between replicas. Only an ADD needs the prompt and most of the booking."""
 
     kind: EventKind
     model_name: str
     tenant_id: str
     block_size: int
-    router_id: int  # the sender, not always the replica that admitted the request
+    router_id: int  # the sender, which may not be the replica that admitted the request
     booking: Booking
     sequence_hashes: bytes = b""  # 8 bytes LE per block
     sequence: int | None = None  # the sender's number for the event; the reference sends none
@@ -32,7 +32,7 @@ class Early(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveBooking(msgspec.Struct, gc=False):
-    """A booking as a peer reports it, with its outstanding `booking.prefill_tokens`."""
+    """A booking as a peer reports it. `booking.prefill_tokens` are those not computed yet."""
 
     model_name: str
     tenant_id: str
@@ -41,7 +41,7 @@ class LiveBooking(msgspec.Struct, gc=False):
     booking: Booking
     sequence_hashes: bytes  # 8 bytes LE per block
     prefill_done: bool
-    touched_at: float  # in the clock of this record's holder
+    touched_at: float  # on the clock of the process that holds this record
 
 
 class AwaitedFree(msgspec.Struct, frozen=True, gc=False):
@@ -50,10 +50,10 @@ class AwaitedFree(msgspec.Struct, frozen=True, gc=False):
 
 
 class Publisher(msgspec.Struct):
-    """The state of one publisher's numbers."""
+    """Which event numbers of one publisher were received."""
 
     router_id: int
     sequence: int  # the highest number received
     heard_at: float
     missed: int = 0
-    gap_at: int = 0  # the number that revealed the last gap; 0: none, or repaired
+    gap_at: int = 0  # the number that revealed the last gap; 0: no gap, or it is closed

@@ -1,4 +1,4 @@
-"""Reservations of all partitions by id, and selections that can still be booked by their id."""
+"""Index all partitions' reservations by id, and cache selections that can be booked by id."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -13,9 +13,9 @@ from lean_selector.core.selection.shapes import Booked, CachedSelection, Partiti
 from lean_selector.core.settings import API_1_3, Dialect
 
 # --------------------------------------------------------------------------------------------------
-# Selections that are cached for a while, so that they can be booked later by their id.
+# A cache of selections, so that they can be booked later by their ids.
 #
-# Holds what `/select` chose, by partition and id, bounded in age, number and bytes; the oldest are
+# Stores what `/select` chose, by partition and id. Limited in age, number and bytes; the oldest are
 # evicted first. Nothing here is booked. `Bookings.replay` checks whether a cached choice is still
 # valid. Spec selection_16.md 5.1. Time is an argument.
 
@@ -45,7 +45,7 @@ class SelectionCache:
     def put(
         self, key: PartitionKey, selection_id: str, selection: CachedSelection, now: float
     ) -> None:
-        """Cache a choice under an id, replacing an earlier one. An entry larger than the whole
+        """Store a choice under an id, replacing any earlier one. An entry larger than the whole
         cache evicts everything and itself, as in the reference."""
         settings = self._settings
         if not settings.max_entries or not settings.max_bytes:
@@ -87,7 +87,7 @@ class SelectionCache:
 
 
 def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -> int:
-    """Size in bytes, as the reference counts it: hashes and names."""
+    """Return the size in bytes as the reference counts it: hashes and names."""
     prompt = selection.prompt
     size = 8 * prompt.sequence_count + len(prompt.local_hashes)
     for name in (*key, selection_id, prompt.lora_name, selection.session_id):
@@ -99,9 +99,9 @@ def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -
 # --------------------------------------------------------------------------------------------------
 # Index of the live reservations of all partitions by id.
 #
-# Each partition's reservations are in its ledger, which books and publishes. This index finds the
-# partition of an id given over HTTP (D4), and checks a rank chosen by the client before it is
-# booked. It chooses no rank and knows nothing of the queue.
+# A partition's ledger has its reservations, books them and publishes them. This index finds the
+# partition of an id that a client sends (D4), and checks a rank that the client chose before it is
+# booked. It chooses no rank, and is independent of the queue.
 
 
 class Bookings:
@@ -116,7 +116,7 @@ class Bookings:
         self._booked: dict[str, Partition] = {}
 
     def __len__(self) -> int:
-        """Number of known ids, stale ones included."""
+        """Number of ids stored, including stale ones."""
         return len(self._booked)
 
     def book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
@@ -137,7 +137,7 @@ class Bookings:
         self, partition: Partition, chosen: CachedSelection, reservation_id: str, now: float
     ) -> Booking:
         """Book a choice that was just made, and bind its session. Raises NotFound, Conflict, or
-        BadRequest if its session is bound elsewhere; then nothing is booked."""
+        BadRequest (the session is bound to another rank), with nothing booked."""
         worker_id, dp_rank = chosen.worker_id, chosen.dp_rank
         prompt, tracks, session_id = chosen.prompt, chosen.track_prefill, chosen.session_id
         if session_id is not None:
@@ -159,7 +159,7 @@ class Bookings:
         return booking
 
     def check_free(self, partition: Partition, reservation_id: str) -> None:
-        """Raise the Conflict that a booking under this id would raise."""
+        """Raise the Conflict that booking this id would raise."""
         elsewhere = self.local_holder(reservation_id)
         if elsewhere is not None:
             raise _duplicate(elsewhere, reservation_id)
@@ -180,9 +180,9 @@ class Bookings:
         *,
         books_prefill: bool = True,
     ) -> Booked:
-        """Book a rank chosen by the client, whatever its load; never queued. `prefill_tokens` is
-        booked as given; None books no prefill at all (as documented), and neither does
-        `books_prefill=False`. Raises BadRequest, NotFound or Conflict, with nothing booked."""
+        """Book a rank that the client chose, whatever its load; never queued. `prefill_tokens` is
+        booked as given. If it is None (as documented), or `books_prefill` is False, no prefill is
+        booked. Raises BadRequest, NotFound or Conflict, with nothing booked."""
         if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
             raise BadRequest(
                 f"effective_prefill_tokens ({prefill_tokens}) "
@@ -211,8 +211,8 @@ class Bookings:
     def replay(
         self, partition: Partition, cached: CachedSelection, reservation_id: str, now: float
     ) -> Booked:
-        """Book an earlier choice as it was made. Raises NotFound when the rank is gone, Conflict,
-        or BadRequest if its session is bound elsewhere; then nothing is booked."""
+        """Book an earlier choice as it was made. Raises NotFound (the rank is gone), Conflict, or
+        BadRequest (the session is bound to another rank), with nothing booked."""
         worker_id, dp_rank = cached.worker_id, cached.dp_rank
         worker = partition.workers.get(worker_id)
         if worker is None or dp_rank not in worker.ranks:
@@ -236,7 +236,7 @@ class Bookings:
             raise self._taken(reservation_id)
 
     def not_booked(self, error: Conflict, reservation_id: str) -> Conflict:
-        """The error for a choice that could not be booked."""
+        """Return the error for a choice that could not be booked."""
         if self._dialect.claims_ids:
             return self._taken(reservation_id)
         return Conflict(f"failed to book scheduler state: {error.message}")
@@ -248,7 +248,7 @@ class Bookings:
         return self._dialect.scope(partition.model_name, partition.tenant_id)
 
     def local_holder(self, reservation_id: str) -> Partition | None:
-        """The partition where this replica booked the id, if it is still live there."""
+        """Return the partition where this replica booked the id, if the id is still live there."""
         partition = self._booked.get(reservation_id)
         if partition is None:
             return None
@@ -259,8 +259,8 @@ class Bookings:
         return partition
 
     def holders(self, reservation_id: str) -> list[Partition]:
-        """The partitions that a call by URL applies to: that of the local booking, otherwise those
-        of all copies (D4). Raises NotFound if the id is live nowhere."""
+        """Return the partitions to which a call by URL applies: that of the booking made here,
+        otherwise those of all copies (D4). Raises NotFound if the id is live nowhere."""
         local = self.local_holder(reservation_id)
         if local is not None:
             return [local]
@@ -274,14 +274,14 @@ class Bookings:
         return holders
 
     def restored(self, partition: Partition, reservation_id: str) -> None:
-        """Note an id booked over HTTP before this process started."""
+        """Record an id that was booked over HTTP before this process started."""
         self._booked[reservation_id] = partition
 
     def forget(self, reservation_id: str) -> None:
         self._booked.pop(reservation_id, None)
 
     def forget_ended(self, partition: Partition, reservations: Iterable[Reservation]) -> None:
-        """Forget ids whose reservations ended without a call."""
+        """Drop the ids of reservations that ended without a call."""
         for reservation in reservations:
             request_id = reservation.request_id
             if not reservation.is_replica and self._booked.get(request_id) is partition:

@@ -37,7 +37,7 @@ from lean_selector.core.zmq_endpoints import (
 
 
 class HttpPlaces:
-    """The workers at each HTTP address; updated with the catalog. Other endpoints are left out."""
+    """Finds the workers at an HTTP address. Updated with the catalog; omits other endpoints."""
 
     def __init__(self) -> None:
         self._by_place: dict[HttpPlace, dict[int, range]] = {}  # the ranks of each worker there
@@ -61,12 +61,12 @@ class HttpPlaces:
             del self._by_address[place.address]
 
     def at_address(self, address: str) -> Collection[int]:
-        """The workers at a host:port, with any path."""
+        """Return the workers whose endpoint has this host:port, with any path."""
         return self._by_address.get(address, ())
 
     def sharing(self, spec: WorkerSpec) -> Iterator[int]:
-        """Other workers with the same endpoint and some of the same ranks. The ranks of one engine
-        may be registered as several workers."""
+        """Yield other workers with the same endpoint that share a rank number. The ranks of one
+        engine may be registered as several workers."""
         place = _place_of(spec)
         own = spec.ranks
         for worker_id, ranks in self._by_place.get(place, {}).items() if place is not None else ():
@@ -80,11 +80,11 @@ def _place_of(spec: WorkerSpec) -> HttpPlace | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a record needs for its worker to be scheduled, and the sources of its events.
+# What a record needs so that its worker can be scheduled, and the sources of its events.
 #
-# A field that is missing, or disagrees with the partition, is a reason not to schedule the worker,
-# and not an error of the request (spec selection.md section 2; D3, D6, D10). Words and order of the
-# reasons are documented. These functions change nothing.
+# A field that is missing or disagrees with the partition is a reason not to schedule the worker,
+# and not an error of the request (spec selection.md section 2; D3, D6, D10). The words and order of
+# the reasons are documented. These functions change nothing.
 
 MAX_ENTRIES = MAX_RANKS  # D28; for each list and map of a record
 
@@ -103,8 +103,8 @@ def check_limits(spec: WorkerSpec) -> None:
 def judged(
     spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
 ) -> tuple[list[str], dict[int, Source], dict[int, str]]:
-    """The reasons why the worker cannot be scheduled in its partition (None: a new one), and by
-    rank the event sources and load endpoints to subscribe to; both are empty if there is a
+    """Return the reasons why the worker cannot be scheduled in its partition (None: a new one), and
+    by rank the event sources and load endpoints to subscribe to. Both maps are empty if there is a
     reason."""
     reasons = _missing(spec, settings)
     if reasons:
@@ -119,7 +119,7 @@ def judged(
 
 
 def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
-    """The missing fields, in the documented order."""
+    """Return the fields that are missing, in the documented order."""
     reasons = []
     if not spec.endpoint:
         reasons.append("endpoint is required")
@@ -144,7 +144,7 @@ def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
 
 
 def _listens_to(spec: WorkerSpec, settings: RouterSettings) -> bool:
-    """Whether to subscribe to the worker's events, which requires known sources."""
+    """Whether to subscribe to the worker's events, for which the sources must be known."""
     named = spec.kv_events_endpoint or spec.kv_events_endpoints
     return settings.use_kv_events and (settings.needs_kv_events or bool(named))
 
@@ -167,8 +167,8 @@ def _mismatch(
 
 
 def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]:
-    """The sources to subscribe to. Raises ValueError with the reason if one is invalid. An endpoint
-    for a rank that the worker does not have is validated, and not subscribed to (D28)."""
+    """Return the sources to subscribe to. Raises ValueError with the reason if one is invalid. If
+    an endpoint is for a rank that the worker does not have, it is only validated (D28)."""
     sources: dict[int, Source] = {}
     if not _listens_to(spec, settings):
         return sources
@@ -199,9 +199,9 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
 
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
-    """Where a rank's history is replayed: its own endpoint, or the port at its offset (vLLM). None
-    if that port cannot exist: the reference accepts such a worker. Raises ValueError for an invalid
-    endpoint."""
+    """Return the endpoint that replays a rank's events: the rank's own, or the port at the rank's
+    offset (vLLM). None if that port cannot exist: the reference accepts such a worker. Raises
+    ValueError for an invalid endpoint."""
     own = spec.replay_endpoints.get(dp_rank)
     endpoint = spec.replay_endpoint if own is None else own
     if endpoint is None:
@@ -217,8 +217,8 @@ def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
 
 
 def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
-    """Where each rank's engine publishes its load, except for ranks whose port cannot exist. Raises
-    ValueError for an invalid endpoint."""
+    """Return the endpoint where each rank's engine publishes its load. Ranks whose port cannot
+    exist are omitted. Raises ValueError for an invalid endpoint."""
     if spec.load_endpoint is None:
         return {}
     try:
@@ -230,7 +230,7 @@ def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
 
 MAX_REMEMBERED = 1024  # models and tenants without workers
 
-# Fields that are left out when absent, besides the maps by rank.
+# Fields that the API omits when absent, besides the maps by rank.
 _LEFT_OUT = ("load_endpoint", "router_hint_worker_type", "kv_event_source_mode")
 
 SCHEDULABLE, INCOMPLETE, UNSCHEDULABLE = "schedulable", "incomplete", "unschedulable"
@@ -238,8 +238,8 @@ DRAINING = "draining"
 
 
 class SourceSink(Protocol):
-    """Subscribes to engines. After `unsubscribe` returns, no event of the source arrives; it
-    returns the ranks that the source published for."""
+    """Subscribes to engines. After `unsubscribe` has returned, no event of the source arrives. It
+    returns the ranks for which the source published events."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
@@ -250,13 +250,13 @@ class SourceSink(Protocol):
     def follow_load(
         self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
     ) -> None:
-        """Subscribe to the load that these engines publish, by rank, and end the worker's other
-        load subscriptions. Reports go into `slots`, which is None if there are no endpoints."""
+        """Subscribe to these load endpoints, given by rank, and end the worker's other load
+        subscriptions. Reports are stored in `slots`, which is None if there are no endpoints."""
 
 
 class Worker:
-    """A registered worker. `reasons` is empty if it is schedulable, or draining: then it finishes
-    its requests and gets no new ones."""
+    """A registered worker. `reasons` is empty if the worker is schedulable, or draining: then it
+    finishes its requests and gets no new ones."""
 
     def __init__(
         self,
@@ -277,8 +277,8 @@ class Worker:
         return WorkerRecord(**self.shown(WorkerRecord.__struct_fields__))
 
     def shown(self, fields: Sequence[str]) -> dict[str, Any]:
-        """These fields of the record as the API shows them. An absent field is UNSET if the API
-        leaves it out, else None."""
+        """Return these fields of the record as the API shows them. An absent field is UNSET if the
+        API omits it, and None otherwise."""
         spec, shown = self.spec, dict[str, Any]()
         for name in fields:
             if name == "lifecycle":
@@ -316,8 +316,8 @@ class Catalog:
         check: Callable[[WorkerSpec], None] = lambda spec: None,
     ) -> None:
         """`check` raises BadRequest for workers that must not be registered. `on_dropped` is called
-        with the reservations of removed ranks, `on_discarded` with recovered partitions whose
-        blocks are dropped for their block size (D3)."""
+        with the reservations of removed ranks. `on_discarded` is called with recovered partitions
+        whose blocks are dropped because of their block size (D3)."""
         self._settings = settings
         self._sources = sources
         self.new_partition = new_partition
@@ -327,7 +327,7 @@ class Catalog:
         self.workers: dict[int, Worker] = {}
         self.places = HttpPlaces()  # of all registered workers
         self.revision = 0  # incremented on each visible change of `workers`
-        # Every model and tenant that had a worker here, up to a bound.
+        # Every model and tenant that had a worker here, up to a limit.
         self.known: dict[PartitionKey, None] = {}
         # Keys of all workers, as `matching` sorts them
         self._order: list[tuple[str, str, int]] = []
@@ -337,7 +337,7 @@ class Catalog:
     # -- reading -------------------------------------------------------------------------------
 
     def matching(self, model_name: str | None, tenant_id: str | None) -> list[Worker]:
-        """Workers by exact filters, sorted by (model_name, tenant_id, worker_id)."""
+        """Return workers of this model and tenant (None: any) by (model_name, tenant_id, id)."""
         return [
             self.workers[worker_id]
             for model, tenant, worker_id in self._order
@@ -346,22 +346,22 @@ class Catalog:
         ]
 
     def ready_partition(self, model_name: str, tenant_id: str) -> Partition:
-        """The partition, if it can schedule; raises Unavailable with the documented text."""
+        """Return the partition if it can schedule. Raises Unavailable with the documented text."""
         partition = self.partitions.get((model_name, tenant_id))
         if partition is not None and partition.workers:
             return partition
         raise self.refusals.refused((model_name, tenant_id))
 
     def scopes(self) -> set[PartitionKey]:
-        """Every model and tenant that a registered worker names, schedulable or not."""
+        """Return each model and tenant that a registered worker names, schedulable or not."""
         return {worker.spec.key for worker in self.workers.values()}
 
     def served_models(self) -> list[str]:
-        """The models that have schedulable workers, of any tenant, sorted."""
+        """Return the models that have schedulable workers of any tenant, sorted."""
         return sorted({key[0] for key, each in self.partitions.items() if each.workers})
 
     def served_tenants(self, model_name: str) -> list[str]:
-        """The tenants of a model that have schedulable workers, sorted."""
+        """Return the tenants of a model that have schedulable workers, sorted."""
         found = self.partitions.items()
         return sorted(key[1] for key, each in found if key[0] == model_name and each.workers)
 
@@ -371,14 +371,14 @@ class Catalog:
     # -- changing ------------------------------------------------------------------------------
 
     def upsert(self, spec: WorkerSpec) -> Worker:
-        """Register a worker, or replace its whole record, also across partitions."""
+        """Register a worker, or replace its whole record, even if that changes the partition."""
         check_limits(spec)
         self._check(spec)
         return self._install(spec)
 
     def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
-        """The partition for blocks recovered from a peer; None if it has another block size. A new
-        one is established by its first complete worker."""
+        """Return the partition for blocks that were recovered from a peer; None if the partition
+        has another block size. The first complete worker establishes a new partition."""
         partition = self.partitions.get(key)
         if partition is None:
             partition = self.partitions[key] = self.new_partition(key, block_size, False)
@@ -386,16 +386,16 @@ class Catalog:
         return partition if partition.block_size == block_size else None
 
     def discard_waiting(self) -> None:
-        """Remove partitions that were created for recovered blocks and have none left."""
+        """Remove partitions that were created for recovered blocks and have no blocks left."""
         for key, partition in list(self.partitions.items()):
             if not partition.established and not partition.unclaimed():
                 del self.partitions[key]
 
     def patch(self, worker_id: int, changes: dict[str, object]) -> Worker:
-        """Overwrite the fields in `changes`; raises NotFound for an unknown worker.
+        """Overwrite the fields in `changes`. Raises NotFound for an unknown worker.
 
-        A `lifecycle` starts or ends draining; other values are ignored. It is not part of the
-        record, because the owner of the record, such as discovery, keeps sending that."""
+        A `lifecycle` starts or ends draining; any other value of it is ignored. It is not part of
+        the record, because the record's owner, such as discovery, keeps sending the record."""
         worker = self._known(worker_id)
         lifecycle = changes.get("lifecycle")
         fields = {name: value for name, value in changes.items() if name != "lifecycle"}
@@ -407,8 +407,8 @@ class Catalog:
         return self._install(spec)
 
     def remove(self, worker_id: int) -> Worker:
-        """Remove a worker, its ranks, their reservations and its index entries (D3). Returns its
-        last state, `unschedulable`. Raises NotFound for an unknown worker."""
+        """Remove a worker with its ranks, their reservations, and its index entries (D3). Returns
+        its last state, `unschedulable`. Raises NotFound for an unknown worker."""
         worker = self._known(worker_id)
         self._withdraw(worker)
         self._forget(worker)
@@ -469,7 +469,7 @@ class Catalog:
         self.revision += 1
 
     def _publish(self, worker: Worker, subscribed: dict[int, Source]) -> None:
-        """Add a schedulable worker to its partition: ranks, sources, bounds, candidates."""
+        """Add a schedulable worker to its partition: ranks, sources, limits, candidates."""
         spec = worker.spec
         assert spec.block_size is not None
         partition = self.partitions.get(spec.key)
@@ -486,7 +486,7 @@ class Catalog:
         for dp_rank, source in subscribed.items():
             if worker.sources.get(dp_rank) != source:
                 spoken_for = self._sources.unsubscribe(worker_id, dp_rank)
-                # Looped, because `set - dict.keys()` would go through all keys for each source.
+                # A loop, because `set - dict.keys()` would visit all keys for each source.
                 others = [n for n in spoken_for if n not in worker.sources and n not in subscribed]
                 partition.index.clear(worker_id, dp_rank, *others)
         dropped = partition.put_worker(spec, worker.is_draining)
@@ -511,10 +511,10 @@ class Catalog:
             self._on_dropped(partition, dropped)
 
     def _leave(self, key: PartitionKey, worker_id: int) -> None:
-        """Remove a worker from its partition's members; the partition is removed with the last one.
-        A member is a worker that was once schedulable here. So changing the only worker's block
-        size does not free the partition's block size, and deleting the worker does (D3). Then
-        workers that were refused for the old size are checked again."""
+        """Remove a worker from its partition's members; the last member removes the partition. A
+        member is a worker that was once schedulable here. So if the only worker's block size is
+        patched, the partition keeps its block size; if the worker is deleted, it does not (D3).
+        Then workers that were refused for the old size are checked again."""
         partition = self.partitions.get(key)
         if partition is None or worker_id not in partition.members:
             return
@@ -523,7 +523,7 @@ class Catalog:
             return
         del self.partitions[key]
         partition.abandon()
-        for worker in self.matching(*key):  # none is schedulable: it would be a member
+        for worker in self.matching(*key):  # none of them is schedulable, or it would be a member
             self._install(worker.spec)
 
 
@@ -537,14 +537,14 @@ class Refusals:
         self._catalog = catalog
         self._dialect = dialect
         self.known: dict[PartitionKey, int] = {}  # by model and tenant
-        # By model: refused for a tenant that never had a worker, while other tenants of the model
-        # have.
+        # By model: requests refused because the tenant never had a worker, while other tenants have
+        # workers of the model.
         self.misplaced: dict[str, int] = {}
-        self.unknown = 0  # for unknown models, while workers are registered
-        self.unnamed = 0  # for unknown models, while none are
+        self.unknown = 0  # for unknown models, while any worker is registered
+        self.unnamed = 0  # for unknown models, while no worker is registered
 
     def refused(self, key: PartitionKey) -> NoWorkers:
-        """Count a refused request, and return its documented error."""
+        """Count a refused request, and return the documented error for it."""
         is_known, served = key in self._catalog.known, self._catalog.served_models()
         other_tenants = self._other_tenants(key[0]) if key[0] in served else None
         if is_known:
@@ -562,7 +562,7 @@ class Refusals:
         return NoWorkers(message, is_known or not served, served, other_tenants)
 
     def _other_tenants(self, model: str) -> str:
-        """Other tenants that have workers of the model."""
+        """Return a text that lists other tenants that have workers of the model."""
         tenants = self._catalog.served_tenants(model)
         named, more = ", ".join(tenants[:_NAMED]), len(tenants) - _NAMED
         word = self._dialect.group_word

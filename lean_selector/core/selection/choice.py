@@ -1,5 +1,5 @@
 """Choose among many ranks without visiting each (spec selection.md 3.3). Ranks are grouped into
-cells; the choice is the cheapest rank, or a draw by cost. Pure: the random source is an
+cells. The choice is the cheapest rank, or a random draw by cost. The random source is an
 argument."""
 
 import math
@@ -28,21 +28,21 @@ from lean_selector.core.selection.router_settings import CostTerms
 from lean_selector.core.selection.shapes import SelectionRequest
 
 # --------------------------------------------------------------------------------------------------
-# Cells: sets of ranks for which a prompt costs the same at the same load.
+# Cells: sets of ranks on which a prompt costs the same if their load is the same.
 #
-# The cost on a rank depends on its load, on how many blocks of the prompt it holds on each tier, on
-# how many of them are active there, and on its taints. Ranks that differ only in load form one
-# cell. The number of cells depends on how many different matches there are, not on the number of
-# ranks. A set is an int (a rank is a bit, `RankBits`), so making cells takes a few `&`.
+# The cost on a rank depends on the rank's load, on how many blocks of the prompt it holds on each
+# tier, on how many of them are active there, and on its taints. Ranks that differ only in load form
+# one cell. So the number of cells depends on how many different matches there are, not on the
+# number of ranks. A set is an int (each rank is a bit, `RankBits`), so a few `&` make the cells.
 
 _EVERYONE = -1  # as a set: all bits
 Groups = list[tuple[float, int]]  # (factor on the cost, ranks), disjoint
 _NO_PREFERENCE: Groups = [(1.0, _EVERYONE)]
-_MANY_GROUPS = 64  # of ranks by the weights of their taints
+_MANY_GROUPS = 64  # sets of ranks with different weights of their taints
 
 
 class Cell:
-    """Ranks for which a prompt costs the same at the same load."""
+    """A set of ranks on which a prompt costs the same if their load is the same."""
 
     __slots__ = ("blocks", "credit", "factor", "floor", "match", "ranks", "rest", "tokens")
 
@@ -59,13 +59,13 @@ class Cell:
     ) -> None:
         self.ranks = ranks
         self.match = match
-        self.tokens = tokens  # blocks that the prompt adds to a rank's prefill, before the credit
-        self.credit = credit  # blocks, before any decay
-        # Blocks that become active with the prompt; less the bonus, on the rank of a soft session.
+        self.tokens = tokens  # prompt tokens that the rank would have to prefill, before the credit
+        self.credit = credit  # in blocks, before decay
+        # Blocks that the prompt adds to the active ones; less the bonus, on a soft session's rank.
         self.blocks = blocks
         self.factor = factor  # for taints
-        self.floor = floor  # lower bound of (standing load + blocks) under a credit
-        # Lower bound of the prompt's own cost, before the factor.
+        self.floor = floor  # with a credit, (standing load + blocks) is at least this
+        # Lower bound of the cost of the prompt itself, before the factor.
         self.rest = pricing.scale * (tokens / pricing.block_size - credit) + blocks
         if pricing.credits_blocks:
             self.rest -= credit
@@ -73,7 +73,7 @@ class Cell:
 
 class Pricing:
     """The cost of one request on a rank of a cell, as a function of the rank's load: the last line
-    of `cost`."""
+    of the formula in `cost`."""
 
     __slots__ = (
         "_decays",
@@ -89,14 +89,14 @@ class Pricing:
     )
 
     def __init__(self, partition: Partition, request: SelectionRequest, ranks: int) -> None:
-        """`ranks` are the candidates."""
+        """`ranks` is the set of candidates."""
         terms, order = request.terms, partition.order
         self._terms = terms
         self._isl = request.prompt.isl_tokens
         self._decays = terms.decay > 0.0 and terms.track_prefill
         self._least_tokens = order.least_tokens(ranks) if self._decays else 0
         self.block_size = partition.block_size
-        # Prefill that is not tracked costs nothing: max(0, 0 - credit) is 0, whatever the scale.
+        # If prefill is not tracked, it costs nothing: max(0, 0 - credit) is 0, whatever the scale.
         self.scale = scale = terms.scale if terms.track_prefill else 0.0
         self.credits_blocks = terms.credits_untracked and not terms.track_prefill
         self._is_plain = not self._decays and not self.credits_blocks
@@ -109,7 +109,7 @@ class Pricing:
             self.reach = scale / order.scale if order.scale else math.inf
 
     def cost(self, cell: Cell, tokens: int, standing: float) -> float:
-        """The cost on a rank with these prefill tokens and this standing load."""
+        """Return the cost for a rank's prefill tokens and standing load (see `LoadOrder`)."""
         credit, block_size = cell.credit, self.block_size
         if not self._is_plain:
             if self.credits_blocks:
@@ -125,20 +125,20 @@ class Pricing:
         return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
 
     def beyond(self, cell: Cell, least: float) -> float:
-        """The highest slope * key at which a rank may still cost `least`, with a margin for
-        rounding. NaN if unknown."""
+        """Return the highest slope * key at which a rank may still cost as little as `least`, with
+        a margin for rounding. NaN if unknown."""
         least /= cell.factor
         return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
 
     def below(self, cell: Cell, most: float) -> float:
-        """The lowest reach * key at which a rank may still cost `most`, with a margin for rounding.
-        NaN if unknown."""
+        """Return the lowest reach * key at which a rank may still cost as much as `most`, with a
+        margin for rounding. NaN if unknown."""
         if most < cell.floor * cell.factor:
-            return -math.inf  # at any load
+            return -math.inf  # a rank may cost that much at any load
         most /= cell.factor
         credit = cell.credit
         if self._decays:
-            # Decay may remove all of the device credit
+            # Decay may remove the whole device credit.
             credit -= self._terms.credit * cell.match.device
         prefill = max(0.0, cell.tokens / self.block_size - credit)
         rest = self.scale * prefill + cell.blocks
@@ -147,21 +147,21 @@ class Pricing:
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
     def at_least(self, cell: Cell, load: float) -> float:
-        """The least cost on ranks whose slope * key is at least `load`, with a margin for rounding.
-        NaN if unknown."""
+        """Return a lower bound of the cost on ranks whose slope * key is at least `load`, with a
+        margin for rounding. NaN if unknown."""
         cost = cell.rest + load
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 
     def is_tight(self, cell: Cell) -> bool:
-        """Whether keys determine the cost of this cell's ranks; otherwise they only bound it from
-        below."""
+        """Whether a rank's key determines its cost in this cell. Otherwise the key only gives a
+        lower bound."""
         return self.slope == self.reach and not (self._decays and cell.match.device)
 
 
 def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
-    """(leading blocks of the prompt that are active already, set of ranks), longest first. Ranks
-    without any are in no set. The hashes of a token prompt are chained only if an active prompt
-    starts with the first one."""
+    """Return (leading blocks of the prompt that are active, set of ranks), longest first. Ranks
+    without such blocks are in no set. For a token prompt, sequence hashes are computed only if an
+    active prompt starts with the first one."""
     prompt, slots = request.prompt, partition.slots
     if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
         return []
@@ -169,7 +169,7 @@ def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankS
 
 
 def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tuple[float, int]]:
-    """(sum of the weights of the preferred taints, set of ranks with this sum)."""
+    """Return (sum of the weights of a worker's preferred taints, set of ranks with this sum)."""
     groups = [(0.0, _EVERYONE)]
     for name, weight in preferred.items():
         having = partition.tainted.get(name)
@@ -185,8 +185,8 @@ def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tup
 def _weights_by_worker(
     partition: Partition, preferred: dict[str, float]
 ) -> list[tuple[float, int]]:
-    """`taint_weights` for many workers with different taints: it visits each worker once, instead
-    of every group for each taint."""
+    """Like `taint_weights`, for many workers with different taints. Visits each worker once,
+    instead of every group for each taint."""
     places = {name: place for place, name in enumerate(preferred)}
     sums: dict[float, int] = {}
     for worker in partition.workers.values():
@@ -204,7 +204,7 @@ def cells(
     ranks: int,
     matches: MatchSets,
 ) -> list[Cell]:
-    """All cells of these ranks: disjoint, not empty, in the order of `matches`."""
+    """Return all cells of these ranks: disjoint, not empty, in the order of `matches`."""
     prompt, terms, block_size = request.prompt, request.terms, partition.block_size
     isl, new_blocks = prompt.isl_tokens, prompt.sequence_count
     shares = active_prefix_sets(partition, request)
@@ -261,7 +261,7 @@ def cells(
 
 
 def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
-    """Intersect two groupings; the factors are multiplied."""
+    """Intersect two groupings, and multiply their factors."""
     return [
         (factor * other, both)
         for other, alike in others
@@ -273,8 +273,9 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """Cells whose credit is subtracted from the blocks, which then count at least 0 and at least
-    the weight of the requests. A cell that may reach this bound is split by number of requests."""
+    """Return cells whose credit is subtracted from the blocks. The blocks then count at least 0 and
+    at least the requests' weight. A cell that may reach this limit is split by number of
+    requests."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -295,7 +296,7 @@ def _crediting(
 
 
 def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
-    """The cells, with the favoured ranks in cells of their own that cost `bonus` less."""
+    """Return the cells, with the favoured ranks in cells of their own, which cost `bonus` less."""
     favoured, bonus = request.favoured, request.bonus_blocks
     divided: list[Cell] = []
     for cell in found:
@@ -314,27 +315,27 @@ def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -
 
 
 # --------------------------------------------------------------------------------------------------
-# Draw a rank by weight without costing every rank: rejection sampling under an envelope.
+# Draw a rank by weight without computing every cost: rejection sampling under an envelope.
 #
-# The weight of a rank is exp(-x / T), where x is its cost scaled to 0..1 over the candidates. The
-# envelope consists of parts: each has some ranks of a cell, and an upper bound of their weights,
+# A rank's weight is exp(-x / T), where x is its cost scaled to 0..1 over the candidates. The
+# envelope consists of parts. A part has some ranks of a cell, and an upper bound of their weights,
 # computed from the least load among them. A draw picks a part with probability proportional to its
-# number of ranks times its bound, then one of its ranks uniformly, and accepts the rank with
+# number of ranks times its bound, then one of its ranks uniformly, and accepts that rank with
 # probability weight / bound. So each rank's probability is proportional to its weight, however
 # loose the bounds are; loose bounds only cost more draws. If the drawn rank weighs far less than
-# its part's bound, as is usual at a low temperature, the part is divided along the order of loads
-# until the rest has little weight. Division does not change the probabilities.
+# the bound, as is usual at a low temperature, the part is divided along the order of loads until
+# what remains has little weight. Division does not change probabilities.
 
-FAR = 0.1  # a bound is too loose if the drawn rank weighs less than this fraction of it
-_STEP = 1.0  # the bounds of a divided part fall by this exponent from piece to piece
-_LEFT = 0.01  # of the mass of all other parts: a part with less is not divided
-_FEW_RANKS = 6  # up to this many are costed one by one; finding them along the order costs more
-_WHOLE = 0  # start of a part that is not divided
-_DIVIDED = -1  # start of a part that is not worth dividing further
+FAR = 0.1  # a bound is too loose if the drawn rank's weight is below this fraction of it
+_STEP = 1.0  # from piece to piece of a divided part, the bound falls by this exponent
+_LEFT = 0.01  # a part with less than this share of the other parts' mass is not divided
+_FEW_RANKS = 6  # up to this many ranks, compute each cost: walking the order of loads costs more
+_WHOLE = 0  # place of a part that was never divided
+_DIVIDED = -1  # place of a part that need not be divided further
 
 
 class DrawPart:
-    """Some ranks of a cell, and an upper bound of their weights."""
+    """Some ranks of a cell, and an upper bound of the weight of each."""
 
     __slots__ = ("bound", "cell", "mass", "place", "ranks")
 
@@ -342,12 +343,12 @@ class DrawPart:
         self.cell = cell
         self.ranks = ranks
         self.bound = bound
-        self.place = place  # where they start in the order of loads, or _WHOLE, or _DIVIDED
+        self.place = place  # where the ranks start in the order of loads, or _WHOLE or _DIVIDED
         self.mass = ranks.bit_count() * bound
 
 
 class DrawBounds:
-    """The candidates in parts, which get finer with each draw that hits a loose bound."""
+    """The candidates in parts. Each draw that finds a loose bound makes the parts finer."""
 
     __slots__ = ("_least", "_order", "_pricing", "_spread", "_temperature", "parts")
 
@@ -360,8 +361,8 @@ class DrawBounds:
         spread: float,
         temperature: float,
     ) -> None:
-        """`least` is the lowest cost in these cells, and `spread` the difference to the highest,
-        positive and finite."""
+        """`least` is the lowest cost in these cells. `spread`, the difference to the highest cost,
+        is positive and finite."""
         self._order = order
         self._pricing = pricing
         self._least = least
@@ -373,7 +374,7 @@ class DrawBounds:
             self.parts.append(DrawPart(cell, cell.ranks, bound, _WHOLE))
 
     def draw(self, rng: random.Random, tries: int) -> int:
-        """The bit of a rank; -1 if no draw was accepted."""
+        """Draw a rank, and return its bit; -1 if none of `tries` draws was accepted."""
         order, pricing, parts = self._order, self._pricing, self.parts
         total = sum([part.mass for part in parts])
         for _ in range(tries):
@@ -383,7 +384,7 @@ class DrawBounds:
                     break
                 at -= part.mass
             else:
-                continue  # rounding: past the last part
+                continue  # rounding led beyond the last part
             ranks, bound = part.ranks, part.bound
             bit = nth_bit(ranks, min(ranks.bit_count() - 1, int(at / bound)))
             load = order.ranks[bit]
@@ -405,24 +406,24 @@ class DrawBounds:
         return self._weight(cost)
 
     def _bound(self, cell: Cell, load: float) -> float:
-        """Upper bound of the weight of the cell's ranks whose load costs at least this much."""
+        """Bound the weight of the cell's ranks whose load costs at least `load`, from above."""
         above = (self._pricing.at_least(cell, load) - self._least) / self._spread
         above /= self._temperature
         return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part into parts with tighter bounds; `others` is the mass of all other parts."""
+        """Divide a part into parts with tighter bounds; `others` is the mass of other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
-        return self._by_load(part, others * _LEFT)  # or as many ranks as were left out
+        return self._by_load(part, others * _LEFT)  # stop when this little mass is left
 
     def _one_by_one(self, part: DrawPart) -> list[DrawPart]:
         cell, loads = part.cell, [self._order.ranks[bit] for bit in bits_of(part.ranks)]
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Cut where the bound has fallen by a step; or at each load, if the load says too little
-        about the cost."""
+        """Cut the part wherever the bound has fallen by a step; or at each load, if the load says
+        too little about the cost."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
         loads = order.loads
@@ -456,15 +457,15 @@ class DrawBounds:
 # --------------------------------------------------------------------------------------------------
 # Choose without visiting every rank.
 #
-# Without a temperature, each cell's loads are walked in order until no later load can be cheaper
-# than the best one so far. With a temperature, the weight of a rank depends on its own cost and on
-# the least and the highest cost; if there are many different loads, an envelope (above) is used.
+# Without a temperature, each cell's loads are walked in order until no further load can be cheaper
+# than the best so far. With a temperature, the weight of a rank depends on its own cost and on the
+# least and the highest cost. If there are many different loads, the envelope above is used.
 
 Costed = list[tuple[float, int]]  # (cost, set of ranks with this cost), disjoint
 
-FEW_LOADS = 12  # up to this many loads are always costed
+FEW_LOADS = 12  # if there are at most this many loads, all costs are computed
 NO_ENDPOINTS = "no endpoints available to route work"
-TRIES = 16  # at these temperatures all loads are costed: their bounds are too loose
+TRIES = 16  # if so many draws fail (a low temperature), all costs are computed
 
 
 def choose(
@@ -474,7 +475,7 @@ def choose(
     matches: MatchSets,
     rng: random.Random,
 ) -> RankLoad:
-    """Choose one of `ranks`. Raises Unavailable if it is empty."""
+    """Choose one of `ranks`. Raises Unavailable if the set is empty."""
     if not ranks:
         raise Unavailable(NO_ENDPOINTS)
     order = partition.order
@@ -492,7 +493,7 @@ def drawn(
     temperature: float,
     rng: random.Random,
 ) -> int:
-    """The bit of the chosen rank; `ranks` is not empty."""
+    """Return the bit of the chosen rank. `cells` must not be empty."""
     if temperature <= 0.0:
         return _of_equals(cheapest(order, pricing, cells)[1], rng)
     if len(order.loads) > FEW_LOADS:
@@ -512,10 +513,10 @@ def drawn(
 
 
 def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[float, list[int]]:
-    """The least cost in these cells, and disjoint sets of the ranks that have it.
+    """Return the least cost in these cells, and disjoint sets of the ranks that have it.
 
-    Rounding may make the costs of neighbouring loads equal or reverse their order, so all loads
-    within the rounding error of the least are costed."""
+    Because of rounding, neighbouring loads may have equal costs, or costs in reverse order. So the
+    cost is computed for all loads within the rounding error of the least."""
     least, tied = math.inf, list[int]()
     slope = pricing.slope
     for cell in cells:
@@ -547,7 +548,7 @@ def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[flo
 
 
 def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> float:
-    """The highest cost in these cells, as exact as that of `cheapest`."""
+    """Return the highest cost in these cells, as exactly as `cheapest` returns the least."""
     most = -math.inf
     reach = pricing.reach
     for cell in cells:
@@ -589,7 +590,7 @@ def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> Costed:
 
 
 def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
-    """The bit of one rank, drawn in proportion to its weight; ranks of equal cost have equal
+    """Draw a rank in proportion to its weight, and return its bit. Ranks of equal cost have equal
     weights."""
     sums = [weight * ranks.bit_count() for (_, ranks), weight in zip(costed, weights, strict=True)]
     at = rng.random() * sum(sums)
@@ -601,13 +602,13 @@ def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
                 break
             at -= here
     else:
-        at = sums[last]  # rounding: past the last one
+        at = sums[last]  # rounding led beyond the last one
     ranks = costed[last][1]
     return nth_bit(ranks, min(ranks.bit_count() - 1, int(at / weights[last])))
 
 
 def _of_equals(tied: list[int], rng: random.Random) -> int:
-    """The bit of one rank of these sets, drawn uniformly."""
+    """Draw a rank of these sets uniformly, and return its bit."""
     if len(tied) == 1:
         ranks = tied[0]
         count = ranks.bit_count()

@@ -42,7 +42,7 @@ from lean_selector.core.selection.shapes import SelectionRequest
 
 
 def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
-    """Tokens that a rank need not prefill: the weighted sum over the tiers, rounded once."""
+    """Return the tokens that a rank need not prefill: a weighted sum of the tiers, rounded once."""
     if not match.host and not match.disk:
         return match.device * block_size
     blocks = match.device + terms.host_weight * match.host + terms.disk_weight * match.disk
@@ -52,66 +52,66 @@ def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
 
 
 def burden_blocks(terms: CostTerms, uncached_tokens: int, block_size: int) -> float:
-    """The delay that computing a prompt causes for later requests, in blocks of the cost."""
+    """Return how much computing a prompt delays later requests, in blocks of the cost."""
     return terms.eviction * uncached_tokens / block_size
 
 
 def evicted_blocks(
     terms: CostTerms, isl_tokens: int, cached: int, owed_tokens: int, block_size: int
 ) -> float:
-    """The loss when a full cache evicts blocks for a prompt that is not fully cached, in blocks of
-    the cost."""
+    """Return the loss if a full cache evicts blocks for a prompt that is not fully cached, in
+    blocks of the cost."""
     evicted = _MISSED * (isl_tokens - cached) + 2 * min(owed_tokens, cached)
     return terms.eviction * evicted / block_size
 
 
 def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:
-    """The factor on the device credit of a rank that has more waiting prefill than the least loaded
-    one; 1.0 without decay."""
+    """Return the factor on the device credit of a rank that has more waiting prefill than the least
+    loaded rank; 1.0 without decay."""
     if terms.decay <= 0.0 or not terms.track_prefill:
         return 1.0
     waiting = max(0, waiting_tokens) / block_size
-    blocks = max(1, math.ceil(isl_tokens / block_size))  # at least 1, even for an empty prompt
+    blocks = max(1, math.ceil(isl_tokens / block_size))  # an empty prompt counts as one block
     return 1.0 / (1.0 + terms.decay * waiting / blocks)
 
 
 def credit_blocks(terms: CostTerms, decay: float, match: Matched) -> float:
-    """The blocks of prefill that cached blocks save."""
+    """Return how many blocks of prefill the cached blocks save."""
     lower = terms.host_weight * match.host + terms.disk_weight * match.disk
     return terms.credit * decay * match.device + lower
 
 
 def favoured_blocks(new_blocks: float, bonus: float, factor: float) -> float:
-    """`new_blocks` less the `bonus`, which the taint factor must not scale: so an idle rank may
-    have a negative cost."""
+    """Return `new_blocks` less the `bonus`, which the taint factor must not scale. So an idle rank
+    may have a negative cost."""
     return new_blocks - bonus / factor
 
 
 def taint_factor(weight: float) -> float:
-    """The factor for a worker whose taints have this total weight: below 1 if positive, above 1 if
-    negative."""
-    # Infinities of both signs cancel out to NaN: no preference.
+    """Return the factor for a worker whose preferred taints have this total weight: below 1 if the
+    weight is positive, above 1 if negative."""
+    # Weights of both infinities add up to NaN: no preference.
     return 1.0 if math.isnan(weight) else math.exp(-math.tanh(weight))
 
 
 def preferences(request: SelectionRequest) -> dict[str, float]:
-    """The preferred taints that apply: none for a pinned rank."""
+    """Return the preferred taints that apply: none if the rank is pinned."""
     return request.preferred_taints if request.pinned is None else {}
 
 
 def softmax(costs: list[float], temperature: float) -> list[float] | None:
-    """Weights for the draw; None if the lowest cost decides."""
+    """Return the weights for the draw; None if the lowest cost decides."""
     if temperature <= 0.0:
         return None
     least = min(costs)
     spread = max(costs) - least
-    if not 0.0 < spread < math.inf:  # costs beyond f64: all finite ones count as equal
+    if not 0.0 < spread < math.inf:  # costs beyond f64: all finite costs count as equal
         return None
     return [math.exp(-((cost - least) / spread) / temperature) for cost in costs]
 
 
 def probabilities(costs: list[float], temperature: float) -> tuple[list[float], str]:
-    """The probability of each of these ranks, and how the rank is chosen: only_candidate,
+    """Return the probability of each of these ranks, and how the rank is chosen: only_candidate,
     lowest_cost, uniform_tie or softmax."""
     if len(costs) == 1:
         return [1.0], "only_candidate"
@@ -127,19 +127,19 @@ def probabilities(costs: list[float], temperature: float) -> tuple[list[float], 
     )
 
 
-# The weight of a block of prefill, in active blocks, under `latency`: active blocks slow prefill
-# down only slightly.
+# Under `latency`, a block of prefill weighs this many active blocks: active blocks slow prefill
+# only slightly.
 _LATENCY_SCALE = 30.0
-_MISSED = 0.5  # share of the evicted blocks that are requested again
+_MISSED = 0.5  # assumed share of evicted blocks that are requested again
 
 
 def terms(settings: RouterSettings) -> CostTerms:
-    """The router's cost terms under its own policy."""
+    """Return the router's cost terms under its own policy."""
     return under(base_terms(settings), settings.policy)
 
 
 def under(base: CostTerms, policy: Policy) -> CostTerms:
-    """The cost terms under a policy, derived from `base`."""
+    """Return the cost terms under `policy`, derived from `base`."""
     if policy == "dynamo":
         return base
     return CostTerms(
@@ -158,7 +158,7 @@ def under(base: CostTerms, policy: Policy) -> CostTerms:
 
 
 def base_terms(settings: RouterSettings) -> CostTerms:
-    """The router's own cost terms, before any policy."""
+    """Return the router's own cost terms, before any policy."""
     return CostTerms(
         settings.overlap_score_credit,
         settings.overlap_score_credit_decay,
@@ -173,7 +173,7 @@ def base_terms(settings: RouterSettings) -> CostTerms:
 
 
 def overridden(base: CostTerms, override: RouterOverride, policy: Policy = "dynamo") -> CostTerms:
-    """`base` with the fields of `override` replaced, under `policy` if it names none."""
+    """Return `base` with the override's fields, under its policy, or else under `policy`."""
     credit = override.overlap_score_credit
     scale = override.prefill_load_scale
     if override.overlap_score_weight is not None:

@@ -1,5 +1,5 @@
-"""Optional parts of a placement: the explanation, the rank's load, and hints. They never affect the
-choice. Spec selection_16.md 4 and 8."""
+"""Optional parts of a placement: the explanation, the rank's load, and hints. They do not affect
+the choice. Spec selection_16.md 4 and 8."""
 
 import heapq
 
@@ -42,10 +42,10 @@ from lean_selector.core.selection.shapes import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# The explanation: the figures behind one choice, for every rank of the partition.
+# The explanation: the figures behind one choice, for each rank of the partition.
 #
-# Made only on request, before the reservation is booked. The costs come from the same cells and
-# formula as the choice; a test compares the other figures with them.
+# Computed only on request, before the reservation is booked. The costs come from the cells and the
+# formula of the choice; a test compares the other figures with them.
 
 
 def explained(
@@ -58,9 +58,9 @@ def explained(
     shown: int | None = None,
     best: int = 0,
 ) -> Explanation:
-    """Explain the choice among `ranks`, the candidates, and why other ranks are not candidates.
+    """Explain the choice among the candidates `ranks`, and why other ranks are no candidates.
     `is_steered`: the request goes to the rank of its session, or to its target. With `shown`,
-    include only the rows of these ranks, and of the `best` cheapest candidates."""
+    include only rows of the ranks in `shown`, and of the `best` cheapest candidates."""
     prompt, terms, order = request.prompt, request.terms, partition.order
     block_size = partition.block_size
     pricing = Pricing(partition, request, ranks)
@@ -180,8 +180,8 @@ def with_more(
     now: float,
     is_steered: bool = False,
 ) -> Placement:
-    """The placement with the parts that the request `adds`; `ranks` are the candidates it was
-    chosen from."""
+    """Return the placement with the parts that the request `adds`. `ranks` are the candidates among
+    which the choice was made."""
     load, placement = chosen
     if request.adds & EXPLANATION:
         why = explained(partition, request, ranks, matches, now, is_steered)
@@ -223,11 +223,11 @@ def _hint(
     request: SelectionRequest,
     matches: MatchSets,
 ) -> FetchHint | None:
-    """The rank of another worker of the same type that holds more of the prompt on its device than
-    the chosen one: the rank with most blocks, then the lowest worker and rank. Only blocks known
-    from events count."""
+    """Return another worker's rank, of the same worker type, that holds more of the prompt on its
+    device than the chosen one does. Of several, the one with most blocks, then the lowest worker
+    and rank. Only blocks known from events count."""
     local_hashes = request.prompt.local_hashes
-    if request.matches:  # the request was queued; the matches may be outdated
+    if request.matches:  # the request was queued, so its matches may be outdated
         matches = match_sets(partition, local_hashes)
     most, source, endpoint = match_of(matches, load.mask).device, load, ""
     for match, holding in matches:

@@ -1,14 +1,14 @@
 """Which ranks have a full cache, so that new blocks evict others.
 
-Used by the policy `latency`. A rank is full if less than an eighth of the blocks that its worker
-stated remains, after the blocks in the index and those of waiting prefill; a worker that stated no
+Used by the policy `latency`. A rank is full if less than an eighth of its worker's stated capacity
+is left, after the blocks in the index and the blocks of waiting prefill. A worker without a stated
 capacity counts as full. A rank is checked again after its load has changed, which happens before
 and after it stores a prompt, not at each event.
 
 Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. So the
-prefill that full ranks got while others had room, minus the prefill that the others have got since,
-is owed. Owed tokens count as evicted too, up to the number cached on the rank: the prefix is
-computed on another rank once about as much has been evicted for it."""
+prefill that full ranks got while others had room, minus the prefill that those others got since, is
+*owed*. Owed tokens count as evicted too, up to the number of tokens cached on the rank. So once
+about as much has been evicted for the prefix, another rank computes it."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -23,7 +23,7 @@ _DEVICE = Tier.DEVICE
 
 
 class HasBlocks(Protocol):
-    """The part of a worker that is needed here."""
+    """The part of a worker's record that is used here."""
 
     total_kv_blocks: int | None
 
@@ -41,7 +41,7 @@ class Fullness:
         self._owed_tokens = 0
 
     def full(self) -> int:
-        """The full ranks as a set; it may contain unused bits."""
+        """Return the set of full ranks. It may contain bits that no rank has."""
         order = self._order
         if moved := order.moved:
             order.moved = 0
@@ -61,12 +61,12 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """How many cached tokens of the full ranks among `ranks` count as evicted, at most. 0
-        unless another of `ranks` has room."""
+        """Return how many cached tokens of the full ranks among `ranks` count as evicted, at most.
+        0 unless another rank of `ranks` has room."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:
-        """A prompt was booked: `load` was chosen among `ranks`, and computes this many tokens."""
+        """Record a booking: `load` was chosen among `ranks`, and computes `uncached_tokens`."""
         full = self._full
         if not load.mask & full:
             self._owed_tokens = max(0, self._owed_tokens - uncached_tokens)

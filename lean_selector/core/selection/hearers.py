@@ -9,7 +9,7 @@ from lean_selector.core.selection.shapes import Decision, Placement, SelectionRe
 
 
 class Decisions(Protocol):
-    """Receives the choices of requests that book, and the outcomes reported for them."""
+    """Is told of each choice that is booked, and of the outcome reported for the request."""
 
     def chosen(
         self,
@@ -27,7 +27,7 @@ class Decisions(Protocol):
 
 
 class Watch(Protocol):
-    """Receives choices for display: see `core.selection.watch`."""
+    """Is told of choices, in order to display them; see `core.selection.watch`."""
 
     def look(
         self,

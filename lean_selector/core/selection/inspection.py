@@ -1,7 +1,7 @@
 """Read-only views: loads, projected loads, overlap by rank.
 
-Shapes and orders of spec selection.md sections 1.5 and 3.5 (of indexer.md); lists are sorted (D13),
-and sums above u64 saturate (D6)."""
+Shapes and orders follow spec selection.md section 1.5 and indexer.md section 3.5. Lists are sorted
+(D13), and sums above u64 saturate (D6)."""
 
 from collections.abc import Iterable
 
@@ -31,8 +31,8 @@ def loads(
     *,
     detail: bool = False,
 ) -> list[PartitionLoads]:
-    """Active load of every rank, sorted by partition and rank; filters are exact. `detail` adds the
-    engines' own reports and the learned speeds."""
+    """Return the active load of every rank, sorted by partition and rank. The filters must match
+    exactly. `detail` adds the engines' own reports and the learned speeds."""
     return [
         PartitionLoads(
             partition.model_name,
@@ -72,7 +72,7 @@ def _detailed(partition: Partition, load: RankLoad, now: float) -> RankLoadRow:
 def established(
     catalog: Catalog, model_name: str | None, tenant_id: str | None
 ) -> Iterable[Partition]:
-    """Partitions that have had a complete worker, sorted by (model_name, tenant_id)."""
+    """Return partitions that have had a complete worker, sorted by (model_name, tenant_id)."""
     return (
         partition
         for (model, tenant), partition in sorted(catalog.partitions.items())
@@ -83,7 +83,7 @@ def established(
 
 
 def potential_loads(partition: Partition, prompt: Prompt, terms: CostTerms) -> list[RankLoadRow]:
-    """The load of each rank with this prompt on it."""
+    """Return the load that each rank would have with this prompt."""
     matches = match_by_rank(partition, prompt.local_hashes)
     slots = partition.slots
     prefixes = slots.active_prefix(prompt.sequence_hashes()) if prompt.sequence_count else {}
@@ -106,7 +106,7 @@ def potential_loads(partition: Partition, prompt: Prompt, terms: CostTerms) -> l
 
 
 def overlap_scores(partition: Partition, local_hashes: bytes, terms: CostTerms) -> OverlapScores:
-    """Matched blocks per rank: every rank of a schedulable worker, and any other with a hit."""
+    """Return matched blocks per rank of a schedulable worker, and per other rank with a hit."""
     matches = match_by_rank(partition, local_hashes)
     ranks = {key for key in matches if key[0] in partition.workers} | set(partition.slots.ranks)
     rows = []

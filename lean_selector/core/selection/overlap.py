@@ -1,7 +1,7 @@
 """Which ranks of a partition hold which part of a prompt, as sets of ranks.
 
-A set is an int, and a rank is a bit of it (`RankBits`). The index contains blocks known from KV
-events; predicted blocks, of recently routed prompts, are merged in. Spec selection.md 3.1."""
+A set is an int, in which each rank is a bit (`RankBits`). The index has the blocks that are known
+from KV events. Predicted blocks, from recently routed prompts, are added. Spec selection.md 3.1."""
 
 from typing import TypeVar
 
@@ -16,11 +16,11 @@ Value = TypeVar("Value")
 Numbers = dict[int, int]  # rank (bit) -> number of the set that contains it
 
 NOTHING = Matched(0)
-_LOOKS_PER_RANK = 8  # cost of looking a rank up in a table, in looks at a set
+_LOOKS_PER_RANK = 8  # a table look-up of a rank costs as much as looking at this many sets
 
 
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
-    """How many blocks of a prompt ranks hold; sets with the most device blocks come first."""
+    """Return how many blocks of a prompt the ranks hold; most device blocks first."""
     sets, extended = partition.index.match_sets(local_hashes)
     found: MatchSets = []
     for blocks, ranks in reversed(sets):
@@ -33,7 +33,7 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
 
 
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
-    """Matches by rank, including ranks without a worker; ranks without a hit are left out."""
+    """Return the match of each rank with a hit, even of ranks without a worker."""
     matches = partition.index.match(local_hashes)
     if partition.predicted is not None:
         for key, predicted in partition.predicted.match(local_hashes).items():
@@ -42,7 +42,7 @@ def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
 
 
 def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
-    """Merge predicted device blocks into matches from events."""
+    """Add predicted device blocks to the matches that are known from events."""
     if not predicted:
         return found
     raised: MatchSets = []
@@ -66,8 +66,8 @@ def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
 
 
 def _with_device(match: Matched, blocks: int) -> Matched:
-    """The match with at least this many device blocks; lower-tier blocks covered by them do not
-    count again."""
+    """Return the match with at least this many device blocks. Lower-tier blocks among these no
+    longer count."""
     if blocks <= match.device:
         return match
     reach = match.device + match.host
@@ -76,8 +76,8 @@ def _with_device(match: Matched, blocks: int) -> Matched:
 
 
 def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -> MatchSets:
-    """Matches by rank, converted to sets. Left out are ranks that were removed, and those added
-    after the request with this serial was queued, because such a key may mean a new rank."""
+    """Convert matches by rank to sets. Omits ranks that were removed, and ranks added after the
+    request with this serial was queued, because such a key may mean a new rank."""
     sets: dict[Matched, int] = {}
     ranks = partition.slots.ranks
     for key, match in matches.items():
@@ -88,7 +88,7 @@ def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -
 
 
 def match_of(matches: MatchSets, mask: int) -> Matched:
-    """The match of one rank."""
+    """Return the match of one rank, given as a set."""
     for match, ranks in matches:
         if ranks & mask:
             return match
@@ -96,21 +96,21 @@ def match_of(matches: MatchSets, mask: int) -> Matched:
 
 
 def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
-    """The value of each of these ranks (bit -> value), from the set that contains it."""
+    """Return each rank's value (bit -> value), from the set that contains the rank."""
     return {bit: value for value, alike in sets for bit in bits_of(alike & ranks)}
 
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
-    """The number of each rank's set; None if visiting every set `times` times is cheaper. The sets
-    are disjoint."""
+    """Return, for each rank, the number of the set that contains it. None if visiting every set
+    `times` times is cheaper. The sets are disjoint."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)
 
 
 def met(sets: list[tuple[Value, int]], numbers: Numbers, ranks: int) -> list[tuple[Value, int]]:
-    """The sets, in order, that may contain some of these ranks; sets known to contain none are left
-    out."""
+    """Return the sets, in order, that may contain some of these ranks. Omits sets that are known to
+    contain none."""
     if ranks.bit_count() >= len(sets):
         return sets
     found = {numbers[bit] for bit in bits_of(ranks) if bit in numbers}
