@@ -1,18 +1,18 @@
-"""Settings of ejections, sessions and the API dialect; the router's are in
+"""Settings of ejections, sessions and the API dialect. The router's settings are in
 `core/selection/router_settings.py`."""
 
 import msgspec
 
 
 class EjectionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of outlier detection, as in Envoy: consecutive failures, an ejection time that grows
-    with each ejection, and a maximum share of ejected ranks."""
+    """Settings of outlier detection, as in Envoy: how many consecutive failures eject a rank, an
+    ejection time that grows with each ejection, and a maximum share of ejected ranks."""
 
     failures: int = 3  # consecutive reported failures; 0: reports eject no rank
     failed_polls: int = 3  # consecutive
-    base_s: float = 30.0  # base ejection time; multiplied by consecutive ejections
+    base_s: float = 30.0  # base ejection time in seconds; multiplied by consecutive ejections
     longest_s: float = 300.0
-    # of a partition's ranks; the ranks of one worker may always be ejected
+    # maximum share of a partition's ranks; the ranks of one worker may always be ejected
     most_percent: float = 50.0
 
 
@@ -20,15 +20,15 @@ DEFAULT_BONUS_BLOCKS = 64.0
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's rank is chosen again (hard), or costs less (soft)."""
+    """A session's requests are sent to its rank (hard), or cost less there (soft)."""
 
-    ttl_s: float  # how long a binding lasts after the session's last reservation
+    ttl_s: float  # seconds that a binding lasts after the session's last reservation
     is_soft: bool = False
-    bonus_blocks: float = DEFAULT_BONUS_BLOCKS  # subtracted from the rank's cost; soft only
+    bonus_blocks: float = DEFAULT_BONUS_BLOCKS  # soft only: subtracted from the rank's cost
 
 
 # --------------------------------------------------------------------------------------------------
-# Differences between the dialects in the core's rules and texts.
+# How the API dialects differ in the core's rules and texts.
 #
 # A dialect's bodies and answers are in `wire`, its routes in `service`. Chosen once, at start
 # (`--api`). Spec: selection.md and selection_16.md.
@@ -36,13 +36,13 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    group_word: str  # the word for the tenant in texts
-    claims_ids: bool  # an id is claimed when its request arrives; the 409 names no rank
+    group_word: str  # what texts call the tenant
+    claims_ids: bool  # the id is claimed when the request arrives; the 409 names no rank
     credits_untracked: bool  # if prefill is not tracked, a credit is subtracted from the blocks
     replays_one_rank_only: bool  # a `replay_endpoint` is refused for workers of several ranks
 
     def scope(self, model_name: str, tenant_id: str) -> str:
-        """The name of a partition in texts."""
+        """Return the name of a partition for texts."""
         return f"model={model_name} {self.group_word}={tenant_id}"
 
 

@@ -1,9 +1,9 @@
 """The slot tracker: registered workers and active requests, per (model_name, tenant_id).
 
-A tracker is created with the first worker of its scope and removed, with all its state, with the
-last one. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17. Knows nothing
-of HTTP or sockets; time is an argument, in monotonic seconds. Requests are booked through each
-tracker's ledger, which publishes to peers; a ReplicaApplier applies peers' events, and finds
+The first worker of a scope creates its tracker; the last one to leave removes it, with all its
+state. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17. Independent of
+HTTP and sockets; time is an argument, in monotonic seconds. Requests are booked through each
+tracker's ledger, which publishes to peers. A ReplicaApplier applies peers' events, and finds
 trackers by `Trackers.lookup`."""
 
 from collections.abc import Iterator
@@ -36,11 +36,11 @@ class Tracker:
         self.block_size = block_size
         self.slots = Slots()
         self.ledger = Ledger(model_name, tenant_id, block_size, self.slots, ledgers)
-        # at least one; the tracker is removed with the last
+        # never empty; the tracker is removed with its last worker
         self.workers: dict[int, WorkerRow] = {}
 
     def ranks(self) -> list[RankLoad]:
-        """Loads in order of (worker_id, dp_rank)."""
+        """Loads of all ranks, in order of (worker_id, dp_rank)."""
         ranks = self.slots.ranks
         return [ranks[key] for key in sorted(ranks)]
 
@@ -67,9 +67,9 @@ class Trackers:
     # workers ------------------------------------------------------------------------------------
 
     def register(self, row: WorkerRow) -> None:
-        """Add a worker; the first of a scope creates its tracker and fixes the block size. Raises
-        BadRequest for an impossible range; Conflict for another block size, or for an existing id,
-        even with the same range."""
+        """Add a worker. The first worker of a scope creates the tracker and fixes its block size.
+        Raises BadRequest for an impossible range; Conflict for another block size, or for an
+        existing id, even with the same range."""
         _check_range(row)
         scope = row.model_name, row.tenant_id
         tracker = self._trackers.get(scope)
@@ -89,8 +89,8 @@ class Trackers:
             tracker.slots.add_rank(row.worker_id, dp_rank)
 
     def unregister(self, model_name: str, tenant_id: str, worker_id: int) -> None:
-        """Remove a worker and its requests; the tracker is removed with its last worker. Requests
-        that were admitted here are published as ended. Raises NotFound."""
+        """Remove a worker and its requests; the last worker removes the tracker. If a request was
+        admitted by this replica, publishes that the request ended. Raises NotFound."""
         tracker = self.lookup(model_name, tenant_id)
         if tracker is None or worker_id not in tracker.workers:
             raise NotFound(
@@ -105,7 +105,8 @@ class Trackers:
     def workers(
         self, model_name: str | None = None, tenant_id: str | None = None
     ) -> list[WorkerRow]:
-        """Workers in order of (model_name, tenant_id, worker_id); the filters are exact."""
+        """Return workers of this model and tenant (None: any), by (model_name, tenant_id,
+        worker_id)."""
         return [
             row
             for tracker in self._selected(model_name, tenant_id)
@@ -125,7 +126,7 @@ class Trackers:
         new_isl_tokens: int,
         now: float,
     ) -> None:
-        """Book a request on a rank; `sequence_hashes` are 8 bytes LE per block.
+        """Book a request on a rank. `sequence_hashes` has 8 bytes little-endian per block.
 
         Raises BadRequest for too many tokens; NotFound without a tracker, then without the rank;
         DuplicateRequest for an id that is live in this tracker."""
@@ -143,19 +144,19 @@ class Trackers:
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
     ) -> None:
-        """Release a request's prefill tokens; repeating it is not an error. Raises NotFound."""
+        """Release a request's prefill tokens. May be repeated. Raises NotFound."""
         tracker = self._tracker(model_name, tenant_id)
         if tracker.ledger.prefill_complete(request_id, now) is None:
             raise NotFound(f"Request {request_id} not found")
 
     def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
-        """Free a request. An unknown id is not an error, as documented; NotFound without a
+        """Free a request. An unknown id is not an error, as documented. Raises NotFound without a
         tracker."""
         self._tracker(model_name, tenant_id).ledger.free(request_id, now)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
-        """Expire idle requests, at most `max_steps` in all; those admitted here are published as
-        ended. If it returns as many as max_steps, call again: there may be more."""
+        """Expire idle requests, at most `max_steps` in total. Publishes the end of those that this
+        replica admitted. If it returns max_steps requests, call again: there may be more."""
         ledgers = [tracker.ledger for tracker in self._trackers.values()]
         gone: list[Reservation] = []
         for _, expired in self.ledgers.expire(ledgers, now, max_steps):
@@ -163,13 +164,13 @@ class Trackers:
         return gone
 
     def arrived(self) -> int:
-        """Requests booked, here and by peers, in all current trackers."""
+        """Number of requests booked, here and by peers, in all current trackers."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------
 
     def loads(self, model_name: str | None, tenant_id: str | None) -> list[LoadRow]:
-        """One row per registered rank, in order; the filters are exact."""
+        """Return one row per registered rank of this model and tenant (None: any), in order."""
         return [
             LoadRow(
                 tracker.model_name,
@@ -190,7 +191,7 @@ class Trackers:
         sequence_hashes: bytes,
         new_isl_tokens: int,
     ) -> list[PotentialLoadRow]:
-        """One row per rank of a tracker, in order. Raises BadRequest, then NotFound."""
+        """Return one row per rank of a tracker, in order. Raises BadRequest, then NotFound."""
         _check_tokens(new_isl_tokens)
         tracker = self._tracker(model_name, tenant_id)
         blocks = len(sequence_hashes) // 8

@@ -1,9 +1,9 @@
-"""ZMQ endpoints: validation with its error texts, and a comparison of endpoints, including HTTP
-ones.
+"""ZMQ endpoints: validation with the documented error texts, and comparison. Also compares HTTP
+endpoints.
 
 The texts are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). Nothing
-is resolved or connected here: `tcp://*:5` and unknown hosts pass, and libzmq may still refuse
-them."""
+is resolved or connected here: `tcp://*:5` and unknown hosts are valid, although libzmq may refuse
+them later."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -22,10 +22,10 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
-    """The replay endpoint of the rank_offset-th rank: tcp port + offset (vLLM, TRT-LLM).
+    """Return the replay endpoint of the rank_offset-th rank: tcp port + offset (vLLM, TRT-LLM).
 
-    Endpoints without a port (ipc, inproc) are returned unchanged, as with offset 0. Raises
-    ValueError if the endpoint is invalid or the port would exceed u16."""
+    An endpoint without a port (ipc, inproc) is returned unchanged, and so is any with offset 0.
+    Raises ValueError if the endpoint is invalid or the port would exceed u16."""
     check_endpoint(endpoint)
     if rank_offset == 0 or not endpoint.startswith("tcp://"):
         return endpoint
@@ -40,8 +40,8 @@ def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
 
 
 def rank_endpoints(endpoint: str, ranks: int) -> Iterator[str]:
-    """The endpoints of this many ranks, starting with `endpoint`. There are fewer if the ports run
-    out, and one if it has no port. Raises ValueError for an invalid endpoint."""
+    """Yield the endpoints of this many ranks, beginning with `endpoint`. Fewer if the port numbers
+    run out, and only one if `endpoint` has no port. Raises ValueError for an invalid endpoint."""
     check_endpoint(endpoint)
     yield endpoint
     for offset in range(1, min(ranks, MAX_RANKS)):
@@ -55,8 +55,8 @@ def rank_endpoints(endpoint: str, ranks: int) -> Iterator[str]:
 
 
 def zmq_key(endpoint: str) -> str:
-    """One key for every spelling of an endpoint that `check_endpoint` accepts: for tcp the host in
-    lower case, and the port without leading zeros."""
+    """Return a key that is equal for every spelling of an endpoint that `check_endpoint` accepts:
+    for tcp, the host in lower case, and the port without leading zeros."""
     if not endpoint.startswith("tcp://"):
         return endpoint
     host, _, port = endpoint.rpartition(":")
@@ -64,14 +64,14 @@ def zmq_key(endpoint: str) -> str:
 
 
 class HttpPlace(NamedTuple):
-    """Address and path of an HTTP endpoint, equal for every spelling of it."""
+    """Address and path of an HTTP endpoint; equal for every spelling of the endpoint."""
 
     address: str  # host:port, as in a tcp endpoint
     path: str  # "" if there is none; without a trailing /v1
 
 
 def http_place(endpoint: str) -> HttpPlace | None:
-    """Parse an HTTP endpoint; None if it is not one. Without a scheme it is plain HTTP."""
+    """Parse an HTTP endpoint; None if it is not one. An endpoint without a scheme is plain HTTP."""
     try:
         url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         port = url.port or {"http": 80, "https": 443}.get(url.scheme)
@@ -108,7 +108,7 @@ def _fault(endpoint: str) -> str | None:
 
 
 def _port_fault(port: str) -> str | None:
-    """The first fault, reading from the left: an overflow may precede an invalid digit."""
+    """Return the first fault from the left: an overflow may precede an invalid digit."""
     if not port:
         return "invalid TCP port: cannot parse integer from empty string"
     digits = port[1:] if len(port) > 1 and port[0] == "+" else port

@@ -1,8 +1,8 @@
-"""One partition, the pair (model_name, tenant_id): index, slots, schedulable workers and queue.
+"""One partition, a pair of model_name and tenant_id: index, slots, schedulable workers and queue.
 
-Nothing is shared between partitions. The first complete worker fixes `block_size` and `is_eagle`
-(spec selection.md section 0); before that, a partition may exist only for recovered blocks in its
-index (`established` is False), and then it schedules nothing."""
+Partitions share nothing. The first complete worker fixes `block_size` and `is_eagle` (spec
+selection.md section 0). Before that, a partition may exist only because its index has recovered
+blocks; then `established` is False, and the partition schedules nothing."""
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,13 +34,13 @@ from lean_selector.core.selection.shapes import (
 from lean_selector.core.sessions.table import SessionTable
 from lean_selector.core.settings import EjectionSettings
 
-# The reference's default for a worker that does not state its own.
+# The reference's default for workers that do not state max_num_batched_tokens.
 DEFAULT_MAX_BATCHED_TOKENS = 10_000_000
 STATE_AGENT = "state_agent_v2"
 
 
 class SchedulableWorker:
-    """The part of a worker that the scheduler needs."""
+    """The part of a worker's record that the scheduler needs."""
 
     def __init__(self, spec: WorkerSpec, loads: list[RankLoad]) -> None:
         self.worker_id = spec.worker_id
@@ -51,11 +51,11 @@ class SchedulableWorker:
         self.mask = 0  # the same ranks as a set
         for load in loads:
             self.mask |= load.mask
-        self.rank_name = str(loads[0].dp_rank)  # used if it has only one rank
+        self.rank_name = str(loads[0].dp_rank)  # used if the worker has only one rank
         self.no_overlap = Overlap(0, 0, {str(load.dp_rank): 0 for load in loads}, 0, 0)
         self.total_kv_blocks = spec.total_kv_blocks
-        # For hints of where to fetch blocks: the worker's type, and by rank its control endpoint,
-        # unless a state agent publishes its blocks.
+        # For hints where to fetch blocks: the worker's type, and the control endpoint of each rank
+        # whose blocks no state agent publishes.
         self.hint_type = spec.router_hint_worker_type
         by_agent = spec.kv_event_source_mode == STATE_AGENT
         self.hint_sources = {} if by_agent else spec.router_hint_source_control_endpoints
@@ -64,26 +64,26 @@ class SchedulableWorker:
 
 
 # --------------------------------------------------------------------------------------------------
-# Requests that wait for a worker, in the order in which they leave.
+# Requests that wait for a worker, in the order in which they leave the queue.
 #
 # Order (spec selection.md 3.4): strict_priority, highest first; then the policy's score, highest
 # first; then arrival. With jump = max(priority_jump, 0) and work = the fewest tokens left to
 # prefill on any rank at arrival, the score is jump - arrival (fcfs), jump + arrival (lcfs), (1 +
 # jump) / work (wspt, weighted shortest processing time), or jump - arrival - work / AGING
 # (least-work: a request is overtaken only by requests that arrive within work / AGING seconds). A
-# request never blocks others that can go elsewhere (D11). So requests that may use the same ranks
-# share a line, which stores these ranks as a set. When a rank comes free, only the heads of the
-# lines that include it are checked. Each connection has at most one queued request, which bounds
-# the queue.
+# request never blocks others that can use other ranks (D11). So requests that may use the same
+# ranks share a line, which stores the set of these ranks. When a rank comes free, only the first
+# request of each line that includes the rank is checked. Each connection has at most one queued
+# request, which limits the queue.
 
 # What restricts a request to some ranks: a pin, allowed workers, required taints.
 Ties = tuple[PinnedWorker | None, frozenset[int] | None, frozenset[str]]
 Place = tuple[int, float, int]  # position in the queue; unique
-AGING_TOKENS_PER_S = 4_000.0  # of waiting time
+AGING_TOKENS_PER_S = 4_000.0  # per second of waiting
 
 
 class Parked:
-    """A queued request. `on_answer` is called once: with a placement, or with the error (a
+    """A queued request. `on_answer` is called once: with a placement, or with the error (always a
     SelectorError, unless there is a bug)."""
 
     __slots__ = ("arrived_at", "key", "line", "on_answer", "request")
@@ -108,20 +108,20 @@ _place = attrgetter("key")
 
 
 class Line:
-    """The queued requests with the same ties; removed from the queue when empty."""
+    """The queued requests with the same restrictions (`ties`). Removed when empty."""
 
     __slots__ = ("items", "leads_to", "ranks", "ties")
 
     def __init__(self, ties: Ties) -> None:
         self.ties = ties
         self.items: list[Parked] = []  # in order
-        self.ranks = 0  # ranks that its requests may use, including busy ones
-        # Ranks that may admit a request when they come free. With a pin, all ranks of its worker,
-        # because a busy rank accepts a pinned request while another rank of the worker is free.
+        self.ranks = 0  # ranks that requests of the line may use, including busy ones
+        # If one of these comes free, requests may leave. With a pin: all ranks of the worker,
+        # because a busy rank accepts a pinned request if another rank of the worker is free.
         self.leads_to = 0
 
     def open_worker(self, worker: SchedulableWorker) -> None:
-        """Add the ranks of a new worker that its requests may use."""
+        """Add those ranks of a new worker that requests of this line may use."""
         pinned, allowed, required = self.ties
         if not required <= worker.taints:
             return
@@ -141,8 +141,8 @@ class Line:
         self.leads_to &= ~worker.mask
 
     def is_open(self, room: Headroom) -> bool:
-        """Whether its requests can leave now: `scheduler.not_busy` would return a rank below the
-        queue's threshold."""
+        """Whether requests of this line can leave now: `scheduler.not_busy` would return a rank
+        that is below the queue's threshold."""
         if self.ties[0] is None:
             return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
@@ -154,19 +154,19 @@ class ParkedQueue:
     def __init__(
         self, workers: Mapping[int, SchedulableWorker], policy: QueuePolicy = "fcfs"
     ) -> None:
-        """`workers` are the partition's; call `worker_changed` on each change of them."""
+        """`workers` are those of the partition; call `worker_changed` for each change."""
         self._workers = workers
         self._policy = policy
-        # Whether the policy needs each request's work
+        # Whether the policy needs `uncached_tokens` of each request.
         self.asks_work = policy in ("wspt", "least-work")
         self._lines: dict[Ties, Line] = {}
-        self.serial = 0  # serial of the last queued request
+        self.serial = 0  # serial of the request that was queued last
         self._size = 0
-        self.hopeless: set[Line] = set()  # lines whose requests no rank can serve
+        self.hopeless: set[Line] = set()  # lines whose requests no registered rank can serve
         self.is_moving = False  # while requests are being admitted
-        self.is_due = False  # more can be admitted in a later turn of the loop
+        self.is_due = False  # a later turn of the loop will admit more
         self.isl_tokens = 0  # sum over the queued requests
-        self.admitted = 0  # totals of admitted requests and of their waiting time
+        self.admitted = 0  # how many were admitted, and their total waiting time
         self.waited_s = 0.0
 
     def __len__(self) -> int:
@@ -176,7 +176,7 @@ class ParkedQueue:
         return self._lines.values()
 
     def in_order(self) -> list[Parked]:
-        """The queued requests in order; a copy, so items may be removed during iteration."""
+        """Return the queued requests in order. A copy, so requests may leave meanwhile."""
         return sorted((item for line in self._lines.values() for item in line.items), key=_place)
 
     def park(
@@ -186,7 +186,7 @@ class ParkedQueue:
         on_answer: Callable[[Parked, Placement | Exception], None],
         uncached_tokens: int = 0,
     ) -> Parked:
-        """`uncached_tokens`: the request's work, if the policy needs it."""
+        """Queue a request. `uncached_tokens`: the tokens to prefill, if the policy needs them."""
         ties = request.pinned, request.allowed_worker_ids, request.required_taints
         line = self._lines.get(ties)
         if line is None:
@@ -222,7 +222,7 @@ class ParkedQueue:
         return line
 
     def leave(self, parked: Parked) -> bool:
-        """Remove a request; False if it has left already."""
+        """Remove a request. Returns False if it has already left."""
         line = parked.line
         if self._lines.get(line.ties) is not line:
             return False
@@ -250,8 +250,8 @@ class ParkedQueue:
                 self.hopeless.add(line)
 
 
-# Sets of up to this many allowed workers are looked up each time. Results for larger sets are
-# cached, as many as this; 6 MB of ids at most.
+# For up to this many allowed workers, ranks are looked up each time. Results for larger sets are
+# cached, at most this many; 6 MB of ids at most.
 _FEW_WORKERS = 8
 _MAX_ALLOWED_SETS = 16
 
@@ -259,10 +259,10 @@ _MAX_ALLOWED_SETS = 16
 class Partition:
     """State of one (model_name, tenant_id). Sets of ranks are ints (`RankBits`).
 
-    `everyone`: all ranks. `candidates`: ranks that requests may use without other restrictions: all
+    `everyone`: all ranks. `candidates`: the ranks that a request without restrictions may use, all
     but `draining` and ejected ones (if all are ejected, they stay candidates). `busy`: ranks whose
-    bookings exceed the threshold. `tainted`: ranks of workers with a taint. `room` exists if
-    requests may be queued."""
+    load exceeds the busy threshold. `tainted`: by taint, the ranks of workers that have it. `room`
+    exists if requests may be queued."""
 
     def __init__(
         self,
@@ -281,8 +281,8 @@ class Partition:
         routed: RoutedPrompts | None = None,
         sessions: SessionTable | None = None,
     ) -> None:
-        """`ledgers` are those of the process; None: bookings are not published. `routed` predicts
-        that booked prompts are cached; its index is `index`, or a separate one. `sessions`: None if
+        """`ledgers` belong to the process; None: bookings are not published. `routed` predicts that
+        booked prompts are cached. Its index is `index`, or a separate one. `sessions`: None if
         sessions are off."""
         self.model_name = model_name
         self.tenant_id = tenant_id
@@ -293,7 +293,7 @@ class Partition:
         # The predicted blocks, if they are separate from those known from events.
         self.predicted = None if routed is None or routed.index is index else routed.index
         self.established = True
-        # From a recovered index: the last batch of each source that was not subscribed to since.
+        # From a recovered index: last batch of each source that was not subscribed to since.
         self.watermarks: dict[RankKey, int] = {}
         self.order = LoadOrder(block_size, prefill_load_scale, request_weight)
         self.slots = Slots(self.order.changed, index.bits)
@@ -306,7 +306,7 @@ class Partition:
         self.speeds = Speeds()
         self.slots.on_reports = self.speeds.reported
         self.fullness = Fullness(index, self.order, self.workers)
-        # Workers whose record names this partition and was once complete
+        # Workers whose record names this partition and was complete at some time.
         self.members: set[int] = set()
         self.parked = ParkedQueue(self.workers, queue_policy)
         self.room = None if queue_threshold is None else Headroom(queue_threshold)
@@ -322,7 +322,7 @@ class Partition:
         self._listen()
 
     def _listen(self) -> None:
-        """Route load changes only to consumers that are in use."""
+        """Pass load changes only to those consumers that are in use."""
         told = self._judge if self.threshold.is_set else self.order.changed
         room, slots = self.room, self.slots
         if room is None:
@@ -337,15 +337,15 @@ class Partition:
         slots.on_load_change = tell_both
 
     def _release_session(self, reservation: Reservation) -> None:
-        """A reservation has ended. If its rank was removed, peers learn of the removal and end the
-        session's hold themselves."""
+        """Release the session of a reservation that ended. If the rank was removed, publish
+        nothing: peers learn of the removal and release the session themselves."""
         slots, sessions = self.slots, self.sessions
         assert sessions is not None, "there are sessions"
         is_rank_there = reservation.rank.key in slots.ranks
         sessions.release(reservation.request_id, slots.heard_at, tells=is_rank_there)
 
     def set_threshold(self, threshold: BusyThreshold) -> None:
-        """Set the busy threshold and re-evaluate every rank."""
+        """Set the busy threshold, and check every rank against it."""
         self.threshold = threshold
         self._listen()
         self._limits = {}
@@ -364,7 +364,7 @@ class Partition:
                 self.room.put(load, worker.max_num_batched_tokens, limits)
 
     def _judge(self, load: RankLoad) -> None:
-        """Re-evaluate whether a rank is busy."""
+        """Check whether a rank is busy."""
         self.order.changed(load)
         limits = self._limits[load.key]  # every rank here belongs to a worker
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
@@ -373,7 +373,7 @@ class Partition:
             self.busy ^= load.mask
 
     def counts(self) -> RankCounts:
-        """Totals over its ranks, including removed ones."""
+        """Totals over all ranks, including removed ones."""
         total = RankCounts()
         total.add(self._gone)
         for load in self.slots.ranks.values():
@@ -383,20 +383,20 @@ class Partition:
     # -- health --------------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
-        """Record the outcome of a request to these ranks; True if the candidates have changed."""
+        """Record the outcome of a request to these ranks. True if the candidates changed."""
         return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
-        """Record a health check of the worker of these ranks; True if the candidates have
+        """Record a health poll of the worker that has these ranks. Returns True if the candidates
         changed."""
         return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
 
     def settle_health(self, now: float) -> bool:
-        """End ejections whose time is over; True if the candidates have changed."""
+        """End ejections whose time is over. Returns True if the candidates changed."""
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:
-        """Recompute the candidates after ranks or ejections have changed."""
+        """Recompute the candidates after a change of ranks or ejections. True if they changed."""
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask
@@ -407,18 +407,18 @@ class Partition:
         self.candidates = candidates
         if self.room is not None:
             self.room.avoided = self.everyone & ~candidates
-            # Queued requests may have other eligible ranks now
+            # Queued requests may be eligible for other ranks now.
             self.room.came_free |= self.everyone
         return True
 
     # -- busy ----------------------------------------------------------------------------------
 
     def is_worker_busy(self, worker: SchedulableWorker) -> bool:
-        """Whether every rank is busy ("Data-Parallel Rank Aggregation")."""
+        """Whether every rank of the worker is busy ("Data-Parallel Rank Aggregation")."""
         return not worker.mask & ~self.busy
 
     def ranks_of(self, worker_ids: frozenset[int]) -> int:
-        """The known ranks of these workers."""
+        """Return the set of the ranks of these workers. Unknown workers are ignored."""
         ranks = self._allowed.get(worker_ids) if len(worker_ids) > _FEW_WORKERS else None
         if ranks is not None:
             return ranks
@@ -439,7 +439,7 @@ class Partition:
         old = self.workers.get(worker_id)
         dropped: list[Reservation] = []
         if old is not None and old.endpoint != (spec.endpoint or ""):
-            self.health.forget([load.key for load in old.loads])  # it is another process now
+            self.health.forget([load.key for load in old.loads])  # the engine is a new process
             for load in old.loads:
                 self.speeds.forget(load)
         for load in () if old is None else old.loads:
@@ -489,7 +489,7 @@ class Partition:
         return dropped
 
     def abandon(self) -> None:
-        """Free the memory of the indexes in steps, after the last member has left."""
+        """Free the memory of the indexes, in steps, after the last member has left."""
         if self.routed is not None:
             self.routed.abandon()
         self.index.abandon()
@@ -503,7 +503,7 @@ class Partition:
                 del self.tainted[taint]
 
     def unclaimed(self) -> list[int]:
-        """Workers with recovered blocks that are not registered here, sorted."""
+        """Return workers that have recovered blocks and are not registered here, sorted."""
         recovered = self.index.workers() | {worker_id for worker_id, _ in self.watermarks}
         return sorted(recovered - self.workers.keys())
 
@@ -533,7 +533,7 @@ class Partition:
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)
 
     def emptied(self, worker_id: int, dp_rank: int) -> None:
-        """The rank's engine lost its whole cache: drop its predicted blocks too."""
+        """Drop the predicted blocks of a rank too, because its engine lost the whole cache."""
         if (load := self.slots.ranks.get((worker_id, dp_rank))) is not None:
             self.order.moved |= load.mask
         if self.routed is not None and self.predicted is not None:

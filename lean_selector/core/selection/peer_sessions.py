@@ -1,6 +1,6 @@
-"""The sessions of all partitions, as peers see them: received bindings, lists for catch-up, expiry.
-Spec selection_16.md 6.1. Knows no frames and no sockets; time is an argument, in monotonic
-seconds."""
+"""The sessions of all partitions, as exchanged with peers: received bindings, lists for catch-up,
+expiry. Spec selection_16.md 6.1. Independent of frames and sockets. Time is an argument, in
+monotonic seconds."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -16,10 +16,10 @@ _Waiting = list[tuple[float, LiveSession]]  # (time of receipt, binding)
 
 
 class PeerSessions:
-    """`counts[verdict]` is the number of received bindings by verdict."""
+    """Applies peers' bindings. `counts[verdict]` is the number received with this verdict."""
 
     def __init__(self, catalog: Catalog, writer_id: int) -> None:
-        """`writer_id`: the id under which our bindings are published."""
+        """`writer_id` is the id under which we publish our bindings."""
         self.counts = [0] * len(SessionVerdict)
         self._catalog = catalog
         self._writer_id = writer_id
@@ -27,7 +27,7 @@ class PeerSessions:
         self._waiting_count = 0
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """Apply a binding from a peer's event or list, without publishing it again."""
+        """Apply a binding from a peer's event or list; do not publish it again."""
         verdict = self._hear(event, now, idle_s)
         self.counts[verdict] += 1
         return verdict
@@ -47,7 +47,7 @@ class PeerSessions:
         return partition.sessions.hear(event, now, idle_s)
 
     def take(self, listed: LiveSession, now: float) -> SessionVerdict:
-        """Apply an item of a peer's list. If its worker is not registered here, the item waits."""
+        """Apply an item of a peer's list; it waits if its worker is not registered here."""
         verdict = self._hear(listed.event, now, listed.idle_s)
         if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
             self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))
@@ -58,7 +58,7 @@ class PeerSessions:
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
         """Apply waiting bindings whose workers have registered, and drop those that waited too
-        long, at most `max_steps` in all. True: there are more."""
+        long; in total at most `max_steps`. Returns True if there are more."""
         for worker_id, waiting in list(self._waiting.items()):
             is_known = worker_id in self._catalog.workers
             while waiting and (is_known or now - waiting[-1][0] >= HOLD_S):
@@ -79,14 +79,14 @@ class PeerSessions:
         self._waiting_count = 0
 
     def live(self, now: float) -> Iterator[LiveSession]:
-        """All bindings, for a replica that catches up."""
+        """Yield all bindings, for a replica that catches up."""
         for partition in list(self._catalog.partitions.values()):
             if partition.sessions is not None:
                 yield from partition.sessions.live(now)
 
     def tend(self, now: float, max_steps: int) -> None:
-        """Expire bindings, and publish again those that peers would expire; at most `max_steps` of
-        each per partition. Call it about every second."""
+        """Expire bindings, and publish again those that would expire at peers; at most `max_steps`
+        of each per partition. Call it about every second."""
         for partition in list(self._catalog.partitions.values()):
             if partition.sessions is not None:
                 partition.sessions.sweep(now, max_steps)

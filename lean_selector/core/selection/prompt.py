@@ -1,8 +1,8 @@
-"""A prompt as the core sees it: its block hashes, its sequence hashes, and its length in tokens.
+"""A prompt as the core sees it: block hashes, sequence hashes, and length in tokens.
 
 Hash lists are `bytes`, 8 per block, little-endian. `isl_tokens` need not match the number of hashes
-(spec selection.md 1.4). Sequence hashes of tokens are computed late, because most selections need
-only the first."""
+(spec selection.md 1.4). For a prompt of tokens, the sequence hashes are computed only when needed,
+because most selections need only the first one."""
 
 from collections.abc import Callable
 
@@ -29,12 +29,12 @@ class Prompt:
         self.isl_tokens = isl_tokens
         self.local_hashes = local_hashes
         self.sequence_count = sequence_count
-        self.first_sequence_hash = first_sequence_hash  # 8 bytes; empty for an empty prompt
+        self.first_sequence_hash = first_sequence_hash  # 8 bytes; empty if the prompt is empty
         self.lora_name = lora_name
         self._sequence = sequence
 
     def to_book(self, keeps_blocks: bool) -> "Prompt":
-        """The part that booking needs; local hashes only if `keeps_blocks`."""
+        """Return what a booking needs; local hashes are included only if `keeps_blocks`."""
         return Prompt(
             self.isl_tokens,
             self.local_hashes if keeps_blocks else b"",
@@ -45,19 +45,19 @@ class Prompt:
         )
 
     def forget_likeness(self, draw: Callable[[int], bytes]) -> None:
-        """Replace sequence hashes derived from tokens by random ones, which match no other prompt;
-        `draw` returns that many random bytes."""
+        """Replace sequence hashes derived from tokens by random ones, which match no other prompt.
+        `draw` returns as many random bytes as requested."""
         if not isinstance(self._sequence, bytes):
             self._sequence = draw(8 * self.sequence_count)
             self.first_sequence_hash = self._sequence[:8]
 
     def blocks(self, block_size: int) -> int:
-        """The number of blocks for all tokens. A partial last block is counted here, and costs
+        """Return the number of blocks for all tokens. Includes a partial last block, which costs
         nothing."""
         return max(self.sequence_count, -(-self.isl_tokens // block_size))
 
     def sequence_hashes(self) -> bytes:
-        """Chained hashes, 8 bytes per block, computed on first use."""
+        """Return the chained hashes, 8 bytes per block. Computed on first use."""
         sequence = self._sequence
         if not isinstance(sequence, bytes):
             sequence = self._sequence = sequence()

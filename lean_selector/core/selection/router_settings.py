@@ -1,8 +1,7 @@
-"""The router's settings: the terms of the cost, their ranges, and a request's overrides.
+"""The router's settings: the terms of the cost, their ranges, and overrides by a request.
 
-Names and defaults follow spec selection.md section 7. Ranges are checked on input (command line and
-request decoder), so code below relies on them.
-"""
+Names and defaults follow spec selection.md section 7. The command line and the request decoder
+check the ranges, and the code below them relies on that."""
 
 import math
 from typing import Literal
@@ -12,21 +11,21 @@ import msgspec
 from lean_selector.core.replication.ledger import RESERVATION_EXPIRY_S
 from lean_selector.core.settings import API_1_3, Dialect, EjectionSettings, SessionSettings
 
-# Default value of a block on a lower tier, in device blocks.
+# Default value of a block on a lower tier, as a fraction of a device block.
 HOST_WEIGHT = 0.75
 DISK_WEIGHT = 0.25
 LARGEST = math.nextafter(math.inf, 0.0)
 
 
-# Which queued request leaves first: the first to arrive, the last, the one with the least work to
-# prefill, or the latter with aging.
+# Which queued request leaves first: the one that arrived first, or last; the one with least work to
+# prefill; or the latter, with aging.
 QueuePolicy = Literal["fcfs", "lcfs", "wspt", "least-work"]
-# What the cost measures: the reference's blocks, or the prefill before the first token.
+# What the cost measures: blocks, as in the reference; or the prefill before the first token.
 Policy = Literal["dynamo", "latency"]
 
 
 class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of the cache of selections by id; 0 entries or bytes disable it."""
+    """Limits of the cache of selections by id. 0 entries or 0 bytes disable the cache."""
 
     ttl_s: float = 120.0
     max_entries: int = 4096
@@ -37,31 +36,31 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The router's own settings; `None` disables a feature."""
 
     policy: Policy = "dynamo"
-    model_policies: dict[str, Policy] = {}  # per model, instead of `policy`
+    model_policies: dict[str, Policy] = {}  # model -> its policy, if not `policy`
     use_kv_events: bool = True
     # False: a worker without an event source is scheduled by load alone
     needs_kv_events: bool = True
-    overlap_score_credit: float = 1.0  # >= 0, blocks of prefill saved per device block matched
+    overlap_score_credit: float = 1.0  # >= 0; blocks of prefill that a matched device block saves
     overlap_score_credit_decay: float = 0.0  # >= 0
     prefill_load_scale: float = 1.0  # >= 0
-    active_request_weight: float = 0.0  # >= 0, blocks that each active request counts as
-    host_weight: float = HOST_WEIGHT  # 0..1, value of a block on the host, in device blocks
-    disk_weight: float = DISK_WEIGHT  # 0..1, likewise on disk or beyond
-    ttl_s: float = 0.0  # with KV events off: how long a booked prompt is assumed cached
-    predicted_ttl_s: float = 0.0  # with KV events on: likewise, until events arrive
+    active_request_weight: float = 0.0  # >= 0; blocks as which each active request counts
+    host_weight: float = HOST_WEIGHT  # 0..1; value of a block in host memory, in device blocks
+    disk_weight: float = DISK_WEIGHT  # 0..1; value of a block on disk or beyond
+    ttl_s: float = 0.0  # if KV events are off: seconds that a booked prompt is assumed cached
+    predicted_ttl_s: float = 0.0  # if KV events are on: the same, until events arrive
     temperature: float = 0.0  # >= 0; 0 chooses the cheapest rank
     track_prefill_tokens: bool = True
-    assume_kv_reuse: bool = True  # used in the 1.6 dialect only
+    assume_kv_reuse: bool = True  # only the 1.6 dialect uses it
     queue_threshold: float | None = (
         None  # fraction of max_num_batched_tokens; None: requests are never queued
     )
     queue_policy: QueuePolicy | None = None  # None: the default for the policy
     queue_max_wait_s: float | None = None
-    # a request queued for longer has its overlap looked up again
+    # if a request is queued for longer, its overlap is looked up again
     overlap_refresh_after_s: float | None = 10.0
     reservation_expiry_s: float = RESERVATION_EXPIRY_S
-    # Fractions of a worker's total_kv_blocks and max_num_batched_tokens above which answers call
-    # the chosen rank busy. They do not affect the choice.
+    # Fractions of a worker's total_kv_blocks and max_num_batched_tokens. Above these, answers say
+    # that the chosen rank is busy. They do not affect the choice.
     decode_busy_threshold: float | None = None
     prefill_busy_threshold: float | None = None
     ejection: EjectionSettings = EjectionSettings()
@@ -73,21 +72,21 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.model_policies.get(model_name, self.policy)
 
     def queue_of(self, policy: Policy) -> QueuePolicy:
-        """The queue's order under a policy."""
+        """Return the order of the queue under a policy."""
         return self.queue_policy or ("least-work" if policy == "latency" else "fcfs")
 
     @property
     def routed_ttl_s(self) -> float:
-        """How long a booked prompt is assumed cached; 0: not at all."""
+        """Return how many seconds a booked prompt is assumed cached; 0: not at all."""
         return self.predicted_ttl_s if self.use_kv_events else self.ttl_s
 
 
 class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
-    """`router_config_override` of one request; null keeps the router's value.
+    """A request's `router_config_override`. null keeps the router's value.
 
-    `overlap_score_weight` is the old name of two terms and overrides both: it sets
-    `prefill_load_scale`, and if it is 0 also `overlap_score_credit`. `assume_kv_reuse` and
-    `shared_cache_multiplier` are accepted and have no effect, as in the reference."""
+    `overlap_score_weight` is the old name of two terms, and overrides both. It sets
+    `prefill_load_scale`; if it is 0, it also sets `overlap_score_credit` to 0. `assume_kv_reuse`
+    and `shared_cache_multiplier` are accepted and have no effect, as in the reference."""
 
     overlap_score_credit: float | None = None
     prefill_load_scale: float | None = None
@@ -125,7 +124,7 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostTerms(msgspec.Struct, frozen=True, gc=False):
-    """The terms of one decision's cost: the router's, with the request's override applied."""
+    """The terms of the cost for one decision: the router's, after the request's override."""
 
     credit: float
     decay: float
@@ -135,7 +134,7 @@ class CostTerms(msgspec.Struct, frozen=True, gc=False):
     host_weight: float = HOST_WEIGHT
     disk_weight: float = DISK_WEIGHT
     request_weight: float = 0.0
-    # If prefill is not tracked, subtract cached blocks from the rank's future blocks.
+    # If prefill is not tracked, cached blocks are subtracted from the rank's future blocks.
     credits_untracked: bool = False
-    eviction: float = 0.0  # cost of evictions per block that the prompt must compute
-    knows_speeds: bool = False  # whether slower ranks cost more
+    eviction: float = 0.0  # cost of evictions, per block that the prompt must compute
+    knows_speeds: bool = False  # whether the cost is higher on slower ranks

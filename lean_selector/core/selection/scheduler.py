@@ -1,7 +1,7 @@
-"""Eligible ranks, steering by session or target, and the answer for a chosen rank.
+"""Find the eligible ranks, steer by session or target, and make the answer for a chosen rank.
 
-The eligible ranks are the intersection of sets that the partition maintains; `choice` chooses among
-them. Pure: the random source and the time are arguments. Spec selection.md 3.1, 3.3 and 4."""
+The eligible ranks are the intersection of sets that the partition maintains; `choice` chooses one.
+The random source and the time are arguments. Spec selection.md 3.1, 3.3 and 4."""
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.index.shapes import Matched
@@ -20,15 +20,15 @@ from lean_selector.core.selection.shapes import (
 
 
 def check_pin(request: SelectionRequest) -> None:
-    """Raises BadRequest if the pinned worker is not among the allowed ones."""
+    """Raise BadRequest if the pinned worker is not among the allowed ones."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is not None and allowed is not None and pinned.worker_id not in allowed:
         raise BadRequest(f"pinned worker {pinned.worker_id} is not in allowed worker set")
 
 
 def eligible(partition: Partition, request: SelectionRequest) -> int:
-    """The ranks that the request may use, including busy ones. Ejected ranks only if there are no
-    others, so a pin to an ejected rank is followed; draining ranks never."""
+    """Return the ranks that the request may use, including busy ones. Draining ranks are never
+    used, and ejected ranks only if there are no others; so a pin to an ejected rank works."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is None and allowed is None and not request.required_taints:
         return partition.candidates
@@ -44,8 +44,8 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
 
 
 def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int:
-    """The ranks of `ranks` to choose from: the free ones, or a busy pinned one while its worker has
-    other free ranks. Raises AllWorkersBusy if there are none."""
+    """Return those of `ranks` to choose from: the ranks that are not busy; or a busy pinned rank,
+    if another rank of its worker is not busy. Raises AllWorkersBusy if there are none."""
     busy = partition.busy
     if not busy or not ranks:
         return ranks
@@ -61,13 +61,13 @@ def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int
 def effective_prefill_tokens(
     terms: CostTerms, isl_tokens: int, match: Matched, block_size: int
 ) -> int:
-    """Tokens that the rank still has to prefill. The credit and its decay do not apply here
-    (section 4)."""
+    """Return the tokens that the rank still has to prefill. The credit and its decay do not matter
+    here (section 4)."""
     return max(0, isl_tokens - cached_tokens(terms, match, block_size))
 
 
 def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> int:
-    """The fewest tokens left to prefill on any rank that a queued request may use."""
+    """Return the fewest tokens left to prefill on any rank that a queued request may use."""
     terms, isl_tokens = request.terms, request.prompt.isl_tokens
     ranks, least = eligible(partition, request), isl_tokens
     for key, match in request.matches.items():
@@ -81,7 +81,7 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
 def placed(
     partition: Partition, load: RankLoad, request: SelectionRequest, matches: MatchSets
 ) -> Placement:
-    """The answer for a chosen rank; its overlap describes the whole worker."""
+    """Return the answer for a chosen rank. The overlap in it describes the whole worker."""
     worker, isl_tokens = partition.workers[load.worker_id], request.prompt.isl_tokens
     block_size, worker_id, endpoint = partition.block_size, worker.worker_id, worker.endpoint
     if len(worker.loads) == 1:
@@ -119,16 +119,16 @@ def placed(
 # --------------------------------------------------------------------------------------------------
 # Steering: the rank that a session is bound to, or the target that a request names.
 #
-# Steering does not affect whether a request is queued or shed; it selects among the ranks that the
+# Steering does not affect whether a request is queued or shed. It selects among the ranks that the
 # request may use. A usable target is chosen even if it is busy, and so is the rank of a hard
-# session; the rank of a soft session only gets cheaper. An unusable rank is ignored, except that a
-# booking of a hard session is refused if other requests could use its rank. Spec selection_16.md 3
-# and 6.
+# session. The rank of a soft session only costs less. An unusable rank is ignored, with one
+# exception: a booking with a hard session is refused if other requests could use the session's
+# rank. Spec selection_16.md 3 and 6.
 
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """The ranks of `ranks` to choose from after steering. For a soft session, sets the request's
-    favoured ranks."""
+    """Return those of `ranks` to choose from after steering. For a soft session, this sets the
+    request's favoured ranks."""
     target, sessions = request.target, partition.sessions
     if target is not None:
         return (
@@ -150,7 +150,7 @@ def steered(partition: Partition, request: SelectionRequest, ranks: int, now: fl
 
 
 def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> int:
-    """The named rank, or all ranks of the worker, as a set; empty if they are not candidates."""
+    """Return the named rank (None: all ranks of the worker), as a set, if it is a candidate."""
     if dp_rank is not None:
         load = partition.slots.ranks.get((worker_id, dp_rank))
         return 0 if load is None else load.mask
@@ -159,8 +159,8 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Check a request that has a target and a pin. Raises BadRequest or Unavailable if the target
-    is eligible but the pin is on another rank."""
+    """Check a request with both a target and a pin. Raises BadRequest or Unavailable if the target
+    is eligible but the pin names another rank."""
     target, pinned = request.target, request.pinned
     assert target is not None, "it has one"
     assert pinned is not None, "it has one"
@@ -179,8 +179,8 @@ def check_target(partition: Partition, request: SelectionRequest) -> None:
 def check_session(
     partition: Partition, session_id: str, worker_id: int, dp_rank: int, now: float
 ) -> None:
-    """Check a booking with a session. Raises BadRequest if the rank is not the session's although
-    that one could be chosen; the session is then unbound (D39)."""
+    """Check a booking with a session. If the session is bound to another rank, which could be
+    chosen, the session is unbound and BadRequest raised (D39)."""
     sessions = partition.sessions
     if sessions is None or sessions.is_soft:
         return
@@ -189,7 +189,7 @@ def check_session(
         return
     own = ranks_named(partition, binding.worker_id, binding.dp_rank)
     if not own & partition.candidates:
-        return  # removed or ejected: bind anew
+        return  # the rank was removed or ejected: bind the session anew
     sessions.refuse(session_id)
     if binding.worker_id != worker_id:
         bound, chosen = f"worker {binding.worker_id}", f"{worker_id}"
@@ -201,7 +201,7 @@ def check_session(
 def explained_session(
     partition: Partition, request: SelectionRequest, now: float
 ) -> SessionExplanation | None:
-    """The session's part in the choice; None without a session."""
+    """Return the session's part in the choice; None without a session."""
     sessions, session_id = partition.sessions, request.session_id
     if sessions is None or session_id is None:
         return None

@@ -1,8 +1,8 @@
 """The selector: catalog, partitions, reservations and queues of one process.
 
 Every call completes before it returns, so choosing a rank and booking it is one atomic step. A
-request that must wait is queued; a later call that frees capacity answers it through its callback
-(D11). Lifecycle events for replicas go to the injected `events`. Time is an argument: monotonic
+request that must wait is queued. A later call that frees capacity answers the request through its
+callback (D11). Lifecycle events for replicas are passed to `events`. Time is an argument: monotonic
 seconds."""
 
 import heapq
@@ -57,34 +57,34 @@ from lean_selector.core.sessions.table import SessionTables
 # --------------------------------------------------------------------------------------------------
 # Admit queued requests after capacity may have come free (D11).
 #
-# One event frees at most one rank, and costs next to nothing while no rank has fallen below its
-# threshold. When one has, each line is checked once for whether it includes that rank; then only
-# requests that can leave are visited, in the order of the queue.
+# One event frees at most one rank. It costs next to nothing while no rank is below its threshold.
+# If one is, each line is checked once for whether it includes the rank. Then only requests that can
+# leave are visited, in the order of the queue.
 
 PlaceNow = Callable[[Partition, SelectionRequest, int, MatchSets, float], Placement]
 CallSoon = Callable[[Callable[[], None]], object]
 
-# requests that one event admits per turn of the loop: a millisecond, answers included
+# requests that one event admits per turn of the loop; takes a millisecond, answers included
 MOST_AT_ONCE = 32
 
 
 class Admission:
-    """Admits queued requests, a bounded number in each turn of the loop."""
+    """Admits queued requests, a limited number in each turn of the loop."""
 
     def __init__(
         self, place: PlaceNow, refresh_after_s: float | None, call_soon: CallSoon | None
     ) -> None:
-        """`place` chooses among ranks and books, or raises. The overlap of requests queued for
-        `refresh_after_s` is looked up again. `call_soon` is the loop's; without it all are admitted
-        at once."""
+        """`place` chooses among ranks and books, or raises. For requests that were queued for
+        `refresh_after_s`, the overlap is looked up again. `call_soon` is the loop's method; without
+        it, all requests are admitted at once."""
         self._place = place
         self._refresh_after_s = refresh_after_s
         self._call_soon = call_soon
         self._most = 1 << 60 if call_soon is None else MOST_AT_ONCE
 
     def admit(self, partition: Partition, now: float, hopeless_after_s: float = 0.0) -> None:
-        """Admit requests that can be placed now, in order, and fail those that no worker can serve.
-        Of the latter, requests that arrived less than `hopeless_after_s` ago stay."""
+        """Admit requests that can be placed now, in order. Fail those that no worker can serve,
+        unless they arrived less than `hopeless_after_s` seconds ago."""
         parked = partition.parked
         if parked.hopeless and not parked.is_due:
             told = [
@@ -101,13 +101,13 @@ class Admission:
         self.admit_next(partition, now)
 
     def admit_next(self, partition: Partition, now: float) -> None:
-        """Admit requests that can be placed now, in order, without failing any."""
+        """Admit requests that can be placed now, in order. Fail none."""
         room, parked = partition.room, partition.parked
         if room is None or not len(parked):
             return
         room.advance(now)
         if parked.is_moving or parked.is_due:
-            return  # the admission that is running will look again
+            return  # the running admission will look again
         parked.is_moving = True
         left = self._most
         try:
@@ -129,8 +129,8 @@ class Admission:
         self._call_soon(go_on)
 
     def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
-        """Admit at most `most` requests that can use what came free, until none can or more comes
-        free. Returns how many more may be admitted."""
+        """Admit at most `most` requests that can use the ranks that came free. Stops early if no
+        request can, or if more ranks come free. Returns how many more requests may be admitted."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
         blocked: Place | None = None  # the first request that cannot leave
@@ -162,7 +162,7 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place one request. If it overtakes others, only on ranks below the threshold."""
+        """Place one request; only on ranks below the threshold if it overtakes others."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -187,14 +187,14 @@ class Admission:
 # --------------------------------------------------------------------------------------------------
 # Health reports and polls, applied to partitions and their queues.
 #
-# Replicas do not share ejections: each knows only the reports it received and its own polls.
+# Replicas do not share ejections: each uses only the reports that it received and its own polls.
 
 
 class WorkerHealth:
-    """Health reports and polls of all workers of a catalog."""
+    """Applies reports and health polls to the workers of a catalog."""
 
     def __init__(self, catalog: Catalog, admit: Callable[[Partition, float], None]) -> None:
-        """`admit` admits requests that waited for a returned rank, or can go elsewhere now."""
+        """`admit` admits queued requests, after a rank has returned or another became eligible."""
         self._catalog = catalog
         self._admit = admit
 
@@ -210,13 +210,13 @@ class WorkerHealth:
         """Report that a request to this rank, or to the whole worker, was `refused`, `failed` or
         `ok`.
 
-        `ttft_s` and `cached_tokens` (the engine's own count) only go into totals. A worker that is
-        not schedulable has no ranks to eject. Raises NotFound."""
+        `ttft_s` and `cached_tokens` (as counted by the engine) are only added to totals. If a
+        worker is not schedulable, it has no ranks to eject. Raises NotFound."""
         found = self.ranks_of(worker_id, dp_rank)
         if found is None:
             return
         partition, keys = found
-        counts = partition.slots.ranks[keys[0]].counts  # once, if it concerns the whole worker
+        counts = partition.slots.ranks[keys[0]].counts  # once, even for a whole worker
         if outcome == OK:
             counts.ok += 1
         elif outcome == REFUSED:
@@ -232,22 +232,22 @@ class WorkerHealth:
             self._admit(partition, now)
 
     def polled(self, worker_id: int, fault: str | None, now: float) -> None:
-        """Record a health check; `fault` None is healthy. Ignored for an unknown worker."""
+        """Record a health poll. `fault` None: healthy. Ignored for an unknown worker."""
         if worker_id in self._catalog.workers:
             found = self.ranks_of(worker_id, None)
             if found is not None and found[0].poll(found[1], fault, now):
                 self._admit(found[0], now)
 
     def settle(self, now: float) -> None:
-        """End ejections whose time is over; the caller then admits queued requests."""
+        """End ejections whose time is over. The caller then admits queued requests."""
         for partition in self._catalog.partitions.values():
             partition.settle_health(now)
 
     def ranks_of(
         self, worker_id: int, dp_rank: int | None
     ) -> tuple[Partition, list[RankKey]] | None:
-        """The partition, and the rank or all ranks of the worker; None: the worker has none. Raises
-        NotFound."""
+        """Return the partition, and the named rank or (for None) all ranks of the worker. None if
+        the worker has no ranks. Raises NotFound."""
         worker = self._catalog.workers.get(worker_id)
         if worker is None:
             raise NotFound(f"worker {worker_id} not found")
@@ -262,8 +262,8 @@ class WorkerHealth:
         return partition, [load.key for load in known.loads]
 
 
-# A request that no worker can serve stays queued while others wait, because a worker for it may
-# register. Without any event it is answered after this time (the reference: 60 s).
+# A request that no worker can serve stays queued while others wait, because a worker that can may
+# register. If nothing happens, it is answered after this time (the reference: 60 s).
 RECHECK_AFTER_S = 2.0
 
 OnAnswer = Callable[[Parked, Placement | Exception], None]
@@ -288,10 +288,10 @@ class Selector:
         decisions: Decisions | None = None,
     ) -> None:
         """`thresholds` are the defaults for every model. `on_discarded` and `check_worker` are
-        passed to the catalog. `sessions` are made from the settings unless given. `call_soon` is
-        the loop's, to admit queued requests in a later turn."""
+        passed to the catalog. `sessions` are created from the settings unless given. `call_soon` is
+        the loop's method, to admit queued requests in a later turn."""
         self.settings = settings
-        self.terms: CostTerms = terms(settings)  # default of all models but these
+        self.terms: CostTerms = terms(settings)  # for all models except the following
         self.model_terms = {
             model: under(base_terms(settings), policy)
             for model, policy in settings.model_policies.items()
@@ -315,14 +315,14 @@ class Selector:
         self.bookings = Bookings(self.catalog.partitions, settings.dialect)
         self.selections = SelectionCache(settings.selection_cache)
         self._admission = Admission(self._place, settings.overlap_refresh_after_s, call_soon)
-        # Whether requests may be queued. If not, `select_now` does the same as `select`.
+        # Whether requests may be queued. If not, `select` does the same as `select_now`.
         self.parks = settings.queue_threshold is not None
         self._refuses_to_park: SelectorError | None = None
         self.health = WorkerHealth(self.catalog, self.admit_parked)
         self.watch: Watch | None = None  # set while a page is open
 
     def terms_of(self, model_name: str) -> CostTerms:
-        """The cost terms of a request without an override."""
+        """Return the cost terms for a request without an override."""
         return self.model_terms.get(model_name, self.terms)
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
@@ -361,7 +361,7 @@ class Selector:
 
     def _changing_workers(self, change: Callable[[], Worker], now: float) -> Worker:
         waiting = [p for p in self.catalog.partitions.values() if len(p.parked)]
-        if self._sessions is not None:  # the sessions of removed ranks start to expire
+        if self._sessions is not None:  # sessions of removed ranks start to expire
             for partition in self.catalog.partitions.values():
                 partition.slots.heard_at = now
         worker = change()
@@ -375,13 +375,13 @@ class Selector:
     # -- busy thresholds -----------------------------------------------------------------------
 
     def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
-        """The thresholds in force for each model and tenant with a registered worker, sorted."""
+        """Return the thresholds in force per model and tenant with a registered worker, sorted."""
         return [(key, self.limits.of(key)) for key in sorted(self.catalog.scopes())]
 
     def change_threshold(
         self, key: PartitionKey, given: BusyThreshold, now: float
     ) -> BusyThreshold:
-        """Set the given fields, effective from the next selection. Raises BadRequest or
+        """Set the given limits, which apply from the next selection on. Raises BadRequest or
         NotFound."""
         return self._enforce(key, self.limits.change(key, given, self.catalog.scopes()), now)
 
@@ -399,14 +399,14 @@ class Selector:
     # -- selection -----------------------------------------------------------------------------
 
     def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
-        """The partition to book load in, or None."""
+        """Return the partition in which to book load, or None."""
         partition = self.catalog.partitions.get((model_name, tenant_id))
         return partition if partition is not None and partition.established else None
 
     def load_changed(
         self, model_name: str, tenant_id: str, reservation_id: str, now: float
     ) -> None:
-        """A peer's event was applied: queued requests may have room now."""
+        """A peer's event was applied, which may have made room for queued requests: admit them."""
         self.bookings.local_holder(reservation_id)  # forgets the id if the peer freed it
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None:
@@ -415,21 +415,21 @@ class Selector:
     def select(
         self, partition: Partition, request: SelectionRequest, now: float, on_answer: OnAnswer
     ) -> Placement | Parked:
-        """Choose a rank, and book it if the request `books`. Answers at once, or queues the request
-        and answers later through `on_answer`. Raises SelectorError, with nothing changed."""
+        """Choose a rank, and book it if the request `books`. Returns the placement, or queues the
+        request and calls `on_answer` later. Raises SelectorError, with nothing changed."""
         room, parked = partition.room, partition.parked
         if room is None:
             return self.select_now(partition, request, now)
         if len(parked):
-            # queued requests take free capacity first
+            # queued requests use free capacity first
             self._admission.admit_next(partition, now)
         room.advance(now)
         ranks = self._free_ranks(partition, request)
-        # a request that overtakes others is placed only on ranks below the threshold
+        # a request that overtakes others may only use ranks below the threshold
         if len(parked):
             ranks &= room.below
             is_next = ranks != 0 and not (parked.is_moving or parked.is_due)
-        else:  # without an eligible rank it fails at once
+        else:  # a request without eligible rank fails at once
             is_next = not ranks or ranks & room.below != 0
         if is_next:
             matches = match_sets(partition, request.prompt.local_hashes)
@@ -446,21 +446,21 @@ class Selector:
     ) -> Parked:
         if self._refuses_to_park is not None:
             raise self._refuses_to_park
-        request.prompt.sequence_hashes()  # check now: an error could not be reported later
+        request.prompt.sequence_hashes()  # compute now: a later error would be lost
         request.matches = match_by_rank(partition, request.prompt.local_hashes)
         if not len(partition.parked):
-            room.came_free = 0  # no request was queued
+            room.came_free = 0  # no request was queued, so nobody waits for these ranks
         left = 0
         if partition.parked.asks_work:
             left = least_left_to_prefill(partition, request)
         parked = partition.parked.park(request, now, on_answer, left)
         if partition.parked.is_moving or partition.parked.is_due:
-            # It arrived during an admission: it may be the next to leave.
+            # The request arrived during an admission, and may be the next to leave.
             room.came_free |= parked.line.leads_to
         return parked
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
-        """Choose a rank without regard to the queue, and book it if the request `books`."""
+        """Choose a rank whatever is queued, and book it if the request `books`."""
         ranks = self._free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
@@ -530,7 +530,7 @@ class Selector:
         return placement
 
     def admit_waiting(self, now: float) -> None:
-        """Admit requests that no event would admit; call it about every second. Ejections end, and
+        """Admit requests that no event would admit. Call it about every second. Ejections end, and
         a request that no worker can serve is answered after RECHECK_AFTER_S."""
         self.health.settle(now)
         self.selections.expire(now)
@@ -539,18 +539,17 @@ class Selector:
             self._admission.admit(partition, now, RECHECK_AFTER_S)
 
     def admit_parked(self, partition: Partition, now: float) -> None:
-        """Capacity may have come free: admit requests that waited for it."""
+        """Admit queued requests, because capacity may have come free."""
         if partition.room is not None:
             self._admission.admit(partition, now)
 
     def hung_up(self, partition: Partition, parked: Parked, now: float) -> None:
-        """The client of a queued request disconnected: remove the request, and do not count it
-        (D11)."""
+        """Remove a queued request whose client disconnected, and do not count the request (D11)."""
         if partition.parked.leave(parked):
             self.admit_parked(partition, now)
 
     def refuse_parked(self, error: SelectorError) -> None:
-        """Answer every queued request, and every later one that would be queued, with `error`."""
+        """Answer all queued requests with `error`, and later ones instead of queueing them."""
         self._refuses_to_park = error
         for partition in self.catalog.partitions.values():
             for parked in partition.parked.in_order():
@@ -582,11 +581,11 @@ class Selector:
             check_decay_fraction(decay_fraction)
         for partition in self.bookings.holders(reservation_id):
             partition.ledger.output_block(reservation_id, now, decay_fraction)
-            if decay_fraction is not None:  # its blocks weigh less: a busy rank may be free now
+            if decay_fraction is not None:  # the blocks weigh less: a rank may be free now
                 self.admit_parked(partition, now)
 
     def expect_output(self, reservation_id: str, tokens: int, now: float) -> None:
-        """Add the blocks expected for an answer of this many tokens to a new reservation."""
+        """Add the blocks that an answer of this many tokens will need to a new reservation."""
         for partition in self.bookings.holders(reservation_id):
             if blocks := tokens // partition.block_size:
                 partition.ledger.output_block(reservation_id, now, blocks=blocks)
@@ -599,11 +598,11 @@ class Selector:
         now: float,
         known_tokens: int | None = None,
     ) -> None:
-        """Free a reservation and record its outcome. A refused connection counts for the whole
-        worker, any other outcome for the rank.
+        """Free a reservation and record the outcome. A refused connection counts against the whole
+        worker, any other outcome only for the rank.
 
-        `cached_tokens` is the engine's own count. `known_tokens`: tokens of the prompt that were
-        routed by their blocks; None: all."""
+        `cached_tokens` is the engine's count of cached tokens. `known_tokens`: how many tokens of
+        the prompt had known blocks when it was routed; None: all."""
         partition = self.bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking
@@ -611,15 +610,15 @@ class Selector:
             if self._decisions is not None:
                 self._decisions.reported(reservation_id, None, cached_tokens)
             rank.counts.cached_tokens += cached_tokens
-            if booking.prefill_tokens is not None:  # otherwise the index's prediction is unknown
+            if booking.prefill_tokens is not None:  # None: the prediction is unknown
                 size = partition.block_size
                 blocks = reservation.block_count - booking.prefill_tokens // size
                 rank.counts.compared_tokens += cached_tokens
                 found = max(0, blocks * size)
                 rank.counts.compared_overlap_tokens += found
                 cached = cached_tokens if known_tokens is None else min(cached_tokens, known_tokens)
-                # An engine recomputes the last token of a fully cached prompt, and so its last
-                # block.
+                # An engine recomputes the last token of a fully cached prompt, and therefore its
+                # last block.
                 is_whole = blocks == reservation.block_count and cached + size == found
                 if known_tokens != 0:
                     rank.counts.compare(cached if is_whole else found, cached)
@@ -637,8 +636,8 @@ class Selector:
             self.admit_parked(partition, now)
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
-        """Expire idle reservations, at most `max_steps` in all. If it returns as many, call again:
-        there may be more."""
+        """Expire idle reservations, at most `max_steps` in total. If it returns as many, call
+        again, because there may be more."""
         gone = []
         partitions = self.catalog.partitions
         ledgers = [partition.ledger for partition in partitions.values()]
@@ -653,7 +652,7 @@ class Selector:
         return gone
 
     def arrived(self) -> int:
-        """Requests booked, here and by peers, in all current partitions."""
+        """How many requests were booked, here and by peers, in all current partitions."""
         return sum(partition.slots.arrived for partition in self.catalog.partitions.values())
 
 
@@ -666,16 +665,16 @@ class Selector:
 def restore_partition(
     catalog: Catalog, key: PartitionKey, block_size: int, is_eagle: bool, members: Iterable[int]
 ) -> None:
-    """Restore an established partition, so that workers refused for its block size are refused
-    again. `members` are the workers that were once schedulable in it, and so keep its block size
-    fixed (D3)."""
+    """Restore an established partition, so that workers that were refused because of its block size
+    are refused again. `members` are the workers that were once schedulable in it; they keep the
+    block size fixed (D3)."""
     partition = catalog.partitions[key] = catalog.new_partition(key, block_size, is_eagle)
     partition.established = True
     partition.members.update(members)
 
 
 def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None) -> bool:
-    """Like `core.replication.events.restore`; our own ids stay unique in the process (D4)."""
+    """Like `core.replication.events.restore`, but keeps our own ids unique in the process (D4)."""
     partition = selector.scheduling_partition(live.model_name, live.tenant_id)
     if partition is None:
         return False

@@ -14,12 +14,12 @@ PartitionKey = tuple[str, str]
 SELECT, SELECT_AND_RESERVE = "/select", "/select_and_reserve"
 ROUTE, GATEWAY = "/route/{path*}", "gateway"
 
-# Fields of a record that are maps by rank.
+# Fields of a record that map ranks to values.
 BY_RANK = ("kv_events_endpoints", "replay_endpoints", "router_hint_source_control_endpoints")
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as registered; a field that was not given is None."""
+    """A worker as registered. A field that was not given is None."""
 
     worker_id: int
     model_name: str = "default"
@@ -30,7 +30,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None = None
     replay_endpoints: dict[int, str] = {}
     load_endpoint: str | None = (
-        None  # endpoint of the first rank; each further rank has the next port
+        None  # endpoint of the first rank; each further rank uses the next port
     )
     block_size: int | None = None
     data_parallel_start_rank: int | None = None
@@ -44,7 +44,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_domain: str | None = None
     kv_transfer_enforcement: str | None = None
     kv_transfer_preferred_weight: float | None = None  # single precision
-    # For hints of where to fetch a prompt's blocks; 1.6 dialect.
+    # For hints where to fetch a prompt's blocks; only in the 1.6 dialect.
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[int, str] = {}
     kv_event_source_mode: str | None = None
@@ -60,14 +60,14 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return range(start, start + size)
 
     def kv_events_endpoint_of(self, dp_rank: int) -> str | None:
-        """Where this rank publishes; the single endpoint is used only for a worker of one rank."""
+        """Return where this rank publishes. A single endpoint is only used for a single rank."""
         if self.kv_events_endpoints:
             return self.kv_events_endpoints.get(dp_rank)
         return self.kv_events_endpoint if self.ranks == range(dp_rank, dp_rank + 1) else None
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as the API shows it, in this key order."""
+    """A worker as the API shows it. The JSON keys have the order of the fields."""
 
     worker_id: int
     model_name: str
@@ -109,7 +109,7 @@ class PinnedWorker(msgspec.Struct, frozen=True):
 
 
 class AffinityTarget(msgspec.Struct, frozen=True):
-    """The rank that a request prefers; without `dp_rank`, any rank of the worker."""
+    """The rank that a request prefers. Without `dp_rank`, any rank of the worker."""
 
     worker_id: int
     dp_rank: int | None
@@ -119,7 +119,7 @@ EXPLANATION, OUTLOOK, HINT = 1, 2, 4
 
 
 class SelectionRequest(msgspec.Struct, gc=False):
-    """One selection request, normalised. Nothing is reserved unless it `books`."""
+    """One selection request, normalised. A rank is reserved only if the request `books`."""
 
     prompt: Prompt
     terms: CostTerms
@@ -132,32 +132,32 @@ class SelectionRequest(msgspec.Struct, gc=False):
     preferred_taints: dict[str, float] = {}  # single precision
     priority_jump: float = 0.0
     strict_priority: int = 0
-    matches: dict[tuple[int, int], Matched] = {}  # kept while the request is queued
-    waited_s: float = 0.0  # time in the queue, set when it is placed
-    adds: int = 0  # parts to add to the placement: EXPLANATION, OUTLOOK
+    matches: dict[tuple[int, int], Matched] = {}  # stored while the request is queued
+    waited_s: float = 0.0  # seconds in the queue, set when the request is placed
+    adds: int = 0  # parts to add to the placement: EXPLANATION, OUTLOOK, HINT
     target: AffinityTarget | None = None
-    session_id: str | None = None  # None also if it has no effect: sessions off, a pin, a target
+    session_id: str | None = None  # None also if without effect: sessions off, pin, target
     favoured: int = 0  # the set of ranks that cost `bonus_blocks` less
     bonus_blocks: float = 0.0
-    asked_at: str = SELECT  # route of the request
+    asked_at: str = SELECT  # route by which the request came
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """Cached tokens of the chosen worker; gpu <= cpu <= disk, each the maximum over its ranks."""
+    """Cached tokens of the chosen worker: gpu <= cpu <= disk, each the maximum over the ranks."""
 
     longest_matched: int
     gpu: int
-    dp: dict[str, int]  # dp_rank -> gpu tokens, every rank of the worker
+    dp: dict[str, int]  # dp_rank -> gpu tokens, for every rank of the worker
     cpu: int
     disk: int
 
 
 class RankExplanation(msgspec.Struct, frozen=True, gc=False):
-    """The figures of one rank. A block counts only on its fastest tier; the credit is in blocks."""
+    """The figures of one rank. A block counts only on its fastest tier. Credits are in blocks."""
 
     worker_id: int
     dp_rank: int
-    # busy, queue, ejected, taint, not_allowed, not_pinned, affinity; None: it is a candidate
+    # busy, queue, ejected, taint, not_allowed, not_pinned, affinity; None: a candidate
     filtered: str | None
     device_blocks: int
     host_pinned_blocks: int
@@ -170,10 +170,10 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     credit_blocks: float
     credit_decay: float
     taint_factor: float
-    cost: float | None  # None when filtered
-    probability: float  # of being chosen among the candidates
-    session_bonus_blocks: float | UnsetType = UNSET  # only for a soft session that is bound
-    engine_load: EngineLoad | UnsetType = UNSET  # recent report; does not affect the cost
+    cost: float | None  # None if the rank is no candidate
+    probability: float  # that this candidate is chosen
+    session_bonus_blocks: float | UnsetType = UNSET  # only if a soft session is bound
+    engine_load: EngineLoad | UnsetType = UNSET  # a recent report; it does not affect the cost
     burden_blocks: float | UnsetType = UNSET  # only under the policy latency
     evicted_blocks: float | UnsetType = UNSET  # only under the policy latency
     slowness: float | UnsetType = UNSET  # factor on the cost; only under the policy latency
@@ -181,18 +181,18 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
 
 
 class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
-    """The binding of a request's session, before this request."""
+    """The binding of the request's session, as it was before the request."""
 
     session_id: str
     mode: str  # hard or soft
     bound: bool
     worker_id: int | None
     dp_rank: int | None
-    reservations: int  # its live reservations on this replica
+    reservations: int  # live reservations of the session on this replica
 
 
 class Explanation(msgspec.Struct, frozen=True, gc=False):
-    """Why a rank was chosen. `drawn`: only_candidate, lowest_cost, uniform_tie or softmax."""
+    """Why a rank was chosen. `drawn` is only_candidate, lowest_cost, uniform_tie or softmax."""
 
     drawn: str
     tied_ranks: int  # candidates at the lowest cost
@@ -200,11 +200,11 @@ class Explanation(msgspec.Struct, frozen=True, gc=False):
     isl_tokens: int
     new_blocks: int
     ranks: list[RankExplanation]  # sorted by worker and rank
-    session: SessionExplanation | UnsetType = UNSET  # only with sessions on and a session given
+    session: SessionExplanation | UnsetType = UNSET  # only if the request has a session
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A candidate for a request. The `terms` add up to its cost."""
+    """A candidate for a request. The sum of `terms` is its cost."""
 
     terms: dict[str, float]
     rank: RankExplanation
@@ -214,7 +214,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """A choice as the page shows it: the chosen rank, and the cheapest candidates."""
 
     at: float  # monotonic seconds
-    number: int  # counts all choices since a page is open; only a sample of them is sent
+    number: int  # counts all choices since a page was opened; only a sample of them is sent
     model_name: str
     tenant_id: str
     worker_id: int
@@ -229,16 +229,16 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class FetchHint(msgspec.Struct, frozen=True, gc=False):
-    """Another rank that holds more of the prompt, from which it can be fetched."""
+    """Another rank that holds more of the prompt, and from which blocks can be fetched."""
 
-    block_hashes: tuple[int, ...]  # its engine's hashes, from the first block of the prompt
+    block_hashes: tuple[int, ...]  # hashes of that rank's engine, from the prompt's first block on
     source_control_endpoint: str
 
 
 class RankOutlook(msgspec.Struct, frozen=True, gc=False):
-    """The chosen rank's load before the prompt is booked."""
+    """The load of the chosen rank, before the prompt is booked."""
 
-    potential_decode_blocks: int  # with the prompt included
+    potential_decode_blocks: int  # including the prompt
     active_prefill_tokens: int
     prefill_token_capacity: int
     total_kv_blocks: int | None
@@ -259,11 +259,11 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class CachedSelection(msgspec.Struct, frozen=True, gc=False):
-    """What is needed to book the result of `/select` later."""
+    """What is needed to book the result of a `/select` later."""
 
     worker_id: int
     dp_rank: int
-    prompt: Prompt  # with block hashes only if predictions need them
+    prompt: Prompt  # block hashes are included only if predictions need them
     effective_prefill_tokens: int
     expected_output_tokens: int | None
     track_prefill: bool
@@ -280,7 +280,7 @@ class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
     active_requests: int
     # Only in /loads?detail=true; None: no recent report.
     engine_load: EngineLoad | UnsetType | None = UNSET
-    # Likewise; UNSET if unknown.
+    # Only in /loads?detail=true; UNSET if unknown.
     prefill_tokens_per_s: float | UnsetType = UNSET
     ttft_error: float | UnsetType = UNSET
 
@@ -296,7 +296,7 @@ class PartitionLoads(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapRow(msgspec.Struct, frozen=True, gc=False):
-    """One row of /overlap_scores, in blocks; host_pinned_blocks and disk_blocks are cumulative."""
+    """A row of /overlap_scores, in blocks; host_pinned_blocks and disk_blocks are cumulative."""
 
     worker_id: int
     dp_rank: int
@@ -310,7 +310,7 @@ class OverlapRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class SharedCache(msgspec.Struct, frozen=True):
-    """A constant: there is no shared cache."""
+    """Always the same value: there is no shared cache."""
 
     enabled: bool = False
     total_hit_blocks: int = 0
@@ -339,7 +339,7 @@ class Booked(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
-    """The chosen rank without the prompt, for an advisory select."""
+    """The load of the chosen rank, without the prompt, for an advisory select."""
 
     active_prefill_tokens: int
     prefill_token_capacity: int
@@ -348,7 +348,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class Selection(msgspec.Struct, frozen=True, gc=False):
-    """The answer to /select and /select_and_reserve, in this key order."""
+    """The answer to /select and /select_and_reserve. The JSON keys have the order of the fields."""
 
     selection_id: str | UnsetType
     reservation_id: str | UnsetType

@@ -1,8 +1,8 @@
-"""Recent choices and their reasons, collected while a page is open. Without a `watch` a selector
-only tests an attribute.
+"""Recent choices and their reasons, collected while a page is open. If none is open, `watch` is
+None, and a selector only tests that attribute.
 
-An explanation costs every candidate, so only a sample of the choices is explained. Every prompt is
-counted as a hit at the runs that it matches."""
+To explain a choice, the cost of every candidate is computed, so only a sample of the choices is
+explained. Every prompt counts as a hit at the runs that it matches."""
 
 from collections import deque
 from typing import Final
@@ -23,12 +23,12 @@ from lean_selector.core.selection.shapes import (
 
 MOST_KEPT: Final = 100
 BEST: Final = 5
-EVERY_S: Final = 0.5  # between two explained choices
-_MOST_RUNS: Final = 4096  # with counted hits
+EVERY_S: Final = 0.5  # seconds between two explained choices
+_MOST_RUNS: Final = 4096  # how many runs have their hits counted
 
 
 class ChoiceWatch:
-    """The most recent choices. Times are the selector's."""
+    """The most recent choices. Times are on the selector's clock."""
 
     def __init__(self) -> None:
         self.kept: deque[Decision] = deque(maxlen=MOST_KEPT)
@@ -46,7 +46,7 @@ class ChoiceWatch:
         placement: Placement,
         now: float,
     ) -> Decision | None:
-        """Explain a choice before it is booked; pass the result to `add` once it is booked."""
+        """Explain a choice before it is booked. Pass the result to `add` after the booking."""
         self.seen += 1
         self._count(partition, request.prompt.local_hashes)
         if now < self._next_at:
@@ -87,9 +87,9 @@ def _cost(row: RankExplanation) -> tuple[float, int, int]:
 
 
 def cost_shares(terms: CostTerms, row: RankExplanation, block_size: int) -> dict[str, float]:
-    """The parts of a candidate's cost in blocks, without those that are 0.
+    """Return the parts of a candidate's cost, in blocks, without those that are 0.
 
-    `rest` is the remainder: credit not due to cached blocks, and rounding."""
+    `rest` is what remains: credit that is not due to cached blocks, and rounding."""
     cost = row.cost or 0.0
     scale = terms.scale / block_size if terms.track_prefill else 0.0
     slowness = row.slowness

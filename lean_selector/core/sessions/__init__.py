@@ -1,1 +1,1 @@
-"""Sessions and the ranks that they are bound to."""
+"""Sessions, and the ranks to which they are bound."""

@@ -1,10 +1,10 @@
-"""The sessions of one partition: the rank of each, its expiry, and publication.
+"""The sessions of one partition: their ranks, expiry, and publication.
 
-A booking binds its session to the rank. Live reservations of the session that were booked here hold
-the binding; after the last one ends, the binding lasts for the configured time to live. A peer's
-event replaces an older binding, and lasts for the time to live from its arrival. Follows
-selection_16.md section 6. Knows neither ranks nor sockets; time is an argument, in monotonic
-seconds."""
+A booking binds its session to the rank. As long as a reservation of the session that was booked
+here is live, the binding stays. After the last one has ended, the binding lasts for the configured
+time to live. A peer's event replaces an older binding, and lasts for the time to live from its
+arrival on. Follows selection_16.md section 6. Independent of ranks and sockets. Time is an
+argument, in monotonic seconds."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -21,39 +21,39 @@ from lean_selector.core.sessions.shapes import (
 from lean_selector.core.settings import SessionSettings
 
 MAX_ID_BYTES: Final = 256
-# As in the reference. With an id of 36 bytes each takes 320 bytes: 21 MB when full.
+# As in the reference. A session with an id of 36 bytes takes 320 bytes: 21 MB when full.
 MAX_SESSIONS = 65_536
 # Sequences start at the nanoseconds since 1970, which reach this value in 2262. A higher sequence,
-# or its successor, would overflow the wire format.
+# or the one after it, would overflow the wire format.
 MAX_SEQUENCE: Final = 2**63 - 1
-# A peer's sequence may be ahead of our clock and of our own sequence by this much: more than clocks
-# differ, or bindings are made. Accepting a higher one would raise our own sequence above what peers
-# accept.
+# A peer's sequence may be ahead of our clock and of our own sequence by this much. That is more
+# than clocks differ, or than bindings are made. To accept a higher sequence would raise our own
+# above what peers accept.
 MAX_AHEAD: Final = 24 * 60 * 60 * 10**9
-# entries of a full table that are checked for an expired one
+# entries of a full table that are checked for expiry, to make room
 _SWEEP_FOR_ROOM: Final = 16
 
 
 def check_session_id(session_id: str) -> None:
-    """Raises BadRequest for an id that is longer than MAX_ID_BYTES as UTF-8."""
+    """Raise BadRequest for an id with more than MAX_ID_BYTES bytes as UTF-8."""
     if 4 * len(session_id) > MAX_ID_BYTES and len(session_id.encode()) > MAX_ID_BYTES:
         raise BadRequest(f"session affinity ID must not exceed {MAX_ID_BYTES} bytes")
 
 
 class SessionCounts:
-    """Totals of session bookings, by result, and of bindings."""
+    """Counts of session bookings by result, and of expired bindings."""
 
     def __init__(self) -> None:
-        self.followed = 0  # bookings on the rank that the session was bound to
-        self.bound = 0  # of sessions that were not bound
+        self.followed = 0  # bookings on the rank to which the session was bound
+        self.bound = 0  # bookings of sessions that were not bound
         self.moved = 0  # bookings that moved the binding
         self.refused = 0  # bookings that could not use the session's rank
         self.unbound = 0  # bookings that made no binding, because the table was full
-        self.expired = 0  # bindings
+        self.expired = 0  # expired bindings
 
 
 class SessionTables:
-    """State shared by the tables of one process: settings, and where bindings are published."""
+    """State that the tables of one process share: settings, and where bindings are published."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """`first_sequence` is called for each table and returns nanoseconds since 1970, so that a
-        new table continues above an old one. `tell`: None without peers."""
+        """`first_sequence` is called for each table. It returns nanoseconds since 1970, so that a
+        new table continues above the sequence of an old one. `tell`: None without peers."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
@@ -86,25 +86,25 @@ class SessionTable:
         self.counts = SessionCounts()
         self._next_sequence = shared.first_sequence()
         self._bindings: dict[str, Binding] = {}
-        # Each binding is in one of these. OrderedDicts, because finding the oldest of a plain dict
-        # steps over the holes of removed ones.
-        # Without leases; the next to expire first
+        # Each binding is in one of these. OrderedDicts, because finding the oldest key of a plain
+        # dict steps over the holes that removed keys leave.
+        # Bindings without leases; the next to expire first.
         self._idle: OrderedDict[str, Binding] = OrderedDict()
-        # With leases; the least recently published first
+        # Bindings with leases; the least recently published first.
         self._held: OrderedDict[str, Binding] = OrderedDict()
         self._leases: dict[str, Lease] = {}  # by reservation id
 
     def __len__(self) -> int:
-        """Number of bindings, including expired ones that are not yet removed."""
+        """Number of bindings, including expired ones that were not removed yet."""
         return len(self._bindings)
 
     @property
     def held(self) -> int:
-        """Sessions with a live reservation here."""
+        """Number of sessions with a live reservation here."""
         return len(self._held)
 
     def bound(self, session_id: str, now: float) -> Binding | None:
-        """The binding of a session, or None."""
+        """Return the binding of a session; None if there is none, or it has expired."""
         binding = self._bindings.get(session_id)
         if binding is None or (not binding.leases and binding.expires_at <= now):
             return None
@@ -114,8 +114,8 @@ class SessionTable:
         self, session_id: str, reservation_id: str, worker_id: int, dp_rank: int, now: float
     ) -> None:
         """Bind a session to the rank on which a request of the session was booked. The reservation
-        holds the binding until `release`. In a full table a new session stays unbound."""
-        self.release(reservation_id, now, tells=False)  # from an earlier use of the id, if any
+        holds the binding until `release`. If the table is full, a new session stays unbound."""
+        self.release(reservation_id, now, tells=False)  # an earlier use of the id, if any
         counts = self.counts
         binding = self.bound(session_id, now)
         if binding is None:
@@ -141,15 +141,15 @@ class SessionTable:
         self._tell(session_id, binding, now)
 
     def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
-        """A reservation has ended; ignored if it holds no binding. It renews and publishes only the
-        binding under which it was booked."""
+        """End a reservation's hold on a binding, if it has one. Renews and publishes the binding
+        only if it is still the one under which the reservation was booked."""
         lease = self._leases.pop(reservation_id, None)
         if lease is None:
             return
         session_id, binding = lease.session_id, lease.binding
         binding.leases -= 1
         if self._bindings.get(session_id) is not binding:
-            return  # it was dropped since
+            return  # the binding was dropped meanwhile
         is_current = binding.sequence == lease.sequence and binding.writer_id == lease.writer_id
         if is_current:
             binding.expires_at = now + self.ttl_s
@@ -160,12 +160,12 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def refuse(self, session_id: str) -> None:
-        """A booking could not use its session's rank: drop the binding."""
+        """Drop a session's binding, because a booking could not use the session's rank."""
         self.counts.refused += 1
         self._drop(session_id)
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """Apply a peer's binding, last used there `idle_s` ago, without publishing it again."""
+        """Apply a peer's binding, last used there `idle_s` seconds ago; do not publish it again."""
         sequence = event.sequence
         if sequence >= MAX_SEQUENCE or self._is_far_ahead(sequence):
             return SessionVerdict.SEQUENCE
@@ -207,8 +207,8 @@ class SessionTable:
         return sequence - MAX_AHEAD > self._shared.first_sequence()
 
     def sweep(self, now: float, max_steps: int) -> None:
-        """Remove at most `max_steps` expired bindings. Expired bindings are ignored anyway: this
-        only frees memory."""
+        """Remove at most `max_steps` expired bindings. This only frees memory: expired bindings are
+        ignored anyway."""
         for _ in range(max_steps):
             if not self._idle:
                 return
@@ -219,8 +219,8 @@ class SessionTable:
             self.counts.expired += 1
 
     def keep_alive(self, now: float, max_steps: int) -> None:
-        """Publish again at most `max_steps` bindings that reservations hold here. Peers do not know
-        of these reservations, and would let the bindings expire."""
+        """Publish again at most `max_steps` bindings that live reservations hold here. Peers do not
+        see these reservations, and would let the bindings expire."""
         if self._shared.tell is None:
             return
         for _ in range(max_steps):
@@ -233,16 +233,16 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def live(self, now: float) -> Iterator[LiveSession]:
-        """All bindings for a replica that catches up, the next to expire first."""
+        """Yield all bindings for a replica that catches up, the next to expire first."""
         for session_id, binding in [*self._idle.items(), *self._held.items()]:
             if self._bindings.get(session_id) is not binding:
-                continue  # it was dropped since
+                continue  # the binding was dropped meanwhile
             idle_s = 0.0 if binding.leases else max(0.0, now - binding.expires_at + self.ttl_s)
             if idle_s < self.ttl_s:
                 yield LiveSession(self._event(session_id, binding), idle_s)
 
     def _make_room(self, session_id: str, now: float) -> bool:
-        """Whether there is room for a new binding of this session."""
+        """Make room for a new binding of this session. Returns False if the table is full."""
         if session_id in self._bindings:  # its binding has expired
             self._drop(session_id)
             self.counts.expired += 1
@@ -256,8 +256,8 @@ class SessionTable:
         return sequence
 
     def _rest(self, session_id: str, binding: Binding) -> None:
-        """Note that a binding has no lease left. The next to expire stays first as long as bindings
-        are renewed in order."""
+        """Note that a binding has no lease left. If bindings are renewed in order, the next to
+        expire is always first."""
         self._idle[session_id] = binding
         self._idle.move_to_end(session_id)
 
