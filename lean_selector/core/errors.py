@@ -2,11 +2,11 @@
 
     SelectorError
       BadRequest     400  the request is invalid in any state
-      NotFound       404  it names something that does not exist
-      Conflict       409  it conflicts with existing state
-      Unavailable    503  no worker can serve it now
-        AllWorkersBusy    the eligible ones are above their thresholds
-        WaitedTooLong     it was queued for too long
+      NotFound       404  the request names something that does not exist
+      Conflict       409  the request conflicts with existing state
+      Unavailable    503  no worker can serve the request now
+        AllWorkersBusy    the eligible workers are above their thresholds
+        WaitedTooLong     the request was queued for too long
         NoWorkers         the model has no schedulable worker
 
 Each class has its HTTP status. A method that raises one has changed nothing. Messages are part of

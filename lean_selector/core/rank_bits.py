@@ -1,8 +1,8 @@
 """Bit numbers for the ranks of a partition. So a set of ranks is a bit mask, held in one int.
 
-The index, the slots and the order of loads use the same numbers, so their sets can be combined: the
-ranks that have the prompt cached, are active and are least loaded result from `&`, however large
-the fleet is. A number is reused when all users have released the rank."""
+The index, the slots and the order of loads use the same numbers, so an `&` combines their sets,
+however large the fleet is: for example the ranks that have a prompt cached and are least loaded. A
+number is reused when all users have released the rank."""
 
 import heapq
 

@@ -28,7 +28,7 @@ from lean_selector.core.replication.ledger import (
 
 
 class Tracker:
-    """State of one (model_name, tenant_id)."""
+    """The state of one (model_name, tenant_id)."""
 
     def __init__(self, model_name: str, tenant_id: str, block_size: int, ledgers: Ledgers) -> None:
         self.model_name = model_name
@@ -61,7 +61,7 @@ class Trackers:
         return self._trackers.get((model_name, tenant_id))
 
     def in_order(self) -> list[Tracker]:
-        """Every tracker, in order of (model_name, tenant_id)."""
+        """All trackers, in order of (model_name, tenant_id)."""
         return list(self._selected(None, None))
 
     # workers ------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class BatchWork:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a batch is not fully applied yet."""
+        """Whether a batch is only partly applied."""
         return self._rest is not None
 
     def take(self, payload: bytes) -> None:

@@ -38,7 +38,7 @@ class BadKeys(ValueError):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeyPair:
-    """Our key pair, both keys as Z85."""
+    """Our key pair. Both keys are Z85 text."""
 
     public: bytes
     secret: bytes

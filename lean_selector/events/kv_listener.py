@@ -265,7 +265,7 @@ class KvListener:
     # live batches
 
     def _wake(self) -> None:
-        """Handle all waiting messages, because the link signals only the first one."""
+        """Handle all waiting messages. (The link signals only the first of them.)"""
         if not self._is_draining:
             self._is_draining = True
             self._turns.start(self._drain_live, self._drained)
@@ -390,7 +390,7 @@ class KvListener:
             self._report("recovered", logging.INFO, f"recovered at {self.cursor.watermark}")
 
     async def _ask(self) -> ReplayEnd:
-        """Run one replay of the missing batches."""
+        """Run one replay, which requests the missing batches."""
         assert self.replay_endpoint is not None
         start = self.cursor.replay_from
         assert start is not None, "what settles the cursor ends this task"

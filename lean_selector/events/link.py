@@ -231,7 +231,7 @@ class Link:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting messages."""
+        """How many messages wait."""
         return len(self._queue)
 
     @property
@@ -530,7 +530,7 @@ class Link:
         self._read()
 
     def _read(self) -> None:
-        """Read all waiting messages, because the descriptor signals only changes."""
+        """Read all waiting messages, because the descriptor signals only new ones."""
         if not self._is_put_off:
             self._read_on()
 
@@ -548,7 +548,7 @@ class Link:
                 self._links.put_off(self._read_on)
 
     def _take(self, most: int) -> bool:
-        """Receive at most this many messages; True if there may be more."""
+        """Receive at most `most` messages. Returns True if there may be more."""
         for _ in range(most):
             made = self._socket
             if made is None:

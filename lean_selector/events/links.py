@@ -56,7 +56,7 @@ class Backlog:
 
 
 class Backlogs:
-    """The backlogs of a process."""
+    """The backlogs of all owners in a process."""
 
     def __init__(self, limit: int = MAX_WAITING_BYTES) -> None:
         self.bytes = 0
@@ -130,7 +130,7 @@ class Rounds(Generic[_T]):
 
 
 class Links:
-    """One per process. Used only on the loop's thread."""
+    """What all links share. One per process, used only on the loop's thread."""
 
     def __init__(
         self,

@@ -99,7 +99,7 @@ class LoadStream:
 
 
 class LoadStreams:
-    """One stream per subscribed rank. Used only on the loop's thread."""
+    """The load streams of all ranks: one per subscribed rank. Used only on the loop's thread."""
 
     def __init__(self, links: Links) -> None:
         self.counts = Counter[str]({APPLIED: 0, MALFORMED: 0})

@@ -64,7 +64,7 @@ def look_up(name: str) -> list[Address]:
 
 
 class Resolver:
-    """One per process. Used only on the loop's thread."""
+    """Resolves names. One per process, used only on the loop's thread."""
 
     def __init__(self, look_up: LookUp = look_up) -> None:
         """`look_up` is called in threads."""

@@ -61,7 +61,7 @@ class _Kept:
 
 
 class SizedBody(_Kept):
-    """A body of `length` bytes, length > 0."""
+    """A body with a content length of `length` bytes, at least 1."""
 
     __slots__ = ("_left",)
 

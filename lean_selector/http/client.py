@@ -38,7 +38,7 @@ class MalformedAnswer(Exception):
 
 
 class SizedRelay:
-    """A body of `length` bytes."""
+    """Finds the end of a body with a content length of `length` bytes."""
 
     __slots__ = ("error", "is_done", "left")
 
@@ -83,7 +83,7 @@ class ChunkedRelay(ChunkedBody):
         self._payload: list[bytes] | None = None
 
     def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """Like `SizedRelay.relay`. Stops where `error` is set."""
+        """Do what `SizedRelay.relay` does. Stops when `error` is set."""
         at, size = 0, len(data)
         if self._state == _SIZE and not self._line:
             while at < size:
@@ -242,7 +242,7 @@ def _judge(text: bytes) -> _Judged:
 
 
 class Receiver(Protocol):
-    """The consumer of an answer. No call follows `on_end` or `on_lost`."""
+    """Receives an answer. After `on_end` or `on_lost`, no further call follows."""
 
     def on_head(self, head: AnswerHead) -> bool:
         """The answer begins. Returns True to get the body without its framing."""
@@ -306,7 +306,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _is_sent(self) -> bool:
-        """Whether the whole request is written."""
+        """Whether the whole request has been written."""
         return self._transport is not None and self._transport.get_write_buffer_size() == 0
 
     @property
@@ -490,7 +490,7 @@ class Upstream:
     __slots__ = ("_idle", "host_line", "now", "number", "open", "text", "url", "users")
 
     def __init__(self, text: str, number: int = 0, now: float = 0.0) -> None:
-        """Raises ValueError for an invalid URL."""
+        """`text` is the server's base URL. Raises ValueError if it is invalid."""
         self.text: Final = text.rstrip("/")
         self.number: Final = number
         self.url: Final = Url(self.text)
@@ -525,7 +525,7 @@ class Upstream:
         self._idle.append(connection)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Close connections that were idle, or waited for an answer, for too long (monotonic)."""
+        """Close connections that were idle, or waited for an answer, for too long."""
         self.now = now
         for connection in list(self.open):
             age_s = now - connection.heard_at

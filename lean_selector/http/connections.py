@@ -158,7 +158,7 @@ class Connections:
         self.told.discard(connection)
 
     def put_off(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` in a later turn of the loop, after work that was deferred earlier."""
+        """Call `go_on` in a later turn of the loop, after work that was deferred before."""
         self._later.append(go_on)
         if not self._is_due:
             self._is_due = True

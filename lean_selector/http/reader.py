@@ -342,7 +342,7 @@ class RequestReader:
         return at
 
     def _cut_short(self, request: Request, data: bytes, requests: list[Request]) -> int:
-        """Return a request whose answer does not depend on the rest of its body."""
+        """Complete a request whose answer does not depend on the rest of its body."""
         request.body_too_large = True
         request.keep_alive = False
         requests.append(request)

@@ -55,7 +55,7 @@ def _start_of_head(status: int, content_type: bytes) -> bytes:
 def encode_response(
     status: int, body: bytes, content_type: bytes = JSON, extra: bytes = b""
 ) -> bytes:
-    """Return one complete HTTP/1.1 response.
+    r"""Return one complete HTTP/1.1 response.
 
     If content_type is empty, the header is omitted. `extra` is whole header lines, each ended by
     CRLF (`b"allow: GET,HEAD\r\n"`). Raises KeyError for an unknown status."""

@@ -59,7 +59,7 @@ class StreamedReply(PendingReply):
         return CLOSE_LINE if closes else line
 
     def finish(self) -> None:
-        """The answer is complete."""
+        """End the answer, which is complete."""
         protocol = self._ended()
         if protocol is not None:
             protocol.finish(self._closes)
@@ -145,7 +145,7 @@ class StreamingProtocol(HttpProtocol):
         return _KEPT_LINE if request.headers.is_http10 else b""
 
     def finish(self, closes: bool) -> None:
-        """A streamed answer is complete."""
+        """End a streamed answer, which is complete."""
         self._unpark()
         if not self.transport.is_closing():
             if closes:

@@ -223,7 +223,7 @@ class TlsConnection(asyncio.Protocol):
         self._door.connections.make_room()
 
     def _let_go(self) -> None:
-        """Free the handshake's input."""
+        """Free the input received during the handshake."""
         self._door.connections.held_bytes -= self.held_bytes
         self.held_bytes = 0
         self._early = bytearray()

@@ -134,7 +134,7 @@ class Trust:
 
 
 class LockedKey(Exception):
-    """The key has a passphrase."""
+    """The private key has a passphrase."""
 
 
 def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:

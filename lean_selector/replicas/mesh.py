@@ -155,7 +155,7 @@ class ReplicaSync:
 
     @property
     def waiting(self) -> int:
-        """Events in the outbox."""
+        """How many events wait in the outbox."""
         return len(self._outbox)
 
     def start(self) -> None:
@@ -241,7 +241,7 @@ class ReplicaSync:
     def register_peer(self, endpoint: str) -> bool:
         """Connect to a peer's PUB; False if it is a peer already. Raises BadRequest or Conflict.
 
-        The connection is made in the background: events of the next few hundred milliseconds may be
+        The connection is made in the background. Events of the next few hundred milliseconds may be
         missed."""
         _check(endpoint)
         if endpoint == self._advertise:
@@ -262,7 +262,7 @@ class ReplicaSync:
         return True
 
     def deregister_peer(self, endpoint: str) -> bool:
-        """Disconnect from a peer; False if there is no such peer. Raises BadRequest."""
+        """Disconnect from a peer. Returns False if there is no such peer. Raises BadRequest."""
         _check(endpoint)
         if endpoint not in self._links:
             return False

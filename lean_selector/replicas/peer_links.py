@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 
 class ReplicaLinks:
-    """Receives from the added peers, from start() to close(). Used only on the loop's thread."""
+    """Receives from all added peers, from start() to close(). Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class ReplicaLinks:
         return states
 
     def _note(self, link: Link) -> None:
-        """Store a peer's state, and log a change."""
+        """Store the state of a peer's link, and log a change."""
         if link.state is LinkState.CONNECTED:
             state = "connected"
         elif link.was_connected:
@@ -134,7 +134,7 @@ class ReplicaLinks:
     # receiving
 
     def _wake(self, link: Link) -> None:
-        """Handle all waiting messages, because the link signals only the first one."""
+        """Handle all waiting messages. (The link signals only the first of them.)"""
         if link not in self._draining:
             self._draining.add(link)
             self._turns.start(partial(self._drain, link), partial(self._drained, link))

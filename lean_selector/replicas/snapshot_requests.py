@@ -81,7 +81,7 @@ class CatchingUp:
         *,
         client: Callable[[str], OutboundClient],
     ) -> None:
-        """`client(url)` returns the HTTP client for a peer's URL. `urls` may change."""
+        """`client(url)` returns the HTTP client for a peer's URL. `urls` may change meanwhile."""
         self._client = client
         self._catch_up = catch_up
         self._sync = sync

@@ -13,7 +13,7 @@ HEADER_START = b'{"decision_log":'
 
 
 class LogHeader(msgspec.Struct):
-    """The first line of a file."""
+    """The first line of a log file."""
 
     decision_log: int  # VERSION
     share: float  # share of the requests that are logged, drawn by their ids

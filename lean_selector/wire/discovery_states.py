@@ -22,7 +22,7 @@ class DiscoveryState(msgspec.Struct, frozen=True):
 
 
 class DiscoveredWorker(msgspec.Struct, frozen=True):
-    """A worker that a discovery lists, or listed until recently."""
+    """A worker that a discovery lists, or listed until a short while ago."""
 
     endpoint: str
     worker_id: int
@@ -33,7 +33,7 @@ class DiscoveredWorker(msgspec.Struct, frozen=True):
 
 
 class DiscoveredPeer(msgspec.Struct, frozen=True):
-    """A peer that a discovery lists, or listed until recently."""
+    """A peer that a discovery lists, or listed until a short while ago."""
 
     endpoint: str
     # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "refused" or "itself"
@@ -43,7 +43,7 @@ class DiscoveredPeer(msgspec.Struct, frozen=True):
 
 
 class DiscoveryReport(msgspec.Struct, frozen=True):
-    """GET /discovery."""
+    """The answer of GET /discovery."""
 
     discoveries: list[DiscoveryState]
     workers: list[DiscoveredWorker]

@@ -34,7 +34,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive blocks that a rank holds."""
+    """Consecutive blocks that a rank stores."""
 
     parent_hash: int | None
     start_position: None
@@ -48,7 +48,7 @@ class StoredData(msgspec.Struct, frozen=True, gc=False):
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
-    """One event of a rank."""
+    """An event of one rank."""
 
     event_id: int
     data: StoredData

@@ -40,7 +40,7 @@ class WorkerRecord(msgspec.Struct):
 
 
 class Readiness(msgspec.Struct):
-    """The body of GET /ready; `status` is the HTTP status."""
+    """The body of GET /ready. `status` is the HTTP status."""
 
     recovering: bool = False
     state_fault: str | None = None  # why the state directory cannot be written

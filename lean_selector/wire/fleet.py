@@ -57,7 +57,7 @@ class FleetModel(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct):
-    """GET /fleet."""
+    """The answer of GET /fleet."""
 
     version: str
     now: float  # seconds since 1970

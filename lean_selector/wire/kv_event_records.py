@@ -73,7 +73,7 @@ class Skips:
         self._by_kind: dict[tuple[str, str], SkippedEvent] = {}
 
     def add(self, tag: object, error: Exception) -> None:
-        """Count an event with this tag that could not be decoded."""
+        """Count an event with this tag, because it could not be decoded."""
         event_type = _EVENT_TYPES.get(tag) if isinstance(tag, str) else None
         is_unknown = event_type is None and isinstance(tag, str)
         reason = "unknown_type" if is_unknown else "malformed"

@@ -84,7 +84,7 @@ class SnapshotHead(msgspec.Struct):
 
 
 class SnapshotLine(msgspec.Struct, gc=False):
-    """One live reservation of GET /replica_sync/snapshot."""
+    """One live reservation in the answer of GET /replica_sync/snapshot."""
 
     model_name: str
     tenant_id: str
@@ -141,7 +141,7 @@ class SessionLine(msgspec.Struct, gc=False):
 
 
 class PeerRequest(msgspec.Struct):
-    """POST /replica_sync/register_peer and /deregister_peer."""
+    """The body of POST /replica_sync/register_peer and /deregister_peer."""
 
     endpoint: str
 
@@ -163,7 +163,7 @@ class PeerState(msgspec.Struct, frozen=True):
 
 
 class PublisherState(msgspec.Struct, frozen=True):
-    """One replica that numbers its events."""
+    """The state of one replica that numbers its events."""
 
     router_id: int
     sequence: int  # number of the last event that we know this replica published
@@ -182,7 +182,7 @@ class CurveState(msgspec.Struct, frozen=True):
 
 
 class SyncState(msgspec.Struct, frozen=True):
-    """GET /replica_sync/peers?detail=true."""
+    """The answer of GET /replica_sync/peers?detail=true."""
 
     router_id: int
     peers: list[PeerState]

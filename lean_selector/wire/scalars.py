@@ -341,7 +341,7 @@ class JsonText:
 
 
 def _as_it_is(part: JsonText) -> Raw:
-    """Encode JsonText, the one type in answers that msgspec does not know."""
+    """Encode JsonText, the only type in answers that msgspec does not know."""
     return Raw(part.text)
 
 

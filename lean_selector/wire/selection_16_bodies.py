@@ -56,7 +56,7 @@ class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
 
 
 class WorkerRequest16(Registration, kw_only=True):
-    """POST /workers."""
+    """The body of POST /workers."""
 
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[RankText, str] = {}
@@ -72,7 +72,7 @@ class WorkerRequest16(Registration, kw_only=True):
 
 
 class WorkerPatch16(Change, kw_only=True):
-    """PATCH /workers/{worker_id}."""
+    """The body of PATCH /workers/{worker_id}."""
 
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[RankText, str] | None = None
@@ -80,14 +80,14 @@ class WorkerPatch16(Change, kw_only=True):
 
 
 class SelectRequest16(SelectFields, kw_only=True):
-    """POST /select."""
+    """The body of POST /select."""
 
     router_config_override: RouterOverride16 | None = None
     advisory: bool = False
 
 
 class SelectAndReserveRequest16(SelectFields, kw_only=True):
-    """POST /select_and_reserve."""
+    """The body of POST /select_and_reserve."""
 
     router_config_override: RouterOverride16 | None = None
 
@@ -111,7 +111,7 @@ class ReservationRequest16(PromptFields, kw_only=True):
 
 
 class ProjectionRequest16(PromptFields, kw_only=True):
-    """POST /potential_loads and /overlap_scores."""
+    """The body of POST /potential_loads and /overlap_scores."""
 
     router_config_override: RouterOverride16 | None = None
 
@@ -172,7 +172,7 @@ class Selection16(msgspec.Struct, frozen=True, gc=False):
 
 
 class Booked16(msgspec.Struct, frozen=True, gc=False):
-    """The answer to /reservations."""
+    """The answer of POST /reservations."""
 
     selection_id: str
     model_name: str
@@ -194,7 +194,7 @@ class Booked16(msgspec.Struct, frozen=True, gc=False):
 
 
 class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
-    """One entry of /loads."""
+    """One entry of the answer of GET /loads."""
 
     model_name: str
     routing_group: str
@@ -223,7 +223,7 @@ class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapScores16(msgspec.Struct, frozen=True, gc=False):
-    """POST /overlap_scores."""
+    """The answer of POST /overlap_scores."""
 
     block_size: int
     num_blocks: int

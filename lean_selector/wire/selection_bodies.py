@@ -56,7 +56,7 @@ class Scoped(msgspec.Struct, kw_only=True):
 
 
 class MmObject(msgspec.Struct, frozen=True):
-    """An image, or another object in a prompt."""
+    """An image, or another multimodal object, in a prompt."""
 
     mm_hash: NonNegative
     offsets: list[Annotated[list[NonNegative], Meta(min_length=2, max_length=2)]]
@@ -144,7 +144,7 @@ class SourceStatus(msgspec.Struct, frozen=True):
 
 
 class KvSource(SourceStatus, frozen=True, kw_only=True):
-    """An item of `GET /kv_sources`."""
+    """An item of the answer of GET /kv_sources."""
 
     model_name: str
     tenant_id: str
@@ -174,7 +174,7 @@ class Ending(msgspec.Struct, kw_only=True):
 
 
 class RankHealthRow(msgspec.Struct, frozen=True):
-    """A rank with failures or ejections. Times are seconds from now."""
+    """A rank with failures or ejections. Times are in seconds from now."""
 
     dp_rank: int
     state: str  # in_service, probation or ejected
@@ -216,7 +216,7 @@ Enforcement = Literal["required", "preferred"]
 
 
 class WorkerFields(msgspec.Struct, kw_only=True):
-    """The fields that registration and PATCH share."""
+    """The fields that registration and PATCH of a worker share."""
 
     endpoint: str | None = None
     kv_events_endpoint: str | None = None
@@ -288,7 +288,7 @@ class Registration(WorkerFields, kw_only=True):
 
 
 class WorkerRequest(Registration, kw_only=True):
-    """POST /workers."""
+    """The body of POST /workers."""
 
     replay_endpoints: dict[RankText, str] = {}
 
@@ -319,7 +319,7 @@ class Change(WorkerFields, kw_only=True):
 
 
 class WorkerPatch(Change, kw_only=True):
-    """PATCH /workers/{worker_id}."""
+    """The body of PATCH /workers/{worker_id}."""
 
     replay_endpoints: dict[RankText, str] | None = None
 
@@ -345,7 +345,7 @@ class RoutingConstraints(msgspec.Struct):
 
 
 class Pinned(msgspec.Struct):
-    """The rank that a request is pinned to."""
+    """The rank to which a request is pinned."""
 
     worker_id: NonNegative
     dp_rank: U32
@@ -381,7 +381,7 @@ class WorkerAffinityTarget(msgspec.Struct):
 
 
 class SelectFields(PromptFields, kw_only=True):
-    """The fields that POST /select and /select_and_reserve share."""
+    """The fields that the bodies of POST /select and /select_and_reserve share."""
 
     selection_id: str | None = None
     explain: bool | None = None  # whether the answer should contain the figures behind the choice
@@ -417,7 +417,7 @@ class SelectRequest(SelectFields, kw_only=True):
 
 
 class SelectAndReserveRequest(SelectFields, kw_only=True):
-    """POST /select_and_reserve."""
+    """The body of POST /select_and_reserve."""
 
     reservation_id: str | None = None
 
@@ -447,31 +447,31 @@ class ReservationRequest(PromptFields, kw_only=True):
 
 
 class ProjectionRequest(PromptFields, kw_only=True):
-    """POST /potential_loads and /overlap_scores."""
+    """The body of POST /potential_loads and /overlap_scores."""
 
     router_config_override: RouterOverride | None = None
 
 
 class OutputBlockRequest(msgspec.Struct):
-    """POST /reservations/{reservation_id}/output_block."""
+    """The body of POST /reservations/{reservation_id}/output_block."""
 
     decay_fraction: float | None = None
 
 
 class Ok(msgspec.Struct, frozen=True):
-    """Success."""
+    """The answer to a request that succeeded."""
 
     status: str = "ok"
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Any error, except those in OpenAI's format."""
+    """The body of any error, except those in OpenAI's format."""
 
     error: str
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """GET /ready."""
+    """The answer of GET /ready."""
 
     ready: bool
     schedulable_workers: int
@@ -503,7 +503,7 @@ class OpenAiError(msgspec.Struct, frozen=True):
 
 
 class OpenAiErrorBody(msgspec.Struct, frozen=True):
-    """An error that gateways may pass on to clients of OpenAI's API."""
+    """The body of an error that gateways may pass on to clients of OpenAI's API."""
 
     error: OpenAiError
 
@@ -569,7 +569,7 @@ class ThresholdRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Thresholds(msgspec.Struct, frozen=True):
-    """GET /busy_threshold."""
+    """The answer of GET /busy_threshold."""
 
     thresholds: list[ThresholdRow]
 

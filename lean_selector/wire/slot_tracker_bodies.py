@@ -23,7 +23,7 @@ class ScopedBody(msgspec.Struct, kw_only=True):
 
 
 class RegisterRequest(msgspec.Struct, kw_only=True):
-    """POST /register."""
+    """The body of POST /register."""
 
     worker_id: NonNegative
     model_name: str
@@ -48,7 +48,7 @@ class RegisterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnregisterRequest(msgspec.Struct, kw_only=True):
-    """POST /unregister."""
+    """The body of POST /unregister."""
 
     worker_id: NonNegative
     model_name: str
@@ -63,7 +63,7 @@ class UnregisterRequest(msgspec.Struct, kw_only=True):
 
 
 class AddRequest(ScopedBody, kw_only=True):
-    """POST /add."""
+    """The body of POST /add."""
 
     request_id: str
     worker_id: NonNegative
@@ -81,13 +81,13 @@ class AddRequest(ScopedBody, kw_only=True):
 
 
 class LifecycleRequest(ScopedBody, kw_only=True):
-    """POST /prefill_complete and /free."""
+    """The body of POST /prefill_complete and /free."""
 
     request_id: str
 
 
 class PotentialLoadsRequest(ScopedBody, kw_only=True):
-    """POST /potential_loads."""
+    """The body of POST /potential_loads."""
 
     sequence_hashes: msgspec.Raw
     new_isl_tokens: NonNegative = 0

@@ -1,1 +1,1 @@
-"""Health of ranks: failing ranks are temporarily ejected."""
+"""The health of ranks: failing ranks are temporarily ejected."""

@@ -1,1 +1,1 @@
-"""The index: KV events in, prefix matches out."""
+"""The index of cached blocks: applies KV events, and matches prompts."""

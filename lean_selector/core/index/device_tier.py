@@ -28,7 +28,7 @@ _MAX_CACHED_MASKS = 1024  # cached results of `keys_of`
 
 
 class DeviceRank:
-    """The device blocks of one rank; `bit` is its position in the masks of the trie."""
+    """One rank's blocks in device memory; `bit` is the rank's position in masks of the trie."""
 
     __slots__ = ("bit", "blocks", "key", "names")
 
@@ -515,7 +515,7 @@ class DeviceTier:
         return held
 
     def drop(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the blocks at these positions (a bit mask), which the rank holds."""
+        """Drop the blocks at these positions (a bit mask) of a strand. The rank must hold them."""
         for position in bits_of(positions):
             rank.names.discard(strand << POSITION_BITS | position)
         self._drop_positions(rank, strand, positions)

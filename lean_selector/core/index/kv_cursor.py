@@ -1,26 +1,26 @@
-"""The position of one source in its engine's sequence: gaps, replays, and restarted engines.
+"""The position of one source in its engine's sequence of batches: gaps, replays, restarted engines.
 
-A PUB socket neither repeats nor reorders messages, so a live batch whose number does not grow comes
+A PUB socket neither repeats nor reorders messages. So a live batch whose number does not grow comes
 from a new publisher. A replay contains every batch from its start to the engine's newest. Live
-batches that arrive before its first answer are applied at once, so that a dead replay endpoint
-delays nothing, and are also kept; later ones are only kept. When the replay ends, the kept batches
-that it did not contain are applied, so every batch after the gap has then been applied in order. A
-batch that is applied a second time adds no copy of a held block (`is_again`). So the index ends up
-without blocks that the engine has dropped, whatever was applied early.
+batches that arrive before the replay's first answer are applied at once, so that a dead replay
+endpoint delays nothing, and are also kept; later live batches are only kept. When the replay ends,
+the kept batches that it did not contain are applied. So every batch after the gap has then been
+applied in order. A batch that is applied a second time adds no copy of a held block (`is_again`).
+So the index ends up without blocks that the engine has dropped, whatever was applied early.
 
-The first live batch of a restarted engine may already have a higher number than our last one.
-Therefore a replay is requested from the batch before the gap, which we have applied: if the
-engine's batch differs, the engine is a new one. The newest batch applied before the last new
-connection is compared too, since it may be the only one that we have of a former engine. If the
-engine's buffer no longer has either batch, the source is degraded. Without a replay endpoint such a
-restart looks like a gap, and the source is degraded; if the first number happens to be the next
-one, the restart goes unnoticed.
+The first live batch of a restarted engine may have a higher number than our last batch. Therefore a
+replay is requested from the batch before the gap on, which we have applied: if the engine's batch
+differs from ours, the engine is a new one. The newest batch that was applied before the last
+connection is compared too, since we may have no other batch of a former engine. If the engine's
+buffer no longer has either batch, the source is degraded. Without a replay endpoint, such a restart
+looks like a gap, and the source is degraded; if the first number happens to be the next in order,
+the restart goes unnoticed.
 
 On each new connection, even without a gap, we request our last batch and everything after it,
-because an idle engine publishes nothing. An engine that has nothing from there on is a new one
+because an idle engine publishes nothing. If the engine has none of these batches, it is a new one
 (D34).
 
-The cursor decides and applies nothing; it has no clock and no socket. Spec: indexer.md 1.5."""
+The cursor decides, and applies nothing. It has no clock and no socket. Spec: indexer.md 1.5."""
 
 from collections import deque
 from enum import Enum, auto
@@ -126,7 +126,7 @@ class KvCursor:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the live batches that are kept."""
+        """How many bytes the kept live batches have."""
         return self._held_bytes
 
     @property

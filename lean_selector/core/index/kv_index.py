@@ -145,15 +145,15 @@ class KvIndex:
         return not self._ranks
 
     def ranks(self) -> list[RankKey]:
-        """The ranks that hold anything, sorted."""
+        """The ranks that hold a block on any tier, sorted."""
         return sorted(self._ranks)
 
     def workers(self) -> set[int]:
-        """The workers with a rank that holds anything."""
+        """The workers of which a rank holds a block on any tier."""
         return set(self._dp_ranks)
 
     def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
-        """Blocks that a rank holds on a tier, reachable or not."""
+        """Return how many blocks a rank holds on a tier, reachable or not."""
         rank = self._ranks.get((worker_id, dp_rank))
         if rank is None:
             return 0
@@ -388,7 +388,7 @@ class KvIndex:
             self._start_review()
 
     def abandon(self) -> None:
-        """Drop everything; `sweep` frees the memory. Unusable afterwards."""
+        """Drop everything; `sweep` then frees the memory. The index is unusable afterwards."""
         self.do_in_steps(self._clear_all())
 
     def _clear_all(self) -> Iterator[None]:
@@ -400,12 +400,12 @@ class KvIndex:
 
     def sweep(self, steps: int) -> bool:
         """Free the memory of dropped blocks, or evict blocks above a limit, in `steps` steps.
-        Returns True if more is left. A step takes some 50 us, at most 500. It is no duty of the
-        caller: each stored event frees as much as earlier events may have added."""
+        Returns True if more is left. A step takes some 50 us, at most 500. Memory stays bounded
+        even without calls: each stored event frees as much as earlier events may have added."""
         return self._sweeps.go_on(steps)
 
     def do_in_steps(self, sweep: Iterator[None]) -> None:
-        """Run these steps as part of `sweep`."""
+        """Run these steps as part of later calls of `sweep`."""
         if self._sweeps.start(sweep) and self.on_sweep is not None:
             self.on_sweep(self)
 

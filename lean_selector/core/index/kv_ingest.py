@@ -115,7 +115,7 @@ class KvIngest:
 
     @property
     def block_size(self) -> int:
-        """The block size that the worker was registered with."""
+        """The block size with which the worker was registered."""
         return self._index.block_size
 
     @property

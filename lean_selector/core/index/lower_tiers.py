@@ -101,7 +101,7 @@ class Edges:
     __slots__ = ("_continuations", "_edges", "_held", "_odd", "doubtful")
 
     def __init__(self, continuations: Continuations) -> None:
-        """`continuations` is updated with each change here."""
+        """`continuations` is updated with each change of the edges."""
         self._continuations = continuations
         # Split by local hash, like `continuations`.
         self._edges: list[dict[bytes, Edge]] = [{} for _ in range(SHARDS)]
@@ -328,7 +328,7 @@ _LAST = 2  # index of the last tier: host_pinned, disk, external
 
 
 class LowerMatches:
-    """The lower tiers of all ranks of one partition."""
+    """Continues matches on the lower tiers, for all ranks of one partition."""
 
     __slots__ = ("_bits", "_continuations", "_device", "_dismantled", "_tiers", "ranks")
 

@@ -38,7 +38,7 @@ class RankPrompts:
 
 
 class RoutedPrompts:
-    """Routed prompts of one partition. Only this class changes their `index`."""
+    """The routed prompts of one partition. Only this class changes `index`."""
 
     def __init__(self, index: KvIndex, ttl_s: float) -> None:
         self.index = index
@@ -117,13 +117,13 @@ class RoutedPrompts:
             self.index.do_in_steps(self._dismantled(rank))
 
     def drop_worker(self, worker_id: int) -> None:
-        """Drop all ranks of a worker, and its bound."""
+        """Drop the prompts on all ranks of a worker, and the worker's bound."""
         self._bounds.pop(worker_id, None)
         for key in [key for key in self._ranks if key[0] == worker_id]:
             self.drop_rank(key)
 
     def abandon(self) -> None:
-        """Free the memory. Unusable afterwards."""
+        """Free the memory. The object is unusable afterwards."""
         for key in list(self._ranks):
             self.drop_rank(key)
         self.index.abandon()

@@ -60,7 +60,7 @@ class Run:
         return self.partial.get(bit, 0) if self.partial else 0
 
     def set_held(self, bit: int, held: int) -> None:
-        """Record what the rank with this bit index holds."""
+        """Record the positions (a bit mask) that the rank with this bit index holds."""
         rank = 1 << bit
         partial = self.partial
         before = partial.get(bit, 0) if partial else 0

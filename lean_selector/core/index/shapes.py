@@ -27,7 +27,7 @@ class StoredRun(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoreResult(IntEnum):
-    """The result of a stored event. Only STORED may have changed anything."""
+    """The result of a stored event. If it is not STORED, nothing has changed."""
 
     STORED = 0
     EMPTY = 1
@@ -149,7 +149,7 @@ class PackedRemoved(msgspec.Struct, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, gc=False):
-    """The rank holds nothing any more, on any tier."""
+    """The rank no longer holds any block, on any tier."""
 
 
 Event = BlockStored | BlockRemoved | PackedStored | PackedRemoved | AllBlocksCleared

@@ -1,1 +1,1 @@
-"""Active prompts, and the load of each rank."""
+"""The active prompts, and the load of each rank."""

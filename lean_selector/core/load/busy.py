@@ -86,7 +86,7 @@ class Headroom:
 
     @property
     def free(self) -> int:
-        """The ranks that an unrestricted request may use."""
+        """The ranks with room that an unrestricted request may use."""
         return self.below & self.idle & ~self.avoided
 
     def put(self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits) -> None:

@@ -1,4 +1,4 @@
-"""The load of one rank: the weight of its blocks, and its counts."""
+"""The load of one rank: the total weight of its blocks, and its counts."""
 
 from math import floor, frexp
 from typing import Final

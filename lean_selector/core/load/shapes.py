@@ -1,4 +1,4 @@
-"""Records of requests and ranks: bookings, reservations, runs of prompts, limits, rows."""
+"""Structs for requests and ranks: bookings, reservations, runs of prompts, limits, rows."""
 
 import math
 
@@ -168,7 +168,7 @@ class EngineLoad(msgspec.Struct, frozen=True, gc=False):
 
 
 class LoadRow(msgspec.Struct, frozen=True, gc=False):
-    """Load of one rank."""
+    """The load of one rank."""
 
     model_name: str
     tenant_id: str

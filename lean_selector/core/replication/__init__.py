@@ -1,1 +1,1 @@
-"""Replication between replicas: events, catching up, restoring."""
+"""Replication: events between replicas, catch-up after a gap, and restoring after a restart."""

@@ -53,7 +53,7 @@ class Ledgers:
         expiry_s: float = RESERVATION_EXPIRY_S,
         events: LifecycleEvents | None = None,
     ) -> None:
-        """`events`: None without peers."""
+        """`events` receives what peers must be told; None without peers."""
         self.events = events
         self.republish_after_s = republish_after_s(expiry_s)
         self._expiry_s = expiry_s

@@ -1,4 +1,4 @@
-"""Records of replication: events, live bookings, publishers."""
+"""Structs for replication: events, live bookings, publishers."""
 
 from enum import IntEnum
 

@@ -1,1 +1,1 @@
-"""Selection: workers, partitions, the cost and the choice."""
+"""Selection: workers, partitions, the cost of a rank, and the choice."""

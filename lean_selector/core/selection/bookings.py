@@ -66,7 +66,7 @@ class SelectionCache:
         return None if entry is None else entry.selection
 
     def use_up(self, key: PartitionKey, selection_id: str) -> None:
-        """Drop a selection that was booked."""
+        """Drop a selection, because it was booked."""
         self.drop(key, selection_id)
         self.used += 1
 
@@ -120,7 +120,7 @@ class Bookings:
         return len(self._booked)
 
     def book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
-        """Book a choice. Raises NotFound or Conflict, with nothing booked."""
+        """Book a rank for a prompt. Raises NotFound or Conflict, with nothing booked."""
         reservation_id = booking.request_id
         sequence = prompt.sequence_hashes()
         if reservation_id in self._booked:

@@ -1,10 +1,10 @@
 """The worker catalog: registered workers, their partitions, and whether they can be scheduled.
 
-A partition is the pair (model_name, tenant_id); worker ids are unique across partitions. A worker
+A partition is a pair of model_name and tenant_id. Worker ids are unique across partitions. A worker
 is `schedulable` if its record is complete and agrees with its partition. Otherwise it is
-`incomplete`, with reasons; that is not an error of the request (spec selection.md section 2;
-decisions D3, D6, D10). The catalog opens no sockets: an injected `SourceSink` subscribes to the
-workers' events."""
+`incomplete`, with reasons, which is not an error of the request (spec selection.md section 2;
+decisions D3, D6, D10). The catalog opens no sockets: `SourceSink` subscribes to the workers'
+events."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -531,7 +531,7 @@ _NAMED: Final = 4  # tenants listed in an error; a model may have thousands
 
 
 class Refusals:
-    """Counts refused requests. A model is known if a worker of it has ever registered."""
+    """Counts refused requests. A model is known if any worker has ever registered for it."""
 
     def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
         self._catalog = catalog

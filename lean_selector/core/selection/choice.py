@@ -573,7 +573,7 @@ def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> float:
 
 
 def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> Costed:
-    """The cost of every rank in these cells."""
+    """Return the cost of every rank in these cells."""
     costed: Costed = []
     for cell in cells:
         ranks = cell.ranks

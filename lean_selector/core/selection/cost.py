@@ -3,31 +3,32 @@
     cached   = round((device + Wh host + Wd disk) * block_size)        tokens, half away from 0
     uncached = isl - min(isl, cached)
     raw      = active_prefill + uncached + cached
-    decay    = 1 / (1 + D * waiting blocks / prompt blocks), of the rank above the least loaded one
+    decay    = 1 / (1 + D * excess / prompt blocks)     excess: prefill blocks that wait on the rank
+                                         beyond those on the least loaded rank
     credit   = C * decay * device + Wh host + Wd disk                   blocks
     blocks   = active_blocks + new_blocks
     prefill  = S * max(0, raw / block_size - credit)
     cost     = (prefill + blocks + Wr * active_requests) * taint factor
                - bonus, on the rank that a soft session is bound to
 
-If prefill is not tracked, prefill is 0 and decay is 1; in the 1.6 dialect blocks is then max(0,
+If prefill is not tracked, prefill is 0 and decay is 1. In the 1.6 dialect, blocks is then max(0,
 active_blocks + new_blocks - credit).
 
-With the policy `latency`, D is 0 and S is 30. If prefill is tracked, blocks also includes
+With the policy `latency`, D is 0 and S is 30. If prefill is tracked, two terms are added to blocks:
 
     burden   = 30 * uncached / block_size
     evicted  = 30 * (uncached / 2 + 2 * min(owed, cached)) / block_size
 
-(`evicted` only if the rank's cache is full, `fullness.py`), and the cost is multiplied by the
+`evicted` counts only if the rank's cache is full (`fullness.py`). The cost is multiplied by the
 rank's slowness (`core/load/speeds.py`). So the time to the first token dominates. `burden` counts
-it again for the later requests that wait for this prefill, and `evicted` half of it for the blocks
-that a full cache loses. An active block costs a thirtieth of a block of prefill, so active blocks
-decide among ranks with nearly equal prefill. The bonus of a soft session is multiplied by 30.
+the prompt's prefill again, for later requests that wait for it. `evicted` counts half of it once
+more, for blocks that a full cache loses. An active block costs a thirtieth of a block of prefill,
+so active blocks decide among ranks with nearly equal prefill. A session's bonus counts 30-fold.
 
 The defaults are Wh 0.75, Wd 0.25 and Wr 0. All values are f64. The lowest cost wins, and ties are
 broken uniformly at random; with a temperature the draw is a softmax over the costs scaled to 0..1.
-The choice and its explanation share the code of each line: the last one is in `choice.Pricing`, the
-others are here."""
+The choice and its explanation share the code of each line: `choice.Pricing` has the last line, and
+this module has the others."""
 
 import math
 

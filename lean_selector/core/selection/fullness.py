@@ -29,7 +29,7 @@ class HasBlocks(Protocol):
 
 
 class Fullness:
-    """The full ranks of a partition."""
+    """The ranks of a partition whose cache is full."""
 
     __slots__ = ("_full", "_index", "_order", "_owed_tokens", "_workers")
 

@@ -1,4 +1,4 @@
-"""Observers of choices: the decision log and the page."""
+"""Interfaces of those who observe choices: the decision log and the page."""
 
 from typing import Protocol
 

@@ -238,7 +238,8 @@ class ParkedQueue:
         return True
 
     def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
-        """A worker was added (`old` is None), removed (`new` is None) or changed."""
+        """Update for a worker that was added (`old` is None), removed (`new` is None) or
+        changed."""
         for line in self._lines.values():
             if old is not None:
                 line.close_worker(old)

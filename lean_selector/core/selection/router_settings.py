@@ -33,7 +33,7 @@ class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The router's own settings; `None` disables a feature."""
+    """The router's own settings. None disables a feature."""
 
     policy: Policy = "dynamo"
     model_policies: dict[str, Policy] = {}  # model -> its policy, if not `policy`

@@ -270,7 +270,7 @@ OnAnswer = Callable[[Parked, Placement | Exception], None]
 
 
 class Selector:
-    """State of one selection service."""
+    """The state of one selection service."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Records of workers, and of selection requests and their results."""
+"""Structs for workers, for selection requests, and for their results."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -95,14 +95,14 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where the KV events of one rank come from."""
+    """The endpoints from which the KV events of one rank come."""
 
     endpoint: str
     replay_endpoint: str | None
 
 
 class PinnedWorker(msgspec.Struct, frozen=True):
-    """The rank that a request is pinned to."""
+    """The rank to which a request is pinned."""
 
     worker_id: int
     dp_rank: int

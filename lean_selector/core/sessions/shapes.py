@@ -1,4 +1,4 @@
-"""Records of sessions: bindings, leases, and their events between replicas."""
+"""Structs for sessions: bindings, leases, and events between replicas."""
 
 from enum import IntEnum
 
