@@ -1,9 +1,12 @@
-"""Files of keys: what is taken and what is refused and never cited."""
+"""Files of keys, what of them is refused and never cited, and a publisher that asks for keys."""
 
+import logging
 import os
 import stat
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,14 @@ import zmq
 import zmq.auth
 from zmq.utils import z85
 
-from lean_selector.events.curve_keys import BadKeys, new_pair, public_keys, read_pair
+from lean_selector.events.curve_keys import BadKeys, give_keys, new_pair, public_keys, read_pair
+from lean_selector.publisher import KvEventPublisher
 from lean_selector.tools.keys import main
+from tests.support.key_files import KeyFiles
 
 PAIR = new_pair()
+ANY_PORT = "tcp://127.0.0.1:*"
+DEADLINE_MS = 20_000
 # Those of known secrets: a key that begins with `#` would be a comment as soon as it is cut.
 KEYS = [zmq.curve_public(z85.encode(bytes([number]) * 32)) for number in range(1, 4)]
 
@@ -39,28 +46,24 @@ def test_the_command_makes_a_pair_that_we_and_pyzmq_read(tmp_path: Path) -> None
     assert pair.secret.decode() not in made.stdout + repr(pair)
 
 
-@pytest.mark.parametrize("name", ["", "folder/"])
-def test_the_command_makes_no_hidden_files_of_a_folders_name(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_makes_no_hidden_files_and_touches_none_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        main([name])
-    assert f"NAME `{name}` " in capsys.readouterr().err
-    assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
-
-
-@pytest.mark.parametrize("ending", ["key", "key_secret"])
-def test_the_command_touches_no_file_that_exists(
-    tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = tmp_path / f"selector.{ending}"
-    there.write_text("precious")
-    assert main([str(tmp_path / "selector")]) == 1
-    assert f"{there}: File exists" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == [there.name]
-    assert there.read_text() == "precious"
+    for name in ("", "folder/"):
+        with pytest.raises(SystemExit, match="2"):
+            main([name])
+        assert f"NAME `{name}` " in capsys.readouterr().err
+        assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
+    for ending in ("key", "key_secret"):
+        there = Path("folder") / f"selector.{ending}"
+        there.write_text("precious")
+        assert main(["folder/selector"]) == 1
+        assert f"{there}: File exists" in capsys.readouterr().err
+        assert os.listdir("folder") == [there.name]
+        assert there.read_text() == "precious"
+        there.unlink()
 
 
 def test_a_pair_of_pyzmq_is_read(tmp_path: Path) -> None:
@@ -113,3 +116,56 @@ def test_what_is_no_list_is_refused_by_its_line_and_never_cited(content: bytes, 
     with pytest.raises(BadKeys, match=fault) as told:
         public_keys("it", content)
     assert PAIR.secret.decode() not in str(told.value)
+
+
+# -- a publisher that asks for keys: its thread ends with it, and it tells of those it refuses ----
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> KeyFiles:
+    return KeyFiles(tmp_path, "engine", "service", "stranger")
+
+
+@pytest.fixture
+def publisher(keys: KeyFiles) -> Iterator[KvEventPublisher]:
+    with KvEventPublisher(
+        kv_block_size=4,
+        endpoint=ANY_PORT,
+        replay_endpoint=ANY_PORT,
+        curve_secret_key_file=keys.secret("engine"),
+        curve_client_keys_file=keys.list("clients", "service"),
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("taken", ["endpoint", "replay_endpoint"])
+def test_a_taken_port_raises_and_leaves_no_thread_that_fails(
+    taken: str,
+    publisher: KvEventPublisher,
+    keys: KeyFiles,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    endpoints = {"endpoint": ANY_PORT, taken: getattr(publisher, taken)}
+    threads = threading.active_count()
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        KvEventPublisher(kv_block_size=4, curve_secret_key_file=keys.secret("engine"), **endpoints)
+    assert threading.active_count() == threads
+    assert capfd.readouterr().err == ""
+
+
+def test_one_who_is_refused_again_and_again_is_told_of_once(
+    publisher: KvEventPublisher, keys: KeyFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    with zmq.Context() as context, caplog.at_level(logging.WARNING, "lean_selector.curve"):
+        for _ in range(3):
+            stranger = context.socket(zmq.SUB)
+            monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+            give_keys(stranger, keys.pairs["stranger"], keys.pairs["engine"].public)
+            stranger.connect(publisher.endpoint)
+            assert monitor.poll(DEADLINE_MS)
+            stranger.disable_monitor()
+            monitor.close(0)
+            stranger.close(0)
+    told = [record.getMessage() for record in caplog.records]
+    words = f"a client's public key is not admitted: {keys.public('stranger')}"
+    assert told == [words]

@@ -16,13 +16,13 @@ from tests.support.side_by_side import SideBySide, play, side_by_side
 pytestmark = pytest.mark.reference
 
 OURS = [sys.executable, "-m", "lean_selector", "--log-level", "error"]
-OPERATIONS = 1000
+OPERATIONS = 500
 
 
 @pytest.mark.parametrize(
     ("seed", "events", "threshold"), [(1, True, "16.0"), (2, False, "inf"), (3, True, "inf")]
 )
-def test_a_thousand_operations_are_answered_as_1_3_1_answers_them(
+def test_random_operations_are_answered_as_1_3_1_answers_them(
     reference_131: Path, rounds: Rounds, seed: int, events: bool, threshold: str
 ) -> None:
     opened = functools.partial(

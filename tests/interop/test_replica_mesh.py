@@ -15,7 +15,7 @@ from tests.support.replica_member import BOOKED, IDLE, Loads, Member, mesh
 pytestmark = pytest.mark.reference
 
 OURS = ("selector", "tracker")
-LIFECYCLES = 500
+LIFECYCLES = 200
 LIVE = 40  # at a time
 
 

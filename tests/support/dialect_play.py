@@ -1,14 +1,7 @@
 """Random operations on the real 1.6.1 and on ours in its dialect, side by side; every answer is
-compared as the recorded ones are.
+compared as the recorded ones are."""
 
-What a decision makes differ is kept out of the play, or put right in it where it is noted: each
-such place cites its decision. Choices among equals are drawn by each service for itself, so where
-ours says that ranks tie the request is pinned to one of them.
-"""
-
-import random
-from collections.abc import Callable
-
+from tests.support.random_play import RandomPlay, quoted
 from tests.support.side_by_side import BLOCK_SIZE, SideBySide, engine
 
 IDS = [f"s{number}" for number in range(12)] + ["", "a/b", "ä"]
@@ -20,46 +13,24 @@ RANKS = {1: 1, 2: 1, 3: 3, 11: 1, 12: 2}
 ENGINES = (1, 2)  # the workers that publish, where there are events
 
 
-class Play:
-    """One seed's operations, on both sides."""
+class Play(RandomPlay):
+    weights = {
+        **{"select": 22, "select_and_reserve": 22, "replay": 14, "reserve": 12, "lifecycle": 16},
+        **{"look": 6, "project": 4, "change_worker": 3, "remove_worker": 2, "err": 4},
+    }
+    event_weights = {"store": 4}
 
     def __init__(self, seed: int, pair: SideBySide, *, has_events: bool) -> None:
-        self._rng = random.Random(seed)
-        self._pair = pair
-        self._both = pair.ask
+        super().__init__(seed, pair, ENGINES if has_events else ())
         self._size = dict(RANKS)
         self._booked: dict[str, tuple[str, int, int]] = {}  # id -> group, worker, rank
         self._ids = list(IDS)
         self._chains = [self._chain() for _ in range(5)]
-        self._engines = ENGINES if has_events else ()
-        self._has_events = has_events
 
-    def run(self, operations: int) -> None:
+    def _begin(self) -> None:
         for group in GROUPS:
             for worker_id in GROUPS[group]:
                 self._register(group, worker_id)
-        self._settle()
-        for worker_id in self._engines:
-            self._hear(worker_id)
-        kinds: list[tuple[Callable[[], None], int]] = [
-            (self._select, 22),
-            (self._select_and_reserve, 22),
-            (self._replay, 14),
-            (self._reserve, 12),
-            (self._lifecycle, 16),
-            (self._look, 6),
-            (self._project, 4),
-            (self._change_worker, 3),
-            (self._remove_worker, 2),
-            (self._err, 4),
-            *([(self._store, 4)] if self._has_events else []),
-        ]
-        calls, weights = zip(*kinds, strict=True)
-        for _ in range(operations):
-            self._rng.choices(calls, weights)[0]()
-
-    def _settle(self) -> None:
-        self._pair.take({"do": "settle"})
 
     # -- workers -------------------------------------------------------------------------------
 
@@ -131,7 +102,7 @@ class Play:
             if worker == worker_id and rank in ranks:
                 del self._booked[selection_id]
                 if selection_id:
-                    self._both("DELETE", f"/reservations/{_quoted(selection_id)}")
+                    self._both("DELETE", f"/reservations/{quoted(selection_id)}")
                 else:  # nobody can ask for it
                     self._ids.remove(selection_id)
 
@@ -168,20 +139,8 @@ class Play:
     def _choice(self, group: str) -> dict[str, object]:
         """The body of a select, without its id."""
         draw = self._rng.random
-        body: dict[str, object] = {"routing_group": group, **self._prompt()}
         workers = [1, 2, 3, 11, 12, 99]
-        if draw() < 0.15:
-            body["pinned_worker"] = {
-                "worker_id": self._rng.choice(workers),
-                "dp_rank": self._rng.choice([0, 0, 1, 2, 7]),
-            }
-        if draw() < 0.25:
-            body["allowed_worker_ids"] = self._rng.sample(workers, self._rng.randrange(6))
-        if draw() < 0.15:
-            body["routing_constraints"] = {
-                "required_taints": self._rng.sample(["a", "b"], self._rng.randrange(2)),
-                "preferred_taints": {"b": 0.5, "c": -1.5},
-            }
+        body = {"routing_group": group, **self._prompt(), **self._narrowed(workers, 0.15, [0.5])}
         if draw() < 0.15:
             body["router_config_override"] = {"track_prefill_tokens": draw() < 0.3}
         if draw() < 0.1:
@@ -203,19 +162,11 @@ class Play:
             }
         return body
 
-    def _without_ties(self, body: dict[str, object]) -> dict[str, object]:
-        """The same, pinned to one of the ranks that are equally good, if several are."""
-        tied = self._pair.tied(body)
-        if not tied:
-            return body
-        worker_id, dp_rank = self._rng.choice(tied)
-        return {**body, "pinned_worker": {"worker_id": worker_id, "dp_rank": dp_rank}}
-
     # -- operations ----------------------------------------------------------------------------
 
     def _select(self) -> None:
         group = self._group()
-        body = self._without_ties(self._choice(group))
+        body = self._pinned(self._choice(group))
         if self._rng.random() < 0.25:
             body["advisory"] = True
         if self._rng.random() < 0.7:
@@ -224,13 +175,8 @@ class Play:
 
     def _select_and_reserve(self) -> None:
         group = self._group()
-        body = self._without_ties(self._choice(group))
-        if self._rng.random() < 0.1:
-            self._pair.take({"do": "unnamed", "body": body})
-            return
-        selection_id = body["selection_id"] = self._rng.choice(self._ids)
-        status, answer = self._both("POST", "/select_and_reserve", body)
-        if status == 200:
+        selection_id, answer = self._booked_as("selection_id", self._ids, self._choice(group))
+        if answer is not None:
             self._booked[selection_id] = (group, answer["worker_id"], answer["dp_rank"])
             # What was selected under the id before is dropped here (D43), and there with the next
             # attempt to book a worker under it.
@@ -269,7 +215,7 @@ class Play:
         named = [each for each in IDS if each]
         held = [each for each in self._booked if each]
         selection_id = self._rng.choice(held if held and self._rng.random() < 0.8 else named)
-        path = f"/reservations/{_quoted(selection_id)}"
+        path = f"/reservations/{quoted(selection_id)}"
         draw = self._rng.random()
         if draw < 0.35:
             self._both("POST", f"{path}/prefill_complete")
@@ -318,21 +264,6 @@ class Play:
         worker_id = self._rng.choice(self._engines)
         chain = self._rng.randrange(len(self._chains))
         blocks = self._rng.randrange(1, 11)
-        self._pair.take(
-            {
-                "do": "publish",
-                "engine": worker_id,
-                "event": "stored",
-                "hashes": [1000 * (chain + 1) + position for position in range(blocks)],
-                "tokens": self._chains[chain][: blocks * BLOCK_SIZE],
-                "blocks": blocks,
-            }
-        )
-
-    def _hear(self, worker_id: int) -> None:
-        tokens = self._chain()[:BLOCK_SIZE]
-        self._pair.take({"do": "hear", "engine": worker_id, "tokens": tokens})
-
-
-def _quoted(selection_id: str) -> str:
-    return "".join(f"%{byte:02x}" for byte in selection_id.encode())
+        hashes = [1000 * (chain + 1) + position for position in range(blocks)]
+        tokens = self._chains[chain][: blocks * BLOCK_SIZE]
+        self._tell(worker_id, "stored", hashes, tokens, blocks)

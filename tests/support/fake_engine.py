@@ -25,12 +25,9 @@ class FakeEngine:
         tells_sources: bool = True,
         token: str | None = None,
         context: ssl.SSLContext | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
         **publisher: Any,
     ) -> None:
         """`publisher`: what its KvEventPublisher is given besides."""
-        self.host = host
         self.model, self.block_size, self.kind = model, block_size, kind
         self.tells_sources = tells_sources
         self.token = token
@@ -39,13 +36,11 @@ class FakeEngine:
         self.events_port = free_port()
         self._publisher = KvEventPublisher(
             kv_block_size=block_size,
-            endpoint=f"tcp://{host}:{self.events_port}",
+            endpoint=f"tcp://127.0.0.1:{self.events_port}",
             **publisher,
         )
         # Once closed it answers nothing more: no connection is kept.
-        self._server = ThreadedServer(
-            self._respond, host=host, port=port, context=context, keeps=False
-        )
+        self._server = ThreadedServer(self._respond, context=context, keeps=False)
         self.port, self.url = self._server.port, self._server.url
 
     def _respond(self, handler: BaseHTTPRequestHandler) -> None:

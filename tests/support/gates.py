@@ -2,16 +2,14 @@
 
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from lean_selector.core.load.slots import Slots
 from lean_selector.core.replication.events import ReplicaEvents
 from lean_selector.core.replication.shapes import ReplicaEvent
-from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.router_settings import RouterSettings
 from lean_selector.core.selection.selector import Selector
-from lean_selector.core.selection.shapes import SELECT_AND_RESERVE, Source
+from lean_selector.core.selection.shapes import SELECT_AND_RESERVE
 from lean_selector.core.sessions.table import SessionTables
 from lean_selector.core.settings import API_1_3, API_1_6
 from lean_selector.core.trackers import Trackers
@@ -29,23 +27,13 @@ from lean_selector.service.ui import Events, Page
 from lean_selector.service.worker_handlers import ServiceState
 from lean_selector.wire.selection_bodies import KvSource, SourceCondition
 from tests.support.asked import Asked
+from tests.support.driven_selector import Sources
 
 NOW = 1000.0
 
 
-class NoEngines:
+class NoEngines(Sources):
     """Where KV events would come from; none do."""
-
-    def subscribe(self, _: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
-        pass
-
-    def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
-        return ()
-
-    def follow_load(
-        self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
-    ) -> None:
-        pass
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]:
         return []

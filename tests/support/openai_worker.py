@@ -14,7 +14,6 @@ In a request, the field `fake` asks for odd manners:
     break_after    cut the connection after so many tokens; 0: before the head
     stall_after    say nothing more after so many tokens
     loses_events   publish nothing of this request
-    drops          of its batches this share is numbered and not sent, at random
     close          no length and no chunks: the end of the connection is the end of the answer
 """
 
@@ -22,12 +21,11 @@ import asyncio
 import contextlib
 import http.client
 import json
-import random
 import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,6 +44,12 @@ from tests.support.running_service import wait_until
 MODEL = "m"
 BLOCK_SIZE = 16
 DEFAULT_MAX_TOKENS = 16
+PREFILL_TOKENS_PER_S = 200_000.0
+OPTIONS: dict[str, Any] = {
+    **{"adapters": [], "blocks": 2_000, "tokens_per_s": 2_000.0, "version": None},
+    **{"tells_events": True, "replays": True, "renders": True},
+    **{"fails": None, "certificate": None, "ledger": None},
+}
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions", MESSAGES, RESPONSES)
 POOLED = ("/v1/embeddings", "/v1/rerank", "/v1/score")
@@ -89,47 +93,21 @@ def _text_of(content: Any) -> str:
 class OpenAiWorker:
     """Up while entered, except while it is killed; on the same ports when it is started again."""
 
-    def __init__(
-        self,
-        model: str = MODEL,
-        *,
-        adapters: Sequence[str] = (),
-        block_size: int = BLOCK_SIZE,
-        blocks: int = 2_000,
-        tells_events: bool = True,
-        fails: int | None = None,
-        certificate: str | None = None,
-        tokens_per_s: float = 2_000.0,
-        prefill_tokens_per_s: float = 200_000.0,
-        version: str | None = None,
-        replays: bool = True,
-        renders: bool = True,
-        ledger: str | None = None,
-    ) -> None:
-        """`fails`: the status of all answers but ASKED_FIRST. `certificate`: PEM of a chain and its
-        key, for HTTPS. `ledger`: a file, perhaps of several workers, to which the id of each
-        request is added that was read whole: it outlives them."""
+    def __init__(self, model: str = MODEL, **options: Any) -> None:
+        """`options`: instead of those in OPTIONS. `fails`: the status of all answers but
+        ASKED_FIRST. `certificate`: PEM of a chain and its key, for HTTPS. `ledger`: a file, perhaps
+        of several workers, to which the id of each request is added that was read whole: it
+        outlives them."""
+        assert options.keys() <= OPTIONS.keys()
         self.port, self.events_port, self.replay_port = free_port(), free_port(), free_port()
-        self._options = {
-            "model": model,
-            "adapters": list(adapters),
-            "block_size": block_size,
-            "blocks": blocks,
-            "tells_events": tells_events,
-            "fails": fails,
-            "certificate": certificate,
-            "version": version,
-            "replays": replays,
-            "renders": renders,
-            "ledger": ledger,
-            "tokens_per_s": tokens_per_s,
-            "prefill_tokens_per_s": prefill_tokens_per_s,
+        ports = {
             "port": self.port,
             "events_port": self.events_port,
             "replay_port": self.replay_port,
         }
-        self.model, self.block_size = model, block_size
-        self._scheme = "https" if certificate else "http"
+        self._options = {"model": model, **OPTIONS, **options, **ports}
+        self.model, self.block_size = model, BLOCK_SIZE
+        self._scheme = "https" if self._options["certificate"] else "http"
         self.process: subprocess.Popen[str] | None = None
 
     @property
@@ -198,8 +176,8 @@ class _Worker:
         self.engine = SimulatedEngine(
             1,
             options.blocks,
-            options.block_size,
-            EngineSpeed(options.prefill_tokens_per_s, options.tokens_per_s),
+            BLOCK_SIZE,
+            EngineSpeed(PREFILL_TOKENS_PER_S, options.tokens_per_s),
             asyncio.sleep,
             f"tcp://127.0.0.1:{options.events_port}",
             f"tcp://127.0.0.1:{options.replay_port}",
@@ -208,7 +186,6 @@ class _Worker:
         self.connections = 0
         self.hung_up = 0
         self.count = 0
-        self.dice = random.Random(5)
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -304,7 +281,7 @@ class _Worker:
             return 200, "application/json", _json({"object": "list", "data": rows})
         if path == "/metrics":
             text = (
-                f'vllm:cache_config_info{{block_size="{options.block_size}",engine="0",'
+                f'vllm:cache_config_info{{block_size="{BLOCK_SIZE}",engine="0",'
                 f'num_gpu_blocks="{options.blocks}"}} 1.0\n'
             )
             return 200, "text/plain", text.encode()
@@ -385,7 +362,7 @@ class _Completion:
             raise _Refused(self.fake["status"], "the fake refuses")
         if self.fake.get("break_after") == 0:
             return False
-        size = self.worker.options.block_size
+        size = BLOCK_SIZE
         tokens = self.prompt + self.output
         self.worker.count += 1
         request = make_request(
@@ -420,13 +397,11 @@ class _Completion:
 
     def _batch(self, running: RunningRequest, first: int, placed: HeldChain) -> None:
         engine = self.worker.engine
-        if self.worker.dice.random() < self.fake.get("drops", 0.0):
-            engine._publisher.sequence += 1  # numbered, and received by nobody
-        elif not self.fake.get("loses_events"):
+        if not self.fake.get("loses_events"):
             engine._publish(running.request, first, placed)
 
     async def _tokens(self, running: RunningRequest) -> AsyncIterator[int]:
-        engine, size = self.worker.engine, self.worker.options.block_size
+        engine, size = self.worker.engine, BLOCK_SIZE
         pause_s = 1.0 / engine.speed.decode_tokens_per_s
         at = len(self.prompt)
         for number, token in enumerate(self.output):

@@ -1,17 +1,11 @@
-"""Random operations on the real 1.3.1 and on ours, side by side: every route that both have.
-
-What a decision makes differ is kept out of the play, or put right in it where it is noted: each
-such place cites its decision. Of equals each service draws one for itself: then what is drawn must
-be among them, and what is booked is pinned to one.
-"""
+"""Random operations on the real 1.3.1 and on ours, side by side: every route that both have."""
 
 import json
-import random
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from tests.support.odd_requests import BAD, INCOMPLETE, NOBODY
+from tests.support.random_play import RandomPlay, quoted
 from tests.support.side_by_side import BLOCK_SIZE, SideBySide, Step, engine
 
 IDS = [f"r{number}" for number in range(12)] + ["a/b", "ä", "%", "x" * 300]
@@ -39,15 +33,15 @@ def _alive(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each for each in records if each["lifecycle"] != "unschedulable"]
 
 
-class Play:
-    """One seed's operations, on both sides."""
+class Play(RandomPlay):
+    weights = {
+        **{"select": 22, "select_and_reserve": 20, "reserve": 14, "lifecycle": 22, "look": 6},
+        **{"project": 8, "change_worker": 3, "remove_worker": 2, "register_oddly": 4, "err": 5},
+    }
+    event_weights = {"publish": 8}
 
     def __init__(self, seed: int, pair: SideBySide, *, has_events: bool) -> None:
-        self._rng = random.Random(seed)
-        self._pair = pair
-        self._both = pair.ask
-        self._engines = ENGINES if has_events else ()
-        self._has_events = has_events
+        super().__init__(seed, pair, ENGINES if has_events else ())
         self._booked: dict[str, int] = {}  # id -> worker
         self._gone: set[int] = set()
         # Prompts are chains (D20); some share a beginning.
@@ -57,33 +51,11 @@ class Play:
         self._stored: dict[int, dict[int, int]] = {each: {} for each in ENGINES}
         self._copies: dict[int, Counter[int]] = {each: Counter() for each in ENGINES}
 
-    def run(self, operations: int) -> None:
+    def _begin(self) -> None:
         for worker_id in WORKERS:
             self._register(worker_id)
-        self._settle()
-        for worker_id in self._engines:
-            self._hear(worker_id)
-        kinds: list[tuple[Callable[[], None], int]] = [
-            (self._select, 22),
-            (self._select_and_reserve, 20),
-            (self._reserve, 14),
-            (self._lifecycle, 22),
-            (self._look, 6),
-            (self._project, 8),
-            (self._change_worker, 3),
-            (self._remove_worker, 2),
-            (self._register_oddly, 4),
-            (self._err, 5),
-            *([(self._publish, 8)] if self._has_events else []),
-        ]
-        calls, weights = zip(*kinds, strict=True)
-        for _ in range(operations):
-            self._rng.choices(calls, weights)[0]()
 
     # -- workers -------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        self._pair.take({"do": "settle"})
 
     def _register(self, worker_id: int, **more: object) -> None:
         body: dict[str, object] = {
@@ -165,9 +137,6 @@ class Play:
 
     # -- prompts -------------------------------------------------------------------------------
 
-    def _tokens(self, many: int) -> list[int]:
-        return [self._rng.randrange(2**32) for _ in range(many)]
-
     def _branch(self, trunk: list[int]) -> list[int]:
         shared = self._rng.randrange(0, len(trunk), BLOCK_SIZE)
         return trunk[:shared] + self._tokens(len(trunk) - shared)
@@ -209,21 +178,7 @@ class Play:
     def _choice(self) -> dict[str, object]:
         """The body of a select, without its ids."""
         draw = self._rng.random
-        body: dict[str, object] = self._prompt()
-        workers = [*WORKERS, 50, 99]
-        if draw() < 0.15:
-            ranks = [0, 0, 1, 2, 7]
-            body["pinned_worker"] = {
-                "worker_id": self._rng.choice(workers),
-                "dp_rank": self._rng.choice(ranks),
-            }
-        if draw() < 0.25:
-            body["allowed_worker_ids"] = self._rng.sample(workers, self._rng.randrange(6))
-        if draw() < 0.25:
-            body["routing_constraints"] = {
-                "required_taints": self._rng.sample(["a", "b"], self._rng.randrange(2)),
-                "preferred_taints": {"b": self._rng.choice([0.5, -0.1, 3]), "c": -1.5},
-            }
+        body = self._prompt() | self._narrowed([*WORKERS, 50, 99], 0.25, [0.5, -0.1, 3])
         if draw() < 0.25:
             body.update(self._override())
         if draw() < 0.1:
@@ -244,22 +199,9 @@ class Play:
             body["selection_id"] = self._rng.choice(["s", "", "ä"])
         self._both("POST", "/select", body)
 
-    def _pinned(self, body: dict[str, object]) -> dict[str, object]:
-        """The same, pinned to one of the ranks that are equally good, if several are."""
-        tied = self._pair.tied(body)
-        if not tied:
-            return body
-        worker_id, dp_rank = self._rng.choice(tied)
-        return {**body, "pinned_worker": {"worker_id": worker_id, "dp_rank": dp_rank}}
-
     def _select_and_reserve(self) -> None:
-        body = self._pinned(self._choice())
-        if self._rng.random() < 0.1:
-            self._pair.take({"do": "unnamed", "body": body})
-            return
-        name = body["reservation_id"] = self._rng.choice(IDS)
-        status, answer = self._both("POST", "/select_and_reserve", body)
-        if status == 200:
+        name, answer = self._booked_as("reservation_id", IDS, self._choice())
+        if answer is not None:
             self._booked[name] = answer["worker_id"]
 
     def _reserve(self) -> None:
@@ -287,14 +229,14 @@ class Play:
             return
         name = self._rng.choice(held if held and self._rng.random() < 0.9 else IDS)
         if draw < 0.65:
-            self._both("POST", f"/reservations/{_quoted(name)}/prefill_complete")
+            self._both("POST", f"/reservations/{quoted(name)}/prefill_complete")
         else:
             fraction = self._rng.choice([None, None, 0.0, 0.25, 0.5, 0.85, 1.0, 1.5, -1, "x"])
             body = {} if fraction is None else {"decay_fraction": fraction}
-            self._both("POST", f"/reservations/{_quoted(name)}/output_block", body)
+            self._both("POST", f"/reservations/{quoted(name)}/output_block", body)
 
     def _free(self, name: str) -> None:
-        self._both("DELETE", f"/reservations/{_quoted(name)}")
+        self._both("DELETE", f"/reservations/{quoted(name)}")
         del self._booked[name]
 
     def _look(self) -> None:
@@ -332,7 +274,7 @@ class Play:
         held[number] = max(held.get(number, 0), blocks)
         hashes = self._engine_hashes(number, blocks)
         self._copies[worker_id].update(hashes)
-        self._tell(worker_id, "stored", number, hashes, blocks, blocks)
+        self._tell_of(worker_id, "stored", number, hashes, blocks, blocks)
 
     def _evict(self, worker_id: int) -> None:
         """It drops the end of one, and whatever hangs below that, as engines do: of what loses only
@@ -352,35 +294,18 @@ class Play:
                     del held[other]
         copies = self._copies[worker_id]
         further = [name for name in lost for _ in range(copies.pop(name) - 1)]
-        self._tell(worker_id, "removed", number, [*lost, *further], left + 1, left)
+        self._tell_of(worker_id, "removed", number, [*lost, *further], left + 1, left)
 
     def _clear(self, worker_id: int) -> None:
         self._stored[worker_id] = {}
         self._copies[worker_id].clear()
-        self._tell(worker_id, "cleared", 0, [], 1, 0)
+        self._tell_of(worker_id, "cleared", 0, [], 1, 0)
 
-    def _tell(
+    def _tell_of(
         self, worker_id: int, event: str, number: int, hashes: list[int], end: int, left: int
     ) -> None:
-        self._pair.take(
-            {
-                "do": "publish",
-                "engine": worker_id,
-                "event": event,
-                "hashes": hashes,
-                "tokens": self._chains[number][: end * BLOCK_SIZE],
-                "blocks": left,
-            }
-        )
+        self._tell(worker_id, event, hashes, self._chains[number][: end * BLOCK_SIZE], left)
 
     def _engine_hashes(self, number: int, blocks: int) -> list[int]:
         chain = self._chains[number]
         return [self._name(chain[: (at + 1) * BLOCK_SIZE]) for at in range(blocks)]
-
-    def _hear(self, worker_id: int) -> None:
-        step = {"do": "hear", "engine": worker_id, "tokens": self._tokens(BLOCK_SIZE)}
-        self._pair.take(step)
-
-
-def _quoted(name: str) -> str:
-    return "".join(f"%{byte:02x}" for byte in name.encode())

@@ -43,10 +43,8 @@ class Member(RunningService):
         peers: Sequence[str] = (),
         sync_port: int | None = None,
         port: int | None = None,
-        log_level: str = "error",
     ) -> None:
-        """log_level: of a reference."""
-        super().__init__(env={"DYN_LOG": log_level})
+        super().__init__(env={"DYN_LOG": "error"})
         self.kind = kind
         self.is_ours = python is None
         self.port = port or self.port

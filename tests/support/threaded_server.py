@@ -7,6 +7,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
+HOST = "127.0.0.1"
+
 
 class ThreadedServer:
     """Listens from the start until it is closed. `answer` is called for each GET and POST."""
@@ -15,7 +17,6 @@ class ThreadedServer:
         self,
         answer: Callable[[BaseHTTPRequestHandler], None],
         *,
-        host: str = "127.0.0.1",
         port: int = 0,
         context: ssl.SSLContext | None = None,
         keeps: bool = True,
@@ -34,14 +35,14 @@ class ThreadedServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
+        self._server = ThreadingHTTPServer((HOST, port), Handler)
         self._server.daemon_threads = True
         if context is not None:
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
         self.port: int = self._server.server_address[1]
-        self.url = f"{'http' if context is None else 'https'}://{host}:{self.port}"
+        self.url = f"{'http' if context is None else 'https'}://{HOST}:{self.port}"
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self) -> None:

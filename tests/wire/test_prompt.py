@@ -50,18 +50,11 @@ def test_hashes_are_signed_and_keep_their_bits() -> None:
     assert signed(prompt.first_sequence_hash) == [I64_MAX]
 
 
-@pytest.mark.parametrize(
-    ("hashes", "isl"),
-    [
-        pytest.param([], 5, id="no hash, five tokens"),
-        pytest.param([1, 2, 3], 1, id="three hashes, one token"),
-        pytest.param([1], 1600, id="one hash, many tokens"),
-    ],
-)
-def test_nothing_relates_the_length_to_the_number_of_hashes(hashes: list[int], isl: int) -> None:
-    prompt = select({"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": isl})
-    assert (prompt.sequence_count, prompt.isl_tokens) == (len(hashes), isl)
-    assert prompt.sequence_hashes() == prompt.local_hashes
+def test_nothing_relates_the_length_to_the_number_of_hashes() -> None:
+    for hashes, isl in ([], 5), ([1, 2, 3], 1), ([1], 1600):
+        prompt = select({"block_hashes": hashes, "sequence_hashes": hashes, "isl_tokens": isl})
+        assert (prompt.sequence_count, prompt.isl_tokens) == (len(hashes), isl)
+        assert prompt.sequence_hashes() == prompt.local_hashes
 
 
 TOO_LONG = "isl_tokens (9007199254740992) exceeds the maximum 9007199254740991"
@@ -98,18 +91,11 @@ def test_a_prompt_is_checked_in_the_documented_order(
     assert caught.value.message == error
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        pytest.param({"sequence_hashes": [1], "isl_tokens": 0}, id="no tokens"),
-        pytest.param(
-            {"block_hashes": [1, 2], "sequence_hashes": [1], "isl_tokens": 0}, id="other length"
-        ),
-    ],
-)
-def test_a_booking_takes_what_a_selection_refuses(body: dict[str, Any]) -> None:
-    prompt = book(body)
-    assert (prompt.sequence_count, prompt.isl_tokens, prompt.local_hashes) == (1, 0, b"")
+def test_a_booking_takes_what_a_selection_refuses() -> None:
+    """No tokens, and lists of two lengths."""
+    for more in ({}, {"block_hashes": [1, 2]}):
+        prompt = book({"sequence_hashes": [1], "isl_tokens": 0, **more})
+        assert (prompt.sequence_count, prompt.isl_tokens, prompt.local_hashes) == (1, 0, b"")
 
 
 # -- tokens ---------------------------------------------------------------------------------------
@@ -127,22 +113,13 @@ def test_tokens_are_hashed_in_whole_blocks() -> None:
     assert prompt.first_sequence_hash == prompt.local_hashes[:8]
 
 
-@pytest.mark.parametrize(
-    "ignored",
-    [
-        pytest.param({"block_hashes": [5], "sequence_hashes": [6, 7], "isl_tokens": 99}, id="all"),
-        pytest.param({"isl_tokens": 0}, id="no tokens"),
-        pytest.param({"isl_tokens": U64_MAX}, id="more than D6 allows"),
-    ],
-)
-def test_tokens_make_the_hash_form_irrelevant(ignored: dict[str, Any]) -> None:
+def test_tokens_make_the_hash_form_irrelevant() -> None:
     plain = select({"token_ids": TOKENS})
-    for prompt in (
-        select({"token_ids": TOKENS, **ignored}),
-        book({"token_ids": TOKENS, **ignored}),
-    ):
-        assert prompt.local_hashes == plain.local_hashes
-        assert prompt.isl_tokens == 10
+    hashes: dict[str, Any] = {"block_hashes": [5], "sequence_hashes": [6, 7], "isl_tokens": 99}
+    for ignored in (hashes, {"isl_tokens": 0}, {"isl_tokens": U64_MAX}):
+        for take in (select, book):
+            prompt = take({"token_ids": TOKENS, **ignored})
+            assert (prompt.local_hashes, prompt.isl_tokens) == (plain.local_hashes, 10)
 
 
 def test_lora_eagle_salt_and_multimodal_objects_all_change_the_hashes() -> None:
@@ -203,79 +180,51 @@ def test_empty_tokens_are_refused_to_select_and_taken_to_book() -> None:
 # -- shapes ---------------------------------------------------------------------------------------
 
 BAD_LISTS = [
-    pytest.param("{}", id="object"),
-    pytest.param("[1e2]", id="exponent"),
-    pytest.param("[null]", id="null inside"),
-    pytest.param("[true]", id="boolean inside"),
-    pytest.param("[{}]", id="object inside"),
-    pytest.param(f"[{2**63}]", id="beyond i64"),
-    pytest.param(f"[{-(2**63) - 1}]", id="below i64"),
-    pytest.param(f"[{'1' * 5000}]", id="thousands of digits"),
+    *("{}", "[1e2]", "[null]", "[true]", "[{}]", f"[{2**63}]", f"[{-(2**63) - 1}]"),
+    f"[{'1' * 5000}]",
 ]
 
 
 @pytest.mark.parametrize("field", ["block_hashes", "sequence_hashes"])
-@pytest.mark.parametrize("bad", BAD_LISTS)
-def test_a_hash_list_of_the_wrong_shape_is_named_whatever_else_is_wrong(
-    field: str, bad: str
-) -> None:
+def test_a_hash_list_of_the_wrong_shape_is_named_whatever_else_is_wrong(field: str) -> None:
     good = {"block_hashes": "[1]", "sequence_hashes": "[1]", "isl_tokens": "4"}
-    bodies = [{**good, field: bad}, {**good, field: bad, "token_ids": "[1]"}]
-    for body in bodies:
-        fields = ",".join(f'"{name}":{value}' for name, value in body.items())
-        text = f"{{{fields}}}"
-        for normalise in (select, book):
+    for bad in BAD_LISTS:
+        for body in ({**good, field: bad}, {**good, field: bad, "token_ids": "[1]"}):
+            text = "{" + ",".join(f'"{name}":{value}' for name, value in body.items()) + "}"
+            for normalise in (select, book):
+                with pytest.raises(msgspec.ValidationError, match=field):
+                    normalise(text)
             with pytest.raises(msgspec.ValidationError, match=field):
-                normalise(text)
+                decode(text).check_shape()
+        alone = decode(f'{{"{field}":{bad}}}')  # nothing that a selection needs is there
         with pytest.raises(msgspec.ValidationError, match=field):
-            decode(text).check_shape()
-    alone = decode(f'{{"{field}":{bad}}}')  # nothing that a selection needs is there
-    with pytest.raises(msgspec.ValidationError, match=field):
-        alone.check_shape()
+            alone.check_shape()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param('{"mm_routing_info":[[1]]}', id="positional routing info"),
-        pytest.param(
-            '{"mm_routing_info":{"routing_token_ids":[1],"block_mm_infos":null}}',
-            id="null block infos inside",
-        ),
-        pytest.param(
-            '{"block_mm_infos":[{"mm_objects":[{"mm_hash":-1,"offsets":[]}]}]}',
-            id="negative mm hash",
-        ),
-        pytest.param(
-            f'{{"block_mm_infos":[{{"mm_objects":[{{"mm_hash":{2**64},"offsets":[]}}]}}]}}',
-            id="mm hash beyond u64",
-        ),
-        pytest.param(
-            '{"block_mm_infos":[{"mm_objects":[{"mm_hash":1,"offsets":[[1]]}]}]}', id="half offset"
-        ),
-        pytest.param(
-            f'{{"block_mm_infos":[{{"mm_objects":[{{"mm_hash":1,"offsets":[[0,{2**64}]]}}]}}]}}',
-            id="offset beyond u64",
-        ),
-    ],
-)
-def test_other_fields_of_the_wrong_shape_are_refused_at_decoding(text: str) -> None:
+def test_other_fields_of_the_wrong_shape_are_refused_at_decoding() -> None:
     """More of them stand in the recordings of the reference."""
-    with pytest.raises(msgspec.ValidationError):
-        decode(text)
+    objects = (
+        *('{"mm_hash":-1,"offsets":[]}', f'{{"mm_hash":{2**64},"offsets":[]}}'),
+        *('{"mm_hash":1,"offsets":[[1]]}', f'{{"mm_hash":1,"offsets":[[0,{2**64}]]}}'),
+    )
+    for text in (
+        '{"mm_routing_info":[[1]]}',
+        '{"mm_routing_info":{"routing_token_ids":[1],"block_mm_infos":null}}',
+        *(f'{{"block_mm_infos":[{{"mm_objects":[{each}]}}]}}' for each in objects),
+    ):
+        with pytest.raises(msgspec.ValidationError):
+            decode(text)
 
 
-@pytest.mark.parametrize("value", [2**64, 10**40])
-@pytest.mark.parametrize(
-    "rest", ["", ',"token_ids":[1]', ',"block_hashes":[1],"sequence_hashes":[1]']
-)
-def test_a_length_beyond_u64_is_a_wrong_shape(value: int, rest: str) -> None:
-    fields = decode(f'{{"isl_tokens":{value}{rest}}}')
-    with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
-        fields.check_shape()
-    if rest:
-        with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
-            prompt_to_select(fields, 4, False)
+def test_a_length_beyond_u64_is_a_wrong_shape() -> None:
+    for value in (2**64, 10**40):
+        for rest in ("", ',"token_ids":[1]', ',"block_hashes":[1],"sequence_hashes":[1]'):
+            fields = decode(f'{{"isl_tokens":{value}{rest}}}')
+            with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
+                fields.check_shape()
+            if rest:
+                with pytest.raises(msgspec.ValidationError, match="isl_tokens"):
+                    prompt_to_select(fields, 4, False)
 
 
 def test_null_is_the_same_as_absent() -> None:

@@ -1,9 +1,15 @@
-"""What engines say of themselves, in the words of their versions."""
+"""What engines say of themselves, in the words of their versions, and how they are asked."""
+
+import functools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 
+from lean_selector.http.outbound import OutboundFailed
 from lean_selector.workers.engine_questions import (
+    ask_engine,
     model_of,
     reachable,
     read_sglang_info,
@@ -11,6 +17,11 @@ from lean_selector.workers.engine_questions import (
     read_vllm_sources,
 )
 from lean_selector.workers.particulars import Particulars
+from lean_selector.workers.roster import Asking, KnownWorker, State
+from tests.support.fake_engine import FakeEngine
+from tests.support.on_loop import on_loop, until
+from tests.support.outbound_server import client, response, says, serving
+from tests.support.running_service import free_port
 
 HOST = "10.0.0.7"
 
@@ -22,16 +33,13 @@ def encoded(value: object) -> bytes:
 # -- models ---------------------------------------------------------------------------------------
 
 
-def test_the_model_is_the_first_that_is_no_adapter() -> None:
+def test_the_model_is_the_first_that_is_no_adapter_if_any() -> None:
     rows = [
         {"id": "sql-lora", "object": "model", "owned_by": "vllm", "parent": "llama"},
         {"id": "llama", "object": "model", "owned_by": "vllm", "root": "/models/l", "parent": None},
         {"id": "llama-alias", "object": "model", "owned_by": "vllm"},
     ]
     assert model_of(encoded({"object": "list", "data": rows})) == ("llama", "vllm")
-
-
-def test_an_engine_without_models_names_none() -> None:
     assert model_of(b'{"object":"list","data":[]}') == (None, None)
 
 
@@ -60,18 +68,13 @@ def test_vllm_has_a_rank_for_each_of_its_engines() -> None:
     told = read_metrics(METRICS + second)
     assert (told.data_parallel_start_rank, told.data_parallel_size) == (0, 2)
     assert (told.block_size, told.total_kv_blocks) == (32, 7001)
+    unknown_yet = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0'
+    assert read_metrics(unknown_yet) == Particulars(block_size=16)
 
 
-def test_what_vllm_does_not_know_yet_is_left_out() -> None:
-    body = b'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0'
-    assert read_metrics(body) == Particulars(block_size=16)
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"# HELP vllm:cache_config_info{x}\n", b"sglang:num_used_tokens 5\n"]
-)
-def test_metrics_of_others_are_not_those_of_vllm(body: bytes) -> None:
-    assert not read_vllm_metrics(body, Particulars())
+def test_metrics_of_others_are_not_those_of_vllm() -> None:
+    for body in (b"", b"# HELP vllm:cache_config_info{x}\n", b"sglang:num_used_tokens 5\n"):
+        assert not read_vllm_metrics(body, Particulars())
 
 
 ROWS = [
@@ -113,17 +116,13 @@ def test_vllm_0_32_tells_each_rank_s_configuration_by_its_number() -> None:
     assert into.replay_endpoints == {"0": "tcp://10.0.0.7:5600"}
 
 
-def test_a_rank_that_is_served_alone_keeps_its_number() -> None:
+def test_a_rank_that_is_served_alone_keeps_its_number_and_none_tells_of_none() -> None:
     into = Particulars()
+    for none in (b"[]", b"{}"):
+        read_vllm_sources(none, HOST, into)
+    assert into == Particulars()
     read_vllm_sources(encoded([{"data_parallel_rank": 3, "endpoint": "tcp://*:1"}]), HOST, into)
     assert (into.data_parallel_start_rank, into.data_parallel_size) == (3, 1)
-
-
-def test_vllm_without_events_tells_of_none() -> None:
-    into = Particulars()
-    read_vllm_sources(b"[]", HOST, into)
-    read_vllm_sources(b"{}", HOST, into)
-    assert into == Particulars()
 
 
 # -- SGLang ---------------------------------------------------------------------------------------
@@ -188,11 +187,9 @@ def test_sglang_that_publishes_nothing_tells_of_no_events() -> None:
     assert read_info(kv_events_config='{"publisher":"null"}').kv_events_endpoints is None
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "is_eagle"), [("EAGLE3", True), ("NGRAM", None), (None, None)]
-)
-def test_sglang_with_eagle_hashes_pairs(algorithm: str | None, is_eagle: bool | None) -> None:
-    assert read_info(speculative_algorithm=algorithm).is_eagle is is_eagle
+def test_sglang_with_eagle_hashes_pairs() -> None:
+    for algorithm, is_eagle in (("EAGLE3", True), ("NGRAM", None), (None, None)):
+        assert read_info(speculative_algorithm=algorithm).is_eagle is is_eagle
 
 
 # -- hosts ----------------------------------------------------------------------------------------
@@ -211,3 +208,103 @@ def test_sglang_with_eagle_hashes_pairs(algorithm: str | None, is_eagle: bool | 
 )
 def test_a_wildcard_is_the_host_of_the_engine(bound: str, host: str, expected: str) -> None:
     assert reachable(bound, host) == expected
+
+
+# -- asked over HTTP, until they say it and again afterwards ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "tells_sources", "asked"),
+    [
+        ("vllm", True, ["/v1/models", "/metrics", "/kv_event_sources"]),
+        ("vllm", False, ["/v1/models", "/metrics", "/kv_event_sources"]),  # an older one
+        ("sglang", True, ["/v1/models", "/server_info", "/get_server_info"]),
+    ],
+)
+@on_loop
+async def test_an_engine_is_asked_as_its_kind_is(
+    kind: str, tells_sources: bool, asked: list[str]
+) -> None:
+    with FakeEngine(kind=kind, tells_sources=tells_sources) as engine:
+        told = await ask_engine(client(), engine.url)
+        events = {"0": f"tcp://127.0.0.1:{engine.events_port}"} if tells_sources else None
+        assert (told.model_name, told.block_size, told.total_kv_blocks) == ("m", 16, 1000)
+        assert told.kv_events_endpoints == events
+        assert sorted(engine.asked) == sorted(asked)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"data":[]}', "it serves no model yet"),
+        (b"<html>", "unknown form of response"),
+        (b'{"data":[{"id":5}]}', "unknown form of response"),
+        (b'{"data":' + b"[" * 100_000, "unknown form of response"),
+    ],
+)
+@on_loop
+async def test_other_services_are_told_from_engines(body: bytes, reason: str) -> None:
+    async with serving(says(response(body))) as served:
+        with pytest.raises(OutboundFailed, match=reason):
+            await ask_engine(client(), served.url)
+
+
+class Engines:
+    """What was heard of one engine that is asked again and again."""
+
+    def __init__(self, url: str) -> None:
+        self.heard: list[Particulars] = []
+        self.failures: list[str] = []
+        self.known = KnownWorker(url, Particulars(endpoint=url))
+        ask = functools.partial(ask_engine, client())
+        self.asking = Asking(
+            ask,
+            lambda _, told: self.heard.append(told),
+            lambda _, reason: self.failures.append(reason),
+            refresh_s=0.005,
+            again_first_s=0.001,
+        )
+
+
+@asynccontextmanager
+async def asking(url: str, state: State = State.ASKING) -> AsyncIterator[Engines]:
+    engines = Engines(url)
+    engines.known.state = state
+    engines.asking.begin(engines.known)
+    engines.asking.begin(engines.known)  # nobody is asked twice at a time
+    try:
+        yield engines
+    finally:
+        engines.asking.end(engines.known)
+        await engines.asking.close()
+
+
+@on_loop
+async def test_an_engine_that_is_not_up_yet_is_asked_again() -> None:
+    with FakeEngine() as engine:
+        engine.is_up = False
+        async with asking(engine.url) as it:
+            await until(lambda: len(it.failures) >= 3)
+            assert "status 503: starting" in it.failures[0]
+            assert not it.heard
+            engine.is_up = True
+            await until(lambda: it.heard)
+            engine.block_size = 32
+            await until(lambda: it.heard[-1].block_size == 32)
+
+
+@on_loop
+async def test_a_port_where_nobody_listens_is_asked_again() -> None:
+    async with asking(f"http://127.0.0.1:{free_port()}") as it:
+        await until(lambda: len(it.failures) >= 3)
+        assert "Connection refused" in it.failures[-1]
+
+
+@on_loop
+async def test_who_is_known_over_http_is_not_asked() -> None:
+    with FakeEngine() as engine, FakeEngine() as other:
+        async with asking(engine.url, State.BY_HTTP) as it, asking(other.url) as beside:
+            await until(lambda: len(beside.heard) > 3)
+            assert not engine.asked
+            it.known.state = State.ASKING
+            await until(lambda: it.heard)

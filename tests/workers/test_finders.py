@@ -7,6 +7,12 @@ import socket
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import dns.flags
+import dns.message
+import dns.rcode
+import dns.rrset
 
 from lean_selector.tasks import supervise
 from lean_selector.workers.discoveries import Discoveries
@@ -20,7 +26,6 @@ from lean_selector.workers.finders import (
 )
 from lean_selector.workers.particulars import Found, Place, peer_target_of
 from lean_selector.workers.peer_roster import PeerRoster
-from tests.support.name_server import name_server
 from tests.support.on_loop import on_loop, until
 
 V4, V6 = socket.AF_INET, socket.AF_INET6
@@ -98,6 +103,43 @@ async def test_a_name_that_fails_changes_nothing() -> None:
         assert it.sighting.state == "failing"
         it.addresses = [(V4, ("10.0.0.1", 8000))]
         await until(lambda: it.sighting.state == "watching")
+
+
+class NameServer(asyncio.DatagramProtocol):
+    """DNS over UDP for SRV records. `services`: targets and ports by name; a name that is not there
+    is NXDOMAIN."""
+
+    def __init__(self) -> None:
+        self.services: dict[str, list[tuple[str, int]]] = {}
+        self.port = 0
+        self._transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self.port = transport.get_extra_info("sockname")[1]
+
+    def datagram_received(self, data: bytes, addr: tuple[str | Any, int]) -> None:
+        query = dns.message.from_wire(data)
+        answer = dns.message.make_response(query)
+        answer.flags |= dns.flags.RA
+        name = query.question[0].name
+        services = self.services.get(name.to_text(omit_final_dot=True))
+        if services is None:
+            answer.set_rcode(dns.rcode.NXDOMAIN)
+        elif services:
+            rows = [f"10 5 {port} {target}." for target, port in services]
+            answer.answer.append(dns.rrset.from_text(name, 1, "IN", "SRV", *rows))
+        self._transport.sendto(answer.to_wire(), addr)
+
+
+@asynccontextmanager
+async def name_server() -> AsyncIterator[NameServer]:
+    loop = asyncio.get_running_loop()
+    transport, server = await loop.create_datagram_endpoint(NameServer, local_addr=("127.0.0.1", 0))
+    try:
+        yield server
+    finally:
+        transport.close()
 
 
 @on_loop

@@ -40,11 +40,8 @@ def test_json_and_a_bare_list_will_do() -> None:
     for text, is_yaml in ((json.dumps(content), False), (json.dumps({"workers": content}), True)):
         found = listed_workers(text.encode(), is_yaml)
         assert [entry.endpoint for entry in found.entries] == ["http://a:1", "http://b:1"]
-
-
-def test_an_empty_list_is_nobody() -> None:
-    assert listed_workers(b"workers: []", is_yaml=True).entries == ()
-    assert listed_workers(b"workers:\n", is_yaml=True).entries == ()
+    for empty in (b"workers: []", b"workers:\n"):
+        assert listed_workers(empty, is_yaml=True).entries == ()
 
 
 def test_the_endpoints_of_llm_d_are_read_as_they_are() -> None:
@@ -100,12 +97,9 @@ def test_what_is_wrong_is_named_and_nothing_counts(text: bytes, reason: str) -> 
     assert "\n" not in str(caught.value)
 
 
-def test_json_that_is_nested_too_deeply_is_refused_too() -> None:
+def test_json_may_be_nested_too_deeply_too_and_what_stands_side_by_side_is_not_nested() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         listed_workers(b"[" * 100_000, is_yaml=False)
-
-
-def test_lists_and_objects_side_by_side_are_not_nested() -> None:
     rows = [f"- {{endpoint: 'http://a:{1 + at}', taints: [a]}}" for at in range(500)]
     assert len(listed_workers("\n".join(rows).encode(), is_yaml=True).entries) == 500
 
