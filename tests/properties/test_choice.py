@@ -49,7 +49,7 @@ from tests.support import naive_choice
 from tests.support.bookings import book
 from tests.support.driven_selector import Sources, pack
 
-SHARE_ERROR = 2e-5
+SHARE_ERROR = 1e-4
 LAST_NUMBER = 1 - 2**-53  # that a random source gives
 PATH = [1, 2, 3, 4, 5, 6, 7]
 
@@ -221,7 +221,7 @@ def request_of(partition: Partition, router: RouterSettings, isl_tokens: int) ->
     return SelectionRequest(prompt, selector_terms)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     fleet=fleets,
     router=routers | untracked,
@@ -313,13 +313,15 @@ def hold_to_the_model(
     temperature = request.terms.temperature
     chances = naive_choice.chances(costs, temperature)
     weights = softmax(costs, temperature)
-    rng = Fixed()
+    rng, answered = Fixed(), set[int]()
 
     def drawn(*numbers: float) -> int:
         rng.numbers = [*numbers]
         load = choice.choose(partition, request, found, matches, rng)
-        answer = placed(partition, load, request, matches)
-        assert_overlap_is_that_of_the_worker(partition, request, answer, by_rank)
+        if load.bit not in answered:
+            answered.add(load.bit)
+            answer = placed(partition, load, request, matches)
+            assert_overlap_is_that_of_the_worker(partition, request, answer, by_rank)
         return load.bit
 
     order = partition.order

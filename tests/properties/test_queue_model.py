@@ -483,4 +483,4 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueModel = QueueMachine.TestCase
-TestQueueModel.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestQueueModel.settings = settings(max_examples=200, stateful_step_count=50)

@@ -281,4 +281,4 @@ class SelectorMachine(RuleBasedStateMachine):
 
 
 TestSelectorModel = SelectorMachine.TestCase
-TestSelectorModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSelectorModel.settings = settings(max_examples=60, stateful_step_count=40)

@@ -4,7 +4,6 @@ from collections import Counter
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.errors import SelectorError
@@ -103,5 +102,4 @@ class Leases(RuleBasedStateMachine):
         assert len(self.table) == 0
 
 
-Leases.TestCase.settings = settings(deadline=None)
 TestLeases = Leases.TestCase

@@ -5,7 +5,7 @@ other: who has heard all that was told agrees with everybody else.
 from collections.abc import Callable
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from lean_selector.core.sessions.shapes import SessionEvent, SessionVerdict
@@ -176,11 +176,9 @@ class Sessions(RuleBasedStateMachine):
         assert len(self.table) >= len(listed)
 
 
-Sessions.TestCase.settings = settings(deadline=None)
 TestSessions = Sessions.TestCase
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_replicas_that_have_heard_everything_agree(data: st.DataObject) -> None:
     """Whatever was booked where, and in whatever order it arrived, as long as nothing expires."""

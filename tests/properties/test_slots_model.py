@@ -347,4 +347,4 @@ class SlotsAgainstModel(RuleBasedStateMachine):
 
 
 TestSlotsAgainstModel = SlotsAgainstModel.TestCase
-TestSlotsAgainstModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlotsAgainstModel.settings = settings(max_examples=60, stateful_step_count=40)

@@ -185,7 +185,7 @@ def test_the_tier_does_what_the_model_does(
     monkeypatch.setattr(device_tier, "_TRIM_BLOCKS", 1)
     monkeypatch.setattr(device_tier, "_MAX_OTHERS_TO_GROW", 1)
     run_state_machine_as_test(
-        DeviceTierMachine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
+        DeviceTierMachine, settings=settings(max_examples=40, stateful_step_count=30)
     )
 
 

@@ -206,8 +206,10 @@ TestNames = Names.TestCase
 TestNamesInShards = NamesInShards.TestCase
 TestPackedNames = PackedNames.TestCase
 TestPackedNamesInSmallSegments = PackedNamesInSmallSegments.TestCase
-for case in (TestNames, TestNamesInShards, TestPackedNames, TestPackedNamesInSmallSegments):
-    case.settings = settings(max_examples=60, stateful_step_count=30)
+ALL_FORMS = TestNames, TestNamesInShards, TestPackedNames, TestPackedNamesInSmallSegments
+for _case in ALL_FORMS:
+    _case.settings = settings(max_examples=60, stateful_step_count=30)
+del _case  # or it would be collected once more
 
 
 # Each once, as an engine has them that names a block but once: two full segments of a row and a

@@ -257,4 +257,4 @@ class RoutedMachine(RuleBasedStateMachine):
 
 
 TestRoutedMachine = RoutedMachine.TestCase
-TestRoutedMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestRoutedMachine.settings = settings(max_examples=100, stateful_step_count=40)

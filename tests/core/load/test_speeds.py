@@ -201,7 +201,7 @@ def test_an_engine_that_counts_its_prefill_tells_while_nothing_else_does() -> No
     assert ranks.factors() == [1.0, 4.0]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_the_sets_say_what_the_factors_do(seed: int, count: int) -> None:
     draws = random.Random(seed)  # hypothesis' own draws would be too many for an example

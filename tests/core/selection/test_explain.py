@@ -62,7 +62,7 @@ def partition_of(draws: random.Random, workers: int, request_weight: float = 0.0
     st.none() | st.integers(0, 20),
     st.sampled_from([0.0, 5.0]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_figures_give_the_cost_and_the_chances_those_who_can_be_drawn(
     workers: int,
     draws: random.Random,
