@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis.strategies as st
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 
 from lean_selector.core.errors import AllWorkersBusy
 from lean_selector.core.index.shapes import Tier
@@ -114,30 +114,23 @@ class Fleet(msgspec.Struct, frozen=True):
         for number, state in enumerate(self.ranks):
             worker_id, dp_rank = divmod(number, per_worker)
             own = PATH[: state.active] if state.shares else [100 + number] * state.active
-            book(
-                partition.slots,
-                f"r{number}",
-                worker_id,
-                dp_rank,
-                pack(own),
-                state.tokens,
-                0.0,
-            )
+            rank = worker_id, dp_rank
+            book(partition.slots, f"r{number}", *rank, pack(own), state.tokens, 0.0)
             for empty in range(state.empty):
-                book(partition.slots, f"e{number}/{empty}", worker_id, dp_rank, b"", 0, 0.0)
+                book(partition.slots, f"e{number}/{empty}", *rank, b"", 0, 0.0)
             held = 0
             for tier, blocks in enumerate((state.device, state.host, state.disk)):
                 parent = PATH[held - 1] if held else None
                 names = PATH[held : held + blocks]
-                partition.index.store(worker_id, dp_rank, Tier(tier), parent, names, pack(names))
+                partition.index.store(*rank, Tier(tier), parent, names, pack(names))
                 held += len(names)
             if state.believed:
                 if partition.predicted is None:
                     partition.predicted = partition.index.beside()
                 names = PATH[: state.believed]
-                partition.predicted.store(worker_id, dp_rank, Tier.DEVICE, None, names, pack(names))
+                partition.predicted.store(*rank, Tier.DEVICE, None, names, pack(names))
             if self.seconds_per_token:
-                load = partition.slots.ranks[worker_id, dp_rank]
+                load = partition.slots.ranks[rank]
                 seconds = self.seconds_per_token[number % len(self.seconds_per_token)]
                 teach(partition, load, seconds)
         partition.set_threshold(BusyThreshold(active_prefill_tokens=self.busy_above))
@@ -221,7 +214,7 @@ def request_of(partition: Partition, router: RouterSettings, isl_tokens: int) ->
     return SelectionRequest(prompt, selector_terms)
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(
     fleet=fleets,
     router=routers | untracked,
@@ -438,3 +431,31 @@ def test_many_ranks_of_one_cell_are_drawn_as_their_loads_say(request_weight: flo
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(choice, "_FEW_RANKS", 0)
         hold_each_rank_to_the_model(Fleet(ranks, 1, [frozenset()], 16, None), router, {}, None, 100)
+
+
+@settings(max_examples=60)
+@given(
+    block_size=st.sampled_from([1, 3, 16, 64, 100]),
+    parts=st.sampled_from([7, 10, 49]) | st.integers(1, 100),
+    equal=st.lists(st.integers(0, 300), min_size=1, max_size=60),
+    isl_tokens=st.sampled_from([0, 15, 48]) | st.integers(0, 100_000),
+    temperature=st.sampled_from([0.0, 0.0, 0.0, 0.1]),
+)
+# 1 / 49 * 49 is not 1: keys differ in their last bits, and costs less so.
+@example(3, 49, [*range(60)], 53_767, 0.1)
+@example(100, 49, [*range(0, 300, 7)], 77_087, 0.0)
+@example(100, 7, [*range(60)], 99_999, 0.0)
+def test_loads_that_are_equal_but_for_rounding_tie_as_they_do_one_by_one(
+    block_size: int, parts: int, equal: list[int], isl_tokens: int, temperature: float
+) -> None:
+    """At a scale of 1 / parts a block weighs as `parts` blocks of tokens do: every rank costs the
+    same, and rounding alone says which tie, and which of them the order has first."""
+    ranks = [RankState(each, False, (300 - each) * block_size * parts, 5, 0, 0) for each in equal]
+    router = RouterSettings(
+        use_kv_events=False, prefill_load_scale=1 / parts, temperature=temperature
+    )
+    fleet = Fleet(ranks, 1, [frozenset()], block_size, None)
+    for allowed in (None, frozenset(range(6)), frozenset((0, 2, 4, 6))):
+        hold_each_rank_to_the_model(
+            fleet, router, {"allowed_worker_ids": allowed}, None, isl_tokens
+        )

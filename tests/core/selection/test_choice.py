@@ -1,194 +1,105 @@
-"""Who is taken of some cells: ties that rounding alone decides, and the draw.
-
-Costs are compared to the last bit with those of each rank alone, for a tie that is missed or made
-up changes which ranks the draw is among.
-"""
+"""The draw by weight: as often as each rank's weight says, in few steps at every temperature."""
 
 import math
 import random
-from collections import Counter
 
-import msgspec
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from lean_selector.core.index.kv_index import KvIndex
-from lean_selector.core.index.shapes import Matched
-from lean_selector.core.rank_bits import bits_of
+from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.selection import choice
-from lean_selector.core.selection.choice import Cell, Pricing, all_costs, cheapest, dearest, drawn
-from lean_selector.core.selection.cost import credit_blocks, credit_decay, softmax
+from lean_selector.core.selection.choice import (
+    Cell,
+    DrawBounds,
+    Pricing,
+    cells,
+    cheapest,
+    choose,
+    dearest,
+    drawn,
+)
+from lean_selector.core.selection.cost import overridden
+from lean_selector.core.selection.overlap import match_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
-from lean_selector.core.selection.router_settings import CostTerms
+from lean_selector.core.selection.router_settings import CostTerms, RouterOverride
 from lean_selector.core.selection.shapes import SelectionRequest, WorkerSpec
+from tests.support.bookings import book
+from tests.support.driven_selector import DrivenSelector, pack
+from tests.support.operations import lines_run
 
-Load = tuple[int, int]  # prefill tokens, active blocks
-
-block_sizes = st.sampled_from([1, 3, 16, 64, 100])
-loads = st.tuples(
-    st.sampled_from([0, 1, 16, 32, 48, 300]) | st.integers(0, 100_000),
-    st.sampled_from([0, 1, 2, 3, 300]) | st.integers(0, 5_000),
-)
-prompts = st.sampled_from([0, 1, 15, 16, 48]) | st.integers(0, 100_000)
+PROMPT = list(range(1, 41))
+TEMPERATURES = [1.0, 0.3, 0.1, 0.03, 0.01, 1e-4, 1e-300]
 
 
-def loaded(block_size: int, scale: float, held: list[Load]) -> Partition:
-    """One worker for each load, its bit the place in the list."""
-    partition = Partition("m", "t", block_size, False, KvIndex(block_size), scale)
-    for worker_id, load in enumerate(held):
-        partition.put_worker(WorkerSpec(worker_id=worker_id))
-        rank = partition.slots.ranks[worker_id, 0]
-        rank.active_prefill_tokens, rank.active_decode_blocks = load
-        partition.order.changed(rank)
-        assert rank.bit == worker_id
-    return partition
+class Fleet:
+    """Ranks of which no two have the same load: each has some blocks, and tokens to prefill.
+
+    Every so manieth rank has the first half of the prompt cached.
+    """
+
+    def __init__(self, ranks: int, *, held: int = 0) -> None:
+        self.driven = driven = DrivenSelector()
+        loads = random.Random(5).sample(range(ranks), ranks)
+        for worker_id in range(ranks):
+            driven.register(worker_id)
+        self.partition = partition = driven.partition
+        for worker_id, load in enumerate(loads):
+            hashes = pack(1_000 * worker_id + at for at in range(100, 100 + load % 13))
+            book(partition.slots, f"r{worker_id}", worker_id, 0, hashes, 9 * load + 1, 0.0)
+        for worker_id in range(0, ranks, held) if held else ():
+            half = PROMPT[:20]
+            partition.index.store(worker_id, 0, Tier.DEVICE, None, half, pack(half))
+
+    def request(self, temperature: float) -> SelectionRequest:
+        request = self.driven.request(PROMPT, 4 * len(PROMPT))
+        override = RouterOverride(router_temperature=temperature)
+        request.terms = overridden(request.terms, override)
+        return request
+
+    def cells_of(self, request: SelectionRequest) -> tuple[Pricing, list[Cell]]:
+        partition = self.partition
+        pricing = Pricing(partition, request, partition.candidates)
+        matches = match_sets(partition, request.prompt.local_hashes)
+        return pricing, cells(partition, request, pricing, partition.candidates, matches)
+
+    def envelope(self, temperature: float) -> DrawBounds:
+        pricing, found = self.cells_of(self.request(temperature))
+        order = self.partition.order
+        least = cheapest(order, pricing, found)[0]
+        spread = dearest(order, pricing, found) - least
+        return DrawBounds(order, pricing, found, least, spread, temperature)
+
+    def place(self, temperature: float, rng: random.Random) -> int:
+        """The bit of the rank that a request is given."""
+        request, partition = self.request(temperature), self.partition
+        matches = match_sets(partition, request.prompt.local_hashes)
+        return choose(partition, request, partition.candidates, matches, rng).bit
+
+    def steps(self, temperature: float, draws: int = 25) -> float:
+        """Lines that a selection runs, the mean."""
+        rng = random.Random(3)
+        return lines_run(lambda: [self.place(temperature, rng) for _ in range(draws)]) / draws
 
 
-class Asked(msgspec.Struct):
-    """A cell, and the terms of the request."""
-
-    terms: CostTerms
-    ranks: int
-    tokens: int
-    device: int
-    blocks: int
-    factor: float = 1.0
-
-    def found_in(self, partition: Partition) -> tuple[float, set[int], float]:
-        """The least cost, who has it, and the greatest; the sets share no rank, none is empty."""
-        request = SelectionRequest(Prompt(self.tokens, b"", 0, b"", b""), self.terms)
-        pricing = Pricing(partition, request, self.ranks)
-        match = Matched(self.device)
-        credit = credit_blocks(self.terms, 1.0, match)
-        cell = Cell(pricing, self.ranks, match, self.tokens, credit, self.blocks, self.factor)
-        least, tied = cheapest(partition.order, pricing, [cell])
-        bits = [bits_of(each) for each in tied]
-        assert all(bits)
-        assert sum(map(len, bits)) == len(set().union(*bits))
-        return least, set().union(*bits), dearest(partition.order, pricing, [cell])
-
-    def one_by_one(self, partition: Partition) -> tuple[float, set[int], float]:
-        """The same, of each rank alone."""
-        costs = {}
-        loads = [partition.order.ranks[bit] for bit in bits_of(self.ranks)]
-        least_tokens = min(load.active_prefill_tokens for load in loads)
-        terms, block_size = self.terms, partition.block_size
-        for load in loads:
-            tokens = load.active_prefill_tokens
-            decay = credit_decay(terms, tokens - least_tokens, self.tokens, block_size)
-            credit = credit_blocks(terms, decay, Matched(self.device))
-            prefill = 0.0
-            if terms.track_prefill:
-                prefill = terms.scale * max(0.0, (tokens + self.tokens) / block_size - credit)
-            blocks = load.active_decode_blocks + self.blocks
-            costs[load.bit] = (prefill + blocks) * self.factor
-        least = min(costs.values())
-        cheap = {bit for bit, cost in costs.items() if cost == least}
-        return least, cheap, max(costs.values())
+KINDS = {"apart": 0, "one holder": 10_000, "half hold": 2}
+kinds = pytest.mark.parametrize("held", KINDS.values(), ids=KINDS)
 
 
-def terms_of(
-    scale: float, *, credit: float = 1.0, decay: float = 0.0, tracks: bool = True
-) -> CostTerms:
-    return CostTerms(credit, decay, scale, 0.0, tracks)
+@kinds
+def test_no_temperature_leads_to_the_cost_of_every_load(held: int) -> None:
+    fleet = Fleet(800, held=held)
+    plain = fleet.steps(0.0)
+    for temperature in TEMPERATURES:
+        # A look at a load is two lines; its cost and its weight are a dozen.
+        assert fleet.steps(temperature) < plain + 2 * 800
 
 
-def test_where_the_credit_decays_a_rank_with_less_load_may_cost_more() -> None:
-    partition = loaded(16, 1.0, [(0, 40)] * 4 + [(160, 28)] * 4)
-    cell = Asked(terms_of(1.0, decay=4.0), partition.candidates, 480, 30, 0)
-    assert cell.found_in(partition) == cell.one_by_one(partition)
-
-
-@given(
-    block_size=block_sizes,
-    parts=st.sampled_from([7, 10, 49]) | st.integers(1, 100),
-    equal=st.lists(st.integers(0, 300), min_size=1, max_size=60),
-    tokens=prompts,
-    blocks=st.integers(0, 300),
-)
-# 1 / 49 * 49 is not 1: keys differ in their last bits, and costs less so.
-@example(3, 49, [*range(60)], 53_767, 84)
-@example(100, 49, [*range(0, 300, 7)], 77_087, 78)
-@example(100, 7, [*range(60)], 99_999, 1)
-def test_loads_that_are_equal_but_for_rounding_tie_as_they_do_one_by_one(
-    block_size: int, parts: int, equal: list[int], tokens: int, blocks: int
-) -> None:
-    """At a scale of 1 / parts a block weighs as `parts` blocks of tokens do: every rank costs the
-    same, and rounding alone says which tie, and which of them the order has first."""
-    held = [((300 - each) * block_size * parts, each) for each in equal]
-    partition = loaded(block_size, 1 / parts, held)
-    everyone = partition.candidates
-    for ranks in (everyone, everyone & 0b111_111, everyone & 0b1_010_101):
-        cell = Asked(terms_of(1 / parts), ranks, tokens, tokens // block_size // 2, blocks)
-        assert cell.found_in(partition) == cell.one_by_one(partition)
-
-
-# -- the draw -------------------------------------------------------------------------------------
-
-
-def shares_of(costs: list[float], temperature: float, draws: int) -> list[float]:
-    """How often each rank was drawn, of ranks that cost so much."""
-    partition = loaded(1, 0.0, [(0, 0)] * len(costs))
-    request = SelectionRequest(
-        Prompt(0, b"", 0, b"", b""), CostTerms(1.0, 0.0, 0.0, temperature, True)
-    )
-    pricing = Pricing(partition, request, partition.candidates)
-    cells = [
-        Cell(pricing, 1 << bit, Matched(0), 0, 0.0, 1 if cost else 0, cost or 1.0)
-        for bit, cost in enumerate(costs)
-    ]
-    rng = random.Random(11)
-    counts = Counter(drawn(partition.order, pricing, cells, temperature, rng) for _ in range(draws))
-    return [counts[bit] / draws for bit in range(len(costs))]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 1.7e308])
-def test_costs_beyond_f64_are_never_drawn_before_finite_ones(temperature: float) -> None:
-    shares = shares_of([math.inf, 1.0, math.inf], temperature, 50)
-    assert shares == [0.0, 1.0, 0.0]
-    assert sum(shares_of([math.inf, math.inf], temperature, 50)) == 1.0
-
-
-@pytest.mark.parametrize("temperature", [5e-324, 1.0, 1.7e308])
-def test_of_many_loads_the_cheapest_is_drawn_when_the_dearest_is_beyond_f64(
-    temperature: float,
-) -> None:
-    partition = loaded(1, 1.0, [(blocks, 0) for blocks in range(20)])
-    request = SelectionRequest(
-        Prompt(0, b"", 0, b"", b""), CostTerms(1.0, 0.0, 1.0, temperature, True)
-    )
-    pricing = Pricing(partition, request, partition.candidates)
-    dear = 1 << 19
-    cells = [
-        Cell(pricing, partition.candidates ^ dear, Matched(0), 0, 0.0, 0, 1.0),
-        Cell(pricing, dear, Matched(0), 0, 0.0, 0, math.inf),
-    ]
-    rng = random.Random(3)
-    assert {drawn(partition.order, pricing, cells, temperature, rng) for _ in range(50)} == {0}
-
-
-def test_costs_that_rounding_alone_sets_apart_are_drawn_as_the_formula_has_them() -> None:
-    """Bounds, which leave room for rounding, say nothing of them: all are costed."""
-    block_size, parts, tokens = 3, 49, 53_767
-    held = [((300 - each) * block_size * parts, each) for each in range(60)]
-    partition = loaded(block_size, 1 / parts, held)
-    terms = CostTerms(1.0, 0.0, 1 / parts, 0.1, True)
-    request = SelectionRequest(Prompt(tokens, b"", 0, b"", b""), terms)
-    pricing = Pricing(partition, request, partition.candidates)
-    match = Matched(tokens // block_size // 2)
-    cell = Cell(pricing, partition.candidates, match, tokens, match.device, 84, 1.0)
-    costed = all_costs(partition.order, pricing, [cell])
-    weights = softmax([cost for cost, _ in costed], 0.1)
-    assert weights is not None
-    rng, draws = random.Random(3), 500
-    counts = Counter(drawn(partition.order, pricing, [cell], 0.1, rng) for _ in range(draws))
-    for (_, ranks), weight in zip(costed, weights, strict=True):
-        chance = weight / sum(weights)
-        (bit,) = bits_of(ranks)
-        error = 5 * math.sqrt(chance * (1 - chance) / draws)
-        assert abs(counts[bit] / draws - chance) <= error + 6 / draws
+@kinds
+def test_a_low_temperature_costs_the_same_however_large_the_fleet(held: int) -> None:
+    few, many = Fleet(100, held=held), Fleet(1600, held=held)
+    for temperature in (1e-4, 1e-6):
+        assert many.steps(temperature) < 1.5 * few.steps(temperature)
 
 
 class Last(random.Random):
@@ -196,6 +107,62 @@ class Last(random.Random):
 
     def random(self) -> float:
         return 1.0
+
+
+def test_a_draw_that_rounding_leads_beyond_the_last_is_none() -> None:
+    assert Fleet(20).envelope(0.5).draw(Last(), 1) == -1
+
+
+def test_a_part_knows_what_it_weighs() -> None:
+    envelope = Fleet(20, held=2).envelope(0.5)
+    for part in envelope.parts:
+        assert part.mass == part.ranks.bit_count() * part.bound
+    assert {part.cell.match for part in envelope.parts} == {Matched(20), Matched(0)}
+
+
+# -- costs beyond f64 and rounding ----------------------------------------------------------------
+
+
+class Loaded:
+    """Ranks with so many tokens to prefill, and the pricing of a request of none."""
+
+    def __init__(self, tokens: list[int], scale: float, temperature: float) -> None:
+        self.partition = partition = Partition("m", "t", 1, False, KvIndex(1), scale)
+        for worker_id, waiting in enumerate(tokens):
+            partition.put_worker(WorkerSpec(worker_id=worker_id))
+            rank = partition.slots.ranks[worker_id, 0]
+            rank.active_prefill_tokens = waiting
+            partition.order.changed(rank)
+        terms = CostTerms(1.0, 0.0, scale, temperature, True)
+        request = SelectionRequest(Prompt(0, b"", 0, b"", b""), terms)
+        self.pricing = Pricing(partition, request, partition.candidates)
+        self.temperature, self.rng = temperature, random.Random(11)
+
+    def cell(self, ranks: int, blocks: int, factor: float) -> Cell:
+        return Cell(self.pricing, ranks, Matched(0), 0, 0.0, blocks, factor)
+
+    def drawn(self, cells: list[Cell]) -> set[int]:
+        """The bits that are drawn, of 50 draws."""
+        order, terms = self.partition.order, (cells, self.temperature, self.rng)
+        return {drawn(order, self.pricing, *terms) for _ in range(50)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 1.7e308])
+def test_costs_beyond_f64_are_never_drawn_before_finite_ones(temperature: float) -> None:
+    loaded = Loaded([0] * 3, 0.0, temperature)
+    beyond = [loaded.cell(1 << bit, 1, math.inf) for bit in (0, 2)]
+    assert loaded.drawn([*beyond, loaded.cell(0b10, 1, 1.0)]) == {1}
+    assert loaded.drawn(beyond) == {0, 2}
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1.0, 1.7e308])
+def test_of_many_loads_the_cheapest_is_drawn_when_the_dearest_is_beyond_f64(
+    temperature: float,
+) -> None:
+    loaded = Loaded([*range(20)], 1.0, temperature)
+    dear = 1 << 19
+    finite = loaded.cell(loaded.partition.candidates ^ dear, 0, 1.0)
+    assert loaded.drawn([finite, loaded.cell(dear, 0, math.inf)]) == {0}
 
 
 def test_a_draw_that_rounding_leads_beyond_the_last_is_the_last_that_can_be_drawn() -> None:
