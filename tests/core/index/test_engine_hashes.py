@@ -233,7 +233,7 @@ def stretches(draw: st.DrawFn) -> list[int]:
 
 @pytest.mark.parametrize("front_blocks", [40_000, 3])
 @pytest.mark.parametrize("form", [HashesInDicts, HashesPacked])
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(removals=st.lists(st.one_of(single_names, stretches()), max_size=8))
 def test_names_that_stand_once_are_removed_in_any_order(
     form: Callable[[], EngineHashes], front_blocks: int, removals: list[list[int]]

@@ -14,7 +14,7 @@ U32 = st.integers(0, 2**32 - 1)
 STEPS = st.lists(st.tuples(st.sampled_from(NAMES), st.none() | U32), max_size=120)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(STEPS, st.sampled_from([4, 16, 1024]))
 def test_a_table_keeps_what_a_dict_keeps(
     steps: list[tuple[int, int | None]], most_slots: int

@@ -97,7 +97,7 @@ MANY = st.lists(EVENTS, max_size=25)
 
 
 @given(st.lists(STORES, max_size=25), st.lists(STORES, max_size=15), PAUSES, st.lists(PATHS))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_stores_between_slices_are_never_lost(
     before: list[Event], after: list[Event], pauses: list[int], prompts: list[tuple[int, ...]]
 ) -> None:
@@ -119,7 +119,7 @@ def test_stores_between_slices_are_never_lost(
     [0, 3],
     [],
 )
-@settings(max_examples=300)
+@settings(max_examples=200)
 def test_a_copy_never_claims_what_is_gone(
     before: list[Event], after: list[Event], pauses: list[int], prompts: list[tuple[int, ...]]
 ) -> None:

@@ -5,18 +5,16 @@ test_lower_tiers_model.py. Here prompts are lists of small numbers, which stand 
 rank's hash for block n is 100 + n where nothing else is said.
 """
 
-import random
 from collections.abc import Iterator, Sequence
 
 import pytest
 
-from lean_selector.core.index import device_tier, engine_hashes, holes
+from lean_selector.core.index import device_tier, holes
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched, StoredRun, StoreResult, Tier
 from tests.support.driven_selector import pack
 
 A, B, C = (1, 0), (2, 0), (3, 7)
-TIERS = {"gpu": Tier.DEVICE, "cpu": Tier.HOST_PINNED, "disk": Tier.DISK, "ext": Tier.EXTERNAL}
 
 
 def store(
@@ -78,54 +76,6 @@ def test_an_event_that_makes_no_sense_changes_nothing(
     assert_pristine(index)
 
 
-def test_a_dropped_worker_leaves_with_all_its_ranks() -> None:
-    index = KvIndex(16)
-    for rank in (A, (1, 4294967295), B):
-        store(index, rank, [1, 2])
-    index.set_bound(1, 5, 5)
-    assert index.drop_worker(1) == 4
-    assert not index.bounds
-    assert index.ranks() == [B]
-    index.abandon()
-    give_back(index)
-    assert_pristine(index)
-
-
-@pytest.mark.parametrize("front", [engine_hashes._FRONT_BLOCKS, 1_000], ids=["one dict", "many"])
-def test_events_about_any_stretches_of_long_prompts_remove_just_those(
-    front: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_hashes, "_FRONT_BLOCKS", front)
-    # Long enough for several strands and many segments of their rows.
-    rng = random.Random(6)
-    index = KvIndex(16)
-    prompts = []
-    for start in (0, 10_000, 20_000):
-        names = [rng.getrandbits(64) for _ in range(2_600)]
-        local = list(range(start, start + 2_600))
-        at = 0
-        while at < 2_600:
-            end = at + rng.choice([1, 1, 8, 64, 700])
-            parent = names[at - 1] if at else None
-            store(index, A, local[at:end], parent, names[at:end])
-            at = end
-        prompts.append((local, names))
-    held = {name for _, names in prompts for name in names}
-    while held:
-        local, names = rng.choice(prompts)
-        left = [at for at, name in enumerate(names) if name in held] or [0]
-        start, length = rng.choice(left), rng.choice([1, 2, 8, 64, 700])
-        some = names[start : start + length][:: rng.choice([1, -1, -1, 2])]
-        some += rng.choice([[], [0], some[:1], rng.choice(prompts)[1][-5:]])
-        if rng.random() < 0.2:
-            rng.shuffle(some)
-        assert index.remove(*A, Tier.DEVICE, some) == len(held.intersection(some))
-        held.difference_update(some)
-        leading = next((at for at, name in enumerate(names) if name not in held), len(names))
-        assert device(index, local) == ({A: leading} if leading else {})
-    assert_pristine(index)
-
-
 def test_an_index_with_as_many_runs_as_it_can_number_takes_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -168,37 +118,6 @@ def test_only_whole_names_are_removed_from_a_lower_tier() -> None:
     assert index.blocks(*A, Tier.DISK) == 1
 
 
-# (tier, blocks) in the order in which they were stored, the query, and what a rank has of it
-EXAMPLES = {
-    1: ([("gpu", [1, 2]), ("cpu", [3]), ("disk", [4]), ("ext", [5])], 6, (2, 1, 2)),
-    2: ([("gpu", [1, 2]), ("cpu", [1, 2])], 3, (2, 0, 0)),
-    3: ([("gpu", [1]), ("cpu", [1, 2, 3])], 4, (1, 2, 0)),
-    4: ([("cpu", [1, 2, 3])], 4, (0, 3, 0)),
-    5: ([("disk", [1, 2, 3])], 4, (0, 0, 3)),
-    6: ([("disk", [1, 2]), ("cpu", [3])], 4, (0, 0, 2)),
-    7: ([("gpu", [1]), ("disk", [2]), ("cpu", [3])], 4, (1, 0, 1)),
-    8: ([("gpu", [1, 2, 3]), ("remove", [2]), ("cpu", [2])], 4, (1, 1, 0)),
-    9: ([("gpu", [1, 2]), ("cpu", [3]), ("disk", [4, 5])], 6, (2, 1, 2)),
-    10: ([("ext", [1, 2])], 3, (0, 0, 2)),
-    11: ([("gpu", [1]), ("disk", [456, 2])], 2, (1, 0, 0)),
-}
-
-
-@pytest.mark.parametrize(("events", "query", "expected"), EXAMPLES.values(), ids=map(str, EXAMPLES))
-def test_worked_examples_of_the_specification(
-    events: list[tuple[str, list[int]]], query: int, expected: tuple[int, int, int]
-) -> None:
-    """Spec indexer.md 4.1."""
-    index = KvIndex(4)
-    for kind, local in events:
-        parent = None if local[0] == 1 else 99 + local[0]
-        if kind == "remove":
-            assert index.remove(*A, Tier.DEVICE, [100 + block for block in local]) == 1
-        else:
-            assert store(index, A, local, parent, tier=TIERS[kind]) is StoreResult.STORED
-    assert match(index, list(range(1, query + 1))) == {A: Matched(*expected)}
-
-
 # Bounds
 
 
@@ -218,15 +137,6 @@ def test_beyond_its_bound_a_rank_loses_its_oldest_blocks() -> None:
     index.set_bound(A[0], None, None)
     store(index, A, [1, 2, 3, 4, 5, 6])
     assert index.blocks(*A, Tier.DEVICE) == 6
-
-
-def test_a_bound_frees_the_older_of_two_blocks_with_one_hash() -> None:
-    index = KvIndex(16)
-    store(index, A, [1], names=[11])
-    store(index, A, [2], names=[11])
-    index.set_bound(A[0], 1, None)
-    assert device(index, [1]) == {}
-    assert device(index, [2]) == {A: 1}
 
 
 def test_a_bound_is_kept_where_the_oldest_run_was_split() -> None:

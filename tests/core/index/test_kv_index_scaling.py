@@ -4,13 +4,9 @@ from collections.abc import Callable, ItemsView, Iterator, ValuesView
 
 import pytest
 
-from lean_selector.core.index import kv_index, sweeping
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.runs import Run
-from lean_selector.core.index.shapes import (
-    Matched,
-    Tier,
-)
+from lean_selector.core.index.shapes import Matched, Tier
 from tests.support.driven_selector import pack
 from tests.support.operations import lines_run
 
@@ -230,25 +226,3 @@ def test_an_engine_that_clears_again_and_again_does_not_pile_up_what_it_dropped(
         index.store(1, 0, Tier.DEVICE, None, names, pack(names))
         index.clear(1, 0)
         assert len(index._sweeps) <= 2
-
-
-def test_a_part_that_was_dropped_is_neither_matched_nor_in_the_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sweeping, "_STEPS_AT_ONCE", 0)
-    monkeypatch.setattr(kv_index, "_STEPS_PER_EVENT", 0)
-    index, names = KvIndex(16), list(range(1, 101))
-    for worker_id in (1, 2):
-        index.store(worker_id, 0, Tier.DEVICE, None, names, pack(names))
-    index.remove(1, 0, Tier.DEVICE, names[5:])
-    index.clear(1, 0)
-    index.store(1, 0, Tier.DEVICE, None, [900], pack([900]))
-    # The other lets its half go, so that the run's end is cut off while the old part is in it.
-    index.remove(2, 0, Tier.DEVICE, names[10:])
-    (run, _) = index._device.trie.strands.values()
-    assert len(run.label) >> 3 == 10
-    assert index.match(pack(names)) == {(2, 0): Matched(10)}
-    assert index.match(pack([900])) == {(1, 0): Matched(1)}
-    swept(index)
-    assert index.match(pack(names)) == {(2, 0): Matched(10)}
-    assert index.match(pack([900])) == {(1, 0): Matched(1)}

@@ -209,13 +209,6 @@ def test_a_removed_event_in_parts_that_does_not_count_is_skipped_once(source: So
     assert source.device() == 1
 
 
-def test_events_that_the_wire_skipped_are_counted(source: Source) -> None:
-    skipped = [SkippedEvent("stored", "malformed", "x"), SkippedEvent("stored", "malformed", "y")]
-    source.ingest.apply(EventBatch(None, [store(1)], skipped))
-    assert source.skipped == {("stored", "malformed"): 2}
-    assert source.device() == 1
-
-
 def test_surplus_tokens_are_ignored_even_bad_ones(source: Source) -> None:
     source.send(store(1, token_ids=[10, 11, -5, 2**40]))
     assert source.tokens_hashes() == {1: local(1)}
@@ -276,11 +269,31 @@ def kind_of(key: object) -> str:
     return {type(None): "nil", float: "float", dict: "map"}.get(type(key), "list")
 
 
-def test_a_child_without_salt_has_its_parents(source: Source) -> None:
-    source.send(store(1, cache_salt="s"), store(2, parent=1))
-    source.send(store(3, parent=2), store(4, parent=3, cache_salt="t"))
-    expected = {1: local(1, "s"), 2: local(2, "s"), 3: local(3, "s"), 4: local(4, "t")}
-    assert source.tokens_hashes() == expected
+SALTED, OF_THE_HOST = store(1, cache_salt="s"), store(2, parent=1, tier=Tier.HOST_PINNED)
+ON_DISK = (store(1, cache_salt="t", tier=Tier.DISK), store(2, parent=1, tier=Tier.DISK))
+CHAIN = (store(2, parent=1), store(3, parent=2), store(4, parent=3, cache_salt="t"))
+
+
+@pytest.mark.parametrize(
+    ("events", "salts"),
+    [
+        pytest.param((SALTED, *CHAIN), {2: "s", 3: "s", 4: "t"}, id="its parent's"),
+        pytest.param((SALTED, OF_THE_HOST), {2: "s"}, id="its parent's on the device"),
+        pytest.param((SALTED, *ON_DISK), {2: "t"}, id="its own tier knows it best"),
+        pytest.param(
+            (SALTED, BlockRemoved([1], Tier.DEVICE), OF_THE_HOST), {2: None}, id="parent removed"
+        ),
+        pytest.param((SALTED, AllBlocksCleared(), OF_THE_HOST), {2: None}, id="rank cleared"),
+    ],
+)
+def test_a_child_without_a_salt_has_that_of_its_parent(
+    source: Source, events: tuple[Event, ...], salts: dict[int, str | None]
+) -> None:
+    source.send(*events)
+    hashes = source.tokens_hashes()
+    assert {block: hashes[block] for block in salts} == {
+        block: local(block, salt) for block, salt in salts.items()
+    }
 
 
 def test_a_recovered_index_knows_no_salts_and_its_unsalted_children_match_nobody(
@@ -306,29 +319,6 @@ def test_a_recovered_index_knows_no_salts_and_its_unsalted_children_match_nobody
     assert (matched(salted), matched(plain)) == (2, 0)
 
 
-def test_an_offloaded_child_has_the_salt_of_its_parent_on_the_device(source: Source) -> None:
-    source.send(store(1, cache_salt="s"), store(2, parent=1, tier=Tier.HOST_PINNED))
-    assert source.tokens_hashes()[2] == local(2, "s")
-
-
-def test_the_childs_own_tier_knows_the_salt_best(source: Source) -> None:
-    source.send(store(1, cache_salt="s"), store(1, cache_salt="t", tier=Tier.DISK))
-    source.send(store(2, parent=1, tier=Tier.DISK))
-    assert source.tokens_hashes()[2] == local(2, "t")
-
-
-def test_a_removed_parent_leaves_no_salt(source: Source) -> None:
-    source.send(store(1, cache_salt="s"), BlockRemoved([1], Tier.DEVICE))
-    source.send(store(2, parent=1, tier=Tier.HOST_PINNED))
-    assert source.tokens_hashes()[2] == local(2)
-
-
-def test_a_cleared_rank_leaves_no_salt(source: Source) -> None:
-    source.send(store(1, cache_salt="s"), AllBlocksCleared())
-    source.send(store(2, parent=1, tier=Tier.HOST_PINNED))
-    assert source.tokens_hashes()[2] == local(2)
-
-
 def test_the_oldest_salts_go_beyond_the_limit(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,38 +328,23 @@ def test_the_oldest_salts_go_beyond_the_limit(
     assert (hashes[4], hashes[5]) == (local(4), local(5, "s"))
 
 
-def test_a_batch_may_name_another_rank_than_the_registered_one(source: Source) -> None:
-    source.send(store(1))
+def test_a_clear_empties_its_rank_on_all_tiers_and_no_other(source: Source) -> None:
+    assert source.send(store(1), AllBlocksCleared(), store(2)) is True  # all that the source has
+    source.send(store(1, tier=Tier.DISK))
     source.send(store(1), dp_rank=9)
     assert source.index.ranks() == [(7, 3), (7, 9)]
-
-
-def test_a_clear_empties_its_rank_on_all_tiers_and_no_other(source: Source) -> None:
-    source.send(store(1), store(1, tier=Tier.DISK))
-    source.send(store(1), dp_rank=9)
     assert source.send(AllBlocksCleared()) is False
     assert source.index.ranks() == [(7, 9)]
 
 
-def test_a_clear_of_the_only_rank_is_a_clear_of_the_source(source: Source) -> None:
-    source.send(store(1))
-    assert source.send(AllBlocksCleared(), store(2)) is True
-    assert source.device() == 1
-
-
 def test_a_source_that_starts_again_has_nothing_on_any_rank(source: Source) -> None:
+    source.index.store(7, 3, Tier.DEVICE, None, [9], b"12345678")  # recovered from a peer
     source.send(store(1, group_idx=1, kind="full_attention"))
     source.send(store(1), dp_rank=9)
     source.ingest.clear()
     assert source.index.is_empty
     source.send(store(2, group_idx=1))
     assert source.skipped == {("stored", "other_group"): 1}
-
-
-def test_blocks_recovered_from_a_peer_go_with_their_source(source: Source) -> None:
-    source.index.store(7, 3, Tier.DEVICE, None, [1], b"12345678")
-    source.ingest.clear()
-    assert source.index.is_empty
 
 
 def test_ranks_beyond_the_limit_are_not_indexed(
@@ -385,6 +360,8 @@ def test_ranks_beyond_the_limit_are_not_indexed(
 def test_counts_add_up() -> None:
     first, second = Source(), Source()
     first.send(store(1), BlockRemoved([1], Tier.DEVICE), store(2, tier=None))
+    unread = [SkippedEvent("stored", "malformed", each) for each in "xy"]
+    first.ingest.apply(EventBatch(None, [], unread))
     second.send(store(1, blocks=2), AllBlocksCleared(), store(2, tier=None))
     total = EventCounts()
     total.add(first.ingest.counts)
@@ -394,11 +371,9 @@ def test_counts_add_up() -> None:
         ("removed", "applied", 1),
         ("cleared", "applied", 1),
         ("stored", "unknown_medium", 2),
+        ("stored", "malformed", 2),
     ]
     assert (total.blocks_stored, total.blocks_removed) == (3, 1)
-
-
-# -- as packed lists ------------------------------------------------------------------------------
 
 
 def test_a_source_whose_blocks_have_another_size_is_mismatched_until_it_tells_better() -> None:

@@ -55,22 +55,6 @@ def test_the_same_prompt_again_is_remembered_once() -> None:
     assert prompts.index.is_empty
 
 
-def test_what_a_rank_cannot_hold_is_forgotten_by_the_booking_that_is_longest_ago() -> None:
-    prompts = routed()
-    prompts.set_bound(1, 5)
-    add(prompts, A, [1, 2, 3], 0.0)
-    add(prompts, A, [1, 7], 1.0)
-    add(prompts, A, [1, 2], 2.0)  # so 3 is what was not asked for longest
-    add(prompts, A, [8, 9], 3.0)
-    assert believed(prompts, [1, 2, 3]) == {A: 2}
-    assert believed(prompts, [1, 7]) == {A: 2}
-    add(prompts, B, list(range(20, 30)), 4.0)  # larger than it should be: the engine takes it
-    assert believed(prompts, list(range(20, 30))) == {B: 10}
-    add(prompts, B, [1], 5.0)
-    assert believed(prompts, [20]) == {}
-    assert prompts.index.evicted == 0, "the index never needs to evict by itself"
-
-
 def test_a_prompt_is_believed_again_where_the_index_holds_less_than_the_worker() -> None:
     prompts = RoutedPrompts(KvIndex(16, device_bound=4), TTL_S)
     prompts.set_bound(1, 100)
@@ -244,6 +228,7 @@ class RoutedMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_believed_is_what_the_model_says(self) -> None:
+        assert self.prompts.index.evicted == 0, "the index never needs to evict by itself"
         for key in (A, B, (2, 0)):
             held = self.held(key)
             assert self.prompts.index.blocks(*key, Tier.DEVICE) == len(held)
@@ -257,4 +242,4 @@ class RoutedMachine(RuleBasedStateMachine):
 
 
 TestRoutedMachine = RoutedMachine.TestCase
-TestRoutedMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestRoutedMachine.settings = settings(max_examples=60, stateful_step_count=40)

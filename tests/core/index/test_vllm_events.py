@@ -1,5 +1,7 @@
 """What vLLM's events say beyond plain chains: copies, lookahead, parts of blocks, hashes alone.
 
+What an engine's copies come to is in tests/properties/test_vllm_model.py.
+
 Blocks have 4 tokens here, and a block's hash in the engine is a small number.
 """
 
@@ -62,40 +64,6 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 
 # Copies
-
-
-def test_a_block_is_there_until_its_last_copy_is_removed(engine: Engine) -> None:
-    engine.send(stored([1, 2, 3], P + X + Y))
-    engine.send(stored([3], Y, 2))
-    engine.send(removed(3))
-    engine.send(stored([4], Z, 3))
-    assert engine.hit(P + X + Y + Z) == 4
-    engine.send(removed(3))
-    assert engine.hit(P + X + Y + Z) == 2
-    assert not engine.skipped
-
-
-def test_copies_on_a_lower_tier_are_counted_by_themselves(engine: Engine) -> None:
-    engine.send(stored([1], P), stored([1, 2], P + X, medium="CPU"))
-    engine.send(stored([2], X, 1, medium="CPU"), removed(2, medium="CPU"))
-    assert engine.match(P + X) == Matched(1, 1)
-    engine.send(removed(2, medium="CPU"))
-    assert engine.match(P + X) == Matched(1)
-
-
-def test_what_a_request_found_cached_and_its_engine_announces_is_no_copy(engine: Engine) -> None:
-    engine.send(stored([1, 2], P + X))
-    engine.send(stored([1, 2], P + X), stored([3], Y, 2))
-    engine.send(stored([1, 2], P + X))
-    engine.send(removed(2), removed(1))
-    assert engine.hit(P + X) == 0
-
-
-def test_a_prompt_computed_twice_from_its_first_block_is_held_twice(engine: Engine) -> None:
-    engine.send(stored([1, 2], P + X))
-    engine.send(stored([1, 2], P + X))
-    engine.send(removed(2), removed(1))
-    assert engine.hit(P + X) == 2
 
 
 def test_no_more_copies_are_believed_than_the_engine_has_blocks(engine: Engine) -> None:
