@@ -52,7 +52,6 @@ def loads(trackers: Trackers) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("worker", "error", "text"),
     [
-        (row(dp_size=2**32 - 1), BadRequest, "dp_size 4294967295 exceeds the maximum 4096"),
         (
             row(dp_size=MAX_RANKS + 1, block_size=32),
             BadRequest,
@@ -64,11 +63,6 @@ def loads(trackers: Trackers) -> list[tuple[int, int]]:
             "block_size mismatch for model=llama tenant=t1: existing=16, requested=32",
         ),
         (WORKER, Conflict, "worker 7 already registered for model=llama tenant=t1"),
-        (
-            row(dp_start=5, dp_size=9),
-            Conflict,
-            "worker 7 already registered for model=llama tenant=t1",
-        ),
     ],
 )
 def test_a_registration_that_cannot_be_is_refused_and_changes_nothing(

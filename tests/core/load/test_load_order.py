@@ -115,4 +115,4 @@ class LoadOrderMachine(RuleBasedStateMachine):
 
 
 TestLoadOrderMachine = LoadOrderMachine.TestCase
-TestLoadOrderMachine.settings = settings(max_examples=120, stateful_step_count=30)
+TestLoadOrderMachine.settings = settings(max_examples=70, stateful_step_count=30)

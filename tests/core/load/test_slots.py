@@ -26,19 +26,8 @@ def load(rank: RankLoad) -> tuple[int, int, int]:
 
 
 def test_a_reservation_knows_what_it_was_booked_with(slots: Slots) -> None:
-    booked = book(
-        slots,
-        "a",
-        1,
-        0,
-        pack([1, -22]),
-        48,
-        3.0,
-        router_id=5,
-        lora_name="l",
-        expected_output_tokens=9,
-        prefill_duration_s=2.0,
-    )
+    asked = slots, "a", 1, 0, pack([1, -22]), 48, 3.0
+    booked = book(*asked, router_id=5, lora_name="l", expected_output_tokens=9)
     assert (booked.is_replica, booked.router_id) == (True, 5)
     assert (booked.booking.lora_name, booked.booking.expected_output_tokens) == ("l", 9)
     assert (booked.touched_at, booked.published_at) == (3.0, 3.0)

@@ -210,7 +210,7 @@ def test_a_request_is_said_to_live_as_soon_as_it_is_due() -> None:
     assert books.told() == [(ADD, "ours")]
 
 
-def test_an_output_block_weighs_what_the_call_says() -> None:
+def test_an_output_block_weighs_what_the_call_says_and_an_end_is_heard_when_it_came() -> None:
     books = Books()
     books.ledger.book(BOOKING, PROMPT, 0.0)
     rank = books.ledger.slots.ranks[7, 0]
@@ -218,11 +218,6 @@ def test_an_output_block_weighs_what_the_call_says() -> None:
     assert rank.active_decode_blocks == 4
     books.ledger.output_block("ours", 2.0, 0.5)
     assert rank.active_decode_blocks == 3  # five blocks, each a half, rounded up
-
-
-def test_when_a_request_was_freed_is_when_something_was_heard_last() -> None:
-    books = Books()
-    books.ledger.book(BOOKING, PROMPT, 0.0)
     books.ledger.free("ours", 5.0)
     assert books.ledger.slots.heard_at == 5.0
 

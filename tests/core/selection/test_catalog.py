@@ -108,10 +108,6 @@ def test_queueing_needs_a_capacity_and_takes_zero() -> None:
 
 FAILED = "reconciliation failed: invalid"
 LACKS_KV_EVENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "single endpoint, single rank": ({"kv_events_endpoint": ENDPOINT}, []),
-    "single endpoint for the start rank": (
-        {"kv_events_endpoint": ENDPOINT, "data_parallel_start_rank": 3}, [],
-    ),
     "a map counts alone": (
         {"kv_events_endpoint": ENDPOINT, "kv_events_endpoints": {4: ENDPOINT, 6: ""},
          "data_parallel_start_rank": 4, "data_parallel_size": 3},
@@ -129,11 +125,6 @@ LACKS_KV_EVENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"kv_events_endpoints": {0: ENDPOINT, 7: "http://a:1", 3: ""}},
         [f"{FAILED} kv_events endpoint for worker 1 dp_rank 3: "
          "invalid ZMQ endpoint ``: missing scheme"],
-    ),
-    "bad replay endpoint of a rank": (
-        {"kv_events_endpoint": ENDPOINT, "replay_endpoints": {0: "tcp://h"}},
-        [f"{FAILED} replay endpoint for worker 1 dp_rank 0: "
-         "invalid ZMQ endpoint `tcp://h`: missing TCP port"],
     ),
 }  # fmt: skip
 

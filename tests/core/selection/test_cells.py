@@ -12,7 +12,7 @@ from lean_selector.core.selection.shapes import EXPLANATION
 from tests.support.driven_selector import DrivenSelector, pack
 from tests.support.operations import lines_run
 
-FEW, MANY = 40, 400
+FEW, MANY = 40, 200
 BELIEVED = {"ttl_s": 600.0}  # that the blocks of a booking are cached
 
 

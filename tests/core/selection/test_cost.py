@@ -24,7 +24,7 @@ from lean_selector.core.selection.cost import (
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import CostTerms, RouterOverride, RouterSettings
 from lean_selector.core.selection.shapes import PinnedWorker, SelectionRequest
-from lean_selector.core.settings import API_1_3, API_1_6
+from lean_selector.core.settings import API_1_3, API_1_6, Dialect
 from tests.support.driven_selector import DrivenSelector
 
 PLAIN = CostTerms(1.0, 0.0, 1.0, 0.0, True)
@@ -107,7 +107,8 @@ def test_chances_say_which_way_the_draw_goes() -> None:
     assert chances == [1.0 / (1.0 + math.exp(-1.0)), math.exp(-1.0) / (1.0 + math.exp(-1.0))]
 
 
-def test_terms_are_those_of_the_router_each_in_its_place() -> None:
+@pytest.mark.parametrize("dialect", [API_1_3, API_1_6])
+def test_terms_are_those_of_the_router_each_in_its_place(dialect: Dialect) -> None:
     settings = RouterSettings(
         overlap_score_credit=0.1,
         overlap_score_credit_decay=0.2,
@@ -117,10 +118,10 @@ def test_terms_are_those_of_the_router_each_in_its_place() -> None:
         host_weight=0.5,
         disk_weight=0.6,
         active_request_weight=0.7,
+        dialect=dialect,
     )
-    assert terms(settings) == CostTerms(
-        0.1, 0.2, 0.3, 0.4, False, 0.5, 0.6, 0.7, settings.dialect.credits_untracked
-    )
+    credits = dialect is API_1_6
+    assert terms(settings) == CostTerms(0.1, 0.2, 0.3, 0.4, False, 0.5, 0.6, 0.7, credits)
 
 
 BASE = CostTerms(0.1, 0.2, 0.3, 0.4, True, 0.5, 0.6, 0.7, True)
@@ -166,13 +167,6 @@ def test_the_policy_latency_weighs_prefill_and_what_is_evicted() -> None:
     assert overridden(base, RouterOverride(policy="latency")) == chosen
     untracked = overridden(base, RouterOverride(policy="latency", track_prefill_tokens=False))
     assert untracked.eviction == 0.0
-
-
-def test_the_terms_know_what_the_dialect_credits() -> None:
-    for dialect in (API_1_3, API_1_6):
-        settings = RouterSettings(dialect=dialect)
-        assert terms(settings).credits_untracked == dialect.credits_untracked
-    assert API_1_3.credits_untracked != API_1_6.credits_untracked
 
 
 def test_preferred_taints_count_where_a_rank_is_to_be_chosen() -> None:

@@ -38,15 +38,8 @@ def partition_of(draws: random.Random, workers: int, request_weight: float = 0.0
             if draws.random() < 0.7:
                 blocks = HASHES[: 8 * draws.randrange(4)]
                 tokens = draws.randrange(30)
-                book(
-                    partition.slots,
-                    f"{worker_id}/{dp_rank}",
-                    worker_id,
-                    dp_rank,
-                    blocks,
-                    tokens,
-                    0.0,
-                )
+                name = f"{worker_id}/{dp_rank}"
+                book(partition.slots, name, worker_id, dp_rank, blocks, tokens, 0.0)
     return partition
 
 

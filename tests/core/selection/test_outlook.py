@@ -1,5 +1,6 @@
 """Hints where more of a prompt's blocks could be fetched from than the chosen rank holds."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -99,16 +100,20 @@ def test_who_waited_is_told_what_is_held_when_it_goes() -> None:
     assert hint_of(driven.answers["r"]) == FetchHint((200,), "http://control2")
 
 
-def test_a_worker_that_lost_its_cache_while_a_request_waited_is_not_named_to_it() -> None:
-    driven = waiting_while_2_holds(2)
+def clear(driven: DrivenSelector) -> None:
     driven.partition.index.clear(2, 0)
-    driven.selector.free("busy", driven.now)
-    assert hint_of(driven.answers["r"]) is None
 
 
-def test_nor_is_a_worker_that_restarted_meanwhile() -> None:
-    driven = waiting_while_2_holds(2)
+def restart(driven: DrivenSelector) -> None:
     driven.remove(2)
     register(driven, 2)
+
+
+@pytest.mark.parametrize("lose", [clear, restart])
+def test_a_worker_that_lost_its_cache_while_a_request_waited_is_not_named_to_it(
+    lose: Callable[[DrivenSelector], None],
+) -> None:
+    driven = waiting_while_2_holds(2)
+    lose(driven)
     driven.selector.free("busy", driven.now)
     assert hint_of(driven.answers["r"]) is None

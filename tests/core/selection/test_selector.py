@@ -257,18 +257,6 @@ def test_those_whom_nobody_can_serve_are_told_in_turns(crowd: DrivenSelector) ->
 # -- overlap of what waited -----------------------------------------------------------------------
 
 
-def test_a_worker_that_comes_again_has_nothing_of_what_it_held(queueing: DrivenSelector) -> None:
-    queueing.partition.index.store(1, 0, Tier.DEVICE, None, [91, 92], pack([1, 2]))
-    fill(queueing, 1, 2)
-    queueing.book("r", hashes=[1, 2, 3], isl_tokens=12)
-    queueing.remove(1)
-    queueing.register(1)
-    outcome = queueing.answers["r"]
-    assert isinstance(outcome, Placement)
-    assert (outcome.worker_id, outcome.overlap.gpu) == (1, 0)
-    assert queueing.loads()["default", "default"][1, 0] == (12, 3, 1)
-
-
 @pytest.mark.parametrize(
     ("refresh", "waited", "gpu"),
     [
