@@ -221,7 +221,7 @@ class Walk:
 
 
 @given(seed=st.integers(0, 2**32), has_copies=st.booleans())
-@settings(max_examples=1_000)
+@settings(max_examples=700)
 def test_a_source_holds_what_its_state_says_of_what_its_engine_holds(
     seed: int, has_copies: bool
 ) -> None:

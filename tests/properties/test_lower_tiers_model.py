@@ -93,7 +93,7 @@ class Fleet:
         check_matches(self.index, self.models, prompts)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     kinds=st.lists(KIND, min_size=1, max_size=4),
     ranks=st.lists(NUMBER, min_size=1, max_size=6) | st.lists(NUMBER, min_size=66, max_size=80),

@@ -86,7 +86,7 @@ def check(payloads: list[bytes], *, is_quick: bool) -> None:
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(payloads=st.lists(messages(GOLDEN), min_size=1, max_size=4))
 @example(payloads=[GOLDEN[-1], GOLDEN[-2]])
 def test_a_batch_may_be_anything(is_quick: bool, payloads: list[bytes]) -> None:

@@ -96,7 +96,7 @@ def apply(replica: Replica, event: ReplicaEvent) -> None:
     assert sum(load[2] for load in replica.loads()) == len(replica.slots.reservations)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(st.lists(messages(FRAMES), min_size=1, max_size=8))
 def test_a_frame_may_be_anything(payloads: list[bytes]) -> None:
     replica = Replica()
@@ -108,7 +108,7 @@ def test_a_frame_may_be_anything(payloads: list[bytes]) -> None:
     assert replica.loads() == [(0, 0, 0)] * 2
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.lists(messages(SESSIONS), min_size=1, max_size=8))
 def test_a_frame_of_sessions_may_be_anything(payloads: list[bytes]) -> None:
     table = SessionTables(SessionSettings(ttl_s=60.0)).new_table("m", "t")

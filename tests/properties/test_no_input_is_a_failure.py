@@ -195,7 +195,7 @@ def state(is_selection: bool) -> list[bytes]:
     return [answered(gate, request("GET", path))[1] for path in STATES[is_selection]]
 
 
-@settings(max_examples=800)
+@settings(max_examples=500)
 @given(damaged_calls())
 @example((True, "POST", "/select", json.dumps(PAD)[:-1].encode() + b',"block_hashes":', JSON))
 def test_a_body_may_be_damaged_in_any_way(call: tuple[bool, str, str, bytes, bytes]) -> None:

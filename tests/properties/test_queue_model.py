@@ -401,39 +401,19 @@ class QueueMachine(RuleBasedStateMachine):
             return
         self.names += 1
         prompt = prompt_of(PATH[: hashes % 4], 12)
-        for each in (self.model, self.selector):
-            each.bookings.reserve(
-                each.catalog.partitions[KEY],
-                f"r{self.names}",
-                worker_id,
-                dp_rank,
-                prompt,
-                tokens,
-                self.now,
-            )
+        booked = f"r{self.names}", worker_id, dp_rank, prompt, tokens, self.now
+        self.both(lambda each: each.bookings.reserve(each.catalog.partitions[KEY], *booked))
 
-    @rule(
-        worker_id=worker_ids,
-        dp_rank=dp_ranks,
-        tokens=st.integers(1, 12),
-    )
+    @rule(worker_id=worker_ids, dp_rank=dp_ranks, tokens=st.integers(1, 12))
     def hear_of_a_copy(self, worker_id: int, dp_rank: int, tokens: int) -> None:
         partition = self.partition
         if partition is None or (worker_id, dp_rank) not in partition.slots.ranks:
             return
         self.names += 1
-        for each in (self.model, self.selector):
-            book(
-                each.catalog.partitions[KEY].slots,
-                f"r{self.names}",
-                worker_id,
-                dp_rank,
-                b"",
-                tokens,
-                self.now,
-                router_id=7,
-            )
-        self.selector.load_changed(*KEY, f"r{self.names}", self.now)
+        name = f"r{self.names}"
+        told = name, worker_id, dp_rank, b"", tokens, self.now
+        self.both(lambda each: book(each.catalog.partitions[KEY].slots, *told, router_id=7))
+        self.selector.load_changed(*KEY, name, self.now)
         self.after_event()
 
     @precondition(lambda self: self.live())
@@ -471,16 +451,14 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(max_steps=st.integers(1, 3))
     def expire(self, max_steps: int) -> None:
-        gone: list[list[str]] = []
-        self.both(
-            lambda each: gone.append(
-                [held.request_id for _, held in each.expire(self.now, max_steps)]
-            )
+        gone, same = (
+            [held.request_id for _, held in each.expire(self.now, max_steps)]
+            for each in (self.model, self.selector)
         )
-        assert gone[0] == gone[1]
-        if gone[0]:
+        assert gone == same
+        if gone:
             self.after_event()
 
 
 TestQueueModel = QueueMachine.TestCase
-TestQueueModel.settings = settings(max_examples=200, stateful_step_count=50)
+TestQueueModel.settings = settings(max_examples=120, stateful_step_count=50)

@@ -6,6 +6,7 @@ partitions.
 """
 
 import random
+from operator import attrgetter
 from typing import Any
 
 import hypothesis.strategies as st
@@ -24,8 +25,8 @@ BLOCK_SIZE = 4
 Key = tuple[str, str]
 
 worker_ids = st.integers(1, 4)
-models = st.sampled_from(["a", "b"])
-tenants = st.sampled_from(["default", "t"])
+keys = st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["default", "t"]))
+START, SIZE = st.integers(0, 2), st.integers(0, 3)
 request_ids = st.sampled_from([f"r{n}" for n in range(8)])
 # Few values and short lists, so that prompts share prefixes, repeat hashes and diverge.
 prompts = st.lists(st.integers(0, 2), max_size=4)
@@ -65,20 +66,12 @@ class SelectorMachine(RuleBasedStateMachine):
         return sorted((key, sorted(of_key)) for key, of_key in rows.items())
 
     def actual_loads(self) -> list[tuple[Key, list[tuple[Any, ...]]]]:
+        figures = attrgetter(
+            *("worker_id", "dp_rank", "potential_prefill_tokens", "potential_decode_blocks"),
+            "active_requests",
+        )
         return [
-            (
-                (entry.model_name, entry.tenant_id),
-                [
-                    (
-                        row.worker_id,
-                        row.dp_rank,
-                        row.potential_prefill_tokens,
-                        row.potential_decode_blocks,
-                        row.active_requests,
-                    )
-                    for row in entry.loads
-                ],
-            )
+            ((entry.model_name, entry.tenant_id), [*map(figures, entry.loads)])
             for entry in inspection.loads(self.selector.catalog, None, None, self.now)
             if entry.loads  # the only worker of a partition may be incomplete for a while
         ]
@@ -123,40 +116,28 @@ class SelectorMachine(RuleBasedStateMachine):
 
     @rule(
         worker_id=worker_ids,
-        model=models,
-        tenant=tenants,
-        start=st.integers(0, 2),
-        size=st.integers(0, 3),
+        key=keys,
+        ranks=st.builds(lambda start, size: range(start, start + size), START, SIZE),
         endpoint=st.sampled_from(["http://w", ""]),
         port=st.integers(1, 2),
     )
-    def register(
-        self,
-        worker_id: int,
-        model: str,
-        tenant: str,
-        start: int,
-        size: int,
-        endpoint: str,
-        port: int,
-    ) -> None:
-        ranks = range(start, start + size)
+    def register(self, worker_id: int, key: Key, ranks: range, endpoint: str, port: int) -> None:
         sources = {dp_rank: f"tcp://w{worker_id}:{port}{dp_rank}" for dp_rank in ranks}
         spec = WorkerSpec(
             worker_id=worker_id,
-            model_name=model,
-            tenant_id=tenant,
+            model_name=key[0],
+            tenant_id=key[1],
             endpoint=endpoint,
             block_size=BLOCK_SIZE,
-            data_parallel_start_rank=start,
-            data_parallel_size=size,
+            data_parallel_start_rank=ranks.start,
+            data_parallel_size=len(ranks),
             kv_events_endpoints=sources,
         )
         worker = self.selector.upsert_worker(spec, self.now)
-        is_complete = bool(endpoint) and size > 0
+        is_complete = bool(endpoint) and len(ranks) > 0
         assert (not worker.reasons) is is_complete
         if is_complete:
-            self.workers[worker_id] = ModelWorker((model, tenant), ranks, sources)
+            self.workers[worker_id] = ModelWorker(key, ranks, sources)
         else:
             self.workers.pop(worker_id, None)
         self.forget_requests_without_a_rank()
@@ -171,59 +152,41 @@ class SelectorMachine(RuleBasedStateMachine):
 
     @rule(
         name=request_ids,
-        model=models,
-        tenant=tenants,
-        worker_id=worker_ids,
-        dp_rank=st.integers(0, 4),
+        key=keys,
+        rank=st.tuples(worker_ids, st.integers(0, 4)),
         hashes=prompts,
         prefill=st.integers(0, 20),
     )
     def reserve(
-        self,
-        name: str,
-        model: str,
-        tenant: str,
-        worker_id: int,
-        dp_rank: int,
-        hashes: list[int],
-        prefill: int,
+        self, name: str, key: Key, rank: tuple[int, int], hashes: list[int], prefill: int
     ) -> None:
-        key = (model, tenant)
-        worker = self.workers.get(worker_id)
+        worker = self.workers.get(rank[0])
         possible = (
             worker is not None
             and worker.key == key
-            and dp_rank in worker.ranks
+            and rank[1] in worker.ranks
             and name not in self.requests
             and prefill <= 16
         )
 
         def call() -> None:
-            partition = self.selector.catalog.ready_partition(model, tenant)
-            self.selector.bookings.reserve(
-                partition, name, worker_id, dp_rank, prompt_of(hashes, 16), prefill, self.now
-            )
+            partition = self.selector.catalog.ready_partition(*key)
+            prompt = prompt_of(hashes, 16)
+            self.selector.bookings.reserve(partition, name, *rank, prompt, prefill, self.now)
 
         assert self.refused(call) is not possible
         if possible:
-            self.requests[name] = ModelRequest(key, (worker_id, dp_rank), hashes, prefill)
+            self.requests[name] = ModelRequest(key, rank, hashes, prefill)
 
     @rule(
         name=request_ids,
-        model=models,
-        tenant=tenants,
+        key=keys,
         hashes=prompts,
         allowed=st.none() | st.frozensets(worker_ids),
     )
     def select_and_reserve(
-        self,
-        name: str,
-        model: str,
-        tenant: str,
-        hashes: list[int],
-        allowed: frozenset[int] | None,
+        self, name: str, key: Key, hashes: list[int], allowed: frozenset[int] | None
     ) -> None:
-        key = (model, tenant)
         eligible = {
             (worker_id, dp_rank)
             for worker_id, worker in self.workers.items()
@@ -233,7 +196,7 @@ class SelectorMachine(RuleBasedStateMachine):
         placed: list[tuple[int, int]] = []
 
         def call() -> None:
-            partition = self.selector.catalog.ready_partition(model, tenant)
+            partition = self.selector.catalog.ready_partition(*key)
             request = SelectionRequest(prompt_of(hashes, 16), self.selector.terms)
             request.books, request.reservation_id = True, name
             request.allowed_worker_ids = allowed

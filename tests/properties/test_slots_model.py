@@ -141,15 +141,8 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         router_id: int | None,
     ) -> None:
         def call() -> Reservation:
-            return book(
-                self.slots,
-                request_id,
-                *key,
-                pack(prompt),
-                tokens,
-                self.now,
-                router_id=router_id,
-            )
+            booked = self.slots, request_id, *key, pack(prompt), tokens, self.now
+            return book(*booked, router_id=router_id)
 
         if key not in self.slots.ranks or request_id in self.live:
             before = self.dump()
