@@ -181,7 +181,7 @@ keys = st.sampled_from([A, B, (2, 0)])
 
 
 class RoutedMachine(RuleBasedStateMachine):
-    @initialize(bound=st.none() | st.integers(1, 12))
+    @initialize(bound=st.sampled_from([None, 2, 3, 4, 5, 6, 8, 12]))
     def begin(self, bound: int | None) -> None:
         self.prompts, self.now, self.bound = routed(), 0.0, bound
         for worker_id in (1, 2):
@@ -192,9 +192,17 @@ class RoutedMachine(RuleBasedStateMachine):
         """Every leading part of a prompt that is believed."""
         return {path[:end] for path in self.booked.get(key, {}) for end in range(1, len(path) + 1)}
 
-    @rule(key=keys, path=paths, wait=st.sampled_from([0.0, 1.0, 4.0]))
-    def book(self, key: RankKey, path: list[int], wait: float) -> None:
+    @rule(
+        key=keys,
+        several=st.lists(paths, min_size=1, max_size=4),
+        wait=st.sampled_from([0.0, 1.0, 4.0]),
+    )
+    def book(self, key: RankKey, several: list[list[int]], wait: float) -> None:
         self.now += wait
+        for path in several:
+            self.book_one(key, path)
+
+    def book_one(self, key: RankKey, path: list[int]) -> None:
         add(self.prompts, key, path, self.now)
         booked = self.booked.setdefault(key, {})
         before = len(self.held(key))
@@ -215,16 +223,15 @@ class RoutedMachine(RuleBasedStateMachine):
                 if since + TTL_S <= self.now:
                     del booked[path]
 
-    @rule(key=keys)
-    def drop_a_rank(self, key: RankKey) -> None:
-        self.prompts.drop_rank(key)
-        self.booked.pop(key, None)
-
-    @rule(worker_id=st.sampled_from([1, 2]))
-    def drop_a_worker(self, worker_id: int) -> None:
-        self.prompts.drop_worker(worker_id)
-        self.prompts.set_bound(worker_id, self.bound)
-        self.booked = {key: held for key, held in self.booked.items() if key[0] != worker_id}
+    @rule(key=keys, is_all_of_it=st.booleans())
+    def drop_a_rank_or_its_worker(self, key: RankKey, is_all_of_it: bool) -> None:
+        if is_all_of_it:
+            self.prompts.drop_worker(key[0])
+            self.prompts.set_bound(key[0], self.bound)
+            self.booked = {each: held for each, held in self.booked.items() if each[0] != key[0]}
+        else:
+            self.prompts.drop_rank(key)
+            self.booked.pop(key, None)
 
     @invariant()
     def what_is_believed_is_what_the_model_says(self) -> None:
