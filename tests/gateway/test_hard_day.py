@@ -17,7 +17,6 @@ from lean_selector.gateway.gateway_metrics import RetryBudget
 from tests.gateway.running_gateway import RunningGateway
 from tests.support.openai_worker import (
     GENERATING,
-    MESSAGES,
     POOLED,
     RESPONSES,
     OpenAiWorker,
@@ -28,8 +27,9 @@ from tests.support.openai_worker import (
 
 # -- all routes, and all that may happen ----------------------------------------------------------
 
-CLIENTS, REQUESTS = 12, 600
+CLIENTS, REQUESTS = 12, 300
 ANSWER_S = 120.0
+SAYS = {"text", "content", "delta"}  # fields of answers of any API
 HANGS_UP, READS_SLOWLY, FAILS = 0.15, 0.05, 0.015  # shares of the requests
 
 
@@ -43,7 +43,8 @@ class Day:
         self.ends: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.answered_by: dict[str, int] = {}  # the port of whose answer there was a byte, by id
-        self._under_way: list[asyncio.Task[object]] = []
+        self._under_way: list[asyncio.Task[None]] = []
+        self._one_after_another = asyncio.Lock()
 
     async def run(self) -> None:
         await asyncio.gather(*map(self._client, range(CLIENTS)))
@@ -60,8 +61,12 @@ class Day:
             while self.begun < REQUESTS:
                 self.begun += 1
                 if (act := self.at.get(self.begun)) is not None:
-                    self._under_way.append(asyncio.create_task(asyncio.to_thread(act)))
+                    self._under_way.append(asyncio.create_task(self._happens(act)))
                 await self._ask(client, f"day-{self.begun}", drawn)
+
+    async def _happens(self, act: Callable[[], object]) -> None:
+        async with self._one_after_another:
+            await asyncio.to_thread(act)
 
     async def _ask(self, client: httpx.AsyncClient, request_id: str, drawn: random.Random) -> None:
         path, streams = drawn.choice(GENERATING), drawn.random() < 0.6
@@ -113,29 +118,26 @@ def _body(path: str, messages: list[dict[str, str]], count: int) -> tuple[dict[s
 
 
 def _text(path: str, received: bytes, streams: bool) -> str:
+    if path in POOLED:
+        return str(json.loads(received)["data"][0]["embedding"][0])
     if not streams:
-        answer = json.loads(received)
-        if path in POOLED:
-            return str(answer["data"][0]["embedding"][0])
-        if path == MESSAGES:
-            return str(answer["content"][0]["text"])
-        if path == RESPONSES:
-            return str(answer["output"][0]["content"][0]["text"])
-        [choice] = answer["choices"]
-        return str(choice["text"] if path == "/v1/completions" else choice["message"]["content"])
+        return _words(json.loads(received))
     text = ""
     for event in received.decode().split("\n\n")[:-1]:
         data = event.rpartition("data: ")[2]
-        if data == "[DONE]":
-            continue
-        told = json.loads(data)
-        if "choices" in told:
-            for choice in told["choices"]:
-                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
-        elif "delta" in told:
-            delta = told["delta"]
-            text += delta if isinstance(delta, str) else delta.get("text", "")
+        told = {} if data == "[DONE]" else json.loads(data)
+        text += _words({name: told[name] for name in ("choices", "delta") if name in told})
     return text
+
+
+def _words(told: Any, name: str = "") -> str:
+    """What an answer or an event of any API says in its fields."""
+    if isinstance(told, str):
+        return told if name in SAYS else ""
+    if isinstance(told, list):
+        return "".join(_words(each, name) for each in told)
+    named = told.items() if isinstance(told, dict) else ()
+    return "".join(_words(each, field) for field, each in named)
 
 
 def test_on_the_hardest_day_nothing_stays_booked_and_nothing_is_sent_twice(tmp_path: Path) -> None:
@@ -161,14 +163,14 @@ def test_on_the_hardest_day_nothing_stays_booked_and_nothing_is_sent_twice(tmp_p
         day = Day(
             gateway,
             {
-                60: killed.kill,
-                120: killed.start,
-                180: lambda: send(hanging, signal.SIGSTOP),
-                260: lambda: send(hanging, signal.SIGCONT),
-                340: lambda: turn("draining"),
-                460: lambda: turn("schedulable"),
-                500: killed.kill,
-                540: killed.start,
+                30: killed.kill,
+                60: killed.start,
+                90: lambda: send(hanging, signal.SIGSTOP),
+                130: lambda: send(hanging, signal.SIGCONT),
+                170: lambda: turn("draining"),
+                230: lambda: turn("schedulable"),
+                250: killed.kill,
+                270: killed.start,
             },
         )
         asyncio.run(day.run())
@@ -188,7 +190,7 @@ def test_on_the_hardest_day_nothing_stays_booked_and_nothing_is_sent_twice(tmp_p
         assert again <= min(counted, RetryBudget.FIRST + RetryBudget.SHARE * REQUESTS)
         denied = metric("lean_selector_gateway_retries_denied_total")
         lost = day.ends["refused"] + day.ends["502"] + day.ends["503"]
-        assert lost <= denied + 0.02 * REQUESTS, day.ends
+        assert lost <= denied + CLIENTS, day.ends
         assert day.ends["broken"] <= 3 * CLIENTS, day.ends  # of those that were killed or hung
         assert day.ends.total() == day.begun
         gateway.wait_until_free()
