@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -77,23 +78,29 @@ def listener(publisher: KvEventPublisher) -> Iterator[Listener]:
     listener.close()
 
 
-def replay(publisher: KvEventPublisher, *request: bytes) -> list[list[bytes]]:
-    """Frames that a DEALER gets for its request, the end marker left off."""
-    context = zmq.Context()
-    with context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        assert publisher.replay_endpoint is not None
+@contextmanager
+def reader(
+    publisher: KvEventPublisher, *request: bytes, most_waiting: int = 0
+) -> Iterator[zmq.Socket[bytes]]:
+    """A DEALER that has sent this request for a replay."""
+    assert publisher.replay_endpoint is not None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger, dealer.rcvhwm = 0, most_waiting
         dealer.connect(publisher.replay_endpoint)
         dealer.send_multipart(request)
-        got = []
+        yield dealer
+
+
+def replay(publisher: KvEventPublisher, *request: bytes) -> list[list[bytes]]:
+    """Frames that a DEALER gets for its request, the end marker left off."""
+    got: list[list[bytes]] = []
+    with reader(publisher, *request) as dealer:
         while True:
             assert dealer.poll(DEADLINE_MS), "no answer"
             frames = dealer.recv_multipart()
             if frames == [b"", b"\xff" * 8, b""]:
-                break
+                return got
             got.append(frames)
-    context.term()
-    return got
 
 
 def start_at(number: int) -> tuple[bytes, bytes]:
@@ -204,43 +211,26 @@ def test_replay_is_bounded_by_count_and_by_bytes(
 
 def test_replay_survives_malformed_requests(publisher: KvEventPublisher) -> None:
     publisher.publish_all_cleared()
-    context = zmq.Context()
-    assert publisher.replay_endpoint is not None
-    with context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.connect(publisher.replay_endpoint)
-        stranger.send_multipart([b"", b"short"])
+    with reader(publisher, b"", b"short") as stranger:
         stranger.send_multipart([b"\0" * 8])
-        stranger.send_multipart([b"", b"\0" * 8])
+        stranger.send_multipart(start_at(0))
         assert stranger.poll(DEADLINE_MS)
         assert stranger.recv_multipart()[1] == b"\0" * 8  # the answer to the good one
-    context.term()
     assert len(replay(publisher, *start_at(0))) == 1
 
 
 def test_a_reader_that_stops_reading_does_not_hold_the_publisher_or_others(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(publisher_module, "REPLAY_SEND_TIMEOUT_MS", 50)
-    with KvEventPublisher(
-        kv_block_size=4, endpoint=ANY_PORT, replay_endpoint=ANY_PORT
-    ) as publisher:
-        for _ in range(3_000):
-            publisher.publish_removed(0, [2**62] * 1_000)  # 9 kB each, 27 MB: more than buffers
-        context = zmq.Context()
-        stalled = context.socket(zmq.DEALER)
-        stalled.linger = 0
-        stalled.rcvhwm = 1
-        assert publisher.replay_endpoint is not None
-        stalled.connect(publisher.replay_endpoint)
-        stalled.send_multipart(start_at(0))
+    publisher: KvEventPublisher = request.getfixturevalue("publisher")  # which reads it
+    for _ in range(3_000):
+        publisher.publish_removed(0, [2**62] * 1_000)  # 9 kB each, 27 MB: more than buffers
+    with reader(publisher, *start_at(0), most_waiting=1) as stalled:
         assert stalled.poll(DEADLINE_MS)  # its replay is under way
         publisher.publish_all_cleared()
-        assert [frames[1] for frames in replay(publisher, *start_at(3_000))] == [
-            (3_000).to_bytes(8, "big")
-        ]
-        stalled.close()
-        context.term()
+        got = replay(publisher, *start_at(3_000))
+        assert [frames[1] for frames in got] == [(3_000).to_bytes(8, "big")]
 
 
 def test_events_of_a_batch_travel_in_one_message_also_when_its_block_raises(

@@ -17,5 +17,6 @@ def workers() -> Iterator[list[OpenAiWorker]]:
 @pytest.fixture(scope="session")
 def gateway(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
     urls = (each.url for each in workers)
-    with RunningGateway(*urls, "--pass-through", "all", knows=2) as running:
+    flags = ("--pass-through", "all", "--max-body-mb", "1")
+    with RunningGateway(*urls, *flags, knows=2) as running:
         yield running

@@ -5,7 +5,6 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -20,17 +19,8 @@ TEXT = "Tell me of the sea. " * 20
 WEBSOCKET = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
 
 
-@pytest.fixture(scope="module")
-def small(workers: list[OpenAiWorker]) -> Iterator[RunningGateway]:
-    """Takes bodies of a megabyte and no more."""
-    with RunningGateway(
-        workers[0].url, "--max-body-mb", "1", "--pass-through", "all", knows=1
-    ) as running:
-        yield running
-
-
-def request_text(path: str, body: bytes, *lines: str, version: str = "1.1") -> bytes:
-    head = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(body)}"]
+def request_text(path: str, body: bytes, *lines: str) -> bytes:
+    head = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
     return "\r\n".join([*head, "content-type: application/json", *lines, "", ""]).encode() + body
 
 
@@ -39,18 +29,11 @@ def chat_body(text: str, **fields: object) -> bytes:
     return json.dumps({"model": "m", "messages": messages, "max_tokens": 4, **fields}).encode()
 
 
-def read_to_end(connection: socket.socket) -> bytes:
-    received = bytearray()
-    while piece := connection.recv(65536):
-        received += piece
-    return bytes(received)
-
-
 def exchange(gateway: RunningGateway, sent: bytes) -> bytes:
     """All that comes on a connection until the gateway ends it."""
     with closing(socket.create_connection(("127.0.0.1", gateway.port))) as connection:
         connection.sendall(sent)
-        return read_to_end(connection)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 # -- answers --------------------------------------------------------------------------------------
@@ -90,7 +73,7 @@ def test_the_client_s_request_id_goes_to_the_worker_and_back(gateway: RunningGat
     ],
 )
 def test_an_answer_has_a_request_id_and_an_error_openai_s_form(
-    small: RunningGateway,
+    gateway: RunningGateway,
     method: str,
     path: str,
     body: bytes | None,
@@ -99,7 +82,7 @@ def test_an_answer_has_a_request_id_and_an_error_openai_s_form(
     code: str | None,
 ) -> None:
     mine = {**headers, "x-request-id": "mine-1"}
-    given = [small.ask(method, path, raw=body, headers=each) for each in (headers, headers, mine)]
+    given = [gateway.ask(method, path, raw=body, headers=each) for each in (headers, headers, mine)]
     assert [each.status for each in given] == [status] * 3
     first, second, third = (each.headers["x-request-id"] for each in given)
     assert third == "mine-1"
@@ -159,17 +142,13 @@ def test_other_paths_are_passed_through(gateway: RunningGateway) -> None:
     assert (head.status, head.body) == (200, b"")
 
 
-def test_a_worker_s_own_refusal_is_passed_on(gateway: RunningGateway) -> None:
+def test_a_worker_s_own_refusal_is_passed_on_and_what_is_no_http_refused_alike(
+    gateway: RunningGateway,
+) -> None:
     answer = gateway.chat(TEXT, fake={"status": 422})
     assert answer.status == 422
     assert answer.json()["error"]["message"] == "the fake refuses"
     gateway.wait_until_free()
-
-
-# -- how clients speak ----------------------------------------------------------------------------
-
-
-def test_what_is_no_http_is_refused_in_openai_s_form(gateway: RunningGateway) -> None:
     refused = exchange(gateway, b"POST / HTTP/1.1\r\n bad\r\n\r\n")
     assert b'"type":"invalid_request_error"' in refused
 
@@ -199,20 +178,18 @@ def test_a_worker_that_breaks_before_the_first_byte_is_replaced(
         gateway.wait_until_free()
 
 
-def test_an_answer_that_breaks_after_its_first_byte_is_visibly_broken(
+def test_an_answer_passes_to_its_end_and_one_that_breaks_before_is_visibly_broken(
     gateway: RunningGateway,
 ) -> None:
+    """Also without a length or chunks."""
+    assert gateway.chat(TEXT, fake={"close": True}).json()["choices"]
+    assert gateway.chat(TEXT, stream=True, fake={"close": True}).events()
     body = chat_body(TEXT, stream=True, max_tokens=9, fake={"break_after": 3})
     received = exchange(gateway, request_text("/v1/chat/completions", body))
     assert received.startswith(b"HTTP/1.1 200")
     assert not received.endswith(b"0\r\n\r\n")
     gateway.wait_until_free()
     assert gateway.metric("lean_selector_gateway_broken_answers_total") >= 1
-
-
-def test_an_answer_without_length_or_chunks_passes_to_its_end(gateway: RunningGateway) -> None:
-    assert gateway.chat(TEXT, fake={"close": True}).json()["choices"]
-    assert gateway.chat(TEXT, stream=True, fake={"close": True}).events()
 
 
 # -- who the workers are --------------------------------------------------------------------------

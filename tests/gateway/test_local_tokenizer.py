@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -184,17 +184,14 @@ class Panic(BaseException):
 )
 @on_loop
 async def test_whatever_template_or_tokenizer_raise_is_said(
-    folder: Path, raised: BaseException
+    tokenizer: LocalTokenizer, raised: BaseException
 ) -> None:
+    broken = Mock()
+    broken.rendered.side_effect = broken.encode.side_effect = raised
     for part in ("_template", "_tokenizer"):
-        tokenizer = LocalTokenizer(str(folder), 20.0)
-        broken = Mock()
-        broken.rendered.side_effect = broken.encode.side_effect = raised
-        setattr(tokenizer, part, broken)
-        with pytest.raises(NotTokenized) as caught:
+        with patch.object(tokenizer, part, broken), pytest.raises(NotTokenized) as caught:
             await tokens(tokenizer, request(messages=MESSAGES))
         assert caught.value.unknown == Unknown(Why.FAILED, str(raised))
-        tokenizer.close()
 
 
 @on_loop
@@ -277,12 +274,11 @@ def test_a_template_may_stand_in_the_configuration(tmp_path: Path, config: dict[
     assert ChatTemplate(tmp_path).rendered([], {}) == "<s>hi"
 
 
-def test_a_model_without_a_template_says_so_when_a_chat_comes(tmp_path: Path) -> None:
+def test_a_model_without_a_template_says_so_and_no_template_reaches_out_of_its_sandbox(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ValueError, match="this model has none"):
         ChatTemplate(tmp_path).rendered([], {})
-
-
-def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
     with pytest.raises(ValueError, match="unsafe"):
         ChatTemplate(tmp_path).rendered([], {})

@@ -27,20 +27,20 @@ from lean_selector.gateway.model_request import (
     ModelRequest,
     template_arguments,
 )
-from lean_selector.gateway.prompt_shapes import Served
+from lean_selector.gateway.prompt_shapes import Served, Unknown
 from lean_selector.gateway.prompt_values import LINK_BYTES
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
 SERVED = Served("m", "default", 4, False, {})
+SCALAR = st.one_of(
+    *(st.none(), st.booleans(), st.integers(-9, 2**33), st.text()),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
 JSON: st.SearchStrategy[Any] = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-9, 2**33)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    SCALAR,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=12,
+    max_leaves=3,
 )
 PART = st.fixed_dictionaries({}, optional={"type": JSON, "text": JSON, "image_url": JSON})
 MESSAGE = st.fixed_dictionaries(
@@ -178,36 +178,32 @@ def test_an_adapter_and_a_block_size_have_chains_of_their_own() -> None:
     assert Chain(Served("m", "other", 4, False, {}), None, request).keys == chains[0].keys
 
 
+NO_FORM = (
+    *('["type"]', '"\\"type\\""', "{}", '{"content":"x"}', "1"),
+    *('{"role":"user","content":["type"]}', '{"role":"user","content":[{"type":"text"},{}]}'),
+)
+TEXTS = (
+    '{"role":"user","content":"type"}',
+    '{"role":"user","content":{"type":"image_url"}}',
+    '{"role":"user","content":["a","b"]}',
+    '{"role":"user","content":[{"type":"text","text":"a"}]}',
+    '{"role":"assistant","tool_calls":[{"type":"function"}]}',
+)
+
+
 @pytest.mark.parametrize(
-    "message",
+    ("path", "message", "kind", "why_not"),
     [
-        *('["type"]', '"\\"type\\""', "{}", '{"content":"x"}', "1"),
-        *('{"role":"user","content":["type"]}', '{"role":"user","content":[{"type":"text"},{}]}'),
+        *((CHAT, each, Kind.NONE, UNKNOWN_FORM) for each in NO_FORM),
+        *((CHAT, each, Kind.CHAT, None) for each in TEXTS),
+        (ANTHROPIC, '{"role":"user","content":[{"type":"image"}]}', Kind.MESSAGES, MEDIA),
     ],
 )
-def test_a_message_of_no_known_form_goes_by_load(message: str) -> None:
-    request = ModelRequest(CHAT, f'{{"messages":[{message}]}}'.encode())
-    assert (request.kind, request.why_not) == (Kind.NONE, UNKNOWN_FORM)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        '{"role":"user","content":"type"}',
-        '{"role":"user","content":{"type":"image_url"}}',
-        '{"role":"user","content":["a","b"]}',
-        '{"role":"user","content":[{"type":"text","text":"a"}]}',
-        '{"role":"assistant","tool_calls":[{"type":"function"}]}',
-    ],
-)
-def test_a_message_without_media_is_text(message: str) -> None:
-    request = ModelRequest(CHAT, f'{{"messages":[{message}]}}'.encode())
-    assert (request.kind, request.why_not) == (Kind.CHAT, None)
-
-
-def test_media_in_messages_of_anthropics_api_go_by_load() -> None:
-    body = b'{"messages":[{"role":"user","content":[{"type":"image"}]}]}'
-    assert ModelRequest("/v1/messages", body).why_not == MEDIA
+def test_a_message_of_media_or_of_no_known_form_goes_by_load(
+    path: str, message: str, kind: str, why_not: Unknown | None
+) -> None:
+    request = ModelRequest(path, f'{{"messages":[{message}]}}'.encode())
+    assert (request.kind, request.why_not) == (kind, why_not)
 
 
 # -- what reading a body costs --------------------------------------------------------------------

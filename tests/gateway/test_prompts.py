@@ -141,8 +141,11 @@ async def test_lengths_that_are_not_known_are_estimated_by_those_of_the_answers_
 
 @on_loop
 async def test_off_nothing_is_known_nothing_asked_and_nothing_changed() -> None:
+    """A request that names no model means the only one."""
+    unnamed = json.dumps({"messages": MESSAGES}).encode()
     async with door(Mode.OFF) as (prompts, engine):
-        for path, body in ((CHAT, chat()), (TEXT, text("Hello")), (TEXT, text([1, 2, 3, 4]))):
+        asked = ((CHAT, chat()), (TEXT, text("Hello")), (TEXT, text([1, 2, 3, 4])), (CHAT, unnamed))
+        for path, body in asked:
             routed = await prompts.of(path, body)
             assert is_load_only(routed, OFF)
             assert routed.body is body
@@ -180,12 +183,6 @@ async def test_a_model_that_nobody_serves_is_unknown_and_engines_are_not_asked_e
                 await prompts.of(CHAT, b'{"model":"nobody"}')
             assert (caught.value.status, caught.value.model) == (404, "nobody")
         assert len(engine.asked("/v1/models")) <= 2  # once of each worker
-
-
-@on_loop
-async def test_a_request_that_names_no_model_means_the_only_one() -> None:
-    async with door(Mode.OFF) as (prompts, _):
-        assert (await prompts.of(CHAT, b'{"messages":[]}')).model_name == MODEL
 
 
 # -- tokenize -------------------------------------------------------------------------------------
@@ -250,15 +247,6 @@ async def test_an_engine_that_does_not_render_chats_is_asked_once(
 
 
 @on_loop
-async def test_a_chat_that_is_not_rendered_in_time_is_not_tokenized_either() -> None:
-    async with door(Mode.TOKENIZE, ask_timeout_s=0.05) as (prompts, engine):
-        engine.is_silent, engine.render = True, (200, None)
-        routed = await prompts.of(CHAT, chat())
-        assert routed.why_not is not None
-        assert (routed.why_not.why, engine.asked("/tokenize")) == (Why.TIMEOUT, [])
-
-
-@on_loop
 async def test_a_text_is_tokenized_alone_and_as_the_only_one_of_a_list() -> None:
     async with door(Mode.TOKENIZE) as (prompts, engine):
         words = "one two three four five"
@@ -283,12 +271,16 @@ async def test_a_worker_that_refuses_leaves_what_was_known_of_the_beginning() ->
 
 
 @on_loop
-async def test_an_engine_that_does_not_answer_is_not_waited_for() -> None:
+async def test_an_engine_that_does_not_answer_is_not_waited_for_nor_asked_otherwise() -> None:
     async with door(Mode.TOKENIZE, ask_timeout_s=0.05) as (prompts, engine):
         engine.is_silent = True
         routed = await prompts.of(TEXT, text("one two"))
         late = Unknown(Why.TIMEOUT, f"POST {engine.url}/tokenize: no answer in 0.05 s")
         assert is_load_only(routed, late)
+        engine.render, asked = (200, None), engine.asked("/tokenize")
+        routed = await prompts.of(CHAT, chat())
+        assert routed.why_not is not None
+        assert (routed.why_not.why, engine.asked("/tokenize")) == (Why.TIMEOUT, asked)
 
 
 @on_loop
@@ -387,16 +379,6 @@ async def test_a_client_that_asks_for_ids_and_usage_itself_gets_them() -> None:
 
 
 @on_loop
-async def test_an_engine_of_another_make_is_not_asked_for_ids() -> None:
-    async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, engine):
-        engine.make = "other"
-        body = chat(stream=True)
-        routed = await prompts.of(CHAT, body)
-        assert routed.body is body
-        assert routed.answer is None
-
-
-@on_loop
 async def test_an_engine_that_says_its_make_late_is_asked_again_and_not_waited_for() -> None:
     async with talking_engine() as engine:
         now = 0.0
@@ -427,15 +409,24 @@ async def test_long_unknown_prompts_are_tokenized_while_learning() -> None:
         assert is_exactly(await prompts.of(CHAT, chat(long)), chat_tokens({"messages": long}))
 
 
+@pytest.mark.parametrize(
+    ("make", "path", "body", "asks"),
+    [
+        ("vllm", TEXT, text("Once", echo=False), True),
+        ("vllm", TEXT, text("Once", echo=True), False),
+        ("vllm", CHAT, chat(echo=True), False),
+        ("other", CHAT, chat(stream=True), False),
+    ],
+)
 @on_loop
-async def test_a_prompt_that_is_to_be_echoed_is_not_asked_for_as_ids() -> None:
-    """vLLM leaves the text of the prompt out of the answer then."""
-    async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, _):
-        for path, body in ((TEXT, text("Once", echo=True)), (CHAT, chat(echo=True))):
-            routed = await prompts.of(path, body)
-            assert routed.body is body
-            assert routed.answer is None
-        assert (await prompts.of(TEXT, text("Once", echo=False))).answer is not None
+async def test_another_make_and_a_prompt_that_is_to_be_echoed_are_not_asked_for_ids(
+    make: str, path: str, body: bytes, asks: bool
+) -> None:
+    """vLLM leaves the text of an echoed prompt out of an answer with ids."""
+    async with door(Mode.LEARN, ask_from_bytes=16_384) as (prompts, engine):
+        engine.make = make
+        routed = await prompts.of(path, body)
+        assert (routed.body is body, routed.answer is None) == (not asks, not asks)
 
 
 @on_loop
@@ -557,14 +548,13 @@ async def test_where_a_salt_cannot_be_marked_its_blocks_are_those_without_one() 
         assert routed.prompt.local_hashes == hashes(chat_tokens({"messages": MESSAGES}))
 
 
-@pytest.mark.parametrize("salt", ["s" * 111, "a/b", "a@b", "a\\b"])
 @on_loop
-async def test_a_salt_that_the_engine_would_refuse_when_marked_goes_by_load(salt: str) -> None:
+async def test_a_salt_that_the_engine_would_refuse_when_marked_goes_by_load() -> None:
     async with door(Mode.TOKENIZE) as (prompts, _):
-        body = chat(cache_salt=salt)
-        routed = await prompts.of(CHAT, body)
-        assert routed.why_not == UNMARKABLE
-        assert json.loads(routed.body)["cache_salt"] == salt
+        for salt in ("s" * 111, "a/b", "a@b", "a\\b"):
+            routed = await prompts.of(CHAT, chat(cache_salt=salt))
+            assert routed.why_not == UNMARKABLE
+            assert json.loads(routed.body)["cache_salt"] == salt
 
 
 @on_loop

@@ -4,8 +4,7 @@ import asyncio
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.support.certificates import HOST, Authority, Files
 from tests.support.on_loop import DEADLINE_S, on_loop, until
 from tests.support.outbound_server import (
     CHUNKED,
-    Served,
     chunk,
     client,
     hangs,
@@ -36,6 +34,7 @@ from tests.support.running_service import free_port
 
 OURS, STRANGERS = Authority(), Authority()
 LONG_S = DEADLINE_S
+HI = says(response(b"hi"))
 
 
 async def told(asking: Coroutine[Any, Any, object]) -> OutboundFailed:
@@ -206,7 +205,7 @@ async def test_the_right_authority_is_believed_and_no_other(tmp_path: Path) -> N
         return [(socket.AF_INET, ("127.0.0.1", port))]
 
     ours = OutboundClient(resolve, Credentials(trust=trust))
-    async with serving(says(response(b"hi")), authority.server("engine"), "engine") as served:
+    async with serving(HI, authority.server("engine"), "engine") as served:
         assert (await ours.get(served.url)).body == b"hi"
         served.requests.clear()
         error = await told(ours.get(f"https://impostor:{served.port}"))
@@ -336,12 +335,6 @@ async def ask(url: str, credentials: Credentials) -> bytes:
     return await OutboundClient(Resolver().resolve, credentials).text(f"{url}/health", timeout_s=20)
 
 
-@asynccontextmanager
-async def saying_hi(context: ssl.SSLContext) -> AsyncIterator[Served]:
-    async with serving(says(response(b"hi")), context) as running:
-        yield running
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     return Files(tmp_path, OURS, OURS.issue("gateway.test"))
@@ -352,7 +345,7 @@ async def test_who_asks_for_a_certificate_is_shown_ours(files: Files) -> None:
     def credentials() -> Credentials:
         return Credentials(trust=Trust(str(files.ca), str(files.cert), str(files.key)))
 
-    async with saying_hi(OURS.server(clients=OURS)) as running:
+    async with serving(HI, OURS.server(clients=OURS)) as running:
         assert await ask(running.url, credentials()) == b"hi"
         with pytest.raises(OutboundFailed):
             await ask(running.url, Credentials(trust=Trust(str(files.ca))))
@@ -366,7 +359,7 @@ async def test_who_asks_for_a_certificate_is_shown_ours(files: Files) -> None:
 @on_loop
 async def test_a_name_may_be_given_for_who_is_found_by_address(files: Files) -> None:
     trust = Trust(str(files.ca))
-    async with saying_hi(OURS.server("selector.test")) as running:
+    async with serving(HI, OURS.server("selector.test")) as running:
         assert await ask(running.url, Credentials(trust=trust, tls_name="selector.test")) == b"hi"
         with pytest.raises(OutboundFailed, match="its certificate is not trusted"):
             await ask(running.url, Credentials(trust=trust, tls_name="another.test"))

@@ -110,7 +110,10 @@ class Client:
     """The far end of one connection, and an app: /park waits, /raise fails, others echo."""
 
     def __init__(
-        self, limits: Limits | None = None, connections: Connections | None = None
+        self,
+        limits: Limits | None = None,
+        connections: Connections | None = None,
+        kind: type[HttpProtocol] = HttpProtocol,
     ) -> None:
         self.soon: list[Callable[[], None]] = []
         self.connections = connections or Connections(self.soon.append, limits, clock=lambda: 0.0)
@@ -118,7 +121,7 @@ class Client:
         self.parked: list[PendingReply] = []
         self.hang_ups = 0
         self.transport = FakeTransport()
-        self.protocol = HttpProtocol(self.app, self.connections)
+        self.protocol = kind(self.app, self.connections)
         self.transport.protocol = self.protocol
         self.protocol.connection_made(self.transport)
 
@@ -584,33 +587,29 @@ def test_an_idle_connection_closes_after_its_time(client: Client) -> None:
     assert client.transport.take() == b""
 
 
+UNFINISHED = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "start", [b"GET /a", b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n"]
+    ("sent", "limit_s"),
+    [
+        pytest.param([(10.0, b"GET /a")], 40.0, id="a head"),
+        pytest.param([(10.0, UNFINISHED)], 40.0, id="a body"),
+        pytest.param([(2.0 * at, GET[at : at + 1]) for at in range(16)], 30.0, id="dripping"),
+        # 30 s, and 64 s for 1 MiB at 16 KiB/s
+        pytest.param([(0.0, UNFINISHED + bytes(MIB))], 94.0, id="a large body, in proportion"),
+    ],
 )
-def test_an_unfinished_request_gets_408(client: Client, start: bytes) -> None:
-    client.connections.sweep(10.0)
-    client.send(start)
-    client.connections.sweep(40.0)
+def test_an_unfinished_request_gets_408(
+    client: Client, sent: list[tuple[float, bytes]], limit_s: float
+) -> None:
+    for at, piece in sent:
+        client.connections.sweep(at)
+        client.send(piece)
+    client.connections.sweep(limit_s)
     assert client.state == "open"
-    client.connections.sweep(40.1)
+    client.connections.sweep(limit_s + 0.1)
     assert client.transport.take().startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-    assert client.state == "half closed"
-
-
-def test_dripping_does_not_extend_the_time_of_a_head(client: Client) -> None:
-    client.send(GET[:1])
-    for second in range(1, 16):
-        client.send(GET[second : second + 1])
-        client.connections.sweep(2.0 * second)
-    client.connections.sweep(30.2)
-    assert client.transport.take().startswith(b"HTTP/1.1 408 ")
-
-
-def test_a_large_body_has_time_in_proportion(client: Client) -> None:
-    client.send(b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n" + bytes(MIB))
-    client.connections.sweep(94.0)  # 30 s and 64 s for 1 MiB at 16 KiB/s
-    assert client.state == "open"
-    client.connections.sweep(94.1)
     assert client.state == "half closed"
 
 

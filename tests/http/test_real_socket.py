@@ -259,29 +259,22 @@ async def test_want_of_descriptors_is_logged_once_counted_and_waited_for(
 # The path of a UNIX socket.
 
 
-def test_a_path_belongs_to_its_successor_once_it_has_taken_it(tmp_path: Path) -> None:
+def test_a_path_belongs_to_its_successor_once_it_has_taken_it_even_by_force(
+    tmp_path: Path,
+) -> None:
     path = str(tmp_path / "s")
     first, second = UnixPath(path), UnixPath(path)
-    listening = first.take()
-    with pytest.raises(OSError, match="Address already in use"):
-        second.take()
-    first.let_go()
-    assert not os.path.exists(path)
-    with second.take(), listening:
-        first.let_go()
-        assert os.path.exists(path)
-        second.let_go()
-        assert not os.path.exists(path)
-
-
-def test_a_path_that_another_took_over_by_force_is_left_to_it(tmp_path: Path) -> None:
-    path = str(tmp_path / "s")
-    first, second = UnixPath(path), UnixPath(path)
-    with first.take():
-        os.unlink(path)
-        with second.take():
-            first.let_go()
-            assert os.path.exists(path)
+    for takes_over in (first.let_go, lambda: os.unlink(path)):
+        with first.take():
+            with pytest.raises(OSError, match="Address already in use"):
+                second.take()
+            takes_over()
+            assert not os.path.exists(path)
+            with second.take():
+                first.let_go()
+                assert os.path.exists(path)
+                second.let_go()
+                assert not os.path.exists(path)
 
 
 def test_taking_a_path_leaves_nothing_beside_it(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Answers in pieces on one connection, driven by hand: no socket, no loop."""
 
+from functools import partial
+
 import pytest
 
-from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.response import PendingReply, encode_response
 from lean_selector.http.streaming import StreamedReply, StreamingProtocol
-from tests.http.test_protocol import FakeTransport
+from tests.http.test_protocol import Client
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 STREAM = b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -14,44 +15,25 @@ OLD_STREAM = STREAM.replace(b"1.1", b"1.0")
 HEAD = b"HTTP/1.1 200 OK\r\n"
 
 
-class Driven:
+class Driven(Client):
     """A connection whose app streams what the test says."""
 
-    def __init__(self) -> None:
-        self.connections = Connections(lambda call: self.soon.append(call))
-        self.soon: list[object] = []
+    def __init__(self, data: bytes) -> None:
+        super().__init__(kind=StreamingProtocol)
         self.streams: list[StreamedReply] = []
         self.told: list[str] = []
-        self.transport = FakeTransport()
-        self.protocol = StreamingProtocol(self.app, self.connections)
-        self.transport.protocol = self.protocol
-        self.protocol.connection_made(self.transport)
+        self.send(data)
 
     def app(self, request: Request) -> bytes | PendingReply:
         if request.path == b"/stream":
-            told = self.told
-            stream = StreamedReply(
-                lambda: told.append("hung up"),
-                lambda: told.append("pause"),
-                lambda: told.append("resume"),
-            )
-            self.streams.append(stream)
-            return stream
-        return encode_response(200, b"{}")
-
-    def feed(self, data: bytes) -> "Driven":
-        self.protocol.data_received(data)
-        return self
-
-    def turn(self) -> None:
-        soon, self.soon = self.soon, []
-        for call in soon:
-            assert callable(call)
-            call()
+            ends = [partial(self.told.append, each) for each in ("hung up", "pause", "resume")]
+            self.streams.append(StreamedReply(*ends))
+            return self.streams[-1]
+        return super().app(request)
 
 
 def test_pieces_go_out_as_they_come_and_the_connection_stays() -> None:
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     stream = driven.streams[0]
     assert driven.transport.take() == b""
     assert stream.begin() == b""
@@ -60,68 +42,54 @@ def test_pieces_go_out_as_they_come_and_the_connection_stays() -> None:
     stream.write(b"\r\nabc")
     stream.finish()
     assert driven.transport.take() == b"\r\nabc"
-    driven.feed(GET)
-    assert driven.transport.take().endswith(b"{}")
+    assert driven.send(GET).endswith(b'"/a"')
     assert driven.told == []
 
 
 def test_what_comes_behind_a_stream_is_answered_behind_it() -> None:
-    driven = Driven().feed(STREAM + GET)
+    driven = Driven(STREAM + GET)
     stream = driven.streams[0]
     stream.begin()
     stream.write(HEAD)
     assert driven.transport.take() == HEAD
     stream.finish()
-    driven.turn()
-    assert driven.transport.take().endswith(b"{}")
+    assert driven.run_soon().endswith(b'"/a"')
 
 
 def test_a_whole_answer_may_still_be_given_in_place_of_a_stream() -> None:
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     driven.streams[0].resolve(encode_response(503, b"{}"))
     assert driven.transport.take().startswith(b"HTTP/1.1 503")
 
 
 @pytest.mark.parametrize(
-    ("request_bytes", "line", "state"),
+    ("request_bytes", "why", "line"),
     [
-        (STREAM, b"", "open"),
-        (STREAM.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), b"close", "closed"),
-        (OLD_STREAM, b"close", "closed"),
-        (
-            OLD_STREAM.replace(b"\r\n\r\n", b"\r\nconnection: keep-alive\r\n\r\n"),
-            b"keep-alive",
-            "open",
-        ),
+        (STREAM, "", b""),
+        (STREAM.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), "", b"close"),
+        (OLD_STREAM, "", b"close"),
+        (OLD_STREAM.replace(b"\r\n\r\n", b"\r\nconnection: keep-alive\r\n\r\n"), "", b"keep-alive"),
+        (STREAM, "only its connection frames it", b"close"),
+        (STREAM, "the server drains", b"close"),
     ],
 )
 def test_the_head_says_whether_the_connection_stays(
-    request_bytes: bytes, line: bytes, state: str
+    request_bytes: bytes, why: str, line: bytes
 ) -> None:
-    driven = Driven().feed(request_bytes)
+    driven = Driven(request_bytes)
     stream = driven.streams[0]
-    assert stream.begin() == (b"connection: %b\r\n" % line if line else b"")
+    if "drains" in why:
+        driven.connections.start_draining()
+    begun = stream.begin(closes="only" in why)
+    assert begun == (b"connection: %b\r\n" % line if line else b"")
     stream.write(HEAD)
     assert driven.transport.state == "open"
     stream.finish()
-    assert driven.transport.state == state
-
-
-def test_while_the_server_drains_a_stream_is_the_last_of_its_connection() -> None:
-    driven = Driven().feed(STREAM)
-    driven.connections.start_draining()
-    assert driven.streams[0].begin() == b"connection: close\r\n"
-
-
-def test_a_stream_that_only_its_connection_frames_is_the_last_too() -> None:
-    driven = Driven().feed(STREAM)
-    assert driven.streams[0].begin(closes=True) == b"connection: close\r\n"
-    driven.streams[0].finish()
-    assert driven.transport.state == "closed"
+    assert (driven.transport.state == "open") == (line != b"close")
 
 
 def test_a_client_that_takes_nothing_is_waited_for() -> None:
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     stream = driven.streams[0]
     stream.begin()
     driven.transport.high_water = 10
@@ -137,7 +105,7 @@ def test_a_client_that_takes_nothing_is_waited_for() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("half", [False, True])
 def test_a_hang_up_is_told_once(begun: bool, half: bool) -> None:
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     if begun:
         driven.streams[0].begin()
         driven.streams[0].write(HEAD)
@@ -148,7 +116,7 @@ def test_a_hang_up_is_told_once(begun: bool, half: bool) -> None:
 
 
 def test_after_its_end_nobody_is_told_of_a_hang_up() -> None:
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     driven.streams[0].begin()
     driven.streams[0].finish()
     driven.protocol.connection_lost(None)
@@ -156,25 +124,25 @@ def test_after_its_end_nobody_is_told_of_a_hang_up() -> None:
 
 
 def test_a_stream_that_breaks_off_is_closed_and_one_without_framing_is_reset() -> None:
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     driven.streams[0].begin()
     driven.streams[0].write(HEAD)
     driven.streams[0].break_off()
     assert driven.transport.state == "closed"
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     driven.streams[0].begin(closes=True)
     driven.streams[0].break_off()
     assert driven.transport.state == "aborted"
 
 
 def test_in_the_middle_of_a_stream_nobody_is_turned_away_with_an_answer() -> None:
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     driven.streams[0].begin()
     driven.streams[0].write(HEAD)
     driven.protocol.turn_away("too much")
     assert driven.transport.take() == HEAD
     assert driven.transport.state == "aborted"
-    driven = Driven().feed(STREAM)
+    driven = Driven(STREAM)
     driven.protocol.turn_away("too much")
     assert driven.transport.take().startswith(b"HTTP/1.1 503")
     assert driven.told == ["hung up"]
