@@ -3,8 +3,8 @@
 Supports events as tagged maps (what vLLM and SGLang send now) and as arrays, with hashes as numbers
 or digests, u32 tokens, an adapter and a salt. Nothing else may enter the hash. Any other batch is
 left to `kv_events.py`, and both modules produce equivalent records. No Python object is created per
-token or hash, which is most of the work saved by compiling; interpreted, this module is slower.
-Independent of the index. Spec: indexer.md 1.4."""
+token or hash. Compiled, this saves most of the work; interpreted, this module is slower than
+`kv_events.py`. Independent of the index. Spec: indexer.md 1.4."""
 
 from typing import Final
 

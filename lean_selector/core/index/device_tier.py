@@ -176,8 +176,8 @@ class HashAliases:
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
         """Compare the rank's hashes for a span of a run, which it newly holds, with another rank's.
-        Any rank without aliases that holds the whole run represents all such ranks. If none is
-        found within the limits above, the rank counts as having aliases."""
+        Any rank without aliases that holds the whole run represents all such ranks. If no such rank
+        is found within the limits above, the rank counts as having aliases."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)

@@ -80,7 +80,7 @@ class RankLimits(msgspec.Struct, frozen=True, gc=False):
     decode_blocks: float = math.inf
 
     def exceeded_by(self, prefill_tokens: int, decode_blocks: int) -> bool:
-        """Whether a value is above its limit. (At the limit is not above.)"""
+        """Whether a value is above its limit; a value at the limit is not."""
         return prefill_tokens > self.prefill_tokens or decode_blocks > self.decode_blocks
 
 

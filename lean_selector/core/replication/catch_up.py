@@ -198,10 +198,10 @@ def ended_meanwhile(
 ) -> Iterator[ReplicaEvent | None]:
     """Yield a replica's events that we missed, according to the replica's snapshot.
 
-    `listed` is that snapshot, requested at `asked_at`. If it does not list a request on the rank
-    that we know, the request has ended, provided that we knew it before. Requests with later events
-    are left alone. Yields FREE for ended requests, PREFILL_COMPLETE for those past their prefill,
-    and None for each request without a missed event, so that the caller may pause."""
+    `listed` is that snapshot, requested at `asked_at`. A request that was known here before has
+    ended if the snapshot does not list it on the same rank. Requests with later events are left
+    alone. Yields FREE for ended requests, PREFILL_COMPLETE for those past their prefill, and None
+    for each request without a missed event, so that the caller may pause."""
     by_id = {_id_of(live): live for live in listed if live.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):

@@ -337,7 +337,7 @@ class Catalog:
     # -- reading -------------------------------------------------------------------------------
 
     def matching(self, model_name: str | None, tenant_id: str | None) -> list[Worker]:
-        """Return workers of this model and tenant (None: any) by (model_name, tenant_id, id)."""
+        """Return workers of this model and tenant (None: any), sorted by (model, tenant, id)."""
         return [
             self.workers[worker_id]
             for model, tenant, worker_id in self._order

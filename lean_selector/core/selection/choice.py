@@ -42,7 +42,7 @@ _MANY_GROUPS = 64  # sets of ranks with different weights of their taints
 
 
 class Cell:
-    """A set of ranks on which a prompt costs the same if their load is the same."""
+    """A set of ranks. At equal load, a prompt costs the same on each of them."""
 
     __slots__ = ("blocks", "credit", "factor", "floor", "match", "ranks", "rest", "tokens")
 

@@ -365,7 +365,7 @@ class Partition:
                 self.room.put(load, worker.max_num_batched_tokens, limits)
 
     def _judge(self, load: RankLoad) -> None:
-        """Check whether a rank is busy."""
+        """Check whether a rank is busy, and record the result."""
         self.order.changed(load)
         limits = self._limits[load.key]  # every rank here belongs to a worker
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):

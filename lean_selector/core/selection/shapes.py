@@ -319,7 +319,7 @@ class SharedCache(msgspec.Struct, frozen=True):
 
 
 class OverlapScores(msgspec.Struct, frozen=True, gc=False):
-    """POST /overlap_scores."""
+    """The answer of POST /overlap_scores."""
 
     block_size: int
     num_blocks: int

@@ -25,7 +25,7 @@ class Binding(msgspec.Struct, eq=False, gc=False):
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A reservation's hold on the binding of its session: the binding lasts at least as long."""
+    """A reservation's hold on its session's binding, which lasts at least as long."""
 
     session_id: str
     binding: Binding
