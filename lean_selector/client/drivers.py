@@ -1,4 +1,4 @@
-"""Sends a router's requests, and frees every reservation when the task that made it ends.
+"""Sends a router's requests, and makes sure that every reservation is freed in the end.
 
 A driver owns the connections and the live reservations. It reports and frees in tasks of its own.
 `LoopThread` runs an event loop in a thread, for routers without one. `routing` decides what is
@@ -183,7 +183,7 @@ class Driver:
                 self._loop.call_soon_threadsafe(self.release, reservation)
 
     async def release_now(self, reservation: Reservation) -> None:
-        """Releases a reservation, and waits for the end of that for a limited time."""
+        """Releases a reservation, and waits a limited time until it is released."""
         self.release(reservation)
         if (task := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # does not cancel it

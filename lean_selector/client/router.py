@@ -1,8 +1,7 @@
 """KvRouter and SyncKvRouter: the router API of the document, in front of a selection service.
 
-The document's section is "Using KvPushRouter Python API" of the router examples; its name for the
-class is KvPushRouter. Each method is written once, in KvRouter; SyncKvRouter runs it in a
-thread."""
+The document is "Using KvPushRouter Python API" of the router examples, where the class is named
+KvPushRouter. Each method is written once, in KvRouter; SyncKvRouter runs it in a thread."""
 
 import asyncio
 import random

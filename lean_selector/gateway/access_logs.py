@@ -117,7 +117,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """Returns the outcome that a line reports. `fields` lacks absent fields. Raises ValueError."""
+    """Returns the outcome that a line reports; `fields` are the present ones. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether a reservation's line arrived before its booking. True only once."""
+        """Whether the line about a reservation arrived before the reservation. True only once."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 
@@ -401,8 +401,9 @@ class LineReader:
         refuse: Callable[[str], None],
         senders: Senders,
     ) -> None:
-        """`take` gets the lines of allowed `senders`, or all lines of a UNIX socket, for which the
-        permissions of its path decide. `refuse` gets the addresses of other senders."""
+        """`take` gets all lines of a UNIX socket (the permissions of its path restrict senders),
+        and the lines of a UDP socket from `senders`. `refuse` gets the addresses of other
+        senders."""
         self._socket = bound
         self._take = take
         self._refuse = refuse

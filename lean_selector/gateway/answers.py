@@ -1,4 +1,4 @@
-"""Adds fields to a forwarded request, and removes what they cause from the engine's answer.
+"""Adds fields to a forwarded request, and removes their effects from the engine's answer.
 
 Token ids in an answer are read while it is relayed. Streams and whole answers are handled alike,
 piece by piece. A quote inside a JSON text is escaped, so the name of a field followed by a list of
@@ -220,9 +220,9 @@ class Additions:
         self._drops_usage = False
 
     def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
-        """Adds a prefix to the salt, so that the engine's events have it, and sets `request.salt`
-        to the salt in those events. Returns False if the events will lack the salt of the
-        request."""
+        """Adds a prefix to the salt, so that the engine's events have the salt, and sets
+        `request.salt` to the salt in those events. Returns False if the events will lack the salt
+        of the request."""
         salt = request.salt
         if salt is None:
             return True
@@ -243,7 +243,7 @@ class Additions:
         self, request: ModelRequest, on_ids: Callable[[bytes | None, bytes], None]
     ) -> None:
         """Requests token ids, and passes them to `on_ids`: those of the prompt, and those of the
-        output if there is only one answer. Does nothing if the request would change the answer."""
+        output if there is only one answer. Does nothing for `echo`, whose answer would change."""
         if request.echoes:
             return
         if not request.asks_for_ids:

@@ -69,8 +69,8 @@ class EngineAnswers:
         return None if told is None else told.make
 
     def reports_in_full(self, base: str) -> bool:
-        """Whether this worker is a vLLM that supports `kv_cache_report_mode`. If its answer is
-        missing or old, it is asked in the background; without an answer, returns False."""
+        """Whether this worker is a vLLM that supports `kv_cache_report_mode`. A worker whose last
+        answer is missing or old is asked in the background; without an answer, returns False."""
         told = self._told.get(base)
         if told is None or self._clock() - told.at > _MAKE_FRESH_S:
             self._beside(("report", base), partial(self._ask, base))
@@ -168,7 +168,7 @@ class EngineAnswers:
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> "asyncio.Task[None]":
-        """Starts a background query, or returns the one with this key that is running."""
+        """Starts a background query, or returns the running query with this key."""
         task = self._under_way.get(key)
         if task is None:
             task = self._under_way[key] = supervise("model lists", work, again=False)

@@ -59,7 +59,7 @@ def resource_of(path: bytes) -> bytes:
 
 
 def http_refusal(error: HttpError) -> bytes:
-    """Returns the answer to a request that violates HTTP."""
+    """Returns the response for an error of the HTTP layer."""
     return OpenAiErrorBody.encoded(error.status, error.text)
 
 
@@ -229,8 +229,8 @@ class GatewayHandler:
                 proxied.lease.touch()
 
     def _log_troubles(self) -> None:
-        """Logs each failure once, though it may affect many requests, as when a worker is
-        killed."""
+        """Logs one line per kind of failure and worker, since a killed worker fails many
+        requests."""
         troubles = self._counts.troubles
         for (worker, trouble), requests in troubles.items():
             more = {"worker": worker, "requests": requests}

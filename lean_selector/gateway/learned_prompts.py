@@ -1,10 +1,10 @@
 """Remembers the block hashes of prompts, found by their messages, without a tokenizer.
 
-A prompt is identified by a chain of keys, one per message or part of it, computed from JSON values
-(`prompt_values.py`) rather than their text. Each prefix of a chain is an entry that refers to a
-list of block hashes. Conversations share the entries of their common part; a longer prompt replaces
-the one that it continues. Where two prompts have diverged, the number of blocks that their common
-prefix has is exact. Before that, it is estimated from the prefix' share of the bytes."""
+A prompt is identified by a chain of keys, one per message or part of it. Keys are computed from
+JSON values (`prompt_values.py`), not from their text. Each prefix of a chain has an entry, which
+refers to a list of block hashes. Prompts share the entries of their common prefix, and a longer
+prompt replaces the one that it continues. How many blocks a common prefix has is known once two
+prompts have diverged after it. Before, this is estimated from the prefix's share of the bytes."""
 
 from collections import OrderedDict
 from typing import Final, NamedTuple
@@ -108,7 +108,7 @@ class Averages:
 
 
 class Known(NamedTuple):
-    """What is known of a prompt. `hashes` are those of its known prefix, 8 bytes per block."""
+    """What is known of a prompt. `hashes`: block hashes of its known prefix, 8 bytes each."""
 
     hashes: bytes
     tokens: int  # of the whole prompt; an estimate unless `is_whole`
@@ -150,8 +150,8 @@ class PromptMemory:
     def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
         """Learns the tokens of a prompt and of its output, 4 bytes each.
 
-        A prompt that continues this one is assumed to contain the output's blocks, if most prompts
-        of this model do. Returns the block hashes of the prompt alone, 8 bytes each."""
+        Prompts that continue this one are assumed to contain the output's blocks, as long as they
+        usually do for this model. Returns the block hashes of the prompt alone, 8 bytes each."""
         size, seed, is_eagle = chain.block_size, chain.seed, chain.is_eagle
         run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
         tokens = len(prompt) // 4

@@ -179,7 +179,7 @@ class ModelRequest:
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer repeats the prompt; if ids are requested, vLLM omits its text."""
+        """Whether the answer repeats the prompt. With token ids, vLLM omits the prompt's text."""
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)
 
     @property
@@ -188,7 +188,7 @@ class ModelRequest:
 
     @property
     def text_bytes(self) -> int:
-        """The length of the prompt as sent, in bytes; 0 if it says nothing about the tokens."""
+        """Bytes of the prompt as sent; 0 if that does not indicate its number of tokens."""
         if self._media or self.ids:
             return 0
         if self.kind in CHATS:
@@ -196,7 +196,7 @@ class ModelRequest:
         return size_of(self.fields.get("prompt", self.body))
 
     def estimated_tokens(self, tokens_per_byte: float) -> int:
-        """Estimates an unknown prompt's number of tokens; each medium counts as a constant."""
+        """Estimates the tokens of an unknown prompt; an image or the like counts as a constant."""
         if self._media:
             text = round(self._part_text_bytes * tokens_per_byte)
             return text + self._media * TOKENS_OF_MEDIA

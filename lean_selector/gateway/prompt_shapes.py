@@ -87,7 +87,7 @@ class Texts(msgspec.Struct, array_like=True):
 
 
 class Metadata(msgspec.Struct):
-    """`metadata` of a request: Anthropic's clients put the user there, some the session id."""
+    """`metadata` of a request. Clients of Anthropic's API put the user or the session id there."""
 
     user_id: msgspec.Raw = msgspec.Raw(b"null")
 

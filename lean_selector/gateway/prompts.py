@@ -93,8 +93,8 @@ class Prompts:
     def read(
         self, path: str, body: bytes, tenant_id: str = "default", forwards: bool = True
     ) -> Steps[Routed]:
-        """Reads a prompt of a request to `path`, as far as it is known. `forwards`: the caller
-        proxies request and answer, so fields may be added. Raises BadRequest and UnknownModel."""
+        """Reads the prompt of a request to `path`, as far as it is known. `forwards`: the caller
+        proxies request and answer, so fields may be added. Raises BadRequest, UnknownModel."""
         request = ModelRequest(path, body)
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         if self._is_off:

@@ -391,8 +391,8 @@ class ProxiedRequest:
     # -- the end -------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """Handles a disconnected client. A complete stream may precede that, as with OpenAI's
-        client."""
+        """Handles that the client has disconnected. OpenAI's client does so after a complete
+        stream."""
         last = self._last()
         is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
         self._counts.hung_up += not is_whole

@@ -2,8 +2,8 @@
 
 The answer names the worker in headers; its body is the selection if the client accepts JSON. Errors
 are in OpenAI's format, so that a gateway can relay them. An answer may come late, because tokens
-may have to be requested from an engine. If the client disconnects before, nothing is reserved; if
-the access log reports the request's end before, its reservation is freed."""
+may have to be requested from an engine. If the client disconnects meanwhile, nothing is reserved.
+If the access log has already reported the request's end, its reservation is freed at once."""
 
 import asyncio
 import logging
@@ -201,8 +201,8 @@ class RouteHandler:
 
 
 def _reservation_id(given: bytes | None) -> str:
-    """Returns the id that the gateway gave, which it can log even without our answer; otherwise a
-    generated id."""
+    """Returns the id that the gateway chose, and can log even without our answer, or else a
+    generated one."""
     if given is None:
         return str(uuid.uuid4())
     if _ID.fullmatch(given) is None:

@@ -39,7 +39,7 @@ class WorkerLease:
         self.is_over = False
 
     def prefill_complete(self, ttft_s: float | None = None) -> None:
-        """Notes the answer's first byte; if that is the first token, `ttft_s` is given."""
+        """Notes the answer's first byte; `ttft_s` is given if that byte has the first token."""
         if not self.is_over:
             self._begun(ttft_s)
 
@@ -49,8 +49,8 @@ class WorkerLease:
             self._touched()
 
     def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
-        """Ends the lease; further calls do nothing. `outcome` is `ok`, `failed` or `refused`, or
-        None if it says nothing about the worker."""
+        """Ends the lease; further calls do nothing. `outcome` is `ok`, `failed` or `refused`; None
+        does not count for the worker."""
         if not self.is_over:
             self.is_over = True
             self.endpoint.users -= 1

@@ -128,8 +128,8 @@ _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 
 @dataclass
 class SelectorCatalog:
-    """The saved state of a selector. `roster` has the workers found by `discoveries`, those that
-    run now."""
+    """The saved state of a selector. `roster` has the discovered workers; `discoveries` are the
+    names of the discoveries that run."""
 
     selector: Selector
     peers: PeersByHttp

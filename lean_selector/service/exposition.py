@@ -56,7 +56,7 @@ class Histogram:
 class RouteMeter:
     """Durations and statuses of the answers of one route.
 
-    The hot path does not count answers with status 200: they are all answers that `others` lacks.
+    The hot path does not count answers with status 200; they are those that are not in `others`.
     The gate inlines `add`, because calling it would cost as much as the rest."""
 
     __slots__ = (
@@ -289,8 +289,8 @@ def by(label: str, counts: Mapping[str, Number]) -> list[Sample]:
 
 
 def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample]:
-    """Adds `label` to the labels in `text`, and yields one sample per entry of `counts`; its key is
-    the value of `label`. Keys are words of this program, so they need no escaping."""
+    """Adds `label` to the labels in `text`, and yields one sample per entry of `counts`; an entry's
+    key is the value of `label`. Keys are words of this program, so they need no escaping."""
     for key, count in counts.items():
         yield f'{text[:-1]},{label}="{key}"}}', count
 

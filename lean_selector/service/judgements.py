@@ -297,7 +297,7 @@ def _is_out(worker: WorkerRecord) -> bool:
 
 
 def _judge_health(worker: WorkerRecord) -> Iterator[Finding]:
-    """Yields one finding per state for a worker's ranks, with the reason of the first one."""
+    """Yields one finding per health state of a worker's ranks, with the first one's reason."""
     subject = f"worker {worker.worker_id}"
     if ejected := _ranks_that_are(worker, "ejected"):
         which = "" if _is_out(worker) else f"{_named(ejected)} "

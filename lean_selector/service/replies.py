@@ -19,8 +19,7 @@ from lean_selector.wire.selection_bodies import ErrorBody
 
 
 def is_json(content_type: bytes | None) -> bool:
-    """Whether this is `application/json` or `application/*+json`, in any case, perhaps with
-    parameters."""
+    """Whether the media type is `application/json` or `application/*+json`, case-insensitively."""
     if not content_type:
         return False
     media = content_type.partition(b";")[0].strip().lower()
@@ -140,8 +139,7 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 
 class SlicedAnswers:
-    """Makes large answers in slices, one answer for all waiting requests. For the loop's thread
-    only."""
+    """Makes a large answer in slices, for all waiting requests. For the loop's thread only."""
 
     def __init__(
         self,

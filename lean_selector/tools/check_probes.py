@@ -40,8 +40,8 @@ class Asked:
 
 
 class Probe:
-    """The prompt for one worker: the common first block, blocks of its own, and one more token,
-    because an engine does not cache the block of the last token."""
+    """The prompt for one worker: the common first block, blocks of its own, and one more token, so
+    that an engine caches all these blocks."""
 
     def __init__(self, worker: WorkerRecord, first: list[int]) -> None:
         self.worker = worker
@@ -212,7 +212,7 @@ class Probes:
         return [*findings, *(each for each in alike if each is not None)]
 
     async def _replay(self, source: KvSource) -> tuple[int | None, int | None]:
-        """Returns the worker whose prompt the replay has, and the replay's hash of its first
+        """Returns the worker whose prompt is in the source's replay, and its hash of the first
         block."""
         own = self._probes[source.worker_id]
         starts = [source, *(each for each in self._sources if each.worker_id != source.worker_id)]

@@ -171,7 +171,7 @@ class Demo:
             await self._draw(player, now - started, rate)
 
     async def _draw(self, player: Player, elapsed_s: float, calls_per_s: float) -> None:
-        """Draws the totals, on a terminal together with the fleet as in `lean-selector top`."""
+        """Draws the totals; on a terminal also the fleet, as `lean-selector top` does."""
         recent = sorted(list(player.latency_s["select_and_reserve"])[-1_000:])
         p50_ms, p99_ms = percentile(recent, 0.50) * 1e3, percentile(recent, 0.99) * 1e3
         totals = (

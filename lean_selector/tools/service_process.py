@@ -25,7 +25,7 @@ _MOST_ANSWER_BYTES = 1 << 30  # for dumps
 
 
 class ServiceError(Exception):
-    """The service did not answer, or with an unexpected status. The message has one line."""
+    """No answer from the service, or one with an unexpected status. The message has one line."""
 
 
 Number = TypeVar("Number", int, float)
@@ -125,7 +125,8 @@ def check_port(port: int) -> int:
 
 
 class ServiceProcess:
-    """A child process. Its output goes to a file, because it could block on a pipe."""
+    """A child process. Its output goes to a file: a pipe that nobody reads would block the
+    child."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: IO[bytes]) -> None:
         self._process = process

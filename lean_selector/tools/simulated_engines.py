@@ -255,8 +255,8 @@ class SimulatedEngine(EngineModel):
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
     def _publish(self, request: EngineRequest, first: int, placed: HeldChain) -> None:
-        """Publishes in one message what placing the request's blocks from `first` on has
-        changed."""
+        """Publishes in one message what has changed by placing blocks of the request from `first`
+        on."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit
         stop = start + placed.stored
