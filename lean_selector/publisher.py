@@ -271,7 +271,7 @@ class KvEventPublisher(_EventSink):
     def _start_replay(self, endpoint: str) -> None:
         """Binds the ROUTER here, so that a used address raises, then starts its thread."""
         router = self._context.socket(zmq.ROUTER)
-        router.linger = 0  # a replay that our end interrupts will be requested again
+        router.linger = 0  # a replay that close() interrupts is requested again
         router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
         router.router_mandatory = True  # wait for a slow reader instead of dropping silently
         if self._gate is not None:

@@ -102,7 +102,7 @@ class Driver:
         freed."""
         self._check_loop()
         while (earlier := self._releasing.get(reservation.id)) is not None:
-            await asyncio.wait({earlier})  # otherwise its free could free this booking
+            await asyncio.wait({earlier})  # otherwise it could free this new reservation
         self._check_open()
         task = asyncio.create_task(self._service.exchange(call))
         self._bookings[reservation] = task
@@ -179,7 +179,7 @@ class Driver:
         """Schedules the release of a reservation. Any thread may call this at any time, and so may
         finalisers."""
         if not reservation.ended and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and we with it
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the driver
                 self._loop.call_soon_threadsafe(self.release, reservation)
 
     async def release_now(self, reservation: Reservation) -> None:

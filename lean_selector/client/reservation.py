@@ -34,7 +34,7 @@ class Reservation:
     ) -> None:
         self.id = str(uuid.uuid4()) if reservation_id is None else reservation_id
         self.is_named = reservation_id is not None
-        self.ambiguous = False  # the service may book it after it was freed
+        self.ambiguous = False  # the service may make it after it was freed
         self.ended = False  # no further reports
         self.outcome: str | None = None  # of its worker: refused, failed, ok; None: unknown
         self.cached_tokens: int | None = None  # of the prompt, as reported by the engine

@@ -16,7 +16,7 @@ from lean_selector.gateway.model_request import MOST_ID_BYTES, ModelRequest
 from lean_selector.gateway.prompt_shapes import Unknown, Why
 
 _USAGE_BYTES: Final = 4096  # at the end of an answer, which has its usage
-_MOST_LAST_BYTES: Final = 4 * _USAGE_BYTES  # kept of it: a stream arrives in small pieces
+_MOST_LAST_BYTES: Final = 4 * _USAGE_BYTES  # kept of the end: a stream has small pieces
 _NAMES: Final = (b'"prompt_token_ids":', b'"token_ids":')  # followed by a list
 _LONGEST_NAME: Final = 24  # including some blanks
 _IDS: Final = re.compile(rb'"(prompt_)?token_ids"\s*:\s*\[')

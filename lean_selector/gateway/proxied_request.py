@@ -81,7 +81,7 @@ class ProxiedRequest:
         self.traceparent: str | None = None  # replaces the client's
         self.tried: set[str] = set()  # endpoints that failed or shed it
         self.attempts = 0
-        self.why = ""  # why the last of them did
+        self.why = ""  # why the last attempt failed
         self.is_over = False
         self.outcome: str | None = None  # of the last worker
         self.status = 0  # of the answer, once it has begun

@@ -110,7 +110,7 @@ def opened(sealed: bytes) -> tuple[bytes, float]:
 CATALOG: Final = "catalog"
 RESERVATIONS: Final = "reservations"
 LOCK: Final = "lock"
-_PID: Final = b"%-19d\n"  # of one size, so that the next one fits on a full disk
+_PID: Final = b"%-19d\n"  # of fixed size, so that another id fits even if the disk is full
 
 
 class DirectoryHeld(Exception):

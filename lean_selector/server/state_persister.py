@@ -113,7 +113,7 @@ class Persister:
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._saved_revision: Revision | None = None
         self._loop_spent_s = 0.0
-        self._saved_at = time.monotonic()  # the reservations on disk are those of this time
+        self._saved_at = time.monotonic()  # when the reservations on disk were current
         self.writes: Final = {CATALOG: 0, RESERVATIONS: 0}
         self.failures: Final = {CATALOG: 0, RESERVATIONS: 0}
         self.restored = 0  # reservations restored at start

@@ -81,8 +81,8 @@ class RouteMeter:
         self.seconds = 0.0
         self.others: dict[bytes, int] = {}  # by status, except 200
         self.shed = 0  # shed requests among `others`
-        self.unknown_models = 0  # among them, for models that never had a worker
-        self.unknown_tenants = 0  # among them, for tenants without a worker, of models with one
+        self.unknown_models = 0  # answers for models that never had a worker
+        self.unknown_tenants = 0  # answers for tenants without a worker, if others have one
 
     def add(self, seconds: float, status: bytes) -> None:
         if seconds <= FASTEST_S:

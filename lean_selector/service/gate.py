@@ -126,7 +126,7 @@ class Gate:
             if not isinstance(answer, bytes):
                 if isinstance(answer, LaterReply):
                     _meter_later(answer, meter, started)
-                else:  # it lasts as long as the client wants
+                else:  # a stream, which lasts as long as the client wants
                     meter.add(_clock() - started, b"200")
                 return answer
         else:
