@@ -48,23 +48,6 @@ def let_it_tick(service: RunningService) -> None:
     wait_until(lambda: samples() >= enough, "the tick has run")
 
 
-def test_the_first_line_is_the_resolved_configuration() -> None:
-    with start("--active-prefill-tokens-threshold", "7", "--drain-secs", "2") as service:
-        port = service.port
-        _, log = service.stop()
-    first, second, last = lines(log)
-    assert first["event"] == "configuration"
-    assert first["form"] == form()
-    assert first["listen.port"] == port
-    assert first["listen.drain_s"] == "2.0"
-    assert first["busy.active_prefill_tokens"] == 7
-    assert first["router.use_kv_events"] is False
-    assert len([name for name in first if "." in name]) == 6  # none that is the default
-    assert (second["event"], second["port"]) == ("listening", port)
-    assert last["event"] == "stopped"
-    assert first["time"].endswith("Z")
-
-
 def test_workers_shedding_and_ejections_are_lines_when_they_begin_and_end() -> None:
     flags = ("--active-prefill-tokens-threshold", "0", "--worker-ejection-max-percent", "100")
     with start(*flags) as service:
@@ -119,9 +102,10 @@ def access(log: str) -> list[dict[str, Any]]:
     return [line for line in found if line["route"] != "/health"]
 
 
-def test_the_access_log_has_route_status_and_every_id() -> None:
-    with start("--access-log") as service:
-        service.add_worker()
+def test_the_log_begins_with_what_differs_and_has_route_status_and_every_id_of_requests() -> None:
+    with start("--access-log", "--queue-threshold", "7", "--drain-secs", "2") as service:
+        port = service.port
+        service.add_worker(max_num_batched_tokens=1000)
         service.request(
             "POST",
             "/select",
@@ -137,6 +121,14 @@ def test_the_access_log_has_route_status_and_every_id() -> None:
         service.post("/select", [1])
         service.request("POST", "/select", raw=b"nonsense")
         _, log = service.stop()
+    first, second, *_, last = lines(log)
+    assert (first["event"], first["form"]) == ("configuration", form())
+    assert (first["listen.port"], first["listen.drain_s"]) == (port, "2.0")
+    assert first["router.use_kv_events"] is False
+    assert len([name for name in first if "." in name]) == 7  # none that is the default
+    assert (second["event"], second["port"]) == ("listening", port)
+    assert last["event"] == "stopped"
+    assert first["time"].endswith("Z")
     found = access(log)
     shown = [(line["method"], line["route"], line["status"]) for line in found]
     assert shown == [

@@ -1,15 +1,16 @@
-"""The player against a scripted service: what it does with answers that it did not hope for."""
+"""The demo's traffic: what its player does with answers that it did not hope for, and its turns."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import islice, pairwise
 
 import msgspec
 import pytest
 
 from lean_selector.tools.service_process import HttpClient, ServiceError
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
-from lean_selector.tools.traffic import Player
+from lean_selector.tools.traffic import Player, conversations
 from tests.support.outbound_server import response, serving
 
 REQUEST = make_request("a/b", list(range(48)), 32, 1, 16)
@@ -139,3 +140,13 @@ def test_load_left_adds_up_everything_that_loads_counts(scripted: ScriptedServic
             return left
 
     assert asyncio.run(main()) == 43_210
+
+
+def test_a_turn_begins_with_all_of_the_turn_before() -> None:
+    turns = [turn.request for turn in islice(conversations(0, 0), 30)]
+    goes_on = [
+        list(later.tokens)[: len(earlier.tokens)] == earlier.tokens
+        for earlier, later in pairwise(turns)
+    ]
+    assert 0 < goes_on.count(False) < 10  # where a new conversation begins
+    assert len({turn.request_id for turn in turns}) == 30
