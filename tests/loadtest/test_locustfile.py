@@ -65,15 +65,26 @@ def failures_by_route(run: subprocess.CompletedProcess[str]) -> dict[str, int]:
     return {row["name"]: row["num_failures"] for row in rows}
 
 
-def test_routers_live_whole_requests_without_a_failure(write_trace: WriteTrace) -> None:
+def add_workers(service: RunningService) -> object:
+    """Workers of another model, with the ids of locust's own; what the service then shows."""
+    for worker_id in range(1, 17):
+        service.add_worker(worker_id, model_name="production", block_size=64)
+    return service.get("/workers")
+
+
+def test_routers_live_whole_requests_without_a_failure_and_leave_other_workers_alone(
+    write_trace: WriteTrace,
+) -> None:
     trace = write_trace([(at, [at % 3, 10 + at], 700) for at in range(5)])
-    with RunningService() as service:
+    with RunningService("--use-kv-events", "false") as service:
+        before = add_workers(service)
         host = f"http://127.0.0.1:{service.port}"
         flags = ["--host", host, "-u", "8", "-r", "8", "--trace", str(trace)]
         # Without a class: the selector's users.
-        found = failures_by_route(locust(*flags, until=each_answers(service, SELECTION_ROUTES)))
-        assert found == dict.fromkeys(SELECTION_ROUTES, 0)
-        assert service.get("/workers") == (200, [])
+        run = locust(*flags, until=each_answers(service, SELECTION_ROUTES))
+        assert failures_by_route(run) == dict.fromkeys(SELECTION_ROUTES, 0)
+        assert "already has 16 workers" not in run.stdout + run.stderr
+        assert service.get("/workers") == before
 
 
 def test_the_slot_tracker_s_users_live_without_a_failure() -> None:
@@ -85,20 +96,16 @@ def test_the_slot_tracker_s_users_live_without_a_failure() -> None:
         assert service.get("/workers") == (200, [])
 
 
-def test_workers_that_the_service_has_are_left_alone_and_used_if_they_are_of_the_model() -> None:
-    """Those of other models keep their records, whatever their ids."""
+def test_workers_that_the_service_has_of_the_model_are_used() -> None:
     with RunningService("--use-kv-events", "false") as service:
+        before = add_workers(service)
         host = f"http://127.0.0.1:{service.port}"
-        for worker_id in range(1, 17):
-            service.add_worker(worker_id, model_name="production", block_size=64)
-        for model, warns in (("locust", False), ("production", True)):
-            before = service.get("/workers")
-            flags = ("--host", host, "-u", "2", "--model-name", model)
-            run = locust("SelectionUser", *flags, until=each_answers(service, {"/select"}))
-            assert not any(failures_by_route(run).values())
-            warning = f"warning: model {model} already has 16 workers"
-            assert (warning in run.stdout + run.stderr) == warns
-            assert service.get("/workers") == before
+        flags = ("--host", host, "-u", "2", "--model-name", "production")
+        run = locust("SelectionUser", *flags, until=each_answers(service, {"/select"}))
+        assert not any(failures_by_route(run).values())
+        warning = "warning: model production already has 16 workers"
+        assert warning in run.stdout + run.stderr
+        assert service.get("/workers") == before
 
 
 def test_a_service_that_is_not_there_is_told_in_one_line() -> None:

@@ -12,6 +12,8 @@ import pytest
 
 from lean_selector import __version__
 from lean_selector.build_info import PURE, form
+from loadtest.duel.results import FAILURES
+from loadtest.versus import measure, parse
 from tests.support.running_service import wait_until
 
 LIMIT_S = 240.0
@@ -19,17 +21,6 @@ OURSELVES = shlex.join([sys.executable, "-m", "lean_selector", "--port", "{port}
 SELECT = "select, 8 blocks, 16 workers"
 COMMAND = [sys.executable, "loadtest/versus.py", "--quick"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "LEAN_SELECTOR_TRACE"}
-
-
-def versus(*flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *flags],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
 
 
 def has_ended(pid: int) -> bool:
@@ -76,12 +67,12 @@ OTHER_FORM = f"{sys.executable} has lean-selector {__version__} {PURE}, where it
         (["--trace", "/no/such"], "cannot read the trace: "),
     ],
 )
-def test_what_cannot_be_measured_at_all_is_one_line_and_exit_1(
-    flags: list[str], words: str
+def test_what_cannot_be_measured_at_all_is_told(
+    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if words == OTHER_FORM and form() != PURE:
         pytest.skip("this one has it")
-    run = versus("--reference", OURSELVES, "--cases", SELECT, *flags)
-    assert run.returncode == 1
-    assert run.stderr.splitlines()[-1].startswith(f"versus: {words}")
-    assert "Traceback" not in run.stderr
+    monkeypatch.delenv("LEAN_SELECTOR_TRACE", raising=False)
+    with pytest.raises(FAILURES) as failed:
+        measure(parse(["--quick", "--reference", OURSELVES, "--cases", SELECT, *flags]))
+    assert str(failed.value).startswith(words)
