@@ -31,6 +31,8 @@ REVIEWED_BY_MANY = (
     "tests/core/index/test_holes.py::"
     "test_the_steps_of_a_review_do_not_grow_with_what_is_reviewed[20]"
 )
+# Left out: it counts lines, of which changed sources have more.
+COUNTED = "tests/core/selection/test_choice.py::test_no_temperature_leads_to_the_cost_of_every_load"
 # Modules that are changed, and tests that should notice.
 AREAS: dict[str, tuple[list[str], list[str]]] = {
     "cost": (
@@ -38,6 +40,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [
             *("tests/core/selection/test_cost.py", "tests/core/selection/test_choice.py"),
             *("tests/core/selection/test_explain.py", "tests/properties/test_choice.py"),
+            f"--deselect={COUNTED}",
         ],
     ),
     "cells": (
@@ -45,6 +48,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [
             *(f"tests/core/selection/test_{name}.py" for name in ("choice", "cells", "explain")),
             *("tests/properties/test_choice.py", "tests/properties/test_queue_model.py"),
+            f"--deselect={COUNTED}",
         ],
     ),
     "cursor": (
