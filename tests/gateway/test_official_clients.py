@@ -48,32 +48,23 @@ class Clients:
 
     def completion(self, streams: bool) -> tuple[str, int]:
         create = self.openai.completions.create
-        if not streams:
-            answer = create(model="m", prompt=TEXT, max_tokens=COUNT)
-            assert answer.usage is not None
-            return answer.choices[0].text, answer.usage.prompt_tokens
-        options: Any = {"include_usage": True}
-        stream = create(
-            model="m", prompt=TEXT, max_tokens=COUNT, stream=True, stream_options=options
-        )
-        *chunks, last = stream
-        assert last.usage is not None
-        return "".join(each.choices[0].text for each in chunks), last.usage.prompt_tokens
+        return self._created(create, lambda choice: choice.text, streams, prompt=TEXT)
 
     def chat(self, streams: bool) -> tuple[str, int]:
+        def text(choice: Any) -> str:
+            return (choice.delta if streams else choice.message).content or ""
+
         create = self.openai.chat.completions.create
-        if not streams:
-            answer = create(model="m", messages=MESSAGES, max_tokens=COUNT)
-            assert answer.usage is not None
-            return answer.choices[0].message.content or "", answer.usage.prompt_tokens
-        options: Any = {"include_usage": True}
-        stream = create(
-            model="m", messages=MESSAGES, max_tokens=COUNT, stream=True, stream_options=options
-        )
-        *chunks, last = stream
-        assert last.usage is not None
-        text = "".join(each.choices[0].delta.content or "" for each in chunks)
-        return text, last.usage.prompt_tokens
+        return self._created(create, text, streams, messages=MESSAGES)
+
+    def _created(
+        self, create: Any, text: Callable[[Any], str], streams: bool, **asked: object
+    ) -> tuple[str, int]:
+        if streams:
+            asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        answer = create(model="m", max_tokens=COUNT, **asked)
+        *chunks, last = answer if streams else (answer, answer)
+        return "".join(text(each.choices[0]) for each in chunks), last.usage.prompt_tokens
 
     def responses(self, streams: bool) -> tuple[str, int]:
         asked: Any = {"model": "m", "instructions": SYSTEM, "input": TEXT}

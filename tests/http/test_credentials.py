@@ -83,7 +83,7 @@ def test_nothing_that_is_remembered_holds_a_credential(
     assert b"uthorization" not in kept_by(blocks).replace(b"A", b"a")
 
 
-def test_a_section_is_judged_once_whoever_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_is_judged_once_whoever_sends_it() -> None:
     blocks: HeaderBlocks = {}
     mine, yours = RequestReader(Limits(), blocks), RequestReader(Limits(), blocks)
     first = read_one(mine, head(b"authorization: Bearer mine", b"a: b"))
