@@ -137,9 +137,6 @@ WITH_REPLAY = {
     "after a replay that stops only what it did not bring is missing": (
         f"{ASKED} replay 1-3: I A A; fail; lag=1 replay_from=3 state=degraded"
     ),
-    "a replay that ends before what was heard leaves batches out of order": (
-        f"{ASKED} live 5; replay 1-3: I A A; end 5; lost=1 state=degraded watermark=5"
-    ),
     "what was missed behind the first batch is lost though a replay was empty before": (
         f"{NEW} live 0 2; end; ask; replay 2; lost=1 unknown=0"
     ),
