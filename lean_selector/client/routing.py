@@ -103,7 +103,7 @@ class Routing:
         """Returns the scope of the requests; asks the selector for what is not set.
 
         The model is the one given to the router, otherwise the only one served, otherwise `model`.
-        Raises ModelNotNamed if that leaves it open."""
+        Raises ModelNotNamed if neither names one that is served."""
         name = self._model_name
         if name is None or self._block_size is None:
             served = await self._look(name or model)

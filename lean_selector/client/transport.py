@@ -209,7 +209,7 @@ class ServiceConnection:
         )
 
     def _wants_json(self, response: httpx.Response) -> bool:
-        """Whether JSON must be sent, because the service (the reference) lacks MessagePack."""
+        """Whether JSON must be sent: the service, as the reference, lacks MessagePack."""
         if response.status_code != 415:
             return False
         was_msgpack: bool = response.request.headers.get("content-type") == MSGPACK

@@ -261,8 +261,8 @@ class Link:
 
     def _shed(self, size: int) -> None:
         """Drop the oldest messages, but never the newest, whose number reveals the gap. With
-        `once`, drop the newest messages instead and end the link: the remaining messages have no
-        gap, and the rest can be requested again."""
+        `once`, drop the newest messages instead and end the link: the messages that are kept
+        have no gap, and those that were dropped can be requested again."""
         held = self._backlog.bytes
         goal = held - size
         while held > goal and len(self._queue) > 1:

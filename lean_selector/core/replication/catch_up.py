@@ -40,11 +40,11 @@ class Fate(IntEnum):
 
 
 class CatchUp:
-    """Catches up until `ends_at`, and again after `begin_again`. Books, and publishes nothing.
+    """Catches up until `ends_at`, and again after `begin_again`. It publishes no events.
 
     Every event that is received or published meanwhile must be passed to `note` after it was
-    applied. `counts[fate]` is the number of bookings with that outcome. A booking that waited is
-    counted twice."""
+    applied. `counts[fate]` is the number of bookings with that outcome. A booking that waited
+    for its rank is counted as WAITING and again with its final outcome."""
 
     def __init__(
         self,
