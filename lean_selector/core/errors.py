@@ -41,14 +41,14 @@ class Unavailable(SelectorError):
 
 
 class AllWorkersBusy(Unavailable):
-    """Shed, because every eligible worker is busy (request-rejection document)."""
+    """The request was shed, because every eligible worker is busy (request-rejection document)."""
 
     def __init__(self) -> None:
         super().__init__("All workers are busy, please retry later")
 
 
 class WaitedTooLong(Unavailable):
-    """Shed, because no eligible rank had room before the queue's time limit."""
+    """The request was shed, because no eligible rank had room before the queue's time limit."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"no worker became free within {limit_s:g} seconds")
@@ -58,8 +58,8 @@ class WaitedTooLong(Unavailable):
 class NoWorkers(Unavailable):
     """The model and tenant have no schedulable worker.
 
-    `is_missing`: they had a worker before, or no worker at all is registered. Otherwise the model
-    is unknown; or, with `other_tenants`, the model is known but this tenant of it is not.
+    `is_missing`: model and tenant had a worker before, or no worker at all is registered. Otherwise
+    the model is unknown; with `other_tenants`, only this tenant of the model is unknown.
     `known_models`: models with schedulable workers, sorted. `other_tenants`: a text that lists the
     model's tenants with schedulable workers."""
 

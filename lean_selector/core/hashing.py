@@ -24,7 +24,7 @@ _BLOCKS_PER_STEP = 64
 
 
 def hash_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
-    """Return the seed (u64) of local hashes: an adapter or a salt changes a prompt's hashes."""
+    """Return the seed (u64) of local hashes, which depends on the adapter and the salt."""
     seed = BASE_SEED
     if lora_name:
         seed += xxh3_64_intdigest(lora_name.encode(), 0)
@@ -158,7 +158,7 @@ def _unpack(hashes: bytes) -> list[int]:
 
 
 def _probe() -> None:
-    """Is a plain Python function only if this module is interpreted."""
+    """Show by its type whether this module is interpreted: only then it is a Python function."""
 
 
 IS_COMPILED = not isinstance(_probe, FunctionType)

@@ -64,7 +64,7 @@ def bits_of(mask: int) -> list[int]:
 
 
 def nth_bit(mask: int, n: int) -> int:
-    """Return the n-th set bit (the lowest is number 0), by halving, the last few one by one."""
+    """Return the n-th set bit (the lowest is number 0). Halves the mask until few bits are left."""
     assert 0 <= n < mask.bit_count()
     if not mask & (mask + 1):
         return n  # no bit is missing below the highest

@@ -52,7 +52,7 @@ _WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
 
 
 class Ejections:
-    """The health of one partition's ranks. Every method returns whether `out` may have changed."""
+    """The health of a partition's ranks. Methods return whether the set `out` may have changed."""
 
     def __init__(self, settings: EjectionSettings) -> None:
         self._settings = settings
@@ -69,7 +69,7 @@ class Ejections:
 
     def report(self, keys: Sequence[RankKey], outcome: str, total: int, now: float) -> bool:
         """Record the outcome of a request to these ranks: one rank, or all ranks of a worker if the
-        outcome concerns the whole worker. `total`: the partition's number of ranks."""
+        outcome concerns the whole worker. `total`: number of ranks in the partition."""
         if not self.ranks and outcome == OK:
             return False
         changed = self.settle(now)
@@ -231,8 +231,8 @@ NOT_FREE: Final = frozenset({429, 503, 529})
 
 
 def outcome_of_status(status: int) -> str | None:
-    """Return the outcome of a complete answer with this HTTP status (200 or above); None: it does
-    not count. A worker that rejects an invalid request is healthy."""
+    """Return the outcome of a complete answer with this HTTP status (200 or above); None if the
+    answer does not count. A worker that rejects an invalid request is healthy."""
     if status in NOT_FREE:
         return None
     return FAILED if status >= 500 else OK

@@ -83,7 +83,7 @@ class DeviceRanks:
         return names
 
     def swept(self, rank: DeviceRank) -> None:
-        """Release the bit of a retired rank, which is in no run any more."""
+        """Release the bit of a retired rank; no run may have this bit any more."""
         bit = rank.bit
         self._swept[bit] -= 1
         if not self._swept[bit]:
@@ -99,13 +99,13 @@ class DeviceRanks:
         self._keys.clear()
 
     def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
-        """Return the rank with this bit if it has a row for the strand. Otherwise None: if a run of
-        the strand has the bit, the bit is left over from a rank that was retired."""
+        """Return the rank with this bit if the rank has a row for the strand, otherwise None. Then
+        the bit, if a run of the strand has it, is left over from a retired rank."""
         rank = self._by_bit[bit]
         return rank if rank is not None and strand in rank.names.rows else None
 
     def name_at(self, bit: int, place: int) -> bytes:
-        """Return the engine hash of a block on the rank with this bit, which is in use."""
+        """Return the engine hash of a block on the rank with this bit. The bit must be in use."""
         rank = self._by_bit[bit]
         assert rank is not None
         return rank.names.name_at(place)
@@ -133,8 +133,8 @@ _MAX_PARTS = 64  # at most this many partial holders of a run are tried
 
 
 class HashAliases:
-    """The ranks with aliases, by strand. All other ranks that hold a block have the same engine
-    hash for it."""
+    """The ranks with aliases (hashes that differ from those of others), by strand. All other ranks
+    that hold a block have the same engine hash for it."""
 
     __slots__ = ("_odd", "_ranks")
 
@@ -175,9 +175,9 @@ class HashAliases:
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
-        """Compare the rank's hashes for a span of a run, which it newly holds, with another rank's.
-        Any rank without aliases that holds the whole run represents all such ranks. If no such rank
-        is found within the limits above, the rank counts as having aliases."""
+        """Compare the rank's hashes of a span of blocks that it newly holds with another rank's.
+        Any rank without aliases that holds the whole run represents all such ranks. If none of
+        these is found in a few tries, the rank counts as having aliases."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)
@@ -271,7 +271,7 @@ class DeviceTier:
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """Remove old bits of ranks that were retired and came back from the runs along a prompt."""
+        """From runs along a prompt, remove old bits of ranks that were retired and came back."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -368,7 +368,7 @@ class DeviceTier:
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
         """Add blocks after `run`, up to the end of a strand, and let the rank hold them. Returns
-        the run that has them, the position of the first one in that run, and the new `done`."""
+        their run, the first one's position in this run, and how many bytes of `local` are done."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
@@ -475,7 +475,7 @@ class DeviceTier:
             self._trim(run)
 
     def _held_end(self, rank: DeviceRank, strand: int) -> int:
-        """Return the position after a strand's last block that the rank holds; 0: none."""
+        """Return the position after the rank's last block in a strand; 0 if it holds none."""
         if not rank.names.has_unnamed():
             return rank.names.named_end(strand)
         # A row cannot distinguish a block with hash 0 from none.
@@ -487,8 +487,8 @@ class DeviceTier:
         return ends[-1] if ends else 0
 
     def _trim(self, run: Run) -> None:
-        """If no run follows, and no rank holds the last half of the run or more, cut that part
-        off."""
+        """Cut off a run's end that no rank holds, if it is at least half of the run and no run
+        follows."""
         blocks = len(run.label) >> 3
         if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return
@@ -521,7 +521,7 @@ class DeviceTier:
         self._drop_positions(rank, strand, positions)
 
     def cut_row(self, rank: DeviceRank, strand: int) -> None:
-        """Free the memory for hashes behind a strand's last block that the rank holds."""
+        """Free the rank's memory for hashes behind its last block in a strand."""
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:

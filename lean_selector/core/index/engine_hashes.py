@@ -1,8 +1,8 @@
-"""Engine hashes of one rank's blocks: engine hash -> place, and back. A place is a u32, `strand <<
-10 | position` (see runs.py).
+"""Map the engine hashes of one rank's blocks to places, and back. A place is a u32, `strand << 10 |
+position` (see runs.py).
 
 "Name" below is an engine hash. The names are stored in place order: per strand one row of bytes,
-with 0 for a block that is not held. Rare cases are stored besides: further names and copies of a
+with 0 for a block that is not held. Rare cases are stored separately: further names and copies of a
 block, and one name for several blocks. Two subclasses find the place of a name: `HashesInDicts` is
 fast in plain Python; `HashesPacked` takes a fifth of the memory, and is fast when compiled.
 Independent of tokens, tiers and other ranks. Spec: indexer.md sections 3.2 and 7.4.
@@ -136,7 +136,7 @@ class EngineHashes:
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
-        """Return the positions in a strand's row without trailing zeros; 0 without a row."""
+        """Return how many positions a strand's row has before trailing zeros; 0 without a row."""
         row = self.rows.get(strand)
         if row is None:
             return 0
@@ -177,7 +177,7 @@ class EngineHashes:
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """Like `take`, if blocks have copies or further names, or names mean several blocks."""
+        """Like `take`, for blocks with copies or further names, and names of several blocks."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
             name = int.from_bytes(packed[at : at + 8], "little")
@@ -227,7 +227,7 @@ _LISTED = -1  # dict value of a name whose places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
-    """Flat dicts of ints, which the garbage collector does not track: name -> segment."""
+    """Finds names by dicts of ints: name -> row segment. The garbage collector skips such dicts."""
 
     __slots__ = ("_front", "_recent", "_shards")
 

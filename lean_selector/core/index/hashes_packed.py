@@ -48,7 +48,7 @@ class _Segment:
         self.bits = bits
 
     def slot_of(self, name: i64, hashed: i64) -> i64:
-        """Return the slot of a hash; if absent, the complement (below 0) of its future slot."""
+        """Return the slot of a hash; for an absent hash, ~slot (below 0) of its future slot."""
         names = self.names
         mask: i64 = i64(len(names)) - 1
         at: i64 = (hashed >> 20) & mask
@@ -133,7 +133,7 @@ class HashTable:
         return value
 
     def let_go(self) -> bool:
-        """Free the memory of one segment. Returns False after the last. Unusable afterwards."""
+        """Free one segment. Returns False after the last. The table is unusable afterwards."""
         if self._segments:
             self._segments.pop()
         return len(self._segments) > 0
@@ -157,7 +157,7 @@ class HashTable:
         self._place(high, (index & (half - 1)) | half)
 
     def _shrink(self, index: i64) -> None:
-        """Join a segment that is almost empty with its other half; halve the only segment."""
+        """Join an almost empty segment with its other half; halve the slots of a single one."""
         segment = self._segments[index]
         slots: i64 = i64(len(segment.names))
         if segment.bits > 0:
@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Set all directory entries that agree with `index` in the segment's low bits."""
+        """Enter the segment at all directory indexes that have the same low bits as `index`."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits

@@ -3,9 +3,9 @@ before them are gone.
 
 A run's label stays while another run hangs below the run, and a rank's row of hashes reaches to the
 rank's last block. So if an engine evicts the starts of prompts and keeps the ends, the index keeps
-the memory of both: 16 KB for one block. The ends cannot match until the starts return. If they take
-too much memory they are evicted; the engine may store them again. The review visits one strand at a
-time, in short steps, between which the index may change. D31."""
+the memory of both: 16 KB for one block. The ends cannot match until the starts return. If the ends
+take too much memory, they are evicted; the engine may store them again. The review visits one
+strand at a time, in short steps, between which the index may change. D31."""
 
 from collections.abc import Callable, Generator, Iterator
 

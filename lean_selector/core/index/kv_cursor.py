@@ -178,7 +178,7 @@ class KvCursor:
         self._newest = watermark
 
     def connected(self) -> None:
-        """Note that a live connection was made; none of its batches has been judged.
+        """Note a new live connection. Call this before its first batch is judged.
 
         Batches that were published before the connection may have been missed, so a replay is due
         if possible. A new subscriber never receives a batch that we already have. So if such a
@@ -272,7 +272,7 @@ class KvCursor:
         return BatchVerdict.APPLY
 
     def replay_finished(self) -> BatchVerdict:
-        """The end marker arrived: batches that the replay did not contain no longer exist. Call
+        """Note that the end marker arrived: batches that the replay lacked no longer exist. Call
         next_held() until it returns None. May return RESTART, as `replayed` does."""
         since = 0  # missing batches after the request, which the replay may lack
         if self._phase is _Phase.ASKED:
@@ -302,8 +302,8 @@ class KvCursor:
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
-        """A replay had no answer, or stopped early. Then call next_held() until it returns None,
-        and request the replay again later."""
+        """Note that a replay had no answer, or stopped early. Then call next_held() until it
+        returns None, and request the replay again later."""
         answered = self._phase is _Phase.ANSWERING
         if answered and (self._is_blind or self._next < self._asked_next):
             self._early_from = self._missing_from = self._next
@@ -315,8 +315,8 @@ class KvCursor:
         self._end_replay(complete=answered)  # perhaps only the end marker is missing
 
     def replay_interrupted(self) -> bool:
-        """A replay was aborted on our side. Returns True if it is unfinished or kept batches
-        remain: then call next_held() until it returns None, as after a failed replay."""
+        """Note that we aborted a replay. Returns True if it is unfinished or kept batches remain:
+        then call next_held() until it returns None, as after a failed replay."""
         if self._phase is _Phase.ASKED or self._phase is _Phase.ANSWERING:
             self.replay_failed()
         return self._phase is not _Phase.IDLE
@@ -346,7 +346,7 @@ class KvCursor:
         return None
 
     def cleared(self) -> None:
-        """The batch just applied cleared all blocks of the source: gaps before it do not matter."""
+        """Note that the batch just applied cleared all blocks: gaps before it do not matter."""
         self.lost = self.unknown = 0
         if self._phase is _Phase.IDLE or self._phase is _Phase.ASKED:
             self._holds_top = False  # it came before the clearing batch, too
@@ -390,8 +390,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Set `_is_shown`: the replay has contained `_top`, or never will. A replay that was
-        requested before the connection proves nothing about it."""
+        """Set `_is_shown`: the replay has contained the batch `_top`, or never will. A replay that
+        was requested before the connection proves nothing about this batch."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 

@@ -66,8 +66,8 @@ class _DeviceWalk:
 
     def runs(self) -> Iterator[StoredRun]:
         """Yield the oldest runs first, but parents before children. The rank may change during the
-        walk. Each yielded run was reachable when it, or a run before it, was requested. No run that
-        stays is omitted."""
+        walk. Each yielded run was reachable when the caller requested it or a run before it. No run
+        that exists throughout is omitted."""
         rows = self._rank.names.rows
         # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for strand in list(dict.keys(rows)):

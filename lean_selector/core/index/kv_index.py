@@ -10,7 +10,7 @@ Rules where the spec leaves a choice:
 copies under each hash as were stored. The block is removed with the last one.
 
 - If a hash is stored again with other tokens, it names the newer block. The older block stays held,
-and gets the hash back when the newer one is removed. Limits, clear and drop free it too.
+and gets the hash back when the newer one is removed. Evicting and clearing free it too.
 
 - If a block is removed, the blocks behind it stay but are unreachable. They count again when the
 block returns."""
@@ -171,9 +171,9 @@ class KvIndex:
     def match_sets(
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
-        """Like `match`, as sets of ranks (numbered by `bits`). First, the sets that hold equally
-        many leading blocks on the device; second, those whose matches continue in the same way on a
-        lower tier. All sets are disjoint and not empty."""
+        """Like `match`, but with sets of ranks (numbered by `bits`). The first list has sets that
+        hold equally many leading blocks on the device, the second sets whose matches continue in
+        the same way on a lower tier. All sets are disjoint and not empty."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []
@@ -190,7 +190,7 @@ class KvIndex:
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """Yield the largest runs, from the root down, in steps of `core.index.upper_runs`."""
+        """Yield the largest runs, from the root down, step by step like `core.index.upper_runs`."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
@@ -243,8 +243,8 @@ class KvIndex:
         local_hashes: bytes,
         counted: bool = False,
     ) -> StoreResult:
-        """Like `store`, for packed engine hashes: at least one, all different from each other and
-        from the parent, and as many local hashes."""
+        """Like `store`, for packed hashes. There must be at least one engine hash, and as many
+        local hashes. The engine hashes differ from each other and from the parent."""
         blocks = len(names) >> 3
         if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
@@ -429,8 +429,8 @@ class KvIndex:
         """Yield stored events from which the index can be rebuilt, in slices of bounded work.
 
         Ranks are sorted, and have at least one slice each. Within a rank the oldest blocks come
-        first; on the device, parents before children. Device: one event per run, reachable blocks
-        only. Lower tiers: one event per block.
+        first, but on the device parents come before children. Device: one event per run, reachable
+        blocks only. Lower tiers: one event per block.
 
         Events may be applied between two slices, so each slice shows the index at some moment since
         the dump started. If a copy applies the slice, and then again all events since that moment,

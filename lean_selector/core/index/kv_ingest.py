@@ -305,8 +305,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether an engine of our block size may send this event of another size: it has hashes
-        only, or ends within a block. (On the device such blocks come one at a time.)"""
+        """Whether an engine of our block size may send this event of another size. It may if the
+        event has hashes only, or incomplete blocks (on the device, a single one)."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -329,7 +329,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether already held blocks of an event are further copies, not only announced."""
+        """Whether an event adds copies of held blocks, instead of only announcing them."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -360,8 +360,8 @@ class KvIngest:
         self.counts.blocks_stored += blocks
 
     def _refuse(self, reason: str) -> None:
-        """Skip an event. If it is one part of an event, the remaining parts are skipped too,
-        because they continue its chain."""
+        """Skip a record of an event. If the event has further parts, they are skipped too, because
+        they continue the record's chain."""
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
 

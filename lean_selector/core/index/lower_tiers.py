@@ -96,7 +96,7 @@ class Continuations:
 
 
 class Edges:
-    """Edges: (parent's engine hash + local hash) -> (child's engine hash, set of ranks)."""
+    """Maps edges, (parent's engine hash + local hash) -> (child's engine hash, set of ranks)."""
 
     __slots__ = ("_continuations", "_edges", "_held", "_odd", "doubtful")
 
@@ -114,7 +114,7 @@ class Edges:
         self.doubtful = 0
 
     def admit(self, bit: int, held: dict[bytes, bytes]) -> None:
-        """Add the blocks `held` of a rank's tier: child -> edge."""
+        """Add a rank's tier. `held` maps each of its blocks (child) to the edge to it."""
         self._held[bit] = held
 
     def release(self, bit: int) -> None:
@@ -353,7 +353,7 @@ class LowerMatches:
                 edges.doubtful |= 1 << bit
 
     def release(self, rank: Holdings) -> None:
-        """Forget a rank whose lower tiers are empty. Does nothing if it has none."""
+        """Forget a rank whose lower tiers are empty. Does nothing if the rank has no tiers."""
         bit = rank.device.bit
         if self.ranks.pop(bit, None) is not None:
             rank.lower = []
@@ -382,9 +382,9 @@ class LowerMatches:
     def extended(
         self, sets: list[tuple[int, int]], path: list[Run], local_hashes: bytes
     ) -> list[tuple[Matched, int]]:
-        """Return the ranks whose match continues on a lower tier, as disjoint, not empty sets with
-        the same match. Only visits ranks that have the prompt's next block on a lower tier, below
-        any parent."""
+        """Return (match, set of ranks) for ranks whose match continues on a lower tier. The sets
+        are disjoint and not empty. Only ranks that have the prompt's next block on a lower tier,
+        below any parent, are visited."""
         found: dict[tuple[int, int, int], int] = {}
         going_on: dict[int, int] = {}  # number of device blocks -> ranks
         rest = self._bits

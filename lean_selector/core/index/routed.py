@@ -1,8 +1,8 @@
 """The approximate index: assumes for some time that a routed prompt is cached on its rank.
 
 For engines without KV events, and for other engines until their events arrive. A block expires some
-time after it was last part of a booked prompt, or earlier if its rank is known to hold fewer
-blocks. Renewing a block renews the blocks before it, so a prefix never expires before its
+time after it was last part of a booked prompt, or earlier if its rank is known to have no room for
+so many blocks. Renewing a block renews the blocks before it, so a prefix never expires before its
 continuation.
 
 A rank's booked prompts form a trie that counts them (`PromptTrie`), so a booking costs one step per
@@ -83,7 +83,7 @@ class RoutedPrompts:
             self._bounds[worker_id] = blocks
 
     def expire(self, now: float) -> None:
-        """Drop expired prompts, in steps of `KvIndex.sweep`. Call it often."""
+        """Drop expired prompts; `KvIndex.sweep` runs the steps. Call this often."""
         if not self._is_expiring and self._ranks:
             self._is_expiring = True
             self.index.do_in_steps(self._expired(now))

@@ -279,8 +279,8 @@ class RunTrie:
 
 
 def common_prefix(label: bytearray, at: int, hashes: bytes, start: int) -> int:
-    """Return in how many bytes (whole blocks) `label` from `at` on and `hashes` from `start` on
-    agree."""
+    """Return the length in bytes (whole blocks) of what `label` from `at` on and `hashes` from
+    `start` on have in common."""
     low, high = 0, (min(len(label) - at, len(hashes) - start) >> 3) + 1
     if label[at : at + (high - 1 << 3)] == hashes[start : start + (high - 1 << 3)]:
         return high - 1 << 3

@@ -156,7 +156,7 @@ Event = BlockStored | BlockRemoved | PackedStored | PackedRemoved | AllBlocksCle
 
 
 class SkippedEvent(msgspec.Struct, gc=False):
-    """Events that could not be decoded for one reason. The other events of the batch are used."""
+    """Events not decoded, all for the same reason. The other events of the batch are used."""
 
     event_type: str  # "stored", "removed", "cleared", or "unknown"
     reason: str  # "malformed", "unknown_type", or of BOUND_REASONS: a metric label

@@ -24,7 +24,7 @@ Scope = tuple[str, str]
 
 
 class BusyThresholds:
-    """The thresholds of every model and tenant: those set for it, or else the defaults."""
+    """The thresholds of every model and tenant: those that were set, or else the defaults."""
 
     def __init__(self, defaults: BusyThreshold = OFF) -> None:
         self._defaults = defaults
@@ -73,10 +73,10 @@ class BusyThresholds:
 
 
 class Headroom:
-    """The ranks of one partition that have room for queued requests. Exists only with a queue."""
+    """The ranks of a partition with room for queued requests. Exists only if queueing is on."""
 
     def __init__(self, threshold: float) -> None:
-        """`threshold` is a fraction of a worker's batch size; infinity never queues."""
+        """`threshold`: a fraction of a worker's batch size. With infinity, no request is queued."""
         self._threshold = threshold
         self.below = self.idle = 0
         self.avoided = 0  # ranks used only by requests that are restricted to them

@@ -1,11 +1,11 @@
 """The ranks of a partition in order of load, to find the least loaded without visiting all.
 
 For ranks with equally many cached and active blocks of a prompt, the cost is a constant plus scale
-* tokens / block_size + standing load. The standing load is a rank's active blocks plus a weight per
-active request. So the cheapest of these ranks is the one with the least load, and ranks of equal
-load are equivalent. Loads are kept sorted, each with the set of its ranks (an int, `RankBits`). The
-chooser, which knows the prompt's cost and the eligible ranks, walks `loads` until no further load
-can be cheaper (`selection/choice.py`)."""
+* prefill tokens / block_size + standing load. The standing load is a rank's active blocks plus a
+weight per active request. So the cheapest of these ranks is the one with the least load, and ranks
+of equal load are equivalent. Loads are kept sorted, each with the set of its ranks (an int,
+`RankBits`). The chooser, which knows the prompt's cost and the eligible ranks, walks `loads` until
+no further load can be cheaper (`selection/choice.py`)."""
 
 import bisect
 
@@ -13,7 +13,7 @@ from lean_selector.core.load.rank_load import LoadBucket, RankLoad
 
 
 class LoadOrder:
-    """Sets of equally loaded ranks, the least loaded first. Must be told every change of a load.
+    """Sets of equally loaded ranks, the least loaded first. Callers report each change of a load.
 
     Read only: `ranks` (by bit) and `loads` (sorted). `moved` has the ranks whose load changed since
     the reader of `moved` last emptied it."""

@@ -27,7 +27,7 @@ _late_s = itemgetter(0)
 
 
 def check_decay_fraction(decay_fraction: float | None) -> None:
-    """Raise BadRequest outside [0, 1]. This is checked before whether the request exists."""
+    """Raise BadRequest for a fraction outside [0, 1]. Call this before looking for the request."""
     if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
         raise BadRequest("decay_fraction must be between 0.0 and 1.0")
 
@@ -227,15 +227,15 @@ class Slots:
         return reservation
 
     def touch(self, request_id: str, now: float) -> Reservation | None:
-        """Renew a request, such as one that its owner publishes again. None: not live."""
+        """Renew a request, as when its owner publishes it again. Returns None if it is not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             self._touch(reservation, now)
         return reservation
 
     def backdate(self, copy: Reservation, touched_at: float) -> None:
-        """Set the touch time of a copy that was just booked, as another replica reports it. Call it
-        youngest first: a copy younger than the oldest backdated one may expire late."""
+        """Set the touch time of a new copy, as another replica reports it. Call it for the youngest
+        copy first: a copy younger than the oldest backdated one may expire late."""
         copy.touched_at = touched_at
         self.revision += 1
         oldest = next(reversed(self._backdated.values()), copy)
@@ -289,7 +289,7 @@ class Slots:
         }
 
     def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
-        """Like `active_prefix`: (leading blocks, set of ranks); disjoint, numbered by `bits`."""
+        """Like `active_prefix`, as (leading blocks, set of ranks). The sets are disjoint."""
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:

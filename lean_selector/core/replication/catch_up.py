@@ -110,7 +110,7 @@ class CatchUp:
         return fate
 
     def snapshot_is_in(self) -> None:
-        """The snapshot is complete, or failed. From now on, only the bookings that wait matter."""
+        """Note that the snapshot is complete or failed. Now only waiting bookings matter."""
         self._noted = None
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
@@ -199,9 +199,9 @@ def ended_meanwhile(
     """Yield a replica's events that we missed, according to the replica's snapshot.
 
     `listed` is that snapshot, requested at `asked_at`. A request that was known here before has
-    ended if the snapshot does not list it on the same rank. Requests with later events are left
-    alone. Yields FREE for ended requests, PREFILL_COMPLETE for those past their prefill, and None
-    for each request without a missed event, so that the caller may pause."""
+    ended if the snapshot does not list it on the same rank. Requests touched since `asked_at` are
+    left alone. Yields FREE for ended requests, PREFILL_COMPLETE for those past their prefill, and
+    None for each request without a missed event, so that the caller may pause."""
     by_id = {_id_of(live): live for live in listed if live.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):

@@ -242,7 +242,7 @@ class ReplicaSequences:
         return sorted(self._publishers.values(), key=lambda publisher: publisher.router_id)
 
     def behind(self) -> list[Publisher]:
-        """Return the replicas whose missed events no snapshot has made up for."""
+        """Return the replicas with missed events that no snapshot has made up for."""
         return [publisher for publisher in self._publishers.values() if publisher.gap_at]
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
@@ -250,11 +250,11 @@ class ReplicaSequences:
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
-        """Record a publisher's number of events. Returns how many of the last ones were missed."""
+        """Record how many events a publisher sent. Returns how many were missed at their end."""
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
-        """A snapshot includes all events up to this number. Returns True if that closed a gap."""
+        """Note that a snapshot includes all events up to this number. True if that closed a gap."""
         publisher = self._publishers.get(router_id)
         if publisher is None or not 0 < publisher.gap_at <= sequence:
             return False
@@ -301,8 +301,8 @@ class ReplicaSequences:
 
 
 def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> bool:
-    """Book a copied reservation with the times of `live`. Call it for the oldest first, in the
-    order of expiry.
+    """Book a copied reservation with the times of `live`. Call it in the order of expiry, for the
+    oldest reservation first.
 
     `router_id` is the peer that admitted the request; None: this replica. Returns False, and books
     nothing, if the rank is not registered, the id is already live, or the block size differs."""

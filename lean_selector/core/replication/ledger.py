@@ -26,8 +26,8 @@ def copies_expire_s(expiry_s: float) -> float:
 
 
 def republish_after_s(expiry_s: float) -> float:
-    """Return the seconds between announcements, if reservations expire after `expiry_s`: short
-    enough for at least two before that."""
+    """Return the seconds between announcements of a live request. At least two are made before a
+    reservation expires, which it does after `expiry_s` idle seconds."""
     return min(REPUBLISH_AFTER_S, 0.4 * expiry_s)
 
 
@@ -63,9 +63,9 @@ class Ledgers:
     def expire(
         self, ledgers: Sequence["Ledger"], now: float, max_steps: int
     ) -> list[tuple["Ledger", list[Reservation]]]:
-        """Expire idle requests, ledger by ledger, at most `max_steps` in total. If it returns as
-        many, call again. The next call continues where this one stopped, so a backlog in one ledger
-        does not delay the others."""
+        """Expire idle requests, ledger by ledger, at most `max_steps` in total. If it returns
+        `max_steps` requests, call again. The next call continues where this one stopped, so a
+        backlog in one ledger does not delay the others."""
         gone: list[tuple[Ledger, list[Reservation]]] = []
         start = self._turn
         for at in range(start, start + len(ledgers)):
@@ -153,7 +153,7 @@ class Ledger:
                     self._events.freed(self, reservation)
 
     def _keep_alive(self, events: LifecycleEvents, reservation: Reservation, now: float) -> None:
-        """Announce the request from time to time, because peers do not see this touch (D12)."""
+        """Announce the request now and then, because peers see no calls without an event (D12)."""
         if (
             reservation.router_id is None
             and now - reservation.published_at >= self._republish_after_s

@@ -259,8 +259,8 @@ class Bookings:
         return partition
 
     def holders(self, reservation_id: str) -> list[Partition]:
-        """Return the partitions to which a call by URL applies: that of the booking made here,
-        otherwise those of all copies (D4). Raises NotFound if the id is live nowhere."""
+        """Return the partitions to which a call for this id applies: that of the booking made here,
+        or else those of all copies (D4). Raises NotFound if the id is live nowhere."""
         local = self.local_holder(reservation_id)
         if local is not None:
             return [local]

@@ -238,8 +238,8 @@ DRAINING = "draining"
 
 
 class SourceSink(Protocol):
-    """Subscribes to engines. After `unsubscribe` has returned, no event of the source arrives. It
-    returns the ranks for which the source published events."""
+    """Subscribes to engines. After `unsubscribe` has returned, no event of the source arrives.
+    `unsubscribe` returns the ranks for which the source published events."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
@@ -255,7 +255,7 @@ class SourceSink(Protocol):
 
 
 class Worker:
-    """A registered worker. `reasons` is empty if the worker is schedulable, or draining: then it
+    """A registered worker. `reasons` is empty if it is schedulable or draining. A draining worker
     finishes its requests and gets no new ones."""
 
     def __init__(
@@ -377,8 +377,8 @@ class Catalog:
         return self._install(spec)
 
     def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
-        """Return the partition for blocks that were recovered from a peer; None if the partition
-        has another block size. The first complete worker establishes a new partition."""
+        """Return the partition for blocks recovered from a peer; None if it has another block size.
+        A partition created here is established by its first complete worker."""
         partition = self.partitions.get(key)
         if partition is None:
             partition = self.partitions[key] = self.new_partition(key, block_size, False)
@@ -513,8 +513,8 @@ class Catalog:
     def _leave(self, key: PartitionKey, worker_id: int) -> None:
         """Remove a worker from its partition's members; the last member removes the partition. A
         member is a worker that was once schedulable here. So if the only worker's block size is
-        patched, the partition keeps its block size; if the worker is deleted, it does not (D3).
-        Then workers that were refused for the old size are checked again."""
+        patched, the partition keeps its block size; if the worker is deleted, the partition is gone
+        (D3). Then workers that were refused for the old size are checked again."""
         partition = self.partitions.get(key)
         if partition is None or worker_id not in partition.members:
             return

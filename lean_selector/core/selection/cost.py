@@ -174,7 +174,7 @@ def base_terms(settings: RouterSettings) -> CostTerms:
 
 
 def overridden(base: CostTerms, override: RouterOverride, policy: Policy = "dynamo") -> CostTerms:
-    """Return `base` with the override's fields, under its policy, or else under `policy`."""
+    """Return `base` with the override's fields, under the override's policy or else `policy`."""
     credit = override.overlap_score_credit
     scale = override.prefill_load_scale
     if override.overlap_score_weight is not None:

@@ -5,10 +5,10 @@ is left, after the blocks in the index and the blocks of waiting prefill. A work
 capacity counts as full. A rank is checked again after its load has changed, which happens before
 and after it stores a prompt, not at each event.
 
-Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. So the
-prefill that full ranks got while others had room, minus the prefill that those others got since, is
-*owed*. Owed tokens count as evicted too, up to the number of tokens cached on the rank. So once
-about as much has been evicted for the prefix, another rank computes it."""
+Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. So
+prefill that full ranks get while others have room is *owed*, until the others get as much prefill.
+Owed tokens count as evicted too, up to the number of tokens cached on the rank. So once about as
+much has been evicted for the prefix, another rank computes it."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -61,8 +61,8 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """Return how many cached tokens of the full ranks among `ranks` count as evicted, at most.
-        0 unless another rank of `ranks` has room."""
+        """Return the limit up to which cached tokens of the full ranks among `ranks` count as
+        evicted: 0 unless another rank of `ranks` has room."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:

@@ -28,7 +28,7 @@ def check_pin(request: SelectionRequest) -> None:
 
 def eligible(partition: Partition, request: SelectionRequest) -> int:
     """Return the ranks that the request may use, including busy ones. Draining ranks are never
-    used, and ejected ranks only if there are no others; so a pin to an ejected rank works."""
+    used, and ejected ranks only if there are no others, for example if a pin names one."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is None and allowed is None and not request.required_taints:
         return partition.candidates

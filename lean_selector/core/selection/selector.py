@@ -406,7 +406,7 @@ class Selector:
     def load_changed(
         self, model_name: str, tenant_id: str, reservation_id: str, now: float
     ) -> None:
-        """A peer's event was applied, which may have made room for queued requests: admit them."""
+        """Admit queued requests, because a peer's event that was applied may have made room."""
         self.bookings.local_holder(reservation_id)  # forgets the id if the peer freed it
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None:
@@ -530,8 +530,8 @@ class Selector:
         return placement
 
     def admit_waiting(self, now: float) -> None:
-        """Admit requests that no event would admit. Call it about every second. Ejections end, and
-        a request that no worker can serve is answered after RECHECK_AFTER_S."""
+        """End ejections, admit requests that no event would admit, and fail those older than
+        RECHECK_AFTER_S that no worker can serve. Call it about every second."""
         self.health.settle(now)
         self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):
@@ -585,7 +585,7 @@ class Selector:
                 self.admit_parked(partition, now)
 
     def expect_output(self, reservation_id: str, tokens: int, now: float) -> None:
-        """Add the blocks that an answer of this many tokens will need to a new reservation."""
+        """To a new reservation, add the blocks that an answer of this many tokens will need."""
         for partition in self.bookings.holders(reservation_id):
             if blocks := tokens // partition.block_size:
                 partition.ledger.output_block(reservation_id, now, blocks=blocks)
@@ -636,8 +636,8 @@ class Selector:
             self.admit_parked(partition, now)
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
-        """Expire idle reservations, at most `max_steps` in total. If it returns as many, call
-        again, because there may be more."""
+        """Expire idle reservations, at most `max_steps` in total. If it returns `max_steps`
+        reservations, call again: there may be more."""
         gone = []
         partitions = self.catalog.partitions
         ledgers = [partition.ledger for partition in partitions.values()]

@@ -60,7 +60,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return range(start, start + size)
 
     def kv_events_endpoint_of(self, dp_rank: int) -> str | None:
-        """Return where this rank publishes. A single endpoint is only used for a single rank."""
+        """Return where this rank publishes. `kv_events_endpoint` applies only to a lone rank."""
         if self.kv_events_endpoints:
             return self.kv_events_endpoints.get(dp_rank)
         return self.kv_events_endpoint if self.ranks == range(dp_rank, dp_rank + 1) else None

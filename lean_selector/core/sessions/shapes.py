@@ -25,7 +25,7 @@ class Binding(msgspec.Struct, eq=False, gc=False):
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A reservation's hold on its session's binding, which lasts at least as long."""
+    """A reservation's hold on its session's binding: the binding outlasts the reservation."""
 
     session_id: str
     binding: Binding

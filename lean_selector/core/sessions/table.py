@@ -2,7 +2,7 @@
 
 A booking binds its session to the rank. As long as a reservation of the session that was booked
 here is live, the binding stays. After the last one has ended, the binding lasts for the configured
-time to live. A peer's event replaces an older binding, and lasts for the time to live from its
+time to live. A peer's binding replaces an older one, and lasts for the time to live from its
 arrival on. Follows selection_16.md section 6. Independent of ranks and sockets. Time is an
 argument, in monotonic seconds."""
 
@@ -256,8 +256,8 @@ class SessionTable:
         return sequence
 
     def _rest(self, session_id: str, binding: Binding) -> None:
-        """Note that a binding has no lease left. If bindings are renewed in order, the next to
-        expire is always first."""
+        """Move a binding without a lease to the end of `_idle`. Every renewal does so, so the next
+        binding to expire is always first."""
         self._idle[session_id] = binding
         self._idle.move_to_end(session_id)
 
