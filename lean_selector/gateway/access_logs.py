@@ -117,7 +117,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """Returns the outcome that a line reports; `fields` are the present ones. Raises ValueError."""
+    """Returns the outcome that a line with these `fields` reports. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -188,7 +188,7 @@ _STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy logs -1 and Envoy 0 if 
 
 
 class Ended(NamedTuple):
-    """The end of a request, from a line. Absent fields are None."""
+    """The end of a request, as a log line reports it. Absent fields are None."""
 
     reservation_id: str | None
     worker_id: int | None
@@ -376,7 +376,7 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
 
 
 def warn_of_a_short_queue(place: str) -> None:
-    """Warns if a UNIX socket created now gets a short queue, which it would keep."""
+    """Warns if a UNIX socket that is created now will always have a short queue."""
     try:
         length = int(_QUEUE_LENGTH.read_text())
     except (OSError, ValueError):

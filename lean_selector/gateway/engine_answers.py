@@ -1,8 +1,8 @@
 """Queries engines over HTTP: which software they run, their adapters (LoRA), and the tokens of a
 prompt.
 
-The software is asked of a few workers of a model. Adapters are asked of all workers, when a request
-names an unregistered model. Answers are cached, and refreshed in the background."""
+A few workers of a model are asked for their software. All workers are asked for their adapters when
+a request names an unregistered model. Answers are cached, and refreshed in the background."""
 
 import asyncio
 import re
@@ -187,7 +187,7 @@ class NotTokenized(Exception):
 class Tokenizer(Protocol):
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """Returns the tokens of a prompt, 4 bytes each. `model` is the engine's name of the model
-        or adapter; `workers` are the base URLs of the workers with it. Raises NotTokenized."""
+        or adapter; `workers`: base URLs of the workers that have it. Raises NotTokenized."""
         ...
 
     def close(self) -> None: ...

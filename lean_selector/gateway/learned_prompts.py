@@ -1,10 +1,10 @@
 """Remembers the block hashes of prompts, found by their messages, without a tokenizer.
 
-A prompt is identified by a chain of keys, one per message or part of it. Keys are computed from
-JSON values (`prompt_values.py`), not from their text. Each prefix of a chain has an entry, which
+A prompt is identified by a chain of keys, one per message or part of a message. Keys are computed
+from JSON values (`prompt_values.py`), not from text. Each prefix of a chain has an entry, which
 refers to a list of block hashes. Prompts share the entries of their common prefix, and a longer
 prompt replaces the one that it continues. How many blocks a common prefix has is known once two
-prompts have diverged after it. Before, this is estimated from the prefix's share of the bytes."""
+prompts have diverged after it. Before, it is estimated from the prefix's share of bytes."""
 
 from collections import OrderedDict
 from typing import Final, NamedTuple
@@ -85,7 +85,7 @@ class _Entry:
         self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Returns the block hashes of this prefix as a whole prompt. It must have been one."""
+        """Returns the prefix's block hashes. The prefix must have been a whole prompt."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
@@ -148,7 +148,7 @@ class PromptMemory:
         return Known(hashes, tokens, unknown_bytes, False)
 
     def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
-        """Learns the tokens of a prompt and of its output, 4 bytes each.
+        """Learns a prompt and its output, given as tokens of 4 bytes each.
 
         Prompts that continue this one are assumed to contain the output's blocks, as long as they
         usually do for this model. Returns the block hashes of the prompt alone, 8 bytes each."""
@@ -195,7 +195,7 @@ class PromptMemory:
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Lets the entries of a prompt that the new one continues refer to the new hashes. A
+        """Makes entries of the prompt that the new prompt continues refer to the new hashes. A
         prompt's end asks for an answer, and may be rendered differently when the prompt
         continues."""
         for key in chain.keys[: at + 1]:

@@ -113,8 +113,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Returns the template from its own file, or else from the configuration. Of several templates
-    it takes the one for chats. None if the model has none and only completes texts."""
+    """Returns the template from its own file, or else from the configuration. Of several templates,
+    the one for chats is taken. None if the model has no template and only completes texts."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -188,7 +188,7 @@ class ModelRequest:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of the prompt as sent; 0 if that does not indicate its number of tokens."""
+        """Bytes of the prompt as sent; 0 if they do not indicate the number of tokens."""
         if self._media or self.ids:
             return 0
         if self.kind in CHATS:

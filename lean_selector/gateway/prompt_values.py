@@ -51,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """A message: `hashes` has 8 bytes per LINK_BYTES, `size` is its length as compact JSON."""
+    """A message of `size` bytes as compact JSON. `hashes` has 8 bytes per LINK_BYTES of it."""
 
     hashes: bytes
     size: int

@@ -32,9 +32,9 @@ from lean_selector.wire.scalars import packed_u32
 class Routed:
     """A request that can be routed.
 
-    If `why_not` is None, all blocks of the prompt are known. Otherwise `why_not` says why not, and
-    the blocks are those of the known prefix (perhaps none), then random ones up to the estimated
-    length, `prompt.isl_tokens`. Or all blocks are known, but lack the prompt's salt."""
+    If `why_not` is None, all blocks of the prompt are known. Otherwise it has the reason. Then the
+    blocks are those of the known prefix (perhaps none), followed by random ones up to the estimated
+    length, `prompt.isl_tokens`; or they are all known but lack the prompt's salt."""
 
     model_name: str  # as registered; for an adapter its base model
     tenant_id: str
@@ -87,7 +87,7 @@ class Prompts:
     def of(
         self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
     ) -> Coroutine[Any, Any, Routed]:
-        """Does what `read` does, for a caller that awaits it."""
+        """Like `read`, for a caller that awaits the result."""
         return finished(self.read(path, body, tenant_id, forwards))
 
     def read(
@@ -238,7 +238,7 @@ class Prompts:
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
     """Returns a prompt with this known prefix and number of tokens. Its unknown blocks are random:
     they count as load, but match no other prompt. If no prefix is known, the prompt has no local
-    hashes; they would match nothing, and be predicted as cached."""
+    hashes: random ones match nothing, but would later be predicted as cached."""
     tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
     rest = os.urandom(8 * (tokens // block_size) - len(known))
     return _prompt_of(known, tokens, lora_name, rest)

@@ -150,7 +150,7 @@ class ProxiedRequest:
         self._retry(REFUSED, REFUSED, reason)
 
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
-        """Sends the last shed answer or an error, because no worker can answer."""
+        """Sends an error, or the answer of the last worker that shed the request."""
         self.placing = None
         if self._shed is not None:
             self._pass_shed(*self._shed)

@@ -196,8 +196,8 @@ class Directory:
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of the workers that serve a model. If there are none, those of
-        workers whose models are unknown; None (any worker) if there are none of these either."""
+        """Returns the base URLs of the workers that serve a model. Without any, returns those of
+        workers whose models are unknown; without these too, None (any worker)."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]
