@@ -104,7 +104,7 @@ def _swept(error: Exception | None) -> None:
 
 
 class Pauses:
-    """Awaiting a call yields to the loop if the time slice is over. State may then have changed."""
+    """`await pauses()` yields to the loop if the time slice is over. Meanwhile state may change."""
 
     def __init__(self) -> None:
         self._slice_ends = time.perf_counter() + SLICE_S

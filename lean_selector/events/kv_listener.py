@@ -239,8 +239,8 @@ class KvListener:
     # the connection
 
     def _note_link(self) -> None:
-        """After a connect, request missed batches. Log each reason of a lost connection once; an
-        engine that was never connected may still be starting."""
+        """After a connect, request missed batches. Log each reason of a lost connection once, but
+        none before the first connection, because the engine may still be starting."""
         live = self._live
         if live.state is LinkState.CONNECTED:
             self._told_of = None

@@ -3,8 +3,8 @@
 A link gives libzmq addresses, never names. libzmq itself retries an address that refuses or does
 not answer. So a new listener is connected within RECONNECT_MAX_MS, or twice that time if a thousand
 other links have no connection. After any other failure libzmq stops (RECONNECT_STOP), and the link
-opens a new socket after a growing pause. Otherwise libzmq would never reconnect after a message
-that is too large or a wrong mechanism, and would retry a listener that does not speak ZMQ without
+opens a new socket after a growing pause. Otherwise libzmq would never reconnect after a wrong
+mechanism or a message that is too large, and would retry a listener that does not speak ZMQ without
 any pause. Received messages wait in the link until its owner takes them; above a limit in bytes,
 the oldest are dropped and counted. Spec: indexer.md 1.1, slot_tracker.md 3.1.
 
@@ -166,7 +166,7 @@ class Link:
     ) -> None:
         """`socket_type` is a constant of zmq. `opening(socket)` is called with each new socket, to
         subscribe or to send. With `once`, the link is closed after one attempt or connection; its
-        waiting messages can still be taken. With `curve`, only servers with one of these keys are
+        waiting messages can still be taken. With `curve`, only servers with one of its keys are
         accepted."""
         # Set once, in the constructor.
         self.endpoint = endpoint
@@ -444,7 +444,7 @@ class Link:
             raise OSError(error.errno, error.strerror) from None
 
     def _hear(self) -> None:
-        """Read the monitor's events. If the attempt has ended, end the wait for it."""
+        """Read the monitor's events. If the attempt to connect has ended, stop waiting for it."""
         assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:

@@ -51,7 +51,7 @@ _MAX_ANSWERS = 4096  # above this, expired answers are dropped
 
 
 def look_up(name: str) -> list[Address]:
-    """Return the system's addresses of `name`: both families, in its order. Raises OSError."""
+    """Return the addresses of `name` in both families, in the system's order. Raises OSError."""
     found: list[Address] = []
     try:
         answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)

@@ -97,15 +97,15 @@ class KvSubscriptions:
         listener.start()
 
     def hold(self) -> None:
-        """Keep sources waiting, as `holding` does. For sources that are subscribed before `holding`
-        is called."""
+        """Keep new sources waiting until a context of `holding` ends. For sources that are
+        subscribed before that context begins."""
         if self._held is None:
             self._held = set()
 
     @contextlib.contextmanager
     def holding(self, at_most_s: float) -> Iterator[None]:
-        """In this context, new sources with a replay endpoint wait. When it ends, or after
-        `at_most_s`, they connect, and continue after the recovered index if there is one."""
+        """In this context, new sources with a replay endpoint wait. When the context ends, or after
+        `at_most_s`, they connect, and continue after a recovered index if there is one."""
         self.hold()
         limit = asyncio.get_running_loop().call_later(at_most_s, self._release)
         try:

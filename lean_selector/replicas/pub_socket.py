@@ -34,7 +34,7 @@ class ReplicaSyncError(Exception):
 
 
 class ReplicaPub:
-    """Used only on the loop's thread. The constructor raises ReplicaSyncError if it cannot bind."""
+    """A PUB socket, used only on the loop's thread. Raises ReplicaSyncError if it cannot bind."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ At the start, peers are queried until one returns a snapshot. After a subscripti
 restored, or events were missed, all peers are queried, because each is authoritative for the
 requests that it admitted (decision D24). Subscriptions must be made first, so that no release after
 a snapshot is missed. A peer without snapshots (404: the reference) is skipped. Reservations are
-read and booked in time slices. If a reservation's rank is not registered yet, it is retried until
-the catch-up ends."""
+read and booked in time slices. A reservation whose rank is not registered yet is retried until the
+catch-up ends."""
 
 import asyncio
 import contextlib
@@ -200,8 +200,8 @@ class CatchingUp:
             await pause()
 
     async def _take_from_first(self) -> None:
-        """Book all reservations of the first peer that has a snapshot. At the start, nothing else
-        is known here."""
+        """Book all reservations of the first peer that has a snapshot. For the start, when no
+        reservation is known here."""
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
             live, _ = await self._read(url, asked_at, snapshot)
             await self._take(live)
@@ -212,9 +212,9 @@ class CatchingUp:
     async def _take_from_all(self, occasion: Occasion) -> bool:
         """Book what each peer admitted, and what peers know of replicas that cannot be queried.
 
-        If a replica answers, or its events had no gap, what others know of it is ignored: they may
-        have missed ends. So it is for a replica that does not number its events, unless our
-        connection to it may have been lost. Returns True if a gap was closed."""
+        What others know of a replica may lack ends, so it is ignored if the replica answers, if its
+        events had no gap, or if it does not number its events and our connection to it cannot have
+        been lost. Returns True if a gap was closed."""
         heard = self._sync.heard
         began = time.monotonic()
         told: list[tuple[int, int]] = []  # (router id, event number) of replicas that answered
