@@ -53,8 +53,8 @@ def completion_body(
     """Returns the body of a streaming request. Later options take precedence; options with the
     value None are left out.
 
-    The salt is sent with a prefix. Without it, vLLM's events would not show which of a block's keys
-    is the salt, and the block would count as one without a salt."""
+    The salt is sent with a prefix. Without the prefix, vLLM's events would not show which of a
+    block's keys is the salt, and the block would count as one without a salt."""
     body: dict[str, object] = {
         "model": model,
         "prompt": list(token_ids),

@@ -16,7 +16,7 @@
       ModelNotNamed          the selector serves several models, the router has no model_name
       WrongBlockSize         the router hashes blocks of another size than the workers
 
-A method that raises has left no reservation behind, unless it says otherwise.
+A method that raises has left no reservation behind, unless its docstring says otherwise.
 """
 
 from collections.abc import Iterable

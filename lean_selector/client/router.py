@@ -223,8 +223,8 @@ class KvRouter(AsyncClosing):
         """Returns (worker_id, dp_rank, overlap_blocks); overlap is counted in device memory.
 
         With a request_id, the rank is reserved under this id. The caller must then call
-        mark_prefill_complete() and free(), on this router or another; aclose() does not free it.
-        Raises NoWorkerAvailable at once, without retries; the id can then be used again.
+        mark_prefill_complete() and free(), on this router or another; aclose() does not free the
+        rank. Raises NoWorkerAvailable at once, without retries; the id can then be used again.
         """
         terms = Wishes(
             router_config_override=router_config_override,
@@ -241,7 +241,7 @@ class KvRouter(AsyncClosing):
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> list[dict[str, int]]:
-        """Returns the load of each rank if it got this prompt: worker_id, dp_rank,
+        """Returns the load that each rank would have with this prompt: worker_id, dp_rank,
         potential_prefill_tokens, potential_decode_blocks, active_requests."""
         return await self._routing.potential_loads(Prompt(token_ids, lora_name, cache_salt))
 

@@ -131,8 +131,8 @@ class Opened:
             raise stream_broken(self._asked, error) from error
 
     async def close(self) -> None:
-        """Ends the response. If it is complete, the connection can be reused; else the engine
-        stops."""
+        """Ends the response. A complete one leaves its connection open for reuse; closing an
+        incomplete one stops the engine."""
         with contextlib.suppress(*STREAM_ERRORS, ClientError, OSError):
             try:
                 if self.is_done:

@@ -6,8 +6,8 @@ environment, the TOML file, the help and the page of flags are generated from th
 
 The command line takes precedence over the environment, the environment over the file, the file over
 the default. An empty variable counts as unset. An invalid value stops the start with one line and
-status 2 (D15). So does a flag without effect because another flag is missing, and an empty value
-that would allow more than intended."""
+status 2 (D15). A flag that has no effect because another flag is missing also stops the start, as
+does an empty value that would allow more than intended."""
 
 import argparse
 import math

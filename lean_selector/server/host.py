@@ -302,7 +302,7 @@ class HttpServer:
 
     def sweep(self, now: float) -> None:
         """Applies timeouts of connections, logs refused clients, and reloads changed files. `serve`
-        calls it; for a second server, its owner does."""
+        calls this; the owner of a second server must call it."""
         self.connections.sweep(now)
         self._log_refusals()
         if self._tls is not None:

@@ -88,8 +88,8 @@ class Checksum:
 
 
 def opened(sealed: bytes) -> tuple[bytes, float]:
-    """Verifies the checksum. Returns the text, and when it was written by the wall clock. Raises
-    Damaged."""
+    """Verifies the checksum. Returns the text and the wall-clock time at which it was written.
+    Raises Damaged."""
     at = len(sealed) - len(_END) - _SUM_BYTES
     if at <= 0 or not sealed.endswith(_END):
         raise Damaged("its end is missing")
@@ -195,7 +195,7 @@ class StateDirectory:
                 raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Checks that it is ours; if a file is missing, changes `generation`. Raises OSError."""
+        """Checks the lock; if a file is missing, changes `generation`. Raises OSError."""
         self._hold()
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1
@@ -256,8 +256,8 @@ class StateDirectory:
 
 
 def _created(path: str) -> int:
-    """Creates a new file for writing. One of that name is unlinked, since the directory's previous
-    owner may still write to it."""
+    """Creates a new file for writing. An older file of that name is unlinked, since the directory's
+    previous owner may still write to that file."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -33,7 +33,7 @@ _CHALLENGE: Final = b'www-authenticate: Bearer realm="lean-selector"%b\r\n'
 
 
 class Refusal:
-    """A 401 or 403. `line` is the header `www-authenticate`, `code` OpenAI's name of the error."""
+    """A 401 or 403. `line` is the header `www-authenticate`; `code` is OpenAI's error code."""
 
     __slots__ = ("code", "line", "status", "text")
 

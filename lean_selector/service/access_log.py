@@ -60,7 +60,7 @@ def with_access_log(
 
 
 def _said_in(table: RouteTable[str], request: Request) -> dict[str, object]:
-    """Returns the fields that are known before the answer is, in the order of the line."""
+    """Returns the fields that are known before the answer, in the order of the line."""
     found = table.match(request.method, request.path)
     fields: dict[str, object] = {
         "method": request.method.decode("latin-1")[:MAX_ID_CHARACTERS],

@@ -191,8 +191,8 @@ class FleetView:
         self._findings = findings
 
     def prefixes(self, hits: Hits | None) -> Iterator[PrefixTree | None]:
-        """Yields the prefix tree of each model and tenant, and None after each step. `hits` counts
-        how often prompts match a run, while that is counted."""
+        """Yields the prefix tree of each model and tenant, and None after each step. `hits`: how
+        many prompts matched each run; None if that is not counted."""
         partitions = list(established(self._selector.catalog, None, None))
         most = max(_LEAST_RUNS, MOST_RUNS // max(1, len(partitions)))
         for partition in partitions[: MOST_RUNS // _LEAST_RUNS]:

@@ -4,7 +4,7 @@ A log call passes fields as `extra`. Lines that peers or clients can cause are l
 (`RateLimit`), except in the access log, which has one line per request.
 
 A thread writes the lines, so a pipe that nobody reads blocks only this thread. The bytes of waiting
-lines are limited. Lines beyond are dropped; the next line gives their number."""
+lines are limited. Lines beyond the limit are dropped; the next line gives their number."""
 
 import logging
 import os
