@@ -56,7 +56,7 @@ class WaitedTooLong(Unavailable):
 
 
 class NoWorkers(Unavailable):
-    """The model and tenant have no schedulable worker.
+    """This tenant of the model has no schedulable worker.
 
     `is_missing`: model and tenant had a worker before, or no worker at all is registered. Otherwise
     the model is unknown; with `other_tenants`, only this tenant of the model is unknown.
@@ -93,5 +93,5 @@ class DuplicateRequest(Conflict):
 
 
 def rank_text(worker_id: int, dp_rank: int) -> str:
-    """Return a rank in the form of the documented error texts."""
+    """Return a rank as the documented error texts name it."""
     return f"WorkerWithDpRank {{ worker_id: {worker_id}, dp_rank: {dp_rank} }}"

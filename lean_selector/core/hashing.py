@@ -71,7 +71,7 @@ def any_local_hashes(
 
 
 def packed_local_hashes(data: bytes, block_size: int, seed: int) -> bytes:
-    """Like `any_local_hashes`, for plain tokens and a block size of at least 1."""
+    """Like `any_local_hashes`, without multimodal objects or EAGLE, for a block size above 0."""
     width, digests = 4 * block_size, list[int]()
     if len(data) == width:  # one block, as a decoding engine usually sends
         return xxh3_64_intdigest(data, seed).to_bytes(8, "little")
@@ -89,7 +89,7 @@ def _tokens(count: int) -> struct.Struct:
 
 @functools.lru_cache(maxsize=256)
 def u64s(count: int) -> struct.Struct:
-    """Return a packer of `count` hashes, little-endian; faster than struct.pack each time."""
+    """Return a packer of `count` hashes, little-endian. It is faster than struct.pack."""
     return struct.Struct(f"<{count}Q")
 
 
@@ -104,8 +104,8 @@ _eights: Final = struct.Struct("8s").iter_unpack
 def sequence_hashes_bytes(local: bytes) -> bytes:
     """Return the sequence hashes of a chain of local hashes. Both have 8 bytes per block.
 
-    The first sequence hash is the first local hash. The seed is 1337 even with an adapter or a
-    salt."""
+    The first sequence hash is the first local hash. The chaining uses seed 1337 even with an
+    adapter or a salt."""
     previous = local[:8]
     chain = [previous]
     for (block,) in _eights(local[8:]):

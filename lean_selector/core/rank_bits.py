@@ -2,7 +2,7 @@
 
 The index, the slots and the order of loads use the same numbers, so an `&` combines their sets,
 however large the fleet is: for example the ranks that have a prompt cached and are least loaded. A
-number is reused when all users have released the rank."""
+number can be reused when all users have released its rank."""
 
 import heapq
 

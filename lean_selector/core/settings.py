@@ -42,7 +42,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     replays_one_rank_only: bool  # a `replay_endpoint` is refused for workers of several ranks
 
     def scope(self, model_name: str, tenant_id: str) -> str:
-        """Return the name of a partition for texts."""
+        """Return a partition's name as used in error and log texts."""
         return f"model={model_name} {self.group_word}={tenant_id}"
 
 

@@ -40,7 +40,7 @@ class Tracker:
         self.workers: dict[int, WorkerRow] = {}
 
     def ranks(self) -> list[RankLoad]:
-        """Loads of all ranks, in order of (worker_id, dp_rank)."""
+        """Loads of all ranks, sorted by (worker_id, dp_rank)."""
         ranks = self.slots.ranks
         return [ranks[key] for key in sorted(ranks)]
 
@@ -61,7 +61,7 @@ class Trackers:
         return self._trackers.get((model_name, tenant_id))
 
     def in_order(self) -> list[Tracker]:
-        """All trackers, in order of (model_name, tenant_id)."""
+        """All trackers, sorted by (model_name, tenant_id)."""
         return list(self._selected(None, None))
 
     # workers ------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Trackers:
     def workers(
         self, model_name: str | None = None, tenant_id: str | None = None
     ) -> list[WorkerRow]:
-        """Return workers of this model and tenant (None: any), by (model_name, tenant_id,
+        """Return workers of this model and tenant (None: any), sorted by (model_name, tenant_id,
         worker_id)."""
         return [
             row
@@ -164,13 +164,13 @@ class Trackers:
         return gone
 
     def arrived(self) -> int:
-        """Number of requests booked, here and by peers, in all current trackers."""
+        """How many requests were booked, here and by peers, in all current trackers."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------
 
     def loads(self, model_name: str | None, tenant_id: str | None) -> list[LoadRow]:
-        """Return one row per registered rank of this model and tenant (None: any), in order."""
+        """Return one row per registered rank of this model and tenant (None: any), sorted."""
         return [
             LoadRow(
                 tracker.model_name,
@@ -191,7 +191,7 @@ class Trackers:
         sequence_hashes: bytes,
         new_isl_tokens: int,
     ) -> list[PotentialLoadRow]:
-        """Return one row per rank of a tracker, in order. Raises BadRequest, then NotFound."""
+        """Return one row per rank of a tracker, sorted. Raises BadRequest, then NotFound."""
         _check_tokens(new_isl_tokens)
         tracker = self._tracker(model_name, tenant_id)
         blocks = len(sequence_hashes) // 8

@@ -108,7 +108,7 @@ def _fault(endpoint: str) -> str | None:
 
 
 def _port_fault(port: str) -> str | None:
-    """Return the first fault from the left: an overflow may precede an invalid digit."""
+    """Return a port's first fault from the left; an overflow may precede an invalid digit."""
     if not port:
         return "invalid TCP port: cannot parse integer from empty string"
     digits = port[1:] if len(port) > 1 and port[0] == "+" else port

@@ -1,8 +1,8 @@
 """The device tier: its ranks, their blocks in the trie of prompts, and their engines' hashes.
 
 Keeps two things consistent: the trie (which blocks exist, which ranks hold them) and each rank's
-engine hashes. A rank is a bit in the trie and a record here. Independent of lower tiers, bounds and
-events. Spec: indexer.md sections 3.1, 3.2 and 7."""
+engine hashes. A rank is a bit in the trie and a record in this module. Independent of lower tiers,
+bounds and events. Spec: indexer.md sections 3.1, 3.2 and 7."""
 
 from collections.abc import Callable, Iterator
 
@@ -40,7 +40,7 @@ class DeviceRank:
 
 
 class DeviceRanks:
-    """Maps ranks to their bits in the trie, and knows which of these bits are in use."""
+    """Maps ranks to bits in the trie, and knows which bits are in use."""
 
     __slots__ = ("_bits", "_by_bit", "_keys", "_new_names", "_swept", "in_use", "reborn")
 
@@ -198,7 +198,7 @@ class HashAliases:
         self._odd[strand] = odd | mine
 
     def _agrees_with_parts(self, rank: DeviceRank, run: Run, span: int, place: int) -> bool:
-        """If no other rank holds the whole run, compare with ranks that hold parts of it."""
+        """Whether the rank's hashes agree with those of ranks that hold only parts of the run."""
         partial, mine = run.partial, 1 << rank.bit
         if partial is None or (len(partial) == 1 and rank.bit in partial):
             return True
@@ -248,8 +248,8 @@ class DeviceTier:
         self._odd = HashAliases(self.ranks)
 
     def retire(self, rank: DeviceRank) -> Iterator[None]:
-        """Retire a rank: hide its blocks at once. Returns an iterator that frees the memory in
-        steps, between which anything may happen."""
+        """Retire a rank: hide its blocks at once. Returns an iterator that frees their memory in
+        steps, between which the index may change."""
         return self._sweep(rank, self.ranks.retire(rank))
 
     def _sweep(self, rank: DeviceRank, names: EngineHashes) -> Iterator[None]:
@@ -290,7 +290,7 @@ class DeviceTier:
             self._settle(bit, strand)
 
     def has_room(self, blocks: int) -> bool:
-        """Whether strand numbers are left for a chain of this many blocks."""
+        """Whether enough strand numbers are left for a chain of this many blocks."""
         # A chain may split one run, and starts a strand per STRAND_BLOCKS.
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
@@ -392,7 +392,7 @@ class DeviceTier:
         return run, length, end
 
     def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes, counted: bool) -> None:
-        """Let the rank hold blocks that exist, from `position` of `run` on."""
+        """Let the rank hold existing blocks, from `position` in `run` on."""
         held = run.held_by(rank.bit)
         span = (1 << (len(names) >> 3)) - 1 << position
         both = held & span
@@ -413,7 +413,7 @@ class DeviceTier:
             run.set_held(rank.bit, held | span)
 
     def announce(self, rank: DeviceRank, place: int, name: int, counted: bool) -> None:
-        """Record that the engine stored a held block again, under the same hash or another one."""
+        """Record that the engine stored a held block again, under its hash or another one."""
         names = rank.names
         is_first = int.from_bytes(names.name_at(place), "little") == name
         if not is_first and names.aliases.get(name, NOWHERE) != place:
@@ -438,7 +438,7 @@ class DeviceTier:
         return bytes(row[start : start + 8]) + local
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Remove these engine hashes, 8 bytes each, and drop the blocks that have no other hash or
+        """Remove these engine hashes, 8 bytes each. Drops the blocks that then have no hash and no
         copy. Returns how many blocks were dropped."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
@@ -448,7 +448,7 @@ class DeviceTier:
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the blocks at these positions (a bit mask). Their hashes are already removed."""
+        """Drop the blocks at these positions (a bit mask), whose hashes are already removed."""
         first = self.trie.strands[strand]
         if first.after is None:
             self._drop_blocks(rank, first, positions >> first.start)
@@ -525,7 +525,7 @@ class DeviceTier:
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:
-        """Free the memory for the blocks at the end of a strand that no rank holds."""
+        """Free the memory of those blocks at a strand's end that no rank holds."""
         for run in self.trie.pieces(strand)[-1:]:
             if run.partial and not run.whole and not run.children:
                 self._cut(run)

@@ -54,8 +54,8 @@ class EngineHashes:
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
-        """Give names to the blocks at `place` and the following positions, which have none yet. All
-        the names differ."""
+        """Give names to the blocks at `place` and the following positions, which have no names yet.
+        All the names differ."""
         raise NotImplementedError
 
     def drop_name(self, name: int, place: int) -> None:
@@ -108,7 +108,7 @@ class EngineHashes:
         self.extra += 1
 
     def take_copy(self, name: int) -> bool:
-        """Remove one copy under this name, as the engine did. False if it was the last copy."""
+        """Remove one copy under this name, as the engine did. Returns False for the last copy."""
         copies = self.copies.get(name)
         if copies is None:
             return False
@@ -123,7 +123,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Drop at least `count` copies and further names, the oldest first; all, if there are
+        """Drop at least `count` copies and further names, the oldest first; or all if there are
         fewer."""
         least = self.extra - count
         while self.extra > least and self.copies:
@@ -171,7 +171,7 @@ class EngineHashes:
             row[start : start + len(packed)] = packed
 
     def is_told_apart(self, names: Sequence[int]) -> bool:
-        """Whether `take` must treat each of these names separately."""
+        """Whether `take` must handle each of these names separately."""
         if self.aliases or self.listed:
             return True
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)

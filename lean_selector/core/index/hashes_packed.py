@@ -187,7 +187,7 @@ class HashTable:
 
 
 def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
-    """Distribute all entries of a segment to two others, by the next bit of the mixed hashes."""
+    """Distribute all entries of a segment to two segments, by the next bit of the mixed hashes."""
     names = segment.names
     at: i64 = 0
     end: i64 = i64(len(names))
@@ -208,7 +208,7 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 
 
 class HashesPacked(EngineHashes):
-    """The table has all names, except 0 and names of several blocks."""
+    """Keeps all names in one table, except 0 and names of several blocks."""
 
     __slots__ = ("_table",)
 
@@ -254,7 +254,7 @@ class HashesPacked(EngineHashes):
         return gone
 
     def _empty(self, low: i64, high: i64, gone: dict[int, int]) -> None:
-        """Empty the row from place `low` to `high`, and add the positions to `gone`."""
+        """Empty the row from place `low` to place `high`, and add the positions to `gone`."""
         count: int = high - low + 1
         strand: int = low >> POSITION_BITS
         position: int = low & POSITION_MASK

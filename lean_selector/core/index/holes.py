@@ -3,8 +3,8 @@ before them are gone.
 
 A run's label stays while another run hangs below the run, and a rank's row of hashes reaches to the
 rank's last block. So if an engine evicts the starts of prompts and keeps the ends, the index keeps
-the memory of both: 16 KB for one block. The ends cannot match until the starts return. If the ends
-take too much memory, they are evicted; the engine may store them again. The review visits one
+both in memory, up to 16 KB for one block. The ends cannot match until the starts return. If the
+ends take too much memory, they are evicted; the engine may store them again. The review visits one
 strand at a time, in short steps, between which the index may change. D31."""
 
 from collections.abc import Callable, Generator, Iterator
@@ -81,7 +81,7 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Return how many positions no rank holds in the runs directly above a strand. If several
+    """Count the positions, in the runs directly above a strand, that no rank holds. If several
     strands share these runs, each strand counts its share."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)

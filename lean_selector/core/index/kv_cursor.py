@@ -120,7 +120,7 @@ class KvCursor:
 
     @property
     def lag(self) -> int:
-        """How many batches are known to exist and are not applied."""
+        """How many batches are known to exist but have not been applied."""
         kept_only = 0 if self._phase is _Phase.ASKED else len(self._held)
         return self._missing + kept_only
 
@@ -180,9 +180,9 @@ class KvCursor:
     def connected(self) -> None:
         """Note a new live connection. Call this before its first batch is judged.
 
-        Batches that were published before the connection may have been missed, so a replay is due
-        if possible. A new subscriber never receives a batch that we already have. So if such a
-        number arrives, it comes from a new publisher."""
+        Batches that were published before the connection may have been missed, so if the engine can
+        replay, a replay is due. A new subscriber never receives a batch that we already have. So if
+        such a number arrives, it comes from a new publisher."""
         self._holds_top = self._top is not None
         if self._phase is not _Phase.IDLE:
             self._asks_again = self.can_replay
@@ -322,8 +322,8 @@ class KvCursor:
         return self._phase is not _Phase.IDLE
 
     def shed(self, size: int) -> None:
-        """Drop the oldest kept batches until `size` bytes are free. They become a gap to request
-        again. The newest batch is kept, because its number reveals the gap."""
+        """Drop the oldest kept batches until `size` bytes are free. These batches become a gap to
+        request again. The newest batch is kept, because its number reveals the gap."""
         goal = self._held_bytes - size
         while len(self._held) > 1 and self._held_bytes > goal:
             self._held_bytes -= len(self._held.popleft()[1])
@@ -362,8 +362,7 @@ class KvCursor:
             self._drop_held()
 
     def lose(self) -> None:
-        """Note that the batch just judged cannot be decoded. A replay of it could not be decoded
-        either."""
+        """Note that the batch just judged cannot be decoded, so that a replay would not help."""
         self.lost += 1
 
     def _advance(self, seq: int, payload: bytes) -> None:
@@ -439,7 +438,7 @@ class KvCursor:
             self._ask()
 
     def _start_over(self) -> None:
-        """Reset the state as at registration, except totals and lost batches."""
+        """Reset everything to the state at registration, except totals and lost batches."""
         self.last_live = None
         self.unknown = 0
         self._newest = -1

@@ -7,13 +7,12 @@ tokens and registrations: any rank may hold blocks. Spec: indexer.md sections 3,
 Rules where the spec leaves a choice:
 
 - A block has every hash under which its rank stored it. If events are counted, it has as many
-copies under each hash as were stored. The block is removed with the last one.
+copies under each hash as were stored. The block is removed with its last hash or copy.
 
 - If a hash is stored again with other tokens, it names the newer block. The older block stays held,
 and gets the hash back when the newer one is removed. Evicting and clearing free it too.
 
-- If a block is removed, the blocks behind it stay but are unreachable. They count again when the
-block returns."""
+- If a block is removed, the blocks behind it stay but are unreachable until the block returns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -162,7 +161,7 @@ class KvIndex:
         return len(rank.lower[tier - 1]) if rank.lower else 0
 
     def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
-        """Return how many leading blocks of a prompt each rank holds, for ranks with a hit."""
+        """Return, for each rank with a hit, how many leading blocks of a prompt the rank holds."""
         sets, found = self.match_sets(local_hashes)
         found += [(Matched(blocks), ranks) for blocks, ranks in sets]
         keys_of = self._device.ranks.keys_of
@@ -315,7 +314,7 @@ class KvIndex:
             rank.device.names.take_copy(name)
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
-        """Apply a `removed` event; unknown blocks are ignored. Returns the number removed."""
+        """Apply a `removed` event. Ignores unknown blocks. Returns how many blocks were removed."""
         names = u64s(len(block_hashes)).pack(*block_hashes)
         return self.remove_blocks((worker_id, dp_rank), tier, names)
 
@@ -338,8 +337,8 @@ class KvIndex:
         return removed
 
     def clear(self, worker_id: int, *dp_ranks: int) -> int:
-        """Drop all blocks of these ranks, on all tiers; returns how many. They are hidden at once.
-        If there are many, `sweep` frees the memory."""
+        """Drop all blocks of these ranks, on all tiers; returns how many. The blocks are hidden at
+        once. If there are many, `sweep` frees the memory."""
         dropped = 0
         sweeps: list[Iterator[None]] = []
         for dp_rank in dp_ranks:

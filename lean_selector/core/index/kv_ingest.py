@@ -177,7 +177,7 @@ class KvIngest:
 
     @property
     def dp_ranks(self) -> set[int]:
-        """The ranks for which the source published events, and the rank it is registered for."""
+        """The ranks for which the source published events, and the rank of its registration."""
         return {*self._ranks, self.dp_rank}
 
     def _clear(self, dp_ranks: set[int]) -> None:
@@ -187,7 +187,7 @@ class KvIngest:
                 self._on_emptied(self.worker_id, dp_rank)
 
     def close(self) -> None:
-        """Drop what was learned from events. The blocks stay in the index."""
+        """Drop the facts learned from events. The blocks stay in the index."""
         for rank in self._ranks.values():
             self._forget_salts(rank)
         self._ranks.clear()
@@ -421,7 +421,7 @@ def _objection(
 
 
 def _salt_of(rank: LearnedFacts, tier: Tier, parent_hash: int) -> str | None:
-    """Return the parent's salt, preferably from the child's tier: offloading copies blocks."""
+    """Return the parent's salt. The child's tier is tried first: blocks may be on several tiers."""
     salts_here = rank.salts.get(tier)
     if salts_here and (own := salts_here.get(parent_hash)) is not None:
         return own

@@ -81,7 +81,7 @@ class Continuations:
             shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
 
     def only(self, bit: int) -> int:
-        """Return the set of this rank alone, in the form in which it is stored."""
+        """Return the set of only this rank, in the form in which sets are stored."""
         while len(self._alone) <= bit:
             self._alone.append(~len(self._alone))
         return self._alone[bit]
@@ -232,8 +232,8 @@ _BLOCKS_PER_STEP = 64  # some 50 us
 
 
 class LowerTier:
-    """One rank's blocks on one tier, as edges. Hashes have 8 bytes. One edge leads to each
-    block."""
+    """One rank's blocks on one tier, as edges. Exactly one edge leads to each block. Hashes have 8
+    bytes."""
 
     __slots__ = ("_bit", "_copies", "_edge", "_edges")
 
@@ -254,9 +254,9 @@ class LowerTier:
         return self._edge.get(name)
 
     def store(self, parent: bytes, names: bytes, local: bytes, counted: bool = False) -> None:
-        """Add a chain of blocks. It ends before the first contradiction to the tier: an edge that
-        already leads to another block, or a block to which another edge leads. `counted`: a held
-        block gets one more copy."""
+        """Add a chain of blocks. Stops before a block that contradicts the tier: its edge already
+        leads to another block, or another edge leads to it. `counted`: a held block gets one more
+        copy."""
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
             name = names[at : at + 8]
@@ -295,7 +295,7 @@ class LowerTier:
 
     def chains(self) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Yield (parent, child, local hash) of every block, oldest first. Blocks may be added and
-        removed meanwhile."""
+        removed between two items."""
         # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for name in list(dict.keys(self._edge)):
             edge = self._edge.get(name)
@@ -363,8 +363,8 @@ class LowerMatches:
                 edges.doubtful &= ~(1 << bit)
 
     def retire(self, rank: Holdings) -> Iterator[None]:
-        """Like `release`, for a rank whose tiers are not empty. They are hidden at once. Returns an
-        iterator that frees the memory in steps, between which the index may change."""
+        """Like `release`, for a rank whose tiers are not empty. The tiers are hidden at once.
+        Returns an iterator that frees the memory in steps, between which the index may change."""
         bit, tiers = rank.device.bit, rank.lower
         self.release(rank)
         self._dismantled[bit] = self._dismantled.get(bit, 0) + 1

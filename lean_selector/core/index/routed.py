@@ -110,7 +110,7 @@ class RoutedPrompts:
             self.index.remove_blocks(key, Tier.DEVICE, names[-gone * HASH_BYTES :])
 
     def drop_rank(self, key: RankKey) -> None:
-        """Drop the prompts of a rank that was removed or emptied."""
+        """Drop the prompts of a rank that was removed or whose cache was emptied."""
         self.index.clear(*key)
         rank = self._ranks.pop(key, None)
         if rank is not None:

@@ -170,7 +170,7 @@ class RunTrie:
         return run, position - run.start
 
     def split(self, run: Run, blocks: int) -> Run:
-        """Make the first `blocks` blocks a run of their own above `run`, and return it. Some rank
+        """Make the first `blocks` blocks a new run above `run`, and return the new run. Some rank
         must hold the last of these blocks."""
         parent = run.parent
         assert parent is not None
@@ -202,7 +202,7 @@ class RunTrie:
         return head
 
     def prune(self, run: Run) -> None:
-        """Unlink a run if no rank holds it and no run follows; then likewise its parents."""
+        """Unlink a run if no rank holds it and no run follows; then do so for its parents."""
         while not (run.whole or run.partial or run.children) and run.parent is not None:
             parent = run.parent
             assert parent.children is not None

@@ -1,8 +1,8 @@
 """Free memory in small steps, by iterators.
 
-To drop a rank's blocks means to visit every run and every hash of the rank: up to half a second for
-a million blocks. So dropped blocks are hidden at once and freed in steps. Between the steps the
-caller does other work."""
+To drop a rank's blocks, every run and hash of the rank must be visited, which takes up to half a
+second for a million blocks. So dropped blocks are hidden at once and freed in steps. Between the
+steps the caller does other work."""
 
 from collections import deque
 from collections.abc import Iterator, MutableMapping

@@ -35,7 +35,7 @@ class BusyThresholds:
         return list(self._own.items())
 
     def restore(self, scope: Scope, threshold: BusyThreshold) -> None:
-        """Restore an item that `own` returned in an earlier process. Raises BadRequest."""
+        """Restore a threshold that `own` returned in an earlier process. Raises BadRequest."""
         threshold.check()
         self._own[scope] = threshold
 

@@ -122,7 +122,7 @@ class LoadOrder:
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:
-        """Return the fewest prefill tokens on any of these ranks; 0 if the set is empty."""
+        """Return the least number of prefill tokens on any of these ranks; 0 for an empty set."""
         by_tokens = self._by_tokens
         if by_tokens is None:
             by_tokens = self._by_tokens = sorted(self._by_load)

@@ -74,8 +74,8 @@ class PromptTrie:
         return freed_bytes // HASH_BYTES
 
     def weigh(self, run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
-        """Set the weight of those blocks of the prompt that no other prompt on the rank has. The
-        prompt is the one that ends with `run`."""
+        """For the prompt that ends with `run`, set the weight of those blocks that no other prompt
+        on the rank has."""
         while (parent := run.parent) is not None:
             if run.refs[rank] == 1:
                 _weigh_run(run, rank, weight, weights)
@@ -119,7 +119,7 @@ class PromptTrie:
 
 
 def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
-    """Make the first `head_bytes` of the label a run of its own, and return that. `run` keeps the
+    """Make the first `head_bytes` of the label a new run, and return the new run. `run` keeps the
     rest, because reservations refer to their last run."""
     parent, label = run.parent, run.label
     assert parent is not None

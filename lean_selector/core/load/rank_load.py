@@ -26,7 +26,7 @@ class BlockWeights:
         self._counted = 0  # sum of `counts`; valid with `_missing`
 
     def move(self, old: float, new: float, blocks: int) -> None:
-        """Change the weight of some blocks. (The tally omits weight 1.0.)"""
+        """Change the weight of `blocks` blocks. (The tally omits blocks of weight 1.0.)"""
         if old == new or not blocks:
             return
         self._missing = None

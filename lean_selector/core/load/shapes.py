@@ -136,7 +136,7 @@ OFF = BusyThreshold()
 
 
 class WorkerRow(msgspec.Struct, frozen=True, gc=False):
-    """A registered worker and its contiguous range of ranks."""
+    """A registered worker with its contiguous range of ranks."""
 
     worker_id: int
     model_name: str

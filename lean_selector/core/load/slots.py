@@ -216,7 +216,7 @@ class Slots:
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:
-        """End a request; None if it is not live. `now` defaults to the time of the last call."""
+        """End a request. Returns None if it is not live. `now` defaults to the last call's time."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             if reservation.router_id is None:
@@ -260,8 +260,8 @@ class Slots:
         self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int
     ) -> list[Reservation]:
         """End at most `max_steps` requests that were idle longer than their limit, and return them.
-        The longest overdue ends first, so copies and our own requests do not delay each other. If
-        it returns max_steps requests, call again: there may be more."""
+        The request that is longest overdue ends first, so copies and our own requests do not delay
+        each other. If it returns max_steps requests, call again: there may be more."""
         self.heard_at = now
         if not self.reservations:
             return []

@@ -69,8 +69,8 @@ class RankSpeed:
 class Speeds:
     """The ranks of a partition by speed.
 
-    Read only: `sets`, disjoint sets of ranks, each with the factor on the ranks' time per token.
-    The last set has all ranks that no other set has."""
+    Read only: `sets`, disjoint sets of ranks, each with the factor of the ranks' time per token.
+    The last set has all ranks that are in no other set."""
 
     __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "sets")
 
@@ -83,7 +83,7 @@ class Speeds:
         self._slow = 0  # the ranks with a step above 0
 
     def completed(self, reservation: Reservation, ttft_s: float | None, now: float) -> None:
-        """Learn from a first token. It came `ttft_s` seconds after the start, if measured."""
+        """Learn from a first token, which came `ttft_s` seconds after the request's start."""
         tokens = reservation.ahead_tokens
         if tokens < LEAST_TOKENS:
             return
@@ -125,7 +125,7 @@ class Speeds:
         return None if speed is None else speed.median or None
 
     def factor(self, load: RankLoad) -> float:
-        """Return the factor on the rank's time per token; 1.0 if unknown."""
+        """Return the rank's time per token relative to the fleet's; 1.0 if unknown."""
         speed = self._by_bit.get(load.bit)
         return 1.0 if speed is None else _factor(speed.step)
 

@@ -114,8 +114,8 @@ class CatchUp:
         self._noted = None
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Book waiting bookings whose ranks are now registered, and drop those that waited too
-        long; in total at most `max_steps`. Returns True if there are more."""
+        """Apply waiting bookings whose ranks are now registered, and drop those that waited too
+        long; at most `max_steps` in total. Returns True if there are more."""
         steps_left = max_steps
         for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
             target = self._lookup(model_name, tenant_id)
@@ -226,7 +226,7 @@ def ended_meanwhile(
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
-    """Return a live reservation in the form that a peer can adopt; without output blocks."""
+    """Return a live reservation in the form that a peer can adopt, without its output blocks."""
     live = LiveBooking(
         target.model_name,
         target.tenant_id,

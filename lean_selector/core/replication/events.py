@@ -1,4 +1,4 @@
-"""Publish events to replicas, apply peers' events, count missed ones; restore bookings."""
+"""Publish events to replicas, apply peers' events, count missed events, and restore bookings."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class ReplicaApplier:
         self._early: OrderedDict[_EarlyKey, Early] = OrderedDict()
 
     def apply(self, event: ReplicaEvent, now: float) -> Verdict:
-        """Apply one event that was received at `now`. The first booking of an id wins."""
+        """Apply one event that was received at `now`. Later bookings of the same id are ignored."""
         verdict = self._apply(event, now)
         self.counts[event.kind][verdict] += 1
         return verdict
@@ -135,8 +135,8 @@ class ReplicaApplier:
 
     def _remember(self, event: ReplicaEvent, now: float) -> None:
         """Store a FREE or PREFILL_COMPLETE that arrived before its ADD; a FREE replaces a
-        PREFILL_COMPLETE. It is stored until it expires, even if the ADD comes, because a peer that
-        is subscribed to under two names delivers everything twice."""
+        PREFILL_COMPLETE. The event is kept until it expires, even if the ADD comes, because a peer
+        that is subscribed to under two names delivers everything twice."""
         early = self._early
         key = _early_key(event)
         before = early.pop(key, None)
@@ -147,8 +147,8 @@ class ReplicaApplier:
 
 
 def _early_key(event: ReplicaEvent) -> _EarlyKey:
-    """Return a key without the sender: a client may end a request at any replica, whose event then
-    arrives on another connection than the ADD."""
+    """Return a key without the sender, because a client may end a request at any replica. That
+    replica's event arrives on another connection than the ADD."""
     booking = event.booking
     return (
         event.model_name,

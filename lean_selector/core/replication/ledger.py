@@ -106,7 +106,7 @@ class Ledger:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> Reservation | None:
-        """Release a request's prefill tokens; may be repeated. None if it is not live."""
+        """Release a request's prefill tokens; may be repeated. None if the request is not live."""
         completed = self.slots.prefill_complete(request_id, now)
         if completed is None:
             return None
@@ -140,7 +140,7 @@ class Ledger:
         return reservation
 
     def drop_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Remove a rank, and return the requests that this ends; none for an unknown rank."""
+        """Remove a rank. Return its requests, which end; none for an unknown rank."""
         dropped = self.slots.remove_rank(worker_id, dp_rank)
         self.tell_ended(dropped)
         return dropped

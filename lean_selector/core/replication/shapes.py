@@ -32,7 +32,7 @@ class Early(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveBooking(msgspec.Struct, gc=False):
-    """A booking as a peer reports it. `booking.prefill_tokens` are those not computed yet."""
+    """A booking as a peer reports it. `booking.prefill_tokens` counts tokens not computed yet."""
 
     model_name: str
     tenant_id: str

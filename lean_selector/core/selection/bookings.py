@@ -45,8 +45,8 @@ class SelectionCache:
     def put(
         self, key: PartitionKey, selection_id: str, selection: CachedSelection, now: float
     ) -> None:
-        """Store a choice under an id, replacing any earlier one. An entry larger than the whole
-        cache evicts everything and itself, as in the reference."""
+        """Store a choice under an id, in place of any earlier choice. An entry larger than the
+        whole cache evicts all entries including itself, as in the reference."""
         settings = self._settings
         if not settings.max_entries or not settings.max_bytes:
             return
@@ -236,7 +236,7 @@ class Bookings:
             raise self._taken(reservation_id)
 
     def not_booked(self, error: Conflict, reservation_id: str) -> Conflict:
-        """Return the error for a choice that could not be booked."""
+        """Return the API's error for a choice that could not be booked."""
         if self._dialect.claims_ids:
             return self._taken(reservation_id)
         return Conflict(f"failed to book scheduler state: {error.message}")

@@ -37,7 +37,7 @@ from lean_selector.core.zmq_endpoints import (
 
 
 class HttpPlaces:
-    """Finds the workers at an HTTP address. Updated with the catalog; omits other endpoints."""
+    """Finds the workers at an HTTP address. Updated with the catalog; has no other endpoints."""
 
     def __init__(self) -> None:
         self._by_place: dict[HttpPlace, dict[int, range]] = {}  # the ranks of each worker there
@@ -144,7 +144,7 @@ def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
 
 
 def _listens_to(spec: WorkerSpec, settings: RouterSettings) -> bool:
-    """Whether to subscribe to the worker's events, for which the sources must be known."""
+    """Whether to subscribe to the worker's events. If so, the sources must be known."""
     named = spec.kv_events_endpoint or spec.kv_events_endpoints
     return settings.use_kv_events and (settings.needs_kv_events or bool(named))
 
@@ -392,7 +392,7 @@ class Catalog:
                 del self.partitions[key]
 
     def patch(self, worker_id: int, changes: dict[str, object]) -> Worker:
-        """Overwrite the fields in `changes`. Raises NotFound for an unknown worker.
+        """Overwrite the fields given in `changes`. Raises NotFound for an unknown worker.
 
         A `lifecycle` starts or ends draining; any other value of it is ignored. It is not part of
         the record, because the record's owner, such as discovery, keeps sending the record."""
@@ -531,7 +531,7 @@ _NAMED: Final = 4  # tenants listed in an error; a model may have thousands
 
 
 class Refusals:
-    """Counts refused requests. A model is known if any worker has ever registered for it."""
+    """Counts refused requests. A model is known if a worker has ever registered for it."""
 
     def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
         self._catalog = catalog

@@ -147,8 +147,8 @@ class Pricing:
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
     def at_least(self, cell: Cell, load: float) -> float:
-        """Return a lower bound of the cost on ranks whose slope * key is at least `load`, with a
-        margin for rounding. NaN if unknown."""
+        """Return a lower bound of the cost on those ranks whose slope * key is at least `load`,
+        with a margin for rounding. NaN if unknown."""
         cost = cell.rest + load
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 
@@ -185,8 +185,8 @@ def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tup
 def _weights_by_worker(
     partition: Partition, preferred: dict[str, float]
 ) -> list[tuple[float, int]]:
-    """Like `taint_weights`, for many workers with different taints. Visits each worker once,
-    instead of every group for each taint."""
+    """Like `taint_weights`, for many workers with different taints. Visits each worker once, not
+    every group once per taint."""
     places = {name: place for place, name in enumerate(preferred)}
     sums: dict[float, int] = {}
     for worker in partition.workers.values():
@@ -296,7 +296,7 @@ def _crediting(
 
 
 def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
-    """Return the cells, with the favoured ranks in cells of their own, which cost `bonus` less."""
+    """Return the cells, with the favoured ranks in separate cells, which cost `bonus` less."""
     favoured, bonus = request.favoured, request.bonus_blocks
     divided: list[Cell] = []
     for cell in found:
@@ -335,7 +335,7 @@ _DIVIDED = -1  # place of a part that need not be divided further
 
 
 class DrawPart:
-    """Some ranks of a cell, and an upper bound of the weight of each."""
+    """Some ranks of a cell, with an upper bound of each one's weight in the draw."""
 
     __slots__ = ("bound", "cell", "mass", "place", "ranks")
 
@@ -608,7 +608,7 @@ def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
 
 
 def _of_equals(tied: list[int], rng: random.Random) -> int:
-    """Draw a rank of these sets uniformly, and return its bit."""
+    """Draw a rank from these sets, each with equal probability, and return its bit."""
     if len(tied) == 1:
         ranks = tied[0]
         count = ranks.bit_count()

@@ -180,8 +180,8 @@ def with_more(
     now: float,
     is_steered: bool = False,
 ) -> Placement:
-    """Return the placement with the parts that the request `adds`. `ranks` are the candidates among
-    which the choice was made."""
+    """Return the placement with the parts that the request asks for (`adds`). `ranks` are the
+    candidates among which the choice was made."""
     load, placement = chosen
     if request.adds & EXPLANATION:
         why = explained(partition, request, ranks, matches, now, is_steered)

@@ -1,4 +1,4 @@
-"""Interfaces of those who observe choices: the decision log and the page."""
+"""Interfaces of the observers of choices: the decision log and the page."""
 
 from typing import Protocol
 

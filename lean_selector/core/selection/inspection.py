@@ -31,7 +31,7 @@ def loads(
     *,
     detail: bool = False,
 ) -> list[PartitionLoads]:
-    """Return the active load of every rank, sorted by partition and rank. The filters must match
+    """Return the active load of every rank, sorted by partition and rank. Both filters must match
     exactly. `detail` adds the engines' own reports and the learned speeds."""
     return [
         PartitionLoads(
@@ -106,7 +106,7 @@ def potential_loads(partition: Partition, prompt: Prompt, terms: CostTerms) -> l
 
 
 def overlap_scores(partition: Partition, local_hashes: bytes, terms: CostTerms) -> OverlapScores:
-    """Return matched blocks per rank of a schedulable worker, and per other rank with a hit."""
+    """Return the matched blocks of all ranks of schedulable workers, and of others with a hit."""
     matches = match_by_rank(partition, local_hashes)
     ranks = {key for key in matches if key[0] in partition.workers} | set(partition.slots.ranks)
     rows = []

@@ -66,8 +66,8 @@ def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
 
 
 def _with_device(match: Matched, blocks: int) -> Matched:
-    """Return the match with at least this many device blocks. Lower-tier blocks among these no
-    longer count."""
+    """Return the match with at least this many device blocks. Lower-tier blocks among these do not
+    count again."""
     if blocks <= match.device:
         return match
     reach = match.device + match.host
@@ -77,7 +77,7 @@ def _with_device(match: Matched, blocks: int) -> Matched:
 
 def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -> MatchSets:
     """Convert matches by rank to sets. Omits ranks that were removed, and ranks added after the
-    request with this serial was queued, because such a key may mean a new rank."""
+    request with this serial was queued, because the key may now belong to a new rank."""
     sets: dict[Matched, int] = {}
     ranks = partition.slots.ranks
     for key, match in matches.items():
@@ -88,7 +88,7 @@ def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -
 
 
 def match_of(matches: MatchSets, mask: int) -> Matched:
-    """Return the match of one rank, given as a set."""
+    """Return the match of one rank, which is given as a set (`mask`)."""
     for match, ranks in matches:
         if ranks & mask:
             return match

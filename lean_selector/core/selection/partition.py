@@ -108,7 +108,7 @@ _place = attrgetter("key")
 
 
 class Line:
-    """The queued requests with the same restrictions (`ties`). Removed when empty."""
+    """The queued requests with the same restrictions (`ties`). An empty line is removed."""
 
     __slots__ = ("items", "leads_to", "ranks", "ties")
 
@@ -141,8 +141,8 @@ class Line:
         self.leads_to &= ~worker.mask
 
     def is_open(self, room: Headroom) -> bool:
-        """Whether requests of this line can leave now: `scheduler.not_busy` would return a rank
-        that is below the queue's threshold."""
+        """Whether requests of this line can leave now, because `scheduler.not_busy` would return a
+        rank below the queue's threshold."""
         if self.ties[0] is None:
             return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
@@ -154,7 +154,7 @@ class ParkedQueue:
     def __init__(
         self, workers: Mapping[int, SchedulableWorker], policy: QueuePolicy = "fcfs"
     ) -> None:
-        """`workers` are those of the partition; call `worker_changed` for each change."""
+        """`workers` are the partition's workers; call `worker_changed` for each change."""
         self._workers = workers
         self._policy = policy
         # Whether the policy needs `uncached_tokens` of each request.
@@ -176,7 +176,7 @@ class ParkedQueue:
         return self._lines.values()
 
     def in_order(self) -> list[Parked]:
-        """Return the queued requests in order. A copy, so requests may leave meanwhile."""
+        """Return a list of the queued requests, in order. It stays valid if requests leave."""
         return sorted((item for line in self._lines.values() for item in line.items), key=_place)
 
     def park(
@@ -323,7 +323,7 @@ class Partition:
         self._listen()
 
     def _listen(self) -> None:
-        """Pass load changes only to those consumers that are in use."""
+        """Choose which parts are told of load changes: only those that are in use."""
         told = self._judge if self.threshold.is_set else self.order.changed
         room, slots = self.room, self.slots
         if room is None:
@@ -355,7 +355,7 @@ class Partition:
             self._limit(worker)
 
     def _limit(self, worker: SchedulableWorker) -> None:
-        """Set the limits of a worker's ranks."""
+        """Set the busy limits of a worker's ranks."""
         limits = self.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
         for load in worker.loads:
             if self.threshold.is_set:
@@ -397,7 +397,7 @@ class Partition:
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:
-        """Recompute the candidates after a change of ranks or ejections. True if they changed."""
+        """Recompute the candidates when ranks or ejections changed. Returns True if they differ."""
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask
@@ -415,7 +415,7 @@ class Partition:
     # -- busy ----------------------------------------------------------------------------------
 
     def is_worker_busy(self, worker: SchedulableWorker) -> bool:
-        """Whether every rank of the worker is busy ("Data-Parallel Rank Aggregation")."""
+        """Whether all ranks of the worker are busy ("Data-Parallel Rank Aggregation")."""
         return not worker.mask & ~self.busy
 
     def ranks_of(self, worker_ids: frozenset[int]) -> int:

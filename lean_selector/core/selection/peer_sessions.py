@@ -47,7 +47,7 @@ class PeerSessions:
         return partition.sessions.hear(event, now, idle_s)
 
     def take(self, listed: LiveSession, now: float) -> SessionVerdict:
-        """Apply an item of a peer's list; it waits if its worker is not registered here."""
+        """Apply a binding of a peer's list. It waits if its worker is not registered here."""
         verdict = self._hear(listed.event, now, listed.idle_s)
         if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
             self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))

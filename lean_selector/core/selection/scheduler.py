@@ -44,8 +44,8 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
 
 
 def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int:
-    """Return those of `ranks` to choose from: the ranks that are not busy; or a busy pinned rank,
-    if another rank of its worker is not busy. Raises AllWorkersBusy if there are none."""
+    """Return those of `ranks` that may be chosen: the ranks that are not busy, or a busy pinned
+    rank if another rank of its worker is not busy. Raises AllWorkersBusy if there are none."""
     busy = partition.busy
     if not busy or not ranks:
         return ranks
@@ -81,7 +81,7 @@ def least_left_to_prefill(partition: Partition, request: SelectionRequest) -> in
 def placed(
     partition: Partition, load: RankLoad, request: SelectionRequest, matches: MatchSets
 ) -> Placement:
-    """Return the answer for a chosen rank. The overlap in it describes the whole worker."""
+    """Return the answer for a chosen rank. The overlap in the answer describes the whole worker."""
     worker, isl_tokens = partition.workers[load.worker_id], request.prompt.isl_tokens
     block_size, worker_id, endpoint = partition.block_size, worker.worker_id, worker.endpoint
     if len(worker.loads) == 1:
@@ -127,7 +127,7 @@ def placed(
 
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """Return those of `ranks` to choose from after steering. For a soft session, this sets the
+    """Return those of `ranks` that may be chosen after steering. For a soft session, set the
     request's favoured ranks."""
     target, sessions = request.target, partition.sessions
     if target is not None:

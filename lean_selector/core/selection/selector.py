@@ -101,7 +101,7 @@ class Admission:
         self.admit_next(partition, now)
 
     def admit_next(self, partition: Partition, now: float) -> None:
-        """Admit requests that can be placed now, in order. Fail none."""
+        """Admit requests that can be placed now, in order. Do not fail any."""
         room, parked = partition.room, partition.parked
         if room is None or not len(parked):
             return
@@ -232,7 +232,7 @@ class WorkerHealth:
             self._admit(partition, now)
 
     def polled(self, worker_id: int, fault: str | None, now: float) -> None:
-        """Record a health poll. `fault` None: healthy. Ignored for an unknown worker."""
+        """Record a health poll; `fault` is None if it succeeded. Ignores unknown workers."""
         if worker_id in self._catalog.workers:
             found = self.ranks_of(worker_id, None)
             if found is not None and found[0].poll(found[1], fault, now):
@@ -288,8 +288,8 @@ class Selector:
         decisions: Decisions | None = None,
     ) -> None:
         """`thresholds` are the defaults for every model. `on_discarded` and `check_worker` are
-        passed to the catalog. `sessions` are created from the settings unless given. `call_soon` is
-        the loop's method, to admit queued requests in a later turn."""
+        passed to the catalog. `sessions` are created from the settings if not given. `call_soon` is
+        the loop's method, to admit queued requests in a later turn of the loop."""
         self.settings = settings
         self.terms: CostTerms = terms(settings)  # for all models except the following
         self.model_terms = {
@@ -399,7 +399,7 @@ class Selector:
     # -- selection -----------------------------------------------------------------------------
 
     def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
-        """Return the partition in which to book load, or None."""
+        """Return the partition if it is established, so that load can be booked there, or None."""
         partition = self.catalog.partitions.get((model_name, tenant_id))
         return partition if partition is not None and partition.established else None
 

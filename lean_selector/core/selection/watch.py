@@ -1,5 +1,5 @@
-"""Recent choices and their reasons, collected while a page is open. If none is open, `watch` is
-None, and a selector only tests that attribute.
+"""Recent choices and their reasons, collected while a page is open. If no page is open,
+`Selector.watch` is None, and a choice costs only that test.
 
 To explain a choice, the cost of every candidate is computed, so only a sample of the choices is
 explained. Every prompt counts as a hit at the runs that it matches."""

@@ -46,7 +46,7 @@ class SessionEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveSession(msgspec.Struct, frozen=True, gc=False):
-    """A binding in the form that a replica which catches up can adopt."""
+    """A binding in the form that is sent to a replica that catches up."""
 
     event: SessionEvent
     idle_s: float  # seconds since the session's last reservation ended; 0 while it has one

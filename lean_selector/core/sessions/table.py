@@ -41,7 +41,7 @@ def check_session_id(session_id: str) -> None:
 
 
 class SessionCounts:
-    """Counts of session bookings by result, and of expired bindings."""
+    """The number of session bookings by result, and of expired bindings."""
 
     def __init__(self) -> None:
         self.followed = 0  # bookings on the rank to which the session was bound
