@@ -1,4 +1,4 @@
-"""Reads access-log lines of other gateways, which report ended requests, and frees reservations.
+"""Reads access-log lines with which other gateways report ended requests; frees reservations.
 
 A line has the word `lean-end`, followed by fields `name=value` or `name="value"` in any order. Text
 before this word, such as a syslog header, and unknown fields are ignored. A field with the value
@@ -61,7 +61,7 @@ def place_of(text: str) -> LogAddress:
 
 
 def places_of(text: str) -> list[str]:
-    """Parses comma-separated addresses for lines, and drops duplicates. Raises ValueError."""
+    """Parses comma-separated addresses to receive lines at; drops duplicates. Raises ValueError."""
     items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
     for item in items:
         place_of(item)
@@ -202,7 +202,7 @@ class BadLine(ValueError):
 
 
 class OtherLine(BadLine):
-    """A datagram lacks the word `lean-end`: gateways send other notices to the same address."""
+    """A datagram without the word `lean-end`, such as another notice of a gateway."""
 
 
 def ended_of(line: bytes) -> Ended:
@@ -299,8 +299,8 @@ class LogEnds:
         served: Callable[[str, int | None, int | None, float | None], None] | None = None,
     ) -> None:
         """`free` ends a reservation, and `report` reports the outcome of a request to outlier
-        detection; both raise NotFound. `served` is called before `free` with the worker, its rank
-        and the time to first token."""
+        detection; both may raise NotFound. `served` is called before `free` with the worker, its
+        rank and the time to first token."""
         self._free = free
         self._report = report
         self._clock = clock
@@ -444,7 +444,7 @@ class LineReader:
 
 
 def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:
-    """Metrics of lines, with one series per result."""
+    """Returns the metrics of lines, with one series per result."""
     return table({
         "lifecycle_lines_total": (lambda: by("result", dict(sorted(ends.results.items()))),
             "Lines of gateways' access logs, by result."),

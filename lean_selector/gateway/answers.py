@@ -1,9 +1,9 @@
 """Adds fields to a forwarded request, and removes their effects from the engine's answer.
 
-Token ids in an answer are read while it is relayed. Streams and whole answers are handled alike,
-piece by piece. A quote inside a JSON text is escaped, so the name of a field followed by a list of
-numbers is unambiguous. Only the end of such a list is buffered, and also an incomplete event if the
-usage must be removed from a stream."""
+Token ids in an answer are read while the answer is relayed. Streams and whole answers are both
+handled piece by piece. A quote inside a JSON text is escaped, so the name of a field followed by a
+list of numbers is unambiguous. Only the end of such a list is buffered, and also an incomplete
+event if the usage must be removed from a stream."""
 
 import re
 from collections.abc import Callable
@@ -41,7 +41,7 @@ _OUTPUT: Final = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
 
 
 class Usage:
-    """Reads the token counts (`usage`) at the end of an answer; they are None if absent."""
+    """Reads the token counts (`usage`) at the end of an answer. Absent counts are None."""
 
     __slots__ = ("_begin", "_last")
 
@@ -68,8 +68,8 @@ class Usage:
 
 
 class AnswerReader:
-    """Reads an answer with status 200. At its end, calls `on_ids` with the contents of its lists of
-    token ids, as JSON text."""
+    """Reads an answer with status 200. At the answer's end, calls `on_ids` with the contents of the
+    lists of token ids, as JSON text."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class AnswerReader:
         self._is_too_long = False
 
     def feed(self, data: bytes) -> bytes:
-        """Takes a piece of the answer; returns the bytes to send to the client now."""
+        """Takes a piece of the answer, and returns the bytes that can be sent to the client now."""
         pieces = _LIST.split(data)  # every second one is a list
         is_whole = data.endswith(b"\n") and len(pieces) // 2 == data.count(b"token_ids")
         if is_whole and self._array is None and not self._held:  # as nearly all
@@ -118,7 +118,7 @@ class AnswerReader:
         return text
 
     def rest(self) -> bytes:
-        """Returns the bytes still buffered at the end; none for a well-formed answer."""
+        """Returns the bytes still buffered when the answer ends; none if it is well-formed."""
         rest = self._event + (self._held if self._strips else b"")
         self._event = self._held = b""
         return rest
@@ -242,8 +242,8 @@ class Additions:
     def ask_for_ids(
         self, request: ModelRequest, on_ids: Callable[[bytes | None, bytes], None]
     ) -> None:
-        """Requests token ids, and passes them to `on_ids`: those of the prompt, and those of the
-        output if there is only one answer. Does nothing for `echo`, whose answer would change."""
+        """Requests token ids. Those of the prompt, and if there is only one answer those of the
+        output, are passed to `on_ids`. Does nothing for `echo`, whose answer would change."""
         if request.echoes:
             return
         if not request.asks_for_ids:

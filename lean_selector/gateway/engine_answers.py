@@ -1,5 +1,5 @@
-"""Queries engines over HTTP: which software they run, their adapters (LoRA), and the tokens of a
-prompt.
+"""Queries engines over HTTP for the software that they run, for their adapters (LoRA), and for the
+tokens of a prompt.
 
 A few workers of a model are asked for their software. All workers are asked for their adapters when
 a request names an unregistered model. Answers are cached, and refreshed in the background."""
@@ -70,7 +70,7 @@ class EngineAnswers:
 
     def reports_in_full(self, base: str) -> bool:
         """Whether this worker is a vLLM that supports `kv_cache_report_mode`. A worker whose last
-        answer is missing or old is asked in the background; without an answer, returns False."""
+        answer is missing or old is asked in the background. Returns False if there is no answer."""
         told = self._told.get(base)
         if told is None or self._clock() - told.at > _MAKE_FRESH_S:
             self._beside(("report", base), partial(self._ask, base))
@@ -264,7 +264,7 @@ class EngineTokenizer:
         raise failed
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing, because there is nothing to close."""
 
 
 def _tokens(body: bytes) -> bytes | None:
@@ -276,7 +276,7 @@ def _tokens(body: bytes) -> bytes | None:
 
 
 def tokens_body(request: ModelRequest, model: str, path: str) -> bytes:
-    """Returns the request itself or, for vLLM's /tokenize, fields that make the same prompt."""
+    """Returns the request's body or, for vLLM's /tokenize, fields that give the same prompt."""
     if path != _TOKENIZE:
         fields: dict[str, object] = {**request.fields, "model": model}
         fields.pop("stream", None)

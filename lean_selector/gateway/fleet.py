@@ -9,7 +9,7 @@ from lean_selector.http.allowed_endpoints import url_at
 
 
 class Fleet(Protocol):
-    """The served models and their workers, as far as they can be chosen."""
+    """The served models, and those of their workers that can be chosen."""
 
     def model(self, model_name: str, tenant_id: str) -> Served | None: ...
 

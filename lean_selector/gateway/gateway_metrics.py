@@ -75,7 +75,7 @@ class Counts:
 
 
 def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
-    """The gateway's metrics, in addition to the selector's."""
+    """Returns the gateway's metrics, without the selector's."""
 
     def of_each(value: Callable[[Upstream], int]) -> Callable[[], list[Sample]]:
         return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]

@@ -37,7 +37,7 @@ def operation_of(path: bytes) -> tuple[str, str]:
 
 
 class Timing(NamedTuple):
-    """What was measured during a complete answer. The engine counted the tokens."""
+    """The measurements of a complete answer. The token counts are the engine's."""
 
     duration_s: float
     first_token_s: float | None  # only for a stream

@@ -59,7 +59,7 @@ def resource_of(path: bytes) -> bytes:
 
 
 def http_refusal(error: HttpError) -> bytes:
-    """Returns the response for an error of the HTTP layer."""
+    """Returns the gateway's response to an error of the HTTP layer."""
     return OpenAiErrorBody.encoded(error.status, error.text)
 
 
@@ -92,8 +92,8 @@ class GatewayHandler:
         spans: Spans | None = None,
     ) -> None:
         """`silence_s`: how long a worker may send nothing. `touch_after_s`: how often a reservation
-        is renewed, so that it does not expire. `request_timeout_s`: the time until an answer must
-        begin; after it, the client gets 504. `pass_through`: which other requests are proxied (all,
+        is renewed, so that it does not expire. `request_timeout_s`: if no answer has begun within
+        this time, the client gets 504. `pass_through`: which other requests are proxied (all,
         openai or none). `own` answers /health and /ready."""
         self._pass_through = pass_through
         self._own = own
@@ -241,7 +241,7 @@ class GatewayHandler:
 
     def close(self) -> "asyncio.Future[list[BaseException | None]]":
         """Ends the requests that are left at the end of a shutdown, after all clients were
-        disconnected. Returns what the caller must await."""
+        disconnected. Returns a future that the caller must await."""
         placing = [each.placing for each in self._under_way if each.placing is not None]
         for proxied in list(self._under_way):
             proxied.reply.hang_up()
@@ -262,7 +262,7 @@ def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Conn
     """Returns an app that requires tokens: without a valid one, no request reaches a worker.
 
     /health and /ready need no token. Lists of models need the role `read`; all other requests need
-    `write`, because they use a worker. The token is meant for the gateway, and is not forwarded.
+    `write`, because they use a worker. The token is meant for the gateway, so it is not forwarded.
     Refusals are in OpenAI's format. `connections` are those of the server."""
     connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 

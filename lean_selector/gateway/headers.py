@@ -51,7 +51,7 @@ def request_lines(
     drops_traceparent: bool = False,
 ) -> bytes:
     """Returns the header lines for the worker, each preceded by CRLF. `section` is the client's
-    header section (`1.1 CRLF name: value CRLF ... CRLF CRLF`)."""
+    header section, from the HTTP version on."""
     lines = section[3:-4]
     named = _named(lines)
     lines = _NOT_TO_WORKER[without_codings].sub(b"", lines)
@@ -100,7 +100,7 @@ def wants_websocket(section: bytes) -> bool:
 
 
 def _named(lines: bytes) -> frozenset[bytes]:
-    """Returns the fields that `connection` names, without those that are always removed."""
+    """Returns the fields that `connection` names, except those that are removed anyway."""
     found = _CONNECTION.findall(lines)
     if not found:
         return _NONE

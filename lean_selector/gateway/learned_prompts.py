@@ -3,8 +3,8 @@
 A prompt is identified by a chain of keys, one per message or part of a message. Keys are computed
 from JSON values (`prompt_values.py`), not from text. Each prefix of a chain has an entry, which
 refers to a list of block hashes. Prompts share the entries of their common prefix, and a longer
-prompt replaces the one that it continues. How many blocks a common prefix has is known once two
-prompts have diverged after it. Before, it is estimated from the prefix's share of bytes."""
+prompt replaces a shorter one that it continues. How many blocks a common prefix has is known once
+two prompts have diverged after it. Before, it is estimated from the prefix's share of bytes."""
 
 from collections import OrderedDict
 from typing import Final, NamedTuple
@@ -100,7 +100,7 @@ class Averages:
         self.answers_hold = 1.0  # share of prompts that continued with exactly the answer's tokens
 
     def had(self, prompt_bytes: int, prompt_tokens: int, output_tokens: int | None) -> None:
-        """Adds a request to the averages. With 0 bytes, tokens per byte are left unchanged."""
+        """Adds a request to the averages. If `prompt_bytes` is 0, tokens per byte do not change."""
         if prompt_bytes:
             self.tokens_per_byte += _WEIGHT * (prompt_tokens / prompt_bytes - self.tokens_per_byte)
         if output_tokens is not None:
@@ -117,8 +117,8 @@ class Known(NamedTuple):
 
 
 class PromptMemory:
-    """The known prefixes, with a memory limit. The least recently used one is dropped first, and a
-    longer prefix before a shorter one of the same prompt."""
+    """The known prefixes, with a memory limit. The least recently used prefix is dropped first; of
+    one prompt, longer prefixes are dropped before shorter ones."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes: Final = most_bytes
@@ -150,8 +150,8 @@ class PromptMemory:
     def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
         """Learns a prompt and its output, given as tokens of 4 bytes each.
 
-        Prompts that continue this one are assumed to contain the output's blocks, as long as they
-        usually do for this model. Returns the block hashes of the prompt alone, 8 bytes each."""
+        Prompts that continue this one are assumed to contain the output's blocks, if this model's
+        prompts usually do. Returns the block hashes of the prompt alone, 8 bytes each."""
         size, seed, is_eagle = chain.block_size, chain.seed, chain.is_eagle
         run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
         tokens = len(prompt) // 4
@@ -183,7 +183,7 @@ class PromptMemory:
         return -1, None
 
     def _part(self, entry: _Entry, common: int, averages: Averages) -> None:
-        """Records that another prompt has the first `common` blocks of this entry, and no more."""
+        """Records that another prompt shares exactly the first `common` blocks of this entry."""
         if entry.is_guess and entry.asked >= 0:
             longest = len(entry.run.hashes) // 8
             own = longest - entry.asked  # blocks that contain tokens of the answer
@@ -271,7 +271,7 @@ class PromptMemory:
             self._hash_bytes -= len(run.hashes)
 
     def _touch(self, chain: Chain, at: int) -> None:
-        """Marks the prefixes as used. The shortest is marked last, so it is dropped last."""
+        """Marks a prompt's prefixes as used, the shortest last, so that it is dropped last."""
         move = self._entries.move_to_end
         for key in reversed(chain.keys[: at + 1]):
             if key in self._entries:

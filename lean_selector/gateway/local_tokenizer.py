@@ -1,6 +1,6 @@
 """A tokenizer in this process, on threads.
 
-Chat templates are rendered as Hugging Face's tokenizers do, which engines use. Imported only with
+Chat templates are rendered as by Hugging Face's tokenizers, which engines use. Imported only with
 `--prompts local`; requires the extra `tokenizers`."""
 
 import asyncio
@@ -135,8 +135,8 @@ def _token(told: object) -> str | None:
 
 
 class _Generation(JinjaExtension):
-    """The tag `{% generation %}`, with which templates mark answers for training; only its content
-    is rendered."""
+    """The tag `{% generation %}`, with which templates mark answers for training; only the tag's
+    content is rendered."""
 
     tags = {"generation"}
 
@@ -156,7 +156,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-    """Encodes JSON without the HTML escapes that Jinja's own filter adds."""
+    """Encodes a value as JSON, without the HTML escapes that Jinja's filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
@@ -246,8 +246,8 @@ class LocalTokenizer:
         return packer(len(ids), "I")(*ids)
 
     def _text(self, request: ModelRequest) -> tuple[str, bool]:
-        """Returns the prompt's text, and whether the tokenizer must add special tokens, as for
-        prompts that are plain text."""
+        """Returns the prompt's text, and whether the tokenizer must add special tokens. (It must
+        for prompts that are plain text.)"""
         if has_costly_numbers(request.body):
             raise NotTokenized(Why.REFUSED, "it has numbers that are slow to parse")
         if request.kind not in COMPLETIONS:

@@ -1,7 +1,7 @@
 """A request to an engine, parsed as far as needed to read its prompt.
 
-Most invalid requests are forwarded, so that the client gets the engine's own error. Refused here
-are only requests without a usable model, and bodies that are too expensive to parse."""
+Most invalid requests are forwarded, so that the client gets the engine's own error. Only requests
+without a usable model, and bodies that are too expensive to parse, are refused here."""
 
 import contextlib
 import re
@@ -220,7 +220,7 @@ class ModelRequest:
 
     def _read_chat(self, kind: str, name: str, system: str | None = None) -> None:
         """Reads the messages in the field `name`. A system message in the field `system` precedes
-        them."""
+        these messages."""
         text = self.fields.get(name, Raw(b""))
         try:
             if kind != Kind.CHAT:
@@ -306,7 +306,7 @@ def _without_odd_forms(text: Raw, kind: str) -> Raw:
 
 
 def session_id_of(name: str) -> str:
-    """Returns a session's id, or its hash if the id is too long."""
+    """Returns a session's id, or the id's hash if the id is too long."""
     return name if len(name.encode()) <= MAX_ID_BYTES else xxh3_128_hexdigest(name.encode())
 
 
@@ -345,7 +345,7 @@ _ARGUMENTS: Final = ("documents", "reasoning_effort")
 
 
 def template_arguments(request: ModelRequest) -> dict[str, object]:
-    """Returns `chat_template_kwargs` and other template arguments, as name -> JSON value."""
+    """Returns all template arguments, including `chat_template_kwargs`: name -> JSON value."""
     given: dict[str, object] = {}
     if request.has("chat_template_kwargs"):
         try:

@@ -1,6 +1,6 @@
 """Brings a request to a worker: reads its prompt, chooses a worker, and connects.
 
-Only this part of a request may wait: for tokens from an engine, for a free worker, for a
+Only this part of a request may wait: for tokens from an engine, for a free worker, or for a
 connection. A request that need not wait has no task, and is sent in the same iteration of the loop.
 If a client disconnects while its request waits, the task is cancelled, and the lease ends."""
 
@@ -87,8 +87,8 @@ class Chooser:
     def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> Steps[WorkerLease]:
-        """Chooses a worker that is not in `avoided`, and reserves it. Raises NotChosen and Shed. If
-        the call is cancelled, nothing is reserved."""
+        """Chooses a worker that is not in `avoided`, and reserves it. Raises NotChosen and Shed. A
+        call that is cancelled reserves nothing."""
         started, status = perf_counter(), 499
         try:
             lease = yield from self._choose(routed, reservation_id, avoided)
@@ -183,7 +183,7 @@ class Chooser:
         return frozenset(full)
 
     def _parked(self, partition: Partition, request: SelectionRequest) -> Steps[Placement]:
-        """Chooses a rank. If all are busy, waits in the queue."""
+        """Chooses a rank. If all ranks are busy, the request waits in the queue."""
         answer: asyncio.Future[Placement | Exception] | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:

@@ -71,8 +71,8 @@ def _keep(kept: dict[int, K], written: int, value: K) -> None:
 
 def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -> int:
     """Returns a key for `shape` and all fields except messages and text. A null field counts as
-    absent. Inside a field the order of members matters, because templates render tools and
-    arguments in their order."""
+    absent. The order of members in a field matters, because templates render tools and arguments in
+    that order."""
     names = _FIELDS[request.kind]
     fields = request.fields
     given = [(name, _key(fields[name])) for name in names if name in fields and request.has(name)]
@@ -128,7 +128,7 @@ def _message(raw: Raw, message: Message) -> Raw | bytes:
 
 
 def _content(content: Raw) -> Raw | bytes:
-    """Returns the content; for one text part only its text, since both are rendered alike."""
+    """Returns the content. A single text part becomes its text, because both render alike."""
     if bytes(memoryview(content)[:1]) == b"[":
         with contextlib.suppress(msgspec.DecodeError):
             parts = _read_parts(content)

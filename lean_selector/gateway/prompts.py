@@ -1,4 +1,4 @@
-"""Turns a raw request into the blocks of its prompt, whatever the source of tokens."""
+"""Converts a raw request to the blocks of its prompt, whatever the source of tokens."""
 
 import os
 from collections import Counter
@@ -165,8 +165,8 @@ class Prompts:
     def _served(
         self, model: str | None, tenant_id: str
     ) -> Steps[tuple[Served, str | None, frozenset[int] | None]]:
-        """Returns the model that a request names, directly or by an adapter; the adapter; and the
-        workers that have loaded it."""
+        """Returns the model that a request names (directly or by an adapter), the adapter, and the
+        workers that have loaded the adapter."""
         if model is None:
             models = self._fleet.models(tenant_id)
             if len(models) > 1:
@@ -190,7 +190,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """Returns the prompt, why it is not fully known, and the hashes of its known blocks."""
+        """Returns the prompt, the reason if it is not fully known, and its known blocks' hashes."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)

@@ -1,8 +1,8 @@
 """One proxied request, from the choice of a worker to the end of the answer.
 
 Handles events in any order: the choice, the connection, pieces of the answer, a failing worker, a
-client that disconnects. Ends the lease exactly once. Nothing here waits; `placing` waits, before
-the request is sent.
+client that disconnects. Ends the lease exactly once. Nothing in this module waits; `placing` waits,
+before the request is sent.
 
 Until the first byte of the answer's body, the client has received nothing, so another worker can be
 tried. After that, pieces are relayed as they arrive, at the client's pace."""
@@ -125,7 +125,7 @@ class ProxiedRequest:
             self.placing = placing
 
     def takes(self, lease: WorkerLease) -> None:
-        """Takes over the lease of the chosen worker; this request must end it."""
+        """Takes over the lease of the chosen worker, which this request must end."""
         self.lease = lease
         self.lease_since = monotonic()
 
@@ -243,8 +243,8 @@ class ProxiedRequest:
             reply.write(b"%x\r\n%b\r\n" % (len(text), text))
 
     def _failed_stream(self, head: AnswerHead, data: bytes) -> bytearray | None:
-        """Returns the error if a stream begins with one; another worker may answer then. None
-        otherwise."""
+        """Returns the error if a stream begins with one; then another worker may answer. Returns
+        None otherwise."""
         routed = self.routed
         if routed is None or not routed.streams or head.status != 200 or self._was_error:
             return None
@@ -284,8 +284,8 @@ class ProxiedRequest:
             self._retry(FAILED, FAILED, reason)
 
     def _was_shed(self, body: bytes) -> None:
-        """Tries another worker, because this one shed the request or failed. Keeps its answer for
-        the case that there is no other worker."""
+        """Tries another worker, because this one shed the request or failed. Keeps this worker's
+        answer in case there is no other worker."""
         lease, head = self.lease, self._head
         assert lease is not None
         assert head is not None
@@ -366,7 +366,7 @@ class ProxiedRequest:
         self.lease.prefill_complete(now - self._sent_at)
 
     def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
-        """Returns the client's bytes for a piece of an answer that passes through `reader`."""
+        """Returns what the client gets for a piece of an answer that passes through `reader`."""
         text = reader.feed(data) if data else b""
         if is_last:
             text += reader.rest()
@@ -391,7 +391,7 @@ class ProxiedRequest:
     # -- the end -------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """Handles that the client has disconnected. OpenAI's client does so after a complete
+        """Handles a disconnect of the client. OpenAI's client disconnects after a complete
         stream."""
         last = self._last()
         is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
@@ -447,7 +447,7 @@ class ProxiedRequest:
         self._on_over(self)
 
     def _last(self) -> bytes | bytearray:
-        """Returns the last bytes of the answer so far."""
+        """Returns the last bytes of what was received of the answer."""
         return b"".join(self._last_pieces) if self._reader is None else self._reader.last
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:

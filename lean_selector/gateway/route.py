@@ -92,7 +92,7 @@ class Prompts(Protocol):
 
 
 class RouteHandler:
-    """The route and its requests in progress."""
+    """The route /route, and its requests in progress."""
 
     def __init__(
         self,
@@ -201,8 +201,8 @@ class RouteHandler:
 
 
 def _reservation_id(given: bytes | None) -> str:
-    """Returns the id that the gateway chose, and can log even without our answer, or else a
-    generated one."""
+    """Returns the id that the gateway gave, or else a generated id. A gateway can log its own id
+    even without our answer."""
     if given is None:
         return str(uuid.uuid4())
     if _ID.fullmatch(given) is None:

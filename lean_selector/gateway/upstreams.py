@@ -1,6 +1,6 @@
 """The workers as upstreams: their list, their rotation, and leases.
 
-The gateway counts failures as the selector counts reported outcomes (`core.health`): after
+The gateway counts failures as the selector counts reported outcomes (`core.health`). After several
 consecutive failures a worker is skipped for a while. Workers that the selector has ejected are
 skipped too."""
 
@@ -18,7 +18,7 @@ from lean_selector.http.client import Upstream
 class WorkerLease:
     """The use of a worker by one request, from the choice to the end; it ends exactly once.
 
-    This class reserves nothing. Subclasses do, in `_begun`, `_touched` and `_freed`."""
+    This class reserves nothing. Subclasses reserve, in `_begun`, `_touched` and `_freed`."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WorkerLease:
 
     def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
         """Ends the lease; further calls do nothing. `outcome` is `ok`, `failed` or `refused`; None
-        does not count for the worker."""
+        says nothing about the worker."""
         if not self.is_over:
             self.is_over = True
             self.endpoint.users -= 1
@@ -105,8 +105,8 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """Returns the next upstream that is not in `avoided` and, if `among` is given, is in it.
-        Healthy ones are preferred."""
+        """Returns the next upstream that is not in `avoided` and, if `among` is given, in `among`.
+        Healthy upstreams are preferred."""
         candidates = [
             each
             for each in self.in_turn
