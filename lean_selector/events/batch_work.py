@@ -100,7 +100,7 @@ class BatchWork:
         return True
 
     def drop(self) -> None:
-        """Drop the rest of the batch, because the source of the batch has ended or restarted."""
+        """Drop the rest of the batch, because its source has ended or restarted."""
         self._rest = None
 
     def _apply(self, batch: EventBatch) -> None:
@@ -117,7 +117,7 @@ class BatchWork:
         self._lose(detail)
 
     def _lose(self, detail: str) -> None:
-        """Record that (a part of) the batch is not in the index, and that a replay cannot help."""
+        """Record that all or part of the batch is missing in the index, and no replay can help."""
         if not self._is_lost:
             self._is_lost = True
             self._cursor.lose()

@@ -1,8 +1,8 @@
 """Run long work in time slices, between the other work of the event loop.
 
-KV events are applied on the thread that serves HTTP. So in each turn of the loop all sources
-together, in order, get one short slice. Separate slices free the memory of indexes. Code that reads
-a peer's answer pauses when a slice is over."""
+KV events are applied on the thread that serves HTTP. So in each turn of the loop, all sources share
+one short slice, in order. The memory of indexes is freed in separate slices. Code that reads a
+peer's answer pauses when a slice is over."""
 
 import asyncio
 import logging

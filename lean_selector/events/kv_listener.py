@@ -85,7 +85,7 @@ class KvReplay:
         return ReplayEnd.OVERFLOWED if link.has_overflowed else ReplayEnd.STOPPED
 
     def why_not(self) -> str:
-        """Return in a few words why the replay did not reach its end."""
+        """Return a short reason why the replay did not reach its end."""
         if self.link.was_connected:
             return "no end of it" if self.has_answered else "no answer"
         return "no answer" if self.link.error is None else f"no connection: {self.link.error}"
@@ -194,7 +194,7 @@ class KvListener:
 
     @property
     def watermark(self) -> int | None:
-        """The number of the last batch up to which the index is complete, or None."""
+        """The number of the batch up to which the index is complete, or None."""
         return None if self._work.is_under_way else self.cursor.complete_to
 
     def status(self) -> SourceStatus:
@@ -413,8 +413,8 @@ class KvListener:
         return end
 
     def _report_failure(self) -> None:
-        """Log a failed replay: as a warning at once if batches stay missing, otherwise only if the
-        failure lasts."""
+        """Log a failed replay: at once, as a warning, if batches stay missing; otherwise only if
+        the failure lasts."""
         if self.cursor.state is SourceState.DEGRADED:
             text = f"no full replay from {self.replay_endpoint}: {self._no_replay}"
             self._report("degraded", logging.WARNING, f"degraded: {text}")

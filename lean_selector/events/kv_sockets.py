@@ -1,5 +1,5 @@
-"""Open the links to an engine and parse their frames: SUB for live batches, DEALER for one replay,
-SUB for load. Has no state. Spec: indexer.md 1.1, 1.2 and 1.5."""
+"""Open the links to an engine and parse their frames: a SUB for live batches, a DEALER for one
+replay, a SUB for load. No state. Spec: indexer.md 1.1, 1.2 and 1.5."""
 
 import struct
 from collections.abc import Callable

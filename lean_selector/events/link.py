@@ -113,7 +113,7 @@ _monitors = itertools.count()
 
 
 class _TryAt(OSError):
-    """Raised to start a new attempt at once, at this other address of the same name."""
+    """Raised to make the next attempt at once, at this other address of the same name."""
 
     def __init__(self, address: Address) -> None:
         super().__init__("another address of its name is tried")
@@ -204,7 +204,7 @@ class Link:
         self.error: str | None = None  # why there is no connection now
 
     def start(self) -> None:
-        """Start soon: of many started links, a few open their sockets per turn of the loop."""
+        """Start soon. Of many started links, only a few open their sockets per turn of the loop."""
         self._links.call(self._begin)
 
     def _begin(self) -> None:
@@ -359,8 +359,8 @@ class Link:
         raise OSError(self._reasons.get(failure) or failure)
 
     async def _look_into(self, address: Address, is_name: bool) -> None:
-        """While there is no connection, find out why. Returns when the attempt succeeds. Raises
-        OSError if waiting is useless, or if another address should be tried."""
+        """Until there is a connection, find out why there is none. Returns when the attempt
+        succeeds. Raises OSError if waiting is useless, or if another address should be tried."""
         loop = asyncio.get_running_loop()
         pause_s = again_s = LOOK_FIRST_S
         ask_at = loop.time() + pause_s
@@ -502,7 +502,7 @@ class Link:
     # a connection
 
     def look(self) -> None:
-        """Detect a lost connection by its descriptor, which is then closed or reused."""
+        """Detect a lost connection: its descriptor is then closed or reused."""
         if self._descriptor is not None:
             number, inode = self._descriptor
             with contextlib.suppress(OSError):
@@ -523,7 +523,7 @@ class Link:
         self._drop()
 
     def _begin_reading(self) -> None:
-        """Start to read. Call this once the link is connected and the owner was told."""
+        """Start to read. Call this after the owner was told that the link is connected."""
         assert self._socket is not None
         self._links.watch(self)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)

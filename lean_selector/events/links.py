@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Backlog:
-    """The bytes of one owner that wait. `shed(bytes)` makes the owner drop its oldest messages."""
+    """The waiting bytes of one owner. `shed(bytes)` makes the owner drop its oldest messages."""
 
     def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0
@@ -170,7 +170,7 @@ class Links:
         return cast("zmq.Socket[bytes]", make(kind, socket_class=zmq.Socket))
 
     def call(self, step: Callable[[], None]) -> None:
-        """Call `step` soon: steps run in the order of these calls, a few per turn of the loop."""
+        """Call `step` soon. Steps run in the order of the calls, a few in each turn of the loop."""
         self._steps.append(step)
         if not self._is_stepping:
             self._is_stepping = True
@@ -226,7 +226,7 @@ class Links:
         self._await_turn()
 
     def put_off(self, read_on: Callable[[], None]) -> None:
-        """Call `read_on` in a later turn of the loop, after what was put off before."""
+        """Call `read_on` in a later turn of the loop, after functions that were put off before."""
         self._put_off.append(read_on)
         self._await_turn()
 

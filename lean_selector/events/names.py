@@ -75,7 +75,7 @@ class Resolver:
         self._running = {False: 0, True: 0}  # number of threads, by is_slow
 
     async def resolve(self, host: str, port: int) -> list[Address]:
-        """Return the addresses to try, in order; at least one. Raises OSError."""
+        """Return at least one address, in the order in which to try them. Raises OSError."""
         known = numeric(host)
         if known is not None:
             return [_at(port, known)]
@@ -103,7 +103,7 @@ class Resolver:
         return await asyncio.shield(looking_up.done)
 
     def _start_waiting(self) -> None:
-        """Start the look-ups that wait. Names that hung before come last."""
+        """Start the look-ups that wait. Names whose look-up has hung before come last."""
         for is_slow, limit in ((False, MAX_THREADS), (True, MAX_SLOW_THREADS)):
             waiting = self._waiting[is_slow]
             while (

@@ -1,7 +1,7 @@
 """Tracks the fault of a source, and logs one line when the fault begins and one when it ends.
 
-If a starting engine explains the fault, no warning is logged at first, because engines take minutes
-to load a model. Callers determine the state; this module decides when to log it. D35."""
+If the fault may be due to a starting engine, no warning is logged at first, because engines take
+minutes to load a model. Callers determine the state; this module decides when to log it. D35."""
 
 import logging
 from collections.abc import Callable
@@ -62,7 +62,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Explain why no prompt matches the rank's blocks, although their size is right."""
+    """Explain why no prompt matches the rank's blocks, although the block size is right."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events have less than a block"
     told = str(ingest.is_eagle).lower()

@@ -1,7 +1,7 @@
 """All sources of KV events: one listener per worker rank, as registered in the catalog.
 
 The listeners share the links of the process, and one time budget per turn of the loop. Counts of
-ended listeners are kept, so that totals only grow. This module does not interpret events."""
+ended listeners are kept, so that totals never decrease. This module does not interpret events."""
 
 import asyncio
 import contextlib
@@ -188,7 +188,7 @@ class KvSubscriptions:
         return [each.look(now) for each in listeners if each is not None]
 
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]:
-        """Yield every source, sorted by worker and rank. If a source ends meanwhile, it may be left
+        """Yield every source, sorted by worker and rank. A source that ends meanwhile may be left
         out."""
         for rank in sorted(self._listeners):
             listener = self._listeners.get(rank)
@@ -196,7 +196,7 @@ class KvSubscriptions:
                 yield self._partitions[rank], listener.status()
 
     def watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        """Return, per source of a partition, the last batch up to which the index is complete."""
+        """Return for each source of a partition the batch up to which the index is complete."""
         watermarks = dict(partition.watermarks)
         for rank, of in self._partitions.items():
             watermark = self._listeners[rank].watermark if of is partition else None

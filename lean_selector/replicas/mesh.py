@@ -1,4 +1,4 @@
-"""Replica sync on the network: one PUB socket bound here, and a link to the PUB of every peer.
+"""Replica sync on the network: one PUB socket of our own, and a link to every peer's PUB socket.
 
 Implements the rules for peers (slot_tracker.md 3.1 and 3.6); the links are in `peer_links`, the PUB
 in `pub_socket`. Decoded events are passed to `on_event`; this module does not interpret them.
@@ -167,7 +167,7 @@ class ReplicaSync:
         self._beating = supervise("replica heartbeat", self._beat)
 
     async def close(self) -> None:
-        """Stop at once; events queued for peers are dropped."""
+        """Stop at once, and drop the events that are queued for peers."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -281,7 +281,7 @@ class ReplicaSync:
 
     @property
     def dropped(self) -> int:
-        """Messages that were dropped unread because too many waited."""
+        """How many messages were dropped unread because too many waited."""
         return self._links.dropped
 
     def _handle(self, frames: list[bytes], now: float) -> None:

@@ -99,7 +99,7 @@ class ReplicaLinks:
 
     @property
     def dropped(self) -> int:
-        """Messages that were dropped because too many waited."""
+        """How many messages were dropped because too many waited."""
         return self._dropped + sum(link.dropped for link in self._peers.values())
 
     def states(self) -> list[PeerState]:
@@ -113,7 +113,7 @@ class ReplicaLinks:
         return states
 
     def _note(self, link: Link) -> None:
-        """Store the state of a peer's link, and log a change."""
+        """Store the state of a peer's link, and log it if it has changed."""
         if link.state is LinkState.CONNECTED:
             state = "connected"
         elif link.was_connected:

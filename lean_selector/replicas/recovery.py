@@ -52,12 +52,11 @@ async def fetched(
     max_bytes: int,
     read: Callable[[bytes], T],
 ) -> T:
-    """GET `url` and return what `read` makes of the body, within `left_s` seconds. Raises
-    PeerFailed.
+    """GET `url` and return `read(body)`, within `left_s` seconds. Raises PeerFailed.
 
-    A peer that sends nothing in its share of the time is abandoned, so that the others get theirs.
-    A peer that keeps sending may use all of the time. `read` runs in a thread and should be quick,
-    because it holds the GIL."""
+    A peer that sends nothing in its share of the time is abandoned, so that the other peers get
+    their shares. A peer that keeps sending may use all of the time. `read` runs in a thread and
+    should be quick, because it holds the GIL."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     ends, share_s = began + left_s, left_s / peers_left
@@ -267,11 +266,11 @@ class Recovery:
         return True
 
     def _is_ahead(self, rank: RankKey) -> bool:
-        """Whether the rank's own source is newer than any dump."""
+        """Whether the rank's own source has delivered events, which are newer than any dump."""
         return rank in self._ended or self._subscriptions.is_ahead(rank)
 
     def _partition(self, dumped: DumpedPartition) -> Partition | None:
-        """Return the partition that now takes the dump's blocks, if there is one."""
+        """Return the partition, if any, that can take the dump's blocks now."""
         key = dumped.model_name, dumped.tenant_id
         return self._catalog.recovered_partition(key, dumped.block_size)
 

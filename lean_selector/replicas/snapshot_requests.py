@@ -67,7 +67,7 @@ class Occasion(Enum):
 
 
 class CatchingUp:
-    """Catches up while `run` runs. `tell(event, now)` applies an event that a peer failed to
+    """Catches up until `run` ends. `tell(event, now)` applies an event that a peer failed to
     deliver."""
 
     def __init__(
@@ -124,7 +124,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """Plan the next attempt after snapshots were read. `mended`: they closed a gap."""
+        """Plan the next attempt after snapshots were read. `mended`: the snapshots closed a gap."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -288,7 +288,7 @@ class CatchingUp:
         self, url: str, asked_at: float, snapshot: SnapshotParts
     ) -> tuple[list[LiveBooking], bool]:
         """Return the reservations of a snapshot, and whether all could be read. If so, also apply
-        changes that we missed to reservations that the peer admitted."""
+        those changes to the peer's reservations that we missed."""
         fetched_at = time.monotonic()
         live: list[LiveBooking] = []
         if await self._each(
