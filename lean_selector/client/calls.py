@@ -1,4 +1,4 @@
-"""Requests to the selection service, and the parsing of its responses. No I/O.
+"""Builds requests to the selection service, and parses its responses. Does no I/O.
 
 Shapes follow spec selection.md 1.3 and 1.5. Only the fields that the clients use are parsed. Each
 function returns a Call that is ready to be sent."""
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def _bare(value: object) -> int:
-    """Returns a plain int for an int of a subclass. Raises ValueError for other types."""
+    """Converts an int of a subclass to a plain int. Raises ValueError for other types."""
     if isinstance(value, int):
         return int(value)
     raise ValueError(f"{type(value).__name__} is not a JSON type")
@@ -43,7 +43,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     headers: Mapping[str, str] = {}
 
     def json(self) -> bytes | None:
-        """Returns the JSON body that every service accepts; its hashes are signed integers."""
+        """Returns the JSON body, which every service accepts; hashes are signed integers."""
         if self.content is not None:
             return self.content
         if self.fields is None:
@@ -56,7 +56,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         )
 
     def msgpack(self) -> bytes:
-        """Returns the MessagePack body that this project's service accepts; hashes are bytes."""
+        """Returns the MessagePack body, which this project's service accepts; hashes are bytes."""
         assert self.has_prompt
         return _encode_msgpack(self.fields)
 

@@ -17,7 +17,7 @@ Token = str | Callable[[], str]
 
 
 class Access:
-    """TLS and the bearer token for requests to the service. They are not used for workers."""
+    """TLS and the bearer token for requests to the service. Not used for workers."""
 
     def __init__(
         self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
@@ -95,7 +95,7 @@ class Backoff(msgspec.Struct, frozen=True):
     ) -> float | None:
         """Returns the seconds to wait before retry number `attempt` (from 0); None: do not retry.
 
-        If the service requests a longer wait, returns that instead, up to longest_s."""
+        If the service requests a longer wait, returns the longer wait, up to longest_s."""
         if attempt >= self.max_retries:
             return None
         wait = self.first_s * 2.0**attempt + rng.uniform(0.0, self.first_s)
@@ -194,5 +194,5 @@ class KvRouterConfig:
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
         """Returns the router_config_override to send: our settings updated with those of the
-        request. None if there are none."""
+        request. None if there are no settings."""
         return {**self._override, **(of_request or {})} or None

@@ -1,8 +1,8 @@
-"""Sends a router's requests, and makes sure that every reservation is freed in the end.
+"""Sends a router's requests, and makes sure that every reservation is eventually freed.
 
-A driver owns the connections and the live reservations. It reports and frees in tasks of its own.
-`LoopThread` runs an event loop in a thread, for routers without one. `routing` decides what is
-sent, and when."""
+A driver owns the connections and the live reservations. It sends reports and frees reservations in
+tasks of its own. `LoopThread` runs an event loop in a thread, for routers without one. `routing`
+decides what is sent, and when."""
 
 import asyncio
 import concurrent.futures
@@ -45,7 +45,7 @@ BOOKING_GRACE_S = 0.5
 
 
 class Driver:
-    """The driver of one router. It is not thread-safe, and used only on its own loop."""
+    """The driver of one router. It is not thread-safe, and is used only on its own loop."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Driver:
         self._held[reservation] = opened
 
     def hand_over(self, reservation: Reservation) -> None:
-        """Leaves it to the user to free this reservation."""
+        """Lets the user free this reservation; the driver no longer does."""
         self._held.pop(reservation, None)
 
     def report(self, reservation: Reservation) -> None:
@@ -206,7 +206,7 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Whether a cancelled caller's reservation may exist; False if the service refused it."""
+        """Whether a reservation whose caller was cancelled may exist: not if it was refused."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()

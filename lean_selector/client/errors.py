@@ -27,7 +27,7 @@ class ClientError(Exception):
 
 
 class ServiceUnreachable(ClientError):
-    """The service did not respond. `never_sent`: the request cannot have reached it."""
+    """The service did not respond. `never_sent`: the service cannot have got the request."""
 
     def __init__(self, where: str, reason: str, *, never_sent: bool = False) -> None:
         super().__init__(f"{where}: {reason}")
@@ -69,7 +69,7 @@ _BY_STATUS: dict[int, type[ServiceRefused]] = {
 
 
 def service_refusal(status: int, error: str, retry_after_s: float | None = None) -> ServiceRefused:
-    """Returns an error of the class for this status."""
+    """Returns an error of the class that belongs to this status."""
     return _BY_STATUS.get(status, ServiceRefused)(status, error, retry_after_s)
 
 

@@ -1,7 +1,7 @@
 """A reservation: its progress, and how much of it was reported to the service.
 
 The stream records progress. A report sends what has changed since the previous report. So reports
-never queue up or change their order, and the next report makes up for a lost one."""
+never queue up or change their order, and after a lost report the next one has its changes."""
 
 import random
 import uuid
@@ -23,7 +23,7 @@ from lean_selector.client.errors import (
 
 
 class Reservation:
-    """A reservation. Its id is random and unique, unless the user gives one."""
+    """A reservation. Its id is random and unique, unless the user gives an id."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Reservation:
         self._told_blocks = 0  # output blocks reported
 
     def track_output(self, block_size: int) -> None:
-        """From now on, reports output blocks too."""
+        """Makes later reports include output blocks."""
         self._block_size = block_size
 
     def output(self, tokens: int) -> None:
@@ -102,7 +102,7 @@ AMBIGUOUS_S = 0.5
 
 
 async def report(reservation: Reservation, ask: Ask, pause: Pause, rng: random.Random) -> None:
-    """Sends the reports that are due. What fails is left to the next call."""
+    """Sends the reports that are due. Reports that fail are left to the next call."""
     failures = 0
     while (call := reservation.next_report()) is not None:
         try:

@@ -109,7 +109,7 @@ class Placement(Placed):
 
 
 class KvRouter(AsyncClosing):
-    """Selects workers, reserves and frees, and streams from them. Use `async with`, or call
+    """Selects, reserves and frees workers, and streams from them. Use `async with`, or call
     aclose()."""
 
     def __init__(
@@ -222,7 +222,7 @@ class KvRouter(AsyncClosing):
     ) -> tuple[int, int, int]:
         """Returns (worker_id, dp_rank, overlap_blocks); overlap is counted in device memory.
 
-        With a request_id, the rank is reserved under this id. The caller must then call
+        If request_id is given, the rank is reserved under this id. The caller must then call
         mark_prefill_complete() and free(), on this router or another; aclose() does not free the
         rank. Raises NoWorkerAvailable at once, without retries; the id can then be used again.
         """
@@ -282,9 +282,9 @@ class KvRouter(AsyncClosing):
     ) -> None:
         """Reports the outcome of a request that was sent to a worker without a reservation.
 
-        The outcome is ok, failed, or refused (the connection). Without dp_rank, it counts for all
-        ranks of the worker. A worker is temporarily ejected after several consecutive failures.
-        Raises NotFound.
+        The outcome is ok, failed, or refused (the connection). Without dp_rank, the outcome counts
+        for all ranks of the worker. A worker is temporarily ejected after several consecutive
+        failures. Raises NotFound.
         """
         call = calls.report(worker_id, outcome, dp_rank, ttft_ms, cached_tokens)
         await self._driver.ask(call)
@@ -351,7 +351,7 @@ class KvRouter(AsyncClosing):
         """Frees the reservations of streams and placements, also those being made, then closes all
         connections.
 
-        A call that waits for a worker then raises ClientClosed."""
+        After that, a call that waits for a worker raises ClientClosed."""
         await self._driver.close()
 
 

@@ -1,7 +1,7 @@
 """What a router sends to the service and to workers: retries, avoided workers, releases.
 
-A `Driver` sends the requests, and knows every reservation that is made here. All errors are those
-in `errors`."""
+A `Driver` sends the requests, and knows every reservation that is made here. All errors that are
+raised are in `errors`."""
 
 import random
 import time
@@ -100,7 +100,7 @@ class Routing:
     # -- scope -------------------------------------------------------------------------
 
     async def scope(self, model: str | None = None) -> Scope:
-        """Returns the scope of the requests; asks the selector for what is not set.
+        """Returns the scope of the requests. Asks the selector for the parts that are not set.
 
         The model is the one given to the router, otherwise the only one served, otherwise `model`.
         Raises ModelNotNamed if neither names one that is served."""
@@ -125,7 +125,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """Returns the scope of each served model; asks the service again after a while."""
+        """Returns the scope of each served model. Old answers of the service are renewed."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -145,8 +145,8 @@ class Routing:
         return self._served
 
     async def _again_if_changed(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Runs `attempt`. If the workers' block size has changed since it was looked up, looks it
-        up again and repeats the attempt once."""
+        """Runs `attempt`. If the workers' block size has changed since it was looked up, looks the
+        size up again and repeats the attempt once."""
         try:
             return await attempt()
         except WrongBlockSize:
@@ -225,7 +225,7 @@ class Routing:
             raise
 
     async def _give_back(self, reservation: Reservation) -> None:
-        """Releases a reservation; waits only if its id is the user's, who may use it again."""
+        """Releases a reservation. Waits only if the user gave its id, and so may reuse the id."""
         if reservation.is_named:
             await self.driver.release_now(reservation)
         else:
@@ -272,7 +272,7 @@ class Routing:
         return selected, reservation
 
     async def _pause(self, attempt: int, error: ClientError) -> None:
-        """Waits before the next attempt, or raises `error` if there is none."""
+        """Waits before the next attempt, or raises `error` if there is no next attempt."""
         asked = error.retry_after_s if isinstance(error, ServiceRefused) else None
         wait_s = self._backoff.wait_s(attempt, self._rng, asked)
         if wait_s is None:
@@ -364,7 +364,7 @@ def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """Returns the outcome that an error means for its worker, or None."""
+    """Returns the outcome to report for the error's worker, or None."""
     if isinstance(error, WorkerRefused):
         return outcome_of_status(error.status)
     if isinstance(error, WorkerUnreachable):

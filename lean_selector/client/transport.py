@@ -75,8 +75,8 @@ STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)
 
 
 def not_opened(wanted: OpenStream, error: Exception) -> WorkerUnreachable | WorkerStreamBroken:
-    """Returns the error for a stream that was not opened. A worker that times out has accepted the
-    request; a worker that closes the connection has not."""
+    """Returns the error for a stream that was not opened. If a worker times out, it has accepted
+    the request; if it closes the connection, it has not."""
     if isinstance(error, httpx.ReadTimeout):
         return stream_broken(wanted, error)
     never_connected = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))

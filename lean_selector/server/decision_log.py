@@ -61,7 +61,7 @@ def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
 
 
 def header_of(settings: RouterSettings, share: float) -> bytes:
-    """Returns the first line of a file, which has the settings that a replay can change."""
+    """Returns a file's first line, which has those settings that a replay can change."""
     default = RouterSettings()
     names = (name for name in settings.__struct_fields__ if name not in ("dialect", "sessions"))
     given = {name: getattr(settings, name) for name in names}
@@ -198,7 +198,7 @@ class DecisionLog:
     def reported(
         self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
     ) -> None:
-        """Adds facts about a request that the ledgers' events lack."""
+        """Adds those facts about a request that are not in the ledgers' events."""
         line = self._begun.get(reservation_id)
         if line is not None:
             if ttft_s is not None:

@@ -34,7 +34,7 @@ def selector_discoveries(
     replication: Replication | None,
     links: Links,
 ) -> Discoveries:
-    """Returns the discoveries of workers and peers. Raises StartError."""
+    """Creates and returns the discoveries of workers and peers. Raises StartError."""
     finding, workers, others = _discoveries_of(
         config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
     )
@@ -74,7 +74,7 @@ def selector_discoveries(
 def tracker_discoveries(
     config: TrackerConfig, replication: Replication, links: Links
 ) -> Discoveries:
-    """Returns the discoveries of peers. Raises StartError."""
+    """Creates and returns the discoveries of peers. Raises StartError."""
     finding, _, targets = _discoveries_of(
         config.finder, links.resolver.resolve, [], config.replica.discover
     )
@@ -83,7 +83,7 @@ def tracker_discoveries(
 
 
 def discovery_families(finding: Discoveries) -> Families:
-    """Metrics of discovery: a fixed number of series per discovery flag."""
+    """Returns the metrics of discovery: a fixed number of series per discovery flag."""
 
     def sightings() -> list[tuple[str, Sighting]]:
         return [(labels(discovery=one.name, finds=finds), one) for finds, one in finding.sightings]
@@ -183,7 +183,7 @@ def _ask_service(target: Target) -> AskService:
 
 
 def _extra(module: str, target: Target) -> None:
-    """Checks that the extra which has this module is installed. Raises StartError."""
+    """Checks that the pip extra that contains this module is installed. Raises StartError."""
     try:
         importlib.import_module(module)
     except ImportError:

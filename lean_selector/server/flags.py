@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How a field is set. Its text is parsed by `each` if given, otherwise by the field's type."""
+    """How a field is set. `each`, if given, parses its text; otherwise the field's type does."""
 
     name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ def fields_of(config: Any) -> Iterator[Field]:
 
 
 def whole_number(text: str) -> int:
-    """Parses ASCII digits only. Python's int also accepts 1_0 and digits of other scripts."""
+    """Parses ASCII digits only. (Python's int also accepts 1_0 and digits of other scripts.)"""
     if re.fullmatch(r"\s*[+-]?[0-9]+\s*", text, re.ASCII) is None:
         raise ValueError("expected a whole number")
     return int(text)

@@ -1,7 +1,7 @@
 """Builds the gateway and runs it, with a selector in the same process.
 
-This module only wires. Two servers share the loop: the gateway's, which handles signals, and the
-selector's API, which answers until the gateway has drained."""
+This module only wires. Two servers share the loop: the gateway's server, which handles signals, and
+the server of the selector's API, which answers until the gateway has drained."""
 
 import asyncio
 import importlib

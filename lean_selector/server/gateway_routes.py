@@ -162,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """Replaces `has_ended`: without access logs, no end of a request is reported."""
+    """Replaces `has_ended` if there are no access logs, which could report a request's end."""
     return False

@@ -46,7 +46,7 @@ def is_beyond_loopback(host: str) -> bool:
 
 
 def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[str]:
-    """Returns warnings about what anyone who reaches `host` could do. `asks_who`: clients need a
+    """Returns warnings of what any client that reaches `host` could do. `asks_who`: clients need a
     token or a certificate. `has_allowed`: endpoints are checked against an allowlist."""
     if asks_who or not is_beyond_loopback(host):
         return []
@@ -104,7 +104,7 @@ class ExpirySweep:
             self._slice()
 
     def stop(self) -> None:
-        """Prevents further slices."""
+        """Lets no further slice run."""
         self._is_stopped = True
 
     def _slice(self) -> None:

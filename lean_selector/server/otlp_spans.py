@@ -2,8 +2,8 @@
 
 Imported only with `--otlp-endpoint`; requires the extra `otel`. The SDK queues ended spans, up to a
 limit, and sends them in batches from its own thread. If the collector is slow or absent, spans are
-lost, which the SDK logs, but the loop is never blocked. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER and
-the SDK's other variables apply."""
+lost and the SDK logs this, but the loop is never blocked. OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER
+and the SDK's other variables apply."""
 
 import time
 from typing import Any, Final

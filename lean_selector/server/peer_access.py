@@ -33,8 +33,8 @@ def credentials_of(access: AccessFlags) -> Credentials:
 
 
 def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
-    """Returns a check of a worker's endpoints: it raises BadRequest, naming the field, if one is
-    not allowed."""
+    """Returns a check of a worker's endpoints: it raises BadRequest, naming the field, for an
+    endpoint that is not allowed."""
 
     def check(spec: WorkerSpec) -> None:
         for field, endpoint in _endpoints(spec):

@@ -1,7 +1,7 @@
 """Wires the replica sync of a service: sockets, receivers and publishers.
 
-Both services use it. They differ in how a partition is found, and in what happens after a peer's
-event was applied."""
+Both services use it. The services differ in how a partition is found, and in what happens after a
+peer's event was applied."""
 
 import asyncio
 import logging
@@ -70,8 +70,8 @@ class Replication:
         *,
         tells_sessions: bool = False,
     ) -> None:
-        """`targets` returns all partitions that `lookup` can find. `links` is the process-wide one.
-        If `tells_sessions`, set `sessions` before `start`.
+        """`targets` returns all partitions that `lookup` can find. `links` are those of the
+        process. If `tells_sessions` is true, set `sessions` before `start`.
 
         The callables are not called during construction, so what they use may be created later."""
         self._lookup = lookup
@@ -186,7 +186,7 @@ class Replication:
         return SessionVerdict.OFF if self.sessions is None else self.sessions.hear(event, now)
 
     def session_list(self) -> Answer:
-        """Returns the bindings of sessions, for a replica that catches up; may be empty."""
+        """Returns the bindings of sessions (perhaps none) for a replica that catches up."""
         return self._session_lists.answer(at_once=self.sessions is None)
 
     def _session_list(self) -> Iterator[bytes]:
@@ -219,7 +219,7 @@ class Replication:
                 yield live_booking(target, held, self.router_id)
 
     def families(self) -> Families:
-        """Metrics of events that were sent to replicas and received from them."""
+        """Returns the metrics of events sent to and received from replicas."""
         sync, applier, events = self.sync, self.applier, self.events
 
         def exchanged() -> Iterator[Sample]:

@@ -1,7 +1,7 @@
 """Builds, starts and stops the parts of the selector, and its listener.
 
 Everything runs on one uvloop loop in one thread. This module only wires: it creates the objects,
-and passes to each one the few others that it uses (decision D14)."""
+and passes to each object the few others that it uses (decision D14)."""
 
 import asyncio
 import random

@@ -1,8 +1,8 @@
 """Loads and reloads a service's certificate, its key, and the authorities for client certificates.
 
 Reloaded files apply to new handshakes, not to open connections. Files that do not fit together
-prevent the start. If they change later so that they do not fit, the error is logged, and the old
-ones stay in use."""
+prevent the start. If changed files do not fit together, the error is logged, and the old files stay
+in use."""
 
 import asyncio
 import logging

@@ -21,7 +21,7 @@ _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
 
 def path(value: str) -> str:
-    """Parses a path. An empty path is refused: the kernel would choose an address for it."""
+    """Parses a path. An empty path is refused, because the kernel would choose a socket address."""
     if not value:
         raise ValueError("expected a path")
     return value

@@ -129,7 +129,7 @@ _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 @dataclass
 class SelectorCatalog:
     """The saved state of a selector. `roster` has the discovered workers; `discoveries` are the
-    names of the discoveries that run."""
+    names of the running discoveries."""
 
     selector: Selector
     peers: PeersByHttp
@@ -310,8 +310,8 @@ def restore_reservations(
     now: float,
     wall_now: float,
 ) -> tuple[int, int]:
-    """Restores reservations. Returns how many were restored, and how many dropped because they have
-    expired or their rank is gone.
+    """Restores reservations. Returns how many were restored, and how many were dropped because they
+    have expired or their rank is gone.
 
     `book` is called for each, oldest first, with the peer that admitted it (None: this replica).
     `now` is in monotonic seconds; `wall_now` is the same moment by the wall clock."""
@@ -367,7 +367,7 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T
 
 
 def _tried(read: Callable[[], T]) -> T:
-    """Reads, and retries if that fails, because a disk may fail once. Raises OSError."""
+    """Reads, and retries if reading fails, because a disk may fail once. Raises OSError."""
     for pause_s in _AGAIN_AFTER_S:
         try:
             return read()
@@ -475,7 +475,7 @@ def _kept(
 
 
 def _taken(directory: StateDirectory, patience_s: float) -> str | None:
-    """Locks the directory. Returns what prevents that, or None. Raises StartError."""
+    """Locks the directory. Returns what prevents locking, or None. Raises StartError."""
     gives_up_at = time.monotonic() + patience_s
     while True:
         try:

@@ -138,8 +138,7 @@ class StateDirectory:
         self._is_missing = False
 
     def take(self) -> None:
-        """Locks the directory. Raises DirectoryHeld, or OSError, after which `write` tries
-        again."""
+        """Locks the directory. Raises DirectoryHeld, or OSError; then `write` tries again."""
         fd = self._locked()
         try:
             os.pwrite(fd, _PID % os.getpid(), 0)
@@ -150,7 +149,7 @@ class StateDirectory:
         self.generation += 1
 
     def close(self) -> None:
-        """Unlocks the directory. Nothing may be written after that."""
+        """Unlocks the directory. Nothing may be written afterwards."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -217,7 +216,7 @@ class StateDirectory:
         return aside
 
     def keep_copy(self, name: str) -> str:
-        """Keeps a copy (a hard link) of a file that will be overwritten, in place of an older copy.
+        """Keeps a copy (a hard link) of a file that will be overwritten. Replaces an older copy.
         Returns the path of the copy. Raises OSError."""
         copy = os.path.join(self.path, f"{name}.unfit")
         with contextlib.suppress(FileNotFoundError):

@@ -283,8 +283,8 @@ class Persister:
             self._on_fault(self.fault)
 
     def look(self, now: float) -> None:
-        """Notes changes that no call reported, such as those by discovery. Answers those who wait
-        for a disk that has hung for HANGS_AFTER_S. Call it about every second."""
+        """Notes changes that no call reported, such as those by discovery. Answers requests that
+        wait for a disk that has hung for HANGS_AFTER_S. Call it about every second."""
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():
@@ -294,7 +294,7 @@ class Persister:
                     self._tell_waiting(self._change)
 
     def begin_with(self, fault: str | None) -> None:
-        """Notes why the directory could not be locked yet, if it could not."""
+        """Notes why the directory could not be locked yet; None if it was locked."""
         if fault is not None:
             self._say(CATALOG, fault)
         self.note()

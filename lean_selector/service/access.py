@@ -9,7 +9,7 @@ from lean_selector.http.head import digest_of
 
 
 class Role(IntEnum):
-    """Roles, lowest first. Each role may do all that the lower ones may. OPEN needs no token."""
+    """Roles, lowest first. Each role includes the lower ones. OPEN needs no token."""
 
     OPEN = 0  # whether the service is up
     READ = 1  # inspect
@@ -49,7 +49,7 @@ UNKNOWN_TOKEN: Final = Refusal(401, "the bearer token is unknown", b', error="in
 
 
 def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
-    """Returns the refusal of a request whose `role` is lower than `needed`."""
+    """Returns the refusal of a request whose `role` is below the `needed` role."""
     if role == OPEN:
         return UNKNOWN_TOKEN if credential else NO_TOKEN
     name = NAMES[needed]
@@ -74,8 +74,8 @@ class AccessTokens:
     """The roles of the current tokens, read from the token file. If the file becomes invalid, the
     tokens read last stay valid.
 
-    `roles` maps the digest of a token to its role. The gate holds this dict, so a reload changes it
-    in place."""
+    `roles` maps the digest of a token to its role. The gate holds this dict, so a reload changes
+    the dict in place."""
 
     def __init__(self, path: str) -> None:
         """Reads the file. Raises OSError or ValueError, with a message of one line, if it cannot be
@@ -92,7 +92,7 @@ class AccessTokens:
         return self.roles.get(credential, OPEN)
 
     def look(self, again: bool = False) -> None:
-        """Reads the file again if it has changed, or in any case if `again` is true."""
+        """Reads the file again if the file has changed or `again` is true."""
         if again:
             self._file.forget()
         try:

@@ -1,7 +1,7 @@
-"""The access log: one line per request. If it is enabled, it wraps the gate.
+"""The access log: one line per request. If the log is enabled, it wraps the gate.
 
 Ids of workers and reservations are taken from the path, the body and the answer; a body that is not
-a JSON object yields none. Text from clients is truncated here, and escaped by `logs`."""
+a JSON object yields no ids. Text from clients is truncated here, and escaped by `logs`."""
 
 import logging
 import re

@@ -41,7 +41,7 @@ def metrics_route(
     call_soon: CallSoon,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Route:
-    """The route GET /metrics; `families` is called for each scrape."""
+    """Returns the route GET /metrics. `families` is called for each scrape."""
 
     def parts() -> Iterator[bytes]:
         pieces = exposition_text(families())
@@ -76,7 +76,7 @@ def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool
 
 
 def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
-    """The page's routes. `page` is called for each request; its first call creates the page."""
+    """The page's routes. `page` is called for each request; the first call creates the page."""
     return (
         ("GET", "/ui", OPEN, plain(lambda: page().ui())),
         ("GET", "/events", READ, Endpoint(lambda request, param: page().events.answer(request))),

@@ -185,7 +185,7 @@ def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
 
 
 def wants_detail(query: Query) -> bool:
-    """Whether the query has `detail=true`."""
+    """Whether a query has `detail=true`."""
     try:
         return _WORDS[query.get("detail", "false").lower()]
     except KeyError:

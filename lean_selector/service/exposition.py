@@ -56,8 +56,8 @@ class Histogram:
 class RouteMeter:
     """Durations and statuses of the answers of one route.
 
-    The hot path does not count answers with status 200; they are those that are not in `others`.
-    The gate inlines `add`, because calling it would cost as much as the rest."""
+    The hot path does not count answers with status 200: these are the answers not in `others`. The
+    gate inlines `add`, because calling it would cost as much as the rest."""
 
     __slots__ = (
         "fastest",
@@ -94,7 +94,7 @@ class RouteMeter:
             self.others[status] = self.others.get(status, 0) + 1
 
     def refused(self, error: Exception) -> None:
-        """Counts a request that got no worker, by the reason."""
+        """Counts a request that got no worker, under the reason `error`."""
         if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
             self.shed += 1
         elif isinstance(error, UnknownModel):
@@ -118,7 +118,7 @@ class RouteMeter:
 
 
 class LoopLag:
-    """Measures how late the loop runs a timer, in seconds."""
+    """Measures by how many seconds the loop runs a timer late."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ def by(label: str, counts: Mapping[str, Number]) -> list[Sample]:
 
 def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample]:
     """Adds `label` to the labels in `text`, and yields one sample per entry of `counts`; an entry's
-    key is the value of `label`. Keys are words of this program, so they need no escaping."""
+    key is the value of `label`. Keys are words of this program, so need no escaping."""
     for key, count in counts.items():
         yield f'{text[:-1]},{label}="{key}"}}', count
 

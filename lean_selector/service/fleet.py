@@ -1,7 +1,7 @@
 """The state of the fleet for the page: ranks, findings, and the trees of prompt prefixes.
 
-For 512 ranks this takes some milliseconds. It is therefore computed in steps, which the caller runs
-in slices between other work of the loop."""
+For 512 ranks this takes some milliseconds. The state is therefore computed in steps, which the
+caller runs in slices between other work of the loop."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -152,7 +152,7 @@ class FleetView:
         )
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
-        """Computes the findings of `lean-selector check` that need no request, without level ok."""
+        """Computes the findings of `lean-selector check` that need no request and are not `ok`."""
         catalog, state = self._selector.catalog, self._state
         records: list[WorkerRecord] = []
         for worker in workers:

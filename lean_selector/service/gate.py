@@ -146,7 +146,7 @@ class Gate:
         return answer
 
     def refuses(self, request: Request) -> bool:
-        """Whether the token lacks the role of the route. If so, the body is not read."""
+        """Whether the token's role is below the route's role. If so, the body is not read."""
         if self._tokens is None:
             return False
         found = self._table.match(request.method, request.path)
@@ -161,7 +161,7 @@ class Gate:
         return answer
 
     def _refused(self, request: Request, needed: int, endpoint: Endpoint | None = None) -> bytes:
-        """Returns the answer to a request whose token lacks the role."""
+        """Returns the answer to a request whose token's role is too low."""
         role = self._roles.get(request.credential, OPEN)
         refusal = refusal_of(request.credential, role, Role(needed))
         if endpoint is not None and endpoint.refused is not None:
@@ -251,8 +251,8 @@ def with_param_and_optional_body(
     body_type: type[T],
     handler: Callable[[Any, T | None], object],
 ) -> Endpoint:
-    """A route with a path parameter and an optional JSON body. The reference ignores the body here.
-    So an invalid body does not fail the request; it is ignored, with a warning in the answer."""
+    """A route with a path parameter and an optional JSON body. The reference ignores the body of
+    such a route. So an invalid body is ignored too, with a warning in the answer."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -318,8 +318,8 @@ class Saving(Protocol):
 
 
 def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
-    """Wraps the routes that change the catalog (role ADMIN): they answer when the change is on
-    disk, or writing it has failed. With nothing to write, they answer at once."""
+    """Wraps the routes that change the catalog (role ADMIN). They then answer when the change is on
+    disk or could not be written; or at once if there is nothing to write."""
     return tuple(
         (method, path, role, _durable(endpoint, saving) if role == ADMIN else endpoint)
         for method, path, role, endpoint in routes

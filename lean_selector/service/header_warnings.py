@@ -1,8 +1,8 @@
 """The headers `x-known-models` and `x-warning`, for answers whose bodies must not change. They list
 known models, unknown fields, and endpoints of a registration that are probably wrong.
 
-They are computed only for failed requests, registrations and reports, so they cost nothing for a
-request that gets a worker."""
+The headers are computed only for failed requests, registrations and reports, so a request that gets
+a worker costs no more."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -59,8 +59,8 @@ _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def known_models_line(models: Iterable[str]) -> bytes:
-    """Returns the header line `x-known-models`: JSON strings joined by ", ". If not all fit, "..."
-    follows. Without models, returns nothing."""
+    """Returns the header line `x-known-models`: JSON strings joined by ", ". If not all models fit,
+    "..." follows. Returns nothing if there are no models."""
     shown: list[str] = []
     size = 0
     for model in models:

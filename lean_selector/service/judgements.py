@@ -141,7 +141,7 @@ class _Use:
 def judge_shared_endpoints(
     workers: Sequence[WorkerRecord], sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """Yields one finding per endpoint that several ranks use; its subject is the first of them."""
+    """Yields one finding per endpoint that several ranks use, about the first of these ranks."""
     engines = {worker.worker_id: worker.endpoint for worker in workers}
     uses: dict[str, list[_Use]] = {}
     for source in sources:
@@ -234,7 +234,7 @@ _Alike = dict[tuple[str, str], list[WorkerRecord]]  # by model and tenant
 
 def can_be_chosen(workers: list[WorkerRecord]) -> int:
     """Returns the number of workers that can be chosen. If all workers of a model are ejected, they
-    get requests nevertheless, so they are counted."""
+    still get requests, so they are counted."""
     return sum(
         sum(not _is_out(worker) for worker in alike) or len(alike)
         for alike in _alike(filter(_is_schedulable, workers)).values()
@@ -242,7 +242,7 @@ def can_be_chosen(workers: list[WorkerRecord]) -> int:
 
 
 def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
-    """Yields findings for workers that cannot be chosen, and for problems of the others."""
+    """Yields findings for workers that cannot be chosen, and for problems of other workers."""
     for (model_name, tenant_id), alike in _alike(filter(_is_schedulable, workers)).items():
         if all(map(_is_out, alike)):
             yield Finding(
@@ -275,7 +275,7 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
 
 
 def _alike(workers: Iterable[WorkerRecord]) -> _Alike:
-    """Groups workers by model and tenant: a request may choose any worker of its group."""
+    """Groups workers by model and tenant. A request may go to any worker of one group."""
     found: _Alike = {}
     for worker in workers:
         found.setdefault((worker.model_name, worker.tenant_id), []).append(worker)
@@ -297,7 +297,7 @@ def _is_out(worker: WorkerRecord) -> bool:
 
 
 def _judge_health(worker: WorkerRecord) -> Iterator[Finding]:
-    """Yields one finding per health state of a worker's ranks, with the first one's reason."""
+    """Yields one finding per health state of a worker's ranks, with the first rank's reason."""
     subject = f"worker {worker.worker_id}"
     if ejected := _ranks_that_are(worker, "ejected"):
         which = "" if _is_out(worker) else f"{_named(ejected)} "

@@ -1,7 +1,7 @@
 """Log lines for workers added, removed or ejected, for expired reservations, and for shedding.
 
-The state is periodically compared with the previous one. So requests pay nothing, and a worker that
-keeps changing causes at most one line per period."""
+The state is periodically compared with the previous one. So requests cost no more, and a worker
+that keeps changing causes at most one line per period."""
 
 import logging
 from collections import Counter
@@ -60,8 +60,8 @@ class SelectorLog:
         self._workers = dict(workers)
 
     def _look_at_health(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
-        """Logs a line when the first rank of a worker is ejected, and another when none is ejected
-        any more."""
+        """Logs a line when the first rank of a worker is ejected, and a line when no rank of it is
+        ejected any more."""
         if not self._ejected and not any(each.health.out for each in partitions.values()):
             return
         now: set[tuple[tuple[str, str], int]] = set()

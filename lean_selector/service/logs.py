@@ -74,7 +74,7 @@ class LineWriter:
                 event.set()
 
     def _waiting(self) -> list[bytes | threading.Event]:
-        """Takes everything out of the queue."""
+        """Empties the queue, and returns what was in it."""
         items = []
         try:
             while True:
@@ -96,7 +96,7 @@ class LineWriter:
 
 
 class QueuedLines(logging.Handler):
-    """Formats a record on the thread that logs it, and passes the line to a LineWriter."""
+    """Formats a record on the thread that logs it, and passes the text to a LineWriter."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
@@ -233,8 +233,8 @@ def _quoted(text: str) -> str:
 
 
 def _one_line(json: bytes) -> str:
-    """Escapes characters that a terminal or a line reader may interpret. They occur only in
-    strings."""
+    """Escapes characters that a terminal or a line reader may interpret. Such characters occur only
+    in strings."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
 
 
@@ -269,7 +269,7 @@ class LineAllowance:
 
 class RateLimit(logging.Filter):
     """Limits the lines of each kind to BURST, refilled with LINES_PER_S. The next line of the kind
-    that passes gives the number of suppressed ones."""
+    that passes gives the number of suppressed lines."""
 
     def __init__(self, burst: float = BURST, lines_per_s: float = LINES_PER_S) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """The metrics of both services: tables with the name, source and meaning of each metric.
 
-Metrics of optional parts are in the modules of `server/` that wire these parts. A scrape reads
+The metrics of optional parts are in those modules of `server/` that wire the parts. A scrape reads
 counters of other modules in slices, so iterators iterate over copies. Labels are registered models
 and workers, never ids that clients choose."""
 

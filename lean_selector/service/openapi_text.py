@@ -60,7 +60,7 @@ def _add_schemas(node: Any, known: Schemas, dialect: str, found: Schemas) -> Non
 
 
 def _whole(schema: dict[str, Any], known: Schemas) -> dict[str, Any]:
-    """Returns the schema with the fields of its base schemas first, then its own."""
+    """Returns the schema with all fields: first those of its base schemas, then its own."""
     schema = dict(schema)
     for base in schema.pop("allOf", ()):
         extended = _whole(known[base["$ref"].removeprefix(_PLACE)], known)

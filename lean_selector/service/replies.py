@@ -1,5 +1,5 @@
 """Encodes complete responses, mostly JSON. Large answers such as dumps are made in slices; requests
-that arrive meanwhile share the next one."""
+that arrive meanwhile share the next answer."""
 
 import logging
 import time
@@ -162,7 +162,7 @@ class SlicedAnswers:
         self._made: GrowingResponse | None = None  # set together with _parts
 
     def answer(self, *, at_once: bool) -> Answer:
-        """Returns the answer, at once or later. `at_once`: the body is known to be small."""
+        """Returns the answer, which may come later. `at_once`: the body is known to be small."""
         if at_once:
             return encode_response(200, b"".join(self._new_parts()), self._content_type)
         pending = LaterReply(is_being_made=True)

@@ -1,8 +1,8 @@
 """The selection service: routes and handlers, as in the source document (`--api 1.3`).
 
-Handlers translate: struct in, one call into the core, struct out. Rules are in `core`, checks
-common to all routes in `bodies`. Differences of 1.6 are in `selection_16`, workers in
-`worker_handlers`. Spec: selection.md."""
+A handler gets a struct, makes one call into the core, and returns a struct. Rules are in `core`,
+and checks common to all routes in `bodies`. `selection_16` has the differences of 1.6,
+`worker_handlers` the routes for workers. Spec: selection.md."""
 
 import time
 import uuid
@@ -108,7 +108,7 @@ class DumpAnswers:
         return self._sliced.answer(at_once=self._is_small())
 
     def answer_16(self) -> Answer:
-        """Returns the dump as in 1.6, without the fields that only our replicas read."""
+        """Returns the dump in the form of 1.6, without the fields that only our replicas read."""
         return self._sliced_16.answer(at_once=self._is_small())
 
     def _is_small(self) -> bool:
@@ -447,8 +447,8 @@ class SelectionService(WorkerHandlers):
         self.selector.selections.put(key, selection_id, cached, self._clock())
 
     def _replayed(self, key: PartitionKey, selection_id: str, reservation_id: str) -> Booked:
-        """Reserves what an earlier `/select` chose. If this fails, the choice stays cached for a
-        retry, unless its session is bound elsewhere."""
+        """Reserves what an earlier `/select` chose. If reserving fails, the choice stays cached for
+        a retry, unless its session is bound elsewhere."""
         selections, now = self.selector.selections, self._clock()
         cached = selections.get(key, selection_id, now)
         if cached is None:

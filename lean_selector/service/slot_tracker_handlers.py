@@ -1,8 +1,8 @@
 """The slot tracker: routes and handlers, metrics and log lines.
 
-Handlers translate: struct in, one call into the core, struct out. Rules are in `core.trackers`,
-checks common to all routes in `bodies`. API: the source document, slot_tracker.md 1.3, and both
-families of peer routes (decision D18)."""
+A handler gets a struct, makes one call into the core, and returns a struct. Rules are in
+`core.trackers`, checks common to all routes in `bodies`. API: the source document, slot_tracker.md
+1.3, and both families of peer routes (decision D18)."""
 
 import logging
 import time

@@ -1,7 +1,7 @@
 """The page `GET /ui` and its data: `GET /fleet`, `GET /prefixes`, and `GET /events` with changes.
 
-Nothing runs while no client listens. One round collects the changes for all clients, in slices. A
-client that reads too slowly misses events, and is then sent the whole state again."""
+If no client listens, nothing runs. One round collects the changes for all clients, in slices. A
+client that reads too slowly misses events; then it gets the whole state again."""
 
 import re
 import time

@@ -1,8 +1,8 @@
 """Handlers for workers in both dialects: registration, changes, lists, reports of outcomes; and
 readiness.
 
-Handlers translate: struct in, one call into the core, struct out. Rules are in `core.selection`.
-Spec: selection.md, selection_16.md."""
+A handler gets a struct, makes one call into the core, and returns a struct. Rules are in
+`core.selection`. Spec: selection.md, selection_16.md."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -47,9 +47,9 @@ from lean_selector.wire.selection_bodies import (
 
 
 class ServiceState:
-    """What readiness depends on. While `is_recovering`, the index is being recovered from a peer.
-    While `is_draining`, the service shuts down but still answers. `state_fault` says why the state
-    directory cannot be written."""
+    """The state on which readiness depends. While `is_recovering`, the index is being recovered
+    from a peer. While `is_draining`, the service shuts down but still answers. `state_fault` says
+    why the state directory cannot be written."""
 
     __slots__ = ("is_draining", "is_recovering", "state_fault")
 
@@ -85,7 +85,7 @@ class WorkerRecords:
         return JsonText(text)
 
     def all(self) -> JsonText:
-        """Returns all records in the catalog's order; encodes them only after a change."""
+        """Returns all records in the catalog's order. They are encoded only after a change."""
         if self._revision != self._catalog.revision:
             workers = self._catalog.matching(None, None)
             self._encoded = {worker: self._text(worker) for worker in workers}
