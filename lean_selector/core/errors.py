@@ -58,10 +58,10 @@ class WaitedTooLong(Unavailable):
 class NoWorkers(Unavailable):
     """This tenant of the model has no schedulable worker.
 
-    `is_missing`: model and tenant had a worker before, or no worker at all is registered. Otherwise
-    the model is unknown; with `other_tenants`, only this tenant of the model is unknown.
-    `known_models`: models with schedulable workers, sorted. `other_tenants`: a text that lists the
-    model's tenants with schedulable workers."""
+    `is_missing`: the tenant had a worker before, or no worker of any model is registered. Otherwise
+    the model is unknown or, with `other_tenants`, only this tenant of the model. `known_models`:
+    models with schedulable workers, sorted. `other_tenants`: a text that lists the model's tenants
+    with schedulable workers."""
 
     def __init__(
         self,

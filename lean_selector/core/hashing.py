@@ -128,7 +128,7 @@ def block_hashes(
 
 
 def sequence_hashes(block_hashes: Sequence[int]) -> list[int]:
-    """Like `sequence_hashes_bytes`, for unsigned integers. Raises ValueError outside u64."""
+    """Like `sequence_hashes_bytes`, for unsigned integers. Raises ValueError beyond u64."""
     return _unpack(sequence_hashes_bytes(_pack(block_hashes)))
 
 

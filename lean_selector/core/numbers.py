@@ -51,5 +51,5 @@ def switch(name: str, given: object) -> bool:
 
 
 def optional(taken: Callable[[str, object], T], name: str, given: object) -> T | None:
-    """Return None if the argument is None; otherwise what the check `taken` returns."""
+    """Return None if the argument is None; otherwise the result of the check `taken`."""
     return None if given is None else taken(name, given)

@@ -68,8 +68,8 @@ class Trackers:
 
     def register(self, row: WorkerRow) -> None:
         """Add a worker. The first worker of a scope creates the tracker and fixes its block size.
-        Raises BadRequest for an impossible range; Conflict for another block size, or for an
-        existing id, even with the same range."""
+        Raises BadRequest for an impossible range; Conflict for another block size, or if the id
+        exists, even with the same range."""
         _check_range(row)
         scope = row.model_name, row.tenant_id
         tracker = self._trackers.get(scope)
@@ -128,7 +128,7 @@ class Trackers:
     ) -> None:
         """Book a request on a rank. `sequence_hashes` has 8 bytes little-endian per block.
 
-        Raises BadRequest for too many tokens; NotFound without a tracker, then without the rank;
+        Raises BadRequest for too many tokens; NotFound if the tracker or the rank does not exist;
         DuplicateRequest for an id that is live in this tracker."""
         _check_tokens(new_isl_tokens)
         tracker = self._tracker(model_name, tenant_id)
@@ -155,8 +155,8 @@ class Trackers:
         self._tracker(model_name, tenant_id).ledger.free(request_id, now)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
-        """Expire idle requests, at most `max_steps` in total. Publishes the end of those that this
-        replica admitted. If it returns max_steps requests, call again: there may be more."""
+        """Expire idle requests, at most `max_steps` in total. Publishes the end of requests that
+        this replica admitted. If it returns max_steps requests, call again: there may be more."""
         ledgers = [tracker.ledger for tracker in self._trackers.values()]
         gone: list[Reservation] = []
         for _, expired in self.ledgers.expire(ledgers, now, max_steps):

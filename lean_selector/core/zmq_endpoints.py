@@ -24,7 +24,7 @@ def check_endpoint(endpoint: str) -> None:
 def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
     """Return the replay endpoint of the rank_offset-th rank: tcp port + offset (vLLM, TRT-LLM).
 
-    An endpoint without a port (ipc, inproc) is returned unchanged, and so is any with offset 0.
+    An endpoint without a port (ipc, inproc) is returned unchanged, as is any endpoint for offset 0.
     Raises ValueError if the endpoint is invalid or the port would exceed u16."""
     check_endpoint(endpoint)
     if rank_offset == 0 or not endpoint.startswith("tcp://"):

@@ -75,8 +75,8 @@ class DeviceRanks:
         self._bits.release(rank.key)
 
     def retire(self, rank: DeviceRank) -> EngineHashes:
-        """Hide a rank. Returns the engine hashes of its blocks, which the caller must sweep from
-        the trie; then call `swept`."""
+        """Hide a rank. Returns the engine hashes of its blocks. The caller must sweep these blocks
+        from the trie, then call `swept`."""
         self._hide(rank)
         names, rank.names, rank.blocks = rank.names, self._new_names(), 0
         self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
@@ -175,7 +175,7 @@ class HashAliases:
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
-        """Compare the rank's hashes of a span of blocks that it newly holds with another rank's.
+        """Compare the hashes of a span of blocks, which the rank newly holds, with another rank's.
         Any rank without aliases that holds the whole run represents all such ranks. If none of
         these is found in a few tries, the rank counts as having aliases."""
         strand, bit = run.strand, rank.bit
@@ -304,8 +304,8 @@ class DeviceTier:
         return self.trie.match_sets(self.ranks.in_use, local_hashes)
 
     def last_names(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
-        """Return the hashes of the last of the first `blocks` blocks along `path`, each with the
-        set of ranks that use it. All of `ranks` must hold these blocks."""
+        """Return the hashes of block number `blocks` (from 1) along `path`, each with the set of
+        ranks that use the hash. All of `ranks` must hold the blocks up to this one."""
         last = blocks - 1
         for run in path:  # pragma: no branch: no rank matches more than the path has
             length = len(run.label) >> 3
@@ -487,8 +487,8 @@ class DeviceTier:
         return ends[-1] if ends else 0
 
     def _trim(self, run: Run) -> None:
-        """Cut off a run's end that no rank holds, if it is at least half of the run and no run
-        follows."""
+        """Cut off the end of a run that no rank holds, if at least half of the run is not held and
+        no run follows."""
         blocks = len(run.label) >> 3
         if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return

@@ -63,7 +63,7 @@ class EngineHashes:
         raise NotImplementedError
 
     def dismantled(self) -> Iterator[None]:
-        """Free the memory except the rows, in steps. The object is unusable afterwards."""
+        """Free all memory except the rows, in steps. The object is unusable afterwards."""
         raise NotImplementedError
 
     def discard(self, place: int) -> None:
@@ -308,8 +308,8 @@ class HashesInDicts(EngineHashes):
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
         """Empty the row entries of these names, all of which were in a dict, and add their
-        positions to `gone`. Engines evict neighbours together, mostly at the end of a prompt; so
-        one search and one comparison find a whole stretch."""
+        positions to `gone`. Engines evict neighbours together, mostly at a prompt's end; so one
+        search and one comparison suffice for many names."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1

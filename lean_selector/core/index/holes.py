@@ -51,7 +51,7 @@ def review(
 
 def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[int, int, int]]:
     """Return how many positions a strand takes, how many blocks are held in it, and the set of
-    ranks that hold them. Approximate: ranks that are being swept count too."""
+    ranks that hold them. Approximate, because ranks that are being swept count too."""
     kept = held = holders = looked_at = 0
     for run in device.trie.pieces(strand):
         length = len(run.label) >> 3
@@ -99,7 +99,7 @@ def _kept_above(device: DeviceTier, strand: int) -> float:
 
 
 def _held_end(run: Run) -> int:
-    """Return the number of a run's blocks up to the last that a rank holds."""
+    """Return the number of a run's blocks up to the last block that any rank holds."""
     if run.whole:
         return len(run.label) >> 3
     return max(map(int.bit_length, (run.partial or {}).values()), default=0)

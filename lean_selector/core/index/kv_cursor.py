@@ -157,7 +157,7 @@ class KvCursor:
     @property
     def replay_from(self) -> int | None:
         """The number of the first batch that a replay should contain; None if no replay is due. The
-        replay begins with a batch that we have, if there is one."""
+        replay begins with a batch that we have, if we have any."""
         if self._missing_from is None or self._phase is not _Phase.IDLE:
             return None
         return max(0, self._missing_from - 1)
@@ -170,8 +170,8 @@ class KvCursor:
     def resume_at(self, watermark: int) -> None:
         """Continue after a recovered index. Call it before the socket connects.
 
-        The index is complete up to `watermark`: live batch watermark + 1 continues it. A live
-        number at or below the watermark comes from a new publisher."""
+        The index is complete up to `watermark`: live batch watermark + 1 continues it. A live batch
+        with a number up to the watermark comes from a new publisher."""
         assert self.last_live is None
         assert self._next == 0
         self._next = watermark + 1
@@ -229,8 +229,8 @@ class KvCursor:
 
     def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
         """Judge a replayed batch. Returns APPLY (even if it may have been applied live before),
-        IGNORE, or RESTART: then drop every block of this source, abort the replay, and request
-        `replay_from` again."""
+        IGNORE, or RESTART: then drop all blocks of this source, abort the replay, and request one
+        from `replay_from` on."""
         if self._phase is _Phase.ASKED:
             assert self._missing_from is not None
             self._phase = _Phase.ANSWERING
@@ -400,8 +400,8 @@ class KvCursor:
             self._top = seq, digest
 
     def _replaced(self) -> BatchVerdict:
-        """Handle a new publisher. All batches from the one that differs on come from the new
-        publisher, and none of them is applied."""
+        """Handle a new publisher. The first batch that differs, and all later ones, come from the
+        new publisher; none of them was applied."""
         newest = None if self._is_blind else self.last_live
         self._restarted()
         self._missing_from = 0

@@ -17,7 +17,7 @@ _SLICE_BLOCKS = 512  # blocks; some 0.1 ms on the device, 0.5 ms on a lower tier
 
 def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
     """Yield all blocks of a rank, in slices of bounded work (the last may be empty): the device
-    tier, then the lower tiers, each with the oldest blocks first."""
+    tier, then the lower tiers; on each tier the oldest blocks first."""
     runs: list[StoredRun] = []
     blocks = 0
     for run in chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank)):
@@ -66,8 +66,8 @@ class _DeviceWalk:
 
     def runs(self) -> Iterator[StoredRun]:
         """Yield the oldest runs first, but parents before children. The rank may change during the
-        walk. Each yielded run was reachable when the caller requested it or a run before it. No run
-        that exists throughout is omitted."""
+        walk. Each yielded run was reachable when it or an earlier run was requested. No run that
+        exists during the whole walk is omitted."""
         rows = self._rank.names.rows
         # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for strand in list(dict.keys(rows)):

@@ -171,8 +171,8 @@ class KvIndex:
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
         """Like `match`, but with sets of ranks (numbered by `bits`). The first list has sets that
-        hold equally many leading blocks on the device, the second sets whose matches continue in
-        the same way on a lower tier. All sets are disjoint and not empty."""
+        hold equally many leading blocks on the device, the second has sets whose matches continue
+        in the same way on a lower tier. All sets are disjoint and not empty."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []
@@ -358,7 +358,7 @@ class KvIndex:
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
-        """Drop all blocks of a worker, on every rank that it ever had, and its limits."""
+        """Drop the worker's limits, and all its blocks on every rank that it ever had."""
         self.bounds.forget(worker_id)
         return self.clear(worker_id, *self._dp_ranks.get(worker_id, ()))
 
@@ -366,8 +366,8 @@ class KvIndex:
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
         """Limit the blocks of each rank of a worker, on the device and on each lower tier; None
-        means the default. Above the limit, the oldest blocks are evicted: the run that was stored
-        first, from its end."""
+        means the default. Above the limit, the oldest blocks are evicted: those at the end of the
+        run that was stored first."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 
@@ -400,7 +400,7 @@ class KvIndex:
     def sweep(self, steps: int) -> bool:
         """Free the memory of dropped blocks, or evict blocks above a limit, in `steps` steps.
         Returns True if more is left. A step takes some 50 us, at most 500. Memory stays bounded
-        even without calls: each stored event frees as much as earlier events may have added."""
+        even without calls: each stored event frees memory too."""
         return self._sweeps.go_on(steps)
 
     def do_in_steps(self, sweep: Iterator[None]) -> None:
@@ -432,8 +432,8 @@ class KvIndex:
         blocks only. Lower tiers: one event per block.
 
         Events may be applied between two slices, so each slice shows the index at some moment since
-        the dump started. If a copy applies the slice, and then again all events since that moment,
-        the copy ends up with the rank's blocks."""
+        the dump started. If a copy of the index applies the slice, and then all events since that
+        moment, the copy ends up with the rank's blocks."""
         for key in self.ranks():
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):

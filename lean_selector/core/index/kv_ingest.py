@@ -75,7 +75,7 @@ class EventCounts:
             self.skip(event_type, reason, count)
 
     def results(self) -> Iterator[tuple[str, str, int]]:
-        """Yield (event type, result, count); the result is "applied" or why it was skipped."""
+        """Yield (event type, result, count); the result is "applied" or the reason for skipping."""
         yield "stored", "applied", self.stored
         yield "removed", "applied", self.removed
         yield "cleared", "applied", self.cleared
@@ -168,7 +168,7 @@ class KvIngest:
         return cleared and len(self._ranks) == 1
 
     def clear(self) -> None:
-        """Reset the source: drop its blocks on every rank that it named, and what was learned from
+        """Reset the source: drop its blocks on every rank that it named, and the facts learned from
         its events."""
         self._clear(self.dp_ranks)
         self.stored_of_other_size = self.stored_partial = self.stored_unlike_prompts = 0
@@ -329,7 +329,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether an event adds copies of held blocks, instead of only announcing them."""
+        """Whether an event that repeats held blocks adds copies, instead of announcing blocks."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -340,8 +340,8 @@ class KvIngest:
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
         """Whether this event may announce blocks that a request found cached. If the next event of
-        the batch continues the event's chain, the engine does announce cached blocks. Such blocks
-        are not copies, and the copies that were counted so far are removed."""
+        the batch continues the event's chain, this proves that the engine announces cached blocks.
+        Such blocks are not copies, and the copies that were counted so far are removed."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before

@@ -114,7 +114,7 @@ class Edges:
         self.doubtful = 0
 
     def admit(self, bit: int, held: dict[bytes, bytes]) -> None:
-        """Add a rank's tier. `held` maps each of its blocks (child) to the edge to it."""
+        """Add a rank's tier. `held` maps each of its blocks to the edge that leads there."""
         self._held[bit] = held
 
     def release(self, bit: int) -> None:
@@ -196,8 +196,8 @@ class Edges:
         return name, at
 
     def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
-        """Return the child to which an edge leads, and the subset of `ranks` for which it does so.
-        For other ranks the edge may lead to another child: see `others`."""
+        """Return the child to which an edge leads, and the subset of `ranks` for which it leads
+        there. For other ranks it may lead to another child: see `others`."""
         edge = self._edges[key[-8] & MASK].get(key)
         if edge is None:
             return b"", 0
@@ -255,7 +255,7 @@ class LowerTier:
 
     def store(self, parent: bytes, names: bytes, local: bytes, counted: bool = False) -> None:
         """Add a chain of blocks. Stops before a block that contradicts the tier: its edge already
-        leads to another block, or another edge leads to it. `counted`: a held block gets one more
+        leads to another block, or another edge to it. `counted`: a held block gets one more
         copy."""
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
@@ -267,7 +267,7 @@ class LowerTier:
             parent = name
 
     def remove(self, name: bytes) -> bool:
-        """Drop one block. The blocks behind it stay, and count again when the block returns."""
+        """Drop one block. Blocks behind it stay, and are reachable again when it returns."""
         if self._copies and (copies := self._copies.pop(name, 0)):
             if copies > 1:
                 self._copies[name] = copies - 1
@@ -409,8 +409,8 @@ class LowerMatches:
         local_hashes: bytes,
         found: dict[tuple[int, int, int], int],
     ) -> None:
-        """Continue from the last device block, given by its hash: tier by tier, and never back to
-        an earlier tier (spec 3.5)."""
+        """Continue from the last device block, given by its hash, through the tiers in order, and
+        never back to an earlier tier (spec 3.5)."""
         start, end = device << 3, len(local_hashes)
         # (ranks, hash of the last block, tier to continue on, position in the prompt, end of the
         # host tier). Ranks are split where their blocks differ.

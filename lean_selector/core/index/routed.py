@@ -50,7 +50,7 @@ class RoutedPrompts:
 
     def add(self, key: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
         """Add a prompt that was booked on a rank. Both lists have 8 bytes per complete block;
-        `names` are the sequence hashes. Lists of different lengths are ignored."""
+        `names` are the sequence hashes. If the lists have different lengths, does nothing."""
         if not local_hashes or len(local_hashes) != len(names):
             return
         rank = self._ranks.get(key)
@@ -75,8 +75,8 @@ class RoutedPrompts:
         self.index.store(*key, Tier.DEVICE, parent, chain, local_hashes[start:])
 
     def set_bound(self, worker_id: int, blocks: int | None) -> None:
-        """Set how many blocks each rank of a worker can hold (None: unknown). Above this, the
-        prompts that were booked longest ago are dropped, but never the newest one."""
+        """Set how many blocks each rank of a worker can hold (None: unknown). Above this number,
+        the prompts that were booked longest ago are dropped, but never the newest prompt."""
         if blocks is None:
             self._bounds.pop(worker_id, None)
         else:

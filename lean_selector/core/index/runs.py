@@ -135,7 +135,7 @@ class _Pieces:
 
 class RunTrie:
     """All runs of a partition. A run exists as long as a rank holds one of its blocks, or another
-    run follows."""
+    run follows this run."""
 
     __slots__ = ("_free", "_split", "root", "strands")
 
@@ -229,8 +229,8 @@ class RunTrie:
     def match_sets(
         self, ranks: int, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[Run]]:
-        """Return which of these ranks hold how many leading blocks of a prompt, and the runs along
-        the prompt. The first list has pairs (leading blocks, set of ranks), without ranks that hold
+        """Return how many leading blocks of a prompt these ranks hold, and the runs along the
+        prompt. The first list has pairs (leading blocks, set of ranks), without ranks that hold
         none. The sets are disjoint and not empty."""
         result: list[tuple[int, int]] = []
         path: list[Run] = []

@@ -165,8 +165,7 @@ class SkippedEvent(msgspec.Struct, gc=False):
 
 
 class EventBatch(msgspec.Struct, gc=False):
-    """A message, or a slice of one. dp_rank None means the rank that the source is registered
-    for."""
+    """A message, or a slice of one. If dp_rank is None, the source's registered rank is meant."""
 
     dp_rank: int | None
     events: list[Event]

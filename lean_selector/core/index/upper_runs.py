@@ -1,7 +1,7 @@
 """The largest runs of a trie, from the root down: the prefixes that prompts share.
 
 A bounded walk for display; no choice depends on it. The weight of a run is estimated without
-walking below the run: its held blocks, times one more than the number of runs that follow."""
+walking below the run: its held blocks, times one more than the number of runs that follow it."""
 
 import heapq
 from collections.abc import Iterator

@@ -31,7 +31,7 @@ class BusyThresholds:
         self._own: dict[Scope, BusyThreshold] = {}
 
     def own(self) -> list[tuple[Scope, BusyThreshold]]:
-        """Return the thresholds that were set for a model and tenant, the oldest first."""
+        """Return all thresholds that were set for some model and tenant, the oldest first."""
         return list(self._own.items())
 
     def restore(self, scope: Scope, threshold: BusyThreshold) -> None:

@@ -34,7 +34,7 @@ class LoadOrder:
     def __init__(
         self, block_size: int, prefill_load_scale: float, request_weight: float = 0.0
     ) -> None:
-        """`request_weight`: how many blocks an active request counts as."""
+        """`request_weight`: the number of blocks that an active request counts for."""
         self._block_size = block_size
         self._request_weight = request_weight
         self.scale = prefill_load_scale

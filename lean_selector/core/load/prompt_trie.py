@@ -15,7 +15,7 @@ HASH_BYTES: Final = 8
 
 
 class PromptTrie:
-    """Each run is crossed by at least one request, and runs are as long as possible."""
+    """The trie. At least one request crosses each run, and runs are as long as possible."""
 
     __slots__ = ("root",)
 
@@ -24,8 +24,8 @@ class PromptTrie:
 
     def insert(self, hashes: bytes, rank: int) -> tuple[ActiveRun, int]:
         """Add a prompt on a rank; `rank` is the set of only that rank. Returns the prompt's last
-        run (the root for an empty prompt), and how many of the blocks are new on the rank. The run
-        stays the prompt's last run whatever is inserted or removed later."""
+        run (the root for an empty prompt), and how many of the blocks are new on the rank. It stays
+        the prompt's last run, even if prompts are inserted or removed later."""
         run = self.root
         start, end, new_bytes = 0, len(hashes), 0
         while start < end:
@@ -84,8 +84,8 @@ class PromptTrie:
             run = parent
 
     def active_prefix(self, hashes: bytes) -> list[tuple[int, int]]:
-        """Return (leading active blocks of the prompt, set of ranks with exactly this many),
-        longest first. The sets are disjoint, without ranks that have no active block."""
+        """Return (leading active blocks of the prompt, set of ranks with exactly this number),
+        longest first. The sets are disjoint, and omit ranks that have no active block."""
         found: list[tuple[int, int]] = []
         run = self.root
         start, end = 0, len(hashes)

@@ -89,8 +89,8 @@ def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
 
 
 class LoadBucket:
-    """Ranks with equal load. Read only: LoadOrder changes it. A rank refers to its bucket, so that
-    it can leave without a look-up."""
+    """Ranks with equal load. Read only: LoadOrder changes it. A rank refers to its bucket, so it
+    leaves the bucket without a look-up."""
 
     __slots__ = ("key", "ranks", "standing", "tokens")
 
@@ -147,7 +147,7 @@ class RankCounts:
 
     @property
     def index_accuracy(self) -> float | None:
-        """1.0: the index predicted exactly what engines had cached. None: no comparison yet."""
+        """How well the index predicted what engines had cached; 1.0: exactly; None: unknown yet."""
         if not self.recent_tokens:
             return None
         return 1 - (self.recent_missed + self.recent_wrong) / self.recent_tokens

@@ -11,7 +11,7 @@ from lean_selector.core.load.rank_load import RankLoad
 class Booking(msgspec.Struct, frozen=True, gc=False):
     """A request on a rank, as it was booked.
 
-    Replicas receive all of it, and also the prompt and the id of the replica that admitted the
+    Replicas receive the whole booking, the prompt, and the id of the replica that admitted the
     request. The prompt's blocks are in the trie of the slots, which all requests share."""
 
     request_id: str
@@ -109,7 +109,7 @@ class BusyThreshold(msgspec.Struct, frozen=True):
             )
 
     def limits(self, total_kv_blocks: int | None, max_num_batched_tokens: int) -> RankLimits:
-        """Return the limits of a rank with this capacity. None or 0 KV blocks: unknown."""
+        """Return the limits of a rank with this capacity. None or 0 KV blocks mean: unknown."""
         tokens = blocks = math.inf
         if self.active_prefill_tokens is not None:
             tokens = self.active_prefill_tokens

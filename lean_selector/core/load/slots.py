@@ -34,7 +34,7 @@ def check_decay_fraction(decay_fraction: float | None) -> None:
 
 class Slots:
     """The active requests of one (model_name, tenant_id). A method that raises has changed nothing.
-    Remove all ranks before dropping a Slots: the garbage collector does not track all of it."""
+    Remove all ranks before dropping a Slots: the garbage collector does not track all its parts."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Slots:
 
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
         """Release a request's prefill tokens. Returns None if the request is not live; otherwise
-        the reservation, and whether this was the first call for it."""
+        the reservation, and whether this was the first such call for it."""
         reservation = self.reservations.get(request_id)
         if reservation is None:
             return None
@@ -279,7 +279,7 @@ class Slots:
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
-        """Return how many leading blocks of a prompt are active, for each rank with any."""
+        """Return, for each rank with any, how many leading blocks of a prompt are active."""
         keys = self.bits.keys
         return {
             key: blocks

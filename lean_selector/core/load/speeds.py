@@ -69,8 +69,8 @@ class RankSpeed:
 class Speeds:
     """The ranks of a partition by speed.
 
-    Read only: `sets`, disjoint sets of ranks, each with the factor of the ranks' time per token.
-    The last set has all ranks that are in no other set."""
+    Read only: `sets`, disjoint sets of ranks, each with its ranks' relative time per token. The
+    last set has all ranks that are in no other set."""
 
     __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "sets")
 

@@ -70,8 +70,8 @@ class CatchUp:
         self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()
 
     def fates(self) -> Iterator[tuple[Fate, int]]:
-        """Yield (outcome, number of bookings) for outcomes that occurred. WAITING counts the
-        bookings that wait now."""
+        """Yield (outcome, number of bookings) for outcomes that occurred. Here WAITING counts only
+        the bookings that wait now."""
         counts = [*self.counts]
         counts[Fate.WAITING] = len(self._waiting)
         return ((fate, counts[fate]) for fate in Fate if counts[fate])
@@ -226,7 +226,7 @@ def ended_meanwhile(
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
-    """Return a live reservation in the form that a peer can adopt, without its output blocks."""
+    """Return a live reservation, without output blocks, in the form that a peer can adopt."""
     live = LiveBooking(
         target.model_name,
         target.tenant_id,

@@ -49,7 +49,7 @@ class Verdict(IntEnum):
 
 
 class ReplicaTarget(Protocol):
-    """A partition, as far as replication uses it."""
+    """The part of a partition that replication uses."""
 
     @property
     def model_name(self) -> str: ...
@@ -184,7 +184,7 @@ class ReplicaEvents:
         self._tell(EventKind.ADD, target, only_blocks, hashes)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """Publish that a call here completed a request's prefill, wherever it was admitted."""
+        """Publish that a call here completed the prefill of a request, of ours or of a peer's."""
         self._tell(EventKind.PREFILL_COMPLETE, target, reservation.booking)
 
     def freed(self, target: ReplicaTarget, reservation: Reservation) -> None:
@@ -254,7 +254,7 @@ class ReplicaSequences:
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
-        """Note that a snapshot includes all events up to this number. True if that closed a gap."""
+        """Note that a snapshot includes all events up to this number. True if this closed a gap."""
         publisher = self._publishers.get(router_id)
         if publisher is None or not 0 < publisher.gap_at <= sequence:
             return False
@@ -271,7 +271,7 @@ class ReplicaSequences:
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """Record a number. `before` is the number that the previous event should have had."""
+        """Record an event number. `before` is the number that the last event should have had."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:

@@ -64,8 +64,8 @@ class Ledgers:
         self, ledgers: Sequence["Ledger"], now: float, max_steps: int
     ) -> list[tuple["Ledger", list[Reservation]]]:
         """Expire idle requests, ledger by ledger, at most `max_steps` in total. If it returns
-        `max_steps` requests, call again. The next call continues where this one stopped, so a
-        backlog in one ledger does not delay the others."""
+        `max_steps` requests, call again. The next call continues where this call stopped, so a
+        backlog in one ledger does not delay other ledgers."""
         gone: list[tuple[Ledger, list[Reservation]]] = []
         start = self._turn
         for at in range(start, start + len(ledgers)):

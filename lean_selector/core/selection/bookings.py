@@ -180,9 +180,9 @@ class Bookings:
         *,
         books_prefill: bool = True,
     ) -> Booked:
-        """Book a rank that the client chose, whatever its load; never queued. `prefill_tokens` is
-        booked as given. If it is None (as documented), or `books_prefill` is False, no prefill is
-        booked. Raises BadRequest, NotFound or Conflict, with nothing booked."""
+        """Book a rank that the client chose, whatever its load, and never queue. `prefill_tokens`
+        is booked as given. If it is None (as documented), or `books_prefill` is False, no prefill
+        is booked. Raises BadRequest, NotFound or Conflict, with nothing booked."""
         if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
             raise BadRequest(
                 f"effective_prefill_tokens ({prefill_tokens}) "

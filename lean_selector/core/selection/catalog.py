@@ -37,7 +37,7 @@ from lean_selector.core.zmq_endpoints import (
 
 
 class HttpPlaces:
-    """Finds the workers at an HTTP address. Updated with the catalog; has no other endpoints."""
+    """Finds the workers at an HTTP address, for all workers in the catalog with such an address."""
 
     def __init__(self) -> None:
         self._by_place: dict[HttpPlace, dict[int, range]] = {}  # the ranks of each worker there
@@ -104,7 +104,7 @@ def judged(
     spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
 ) -> tuple[list[str], dict[int, Source], dict[int, str]]:
     """Return the reasons why the worker cannot be scheduled in its partition (None: a new one), and
-    by rank the event sources and load endpoints to subscribe to. Both maps are empty if there is a
+    the event sources and load endpoints to subscribe to, by rank. Both maps are empty if there is a
     reason."""
     reasons = _missing(spec, settings)
     if reasons:
@@ -167,8 +167,8 @@ def _mismatch(
 
 
 def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]:
-    """Return the sources to subscribe to. Raises ValueError with the reason if one is invalid. If
-    an endpoint is for a rank that the worker does not have, it is only validated (D28)."""
+    """Return the sources to subscribe to. Raises ValueError with the reason if a source is invalid.
+    Endpoints for ranks that the worker does not have are only validated (D28)."""
     sources: dict[int, Source] = {}
     if not _listens_to(spec, settings):
         return sources
@@ -200,8 +200,8 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
     """Return the endpoint that replays a rank's events: the rank's own, or the port at the rank's
-    offset (vLLM). None if that port cannot exist: the reference accepts such a worker. Raises
-    ValueError for an invalid endpoint."""
+    offset (vLLM). None if that port cannot exist, because the reference accepts such a worker.
+    Raises ValueError for an invalid endpoint."""
     own = spec.replay_endpoints.get(dp_rank)
     endpoint = spec.replay_endpoint if own is None else own
     if endpoint is None:
@@ -371,7 +371,7 @@ class Catalog:
     # -- changing ------------------------------------------------------------------------------
 
     def upsert(self, spec: WorkerSpec) -> Worker:
-        """Register a worker, or replace its whole record, even if that changes the partition."""
+        """Register a worker, or replace its whole record, even if its partition changes."""
         check_limits(spec)
         self._check(spec)
         return self._install(spec)
@@ -408,7 +408,7 @@ class Catalog:
 
     def remove(self, worker_id: int) -> Worker:
         """Remove a worker with its ranks, their reservations, and its index entries (D3). Returns
-        its last state, `unschedulable`. Raises NotFound for an unknown worker."""
+        the worker, with lifecycle `unschedulable`. Raises NotFound for an unknown worker."""
         worker = self._known(worker_id)
         self._withdraw(worker)
         self._forget(worker)

@@ -72,8 +72,8 @@ class Cell:
 
 
 class Pricing:
-    """The cost of one request on a rank of a cell, as a function of the rank's load: the last line
-    of the formula in `cost`."""
+    """The cost of one request on a rank of a cell, as a function of the rank's load. It is the last
+    line of the formula in `cost`."""
 
     __slots__ = (
         "_decays",
@@ -161,7 +161,7 @@ class Pricing:
 def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
     """Return (leading blocks of the prompt that are active, set of ranks), longest first. Ranks
     without such blocks are in no set. For a token prompt, sequence hashes are computed only if an
-    active prompt starts with the first one."""
+    active prompt starts with the first hash."""
     prompt, slots = request.prompt, partition.slots
     if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
         return []
@@ -273,9 +273,8 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """Return cells whose credit is subtracted from the blocks. The blocks then count at least 0 and
-    at least the requests' weight. A cell that may reach this limit is split by number of
-    requests."""
+    """Return cells whose credit is subtracted from the blocks. The difference is at least 0, and at
+    least the requests' weight. A cell that may reach this limit is split by number of requests."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -422,8 +421,8 @@ class DrawBounds:
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Cut the part wherever the bound has fallen by a step; or at each load, if the load says
-        too little about the cost."""
+        """Cut the part wherever the bound has fallen by a step. If the load says too little about
+        the cost, cut it at each load."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
         loads = order.loads
@@ -548,7 +547,7 @@ def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[flo
 
 
 def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> float:
-    """Return the highest cost in these cells, as exactly as `cheapest` returns the least."""
+    """Return the highest cost in these cells, with the same exactness as `cheapest`."""
     most = -math.inf
     reach = pricing.reach
     for cell in cells:

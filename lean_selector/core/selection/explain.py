@@ -224,8 +224,8 @@ def _hint(
     matches: MatchSets,
 ) -> FetchHint | None:
     """Return another worker's rank, of the same worker type, that holds more of the prompt on its
-    device than the chosen one does. Of several, the one with most blocks, then the lowest worker
-    and rank. Only blocks known from events count."""
+    device than the chosen rank. Of several, the rank with most blocks is returned, then the lowest
+    worker and rank. Only blocks known from events count."""
     local_hashes = request.prompt.local_hashes
     if request.matches:  # the request was queued, so its matches may be outdated
         matches = match_sets(partition, local_hashes)

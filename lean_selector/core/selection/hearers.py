@@ -9,7 +9,7 @@ from lean_selector.core.selection.shapes import Decision, Placement, SelectionRe
 
 
 class Decisions(Protocol):
-    """Is told of each choice that is booked, and of the outcome reported for the request."""
+    """Hears of each choice that is booked, and of the outcome that is reported for its request."""
 
     def chosen(
         self,
@@ -27,7 +27,7 @@ class Decisions(Protocol):
 
 
 class Watch(Protocol):
-    """Is told of choices, in order to display them; see `core.selection.watch`."""
+    """Hears of choices, in order to display them; see `core.selection.watch`."""
 
     def look(
         self,

@@ -20,7 +20,7 @@ _LOOKS_PER_RANK = 8  # a table look-up of a rank costs as much as looking at thi
 
 
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
-    """Return how many blocks of a prompt the ranks hold; most device blocks first."""
+    """Return how many blocks of a prompt the ranks hold, those with most device blocks first."""
     sets, extended = partition.index.match_sets(local_hashes)
     found: MatchSets = []
     for blocks, ranks in reversed(sets):
@@ -101,8 +101,8 @@ def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
 
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
-    """Return, for each rank, the number of the set that contains it. None if visiting every set
-    `times` times is cheaper. The sets are disjoint."""
+    """Return, for each rank, the number of the set that contains it. Returns None if it is cheaper
+    to visit every set `times` times. The sets are disjoint."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)
@@ -110,7 +110,7 @@ def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Number
 
 def met(sets: list[tuple[Value, int]], numbers: Numbers, ranks: int) -> list[tuple[Value, int]]:
     """Return the sets, in order, that may contain some of these ranks. Omits sets that are known to
-    contain none."""
+    contain none of the ranks."""
     if ranks.bit_count() >= len(sets):
         return sets
     found = {numbers[bit] for bit in bits_of(ranks) if bit in numbers}

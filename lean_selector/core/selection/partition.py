@@ -283,7 +283,7 @@ class Partition:
         sessions: SessionTable | None = None,
     ) -> None:
         """`ledgers` belong to the process; None: bookings are not published. `routed` predicts that
-        booked prompts are cached. Its index is `index`, or a separate one. `sessions`: None if
+        booked prompts are cached. `routed.index` is `index` or separate. `sessions`: None if
         sessions are off."""
         self.model_name = model_name
         self.tenant_id = tenant_id
@@ -339,7 +339,7 @@ class Partition:
 
     def _release_session(self, reservation: Reservation) -> None:
         """Release the session of a reservation that ended. If the rank was removed, publish
-        nothing: peers learn of the removal and release the session themselves."""
+        nothing, because peers learn of the removal and release the session themselves."""
         slots, sessions = self.slots, self.sessions
         assert sessions is not None, "there are sessions"
         is_rank_there = reservation.rank.key in slots.ranks
@@ -509,7 +509,7 @@ class Partition:
         return sorted(recovered - self.workers.keys())
 
     def forget_unclaimed(self, worker_id: int) -> int:
-        """Drop a worker's recovered blocks if it is still not registered; returns their number."""
+        """Drop a worker's recovered blocks if it is not registered here. Returns their number."""
         if worker_id in self.workers:
             return 0
         for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
@@ -534,7 +534,7 @@ class Partition:
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)
 
     def emptied(self, worker_id: int, dp_rank: int) -> None:
-        """Drop the predicted blocks of a rank too, because its engine lost the whole cache."""
+        """Drop the predicted blocks of a rank as well, because its engine lost its whole cache."""
         if (load := self.slots.ranks.get((worker_id, dp_rank))) is not None:
             self.order.moved |= load.mask
         if self.routed is not None and self.predicted is not None:

@@ -16,7 +16,7 @@ _Waiting = list[tuple[float, LiveSession]]  # (time of receipt, binding)
 
 
 class PeerSessions:
-    """Applies peers' bindings. `counts[verdict]` is the number received with this verdict."""
+    """Applies peers' bindings. `counts[verdict]` is the number of bindings with this verdict."""
 
     def __init__(self, catalog: Catalog, writer_id: int) -> None:
         """`writer_id` is the id under which we publish our bindings."""
@@ -85,8 +85,8 @@ class PeerSessions:
                 yield from partition.sessions.live(now)
 
     def tend(self, now: float, max_steps: int) -> None:
-        """Expire bindings, and publish again those that would expire at peers; at most `max_steps`
-        of each per partition. Call it about every second."""
+        """Expire bindings, and publish again bindings that would expire at peers; at most
+        `max_steps` of each kind per partition. Call it about every second."""
         for partition in list(self._catalog.partitions.values()):
             if partition.sessions is not None:
                 partition.sessions.sweep(now, max_steps)

@@ -124,7 +124,7 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostTerms(msgspec.Struct, frozen=True, gc=False):
-    """The terms of the cost for one decision: the router's, after the request's override."""
+    """The terms of the cost for one decision: the router's terms with the request's override."""
 
     credit: float
     decay: float

@@ -61,8 +61,8 @@ def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int
 def effective_prefill_tokens(
     terms: CostTerms, isl_tokens: int, match: Matched, block_size: int
 ) -> int:
-    """Return the tokens that the rank still has to prefill. The credit and its decay do not matter
-    here (section 4)."""
+    """Return the tokens that the rank still has to prefill. The overlap credit and its decay have
+    no effect here (section 4)."""
     return max(0, isl_tokens - cached_tokens(terms, match, block_size))
 
 
@@ -180,7 +180,7 @@ def check_session(
     partition: Partition, session_id: str, worker_id: int, dp_rank: int, now: float
 ) -> None:
     """Check a booking with a session. If the session is bound to another rank, which could be
-    chosen, the session is unbound and BadRequest raised (D39)."""
+    chosen, unbind the session and raise BadRequest (D39)."""
     sessions = partition.sessions
     if sessions is None or sessions.is_soft:
         return

@@ -194,7 +194,7 @@ class WorkerHealth:
     """Applies reports and health polls to the workers of a catalog."""
 
     def __init__(self, catalog: Catalog, admit: Callable[[Partition, float], None]) -> None:
-        """`admit` admits queued requests, after a rank has returned or another became eligible."""
+        """`admit` admits queued requests. It is called when more ranks have become eligible."""
         self._catalog = catalog
         self._admit = admit
 
@@ -375,7 +375,7 @@ class Selector:
     # -- busy thresholds -----------------------------------------------------------------------
 
     def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
-        """Return the thresholds in force per model and tenant with a registered worker, sorted."""
+        """Return the thresholds in force, sorted, for each model and tenant with a worker."""
         return [(key, self.limits.of(key)) for key in sorted(self.catalog.scopes())]
 
     def change_threshold(
@@ -599,10 +599,10 @@ class Selector:
         known_tokens: int | None = None,
     ) -> None:
         """Free a reservation and record the outcome. A refused connection counts against the whole
-        worker, any other outcome only for the rank.
+        worker, other outcomes count only for the rank.
 
         `cached_tokens` is the engine's count of cached tokens. `known_tokens`: how many tokens of
-        the prompt had known blocks when it was routed; None: all."""
+        the prompt had known blocks at routing; None: all of them."""
         partition = self.bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking
@@ -666,8 +666,8 @@ def restore_partition(
     catalog: Catalog, key: PartitionKey, block_size: int, is_eagle: bool, members: Iterable[int]
 ) -> None:
     """Restore an established partition, so that workers that were refused because of its block size
-    are refused again. `members` are the workers that were once schedulable in it; they keep the
-    block size fixed (D3)."""
+    are refused again. `members` are the workers that were once schedulable in the partition, so
+    that its block size stays fixed (D3)."""
     partition = catalog.partitions[key] = catalog.new_partition(key, block_size, is_eagle)
     partition.established = True
     partition.members.update(members)

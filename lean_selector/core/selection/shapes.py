@@ -109,7 +109,7 @@ class PinnedWorker(msgspec.Struct, frozen=True):
 
 
 class AffinityTarget(msgspec.Struct, frozen=True):
-    """The rank that a request prefers. Without `dp_rank`, any rank of the worker."""
+    """The rank that a request prefers. Without `dp_rank`: any rank of the worker."""
 
     worker_id: int
     dp_rank: int | None
@@ -229,7 +229,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class FetchHint(msgspec.Struct, frozen=True, gc=False):
-    """Another rank that holds more of the prompt, and from which blocks can be fetched."""
+    """Another rank, which holds more of the prompt. Blocks can be fetched from this rank."""
 
     block_hashes: tuple[int, ...]  # hashes of that rank's engine, from the prompt's first block on
     source_control_endpoint: str

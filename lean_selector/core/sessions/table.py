@@ -142,7 +142,7 @@ class SessionTable:
 
     def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
         """End a reservation's hold on a binding, if it has one. Renews and publishes the binding
-        only if it is still the one under which the reservation was booked."""
+        only if the reservation was booked under this binding."""
         lease = self._leases.pop(reservation_id, None)
         if lease is None:
             return
