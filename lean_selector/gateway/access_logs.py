@@ -299,7 +299,7 @@ class LogEnds:
         served: Callable[[str, int | None, int | None, float | None], None] | None = None,
     ) -> None:
         """`free` ends a reservation, and `report` reports the outcome of a request to outlier
-        detection; both may raise NotFound. `served` is called before `free` with the worker, its
+        detection; both may raise NotFound. Before `free`, `served` is called with the worker, its
         rank and the time to first token."""
         self._free = free
         self._report = report
@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether the line about a reservation arrived before the reservation. True only once."""
+        """Whether a reservation's end was reported before its start. Returns True only once."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 

@@ -118,7 +118,7 @@ class AnswerReader:
         return text
 
     def rest(self) -> bytes:
-        """Returns the bytes still buffered when the answer ends; none if it is well-formed."""
+        """Returns the bytes still buffered when the answer ends; none for a well-formed one."""
         rest = self._event + (self._held if self._strips else b"")
         self._event = self._held = b""
         return rest
@@ -189,7 +189,7 @@ class AnswerReader:
 
 
 def _beginning(data: bytes, at: int) -> int:
-    """Returns how many bytes at the end of `data[at:]` may begin the name of an id list."""
+    """Returns how many bytes at the end of `data[at:]` may be the start of an id list's name."""
     quote = data.find(b'"', max(at, len(data) - _LONGEST_NAME))
     while quote >= 0:
         if data[quote:].translate(None, b" ") in _BEGINNINGS:
@@ -209,7 +209,7 @@ _USAGE: Final = Raw(b'{"include_usage":true}')
 
 
 class Additions:
-    """What is added to one forwarded request, and must be removed from its answer."""
+    """The fields that are added to one forwarded request, to be removed from its answer."""
 
     __slots__ = ("_drops_usage", "_fields", "_on_ids", "_strips")
 

@@ -187,7 +187,7 @@ class NotTokenized(Exception):
 class Tokenizer(Protocol):
     async def tokens(self, request: ModelRequest, model: str, workers: Mapping[int, str]) -> bytes:
         """Returns the tokens of a prompt, 4 bytes each. `model` is the engine's name of the model
-        or adapter; `workers`: base URLs of the workers that have it. Raises NotTokenized."""
+        or adapter; `workers` has the base URLs of workers with this model. Raises NotTokenized."""
         ...
 
     def close(self) -> None: ...

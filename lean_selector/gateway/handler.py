@@ -240,7 +240,7 @@ class GatewayHandler:
         troubles.clear()
 
     def close(self) -> "asyncio.Future[list[BaseException | None]]":
-        """Ends the requests that are left at the end of a shutdown, after all clients were
+        """Ends the requests that still run at the end of a shutdown, after all clients were
         disconnected. Returns a future that the caller must await."""
         placing = [each.placing for each in self._under_way if each.placing is not None]
         for proxied in list(self._under_way):
@@ -259,7 +259,7 @@ def _role_for(request: Request) -> Role:
 
 
 def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:
-    """Returns an app that requires tokens: without a valid one, no request reaches a worker.
+    """Returns an app that requires tokens: no request without a valid token reaches a worker.
 
     /health and /ready need no token. Lists of models need the role `read`; all other requests need
     `write`, because they use a worker. The token is meant for the gateway, so it is not forwarded.

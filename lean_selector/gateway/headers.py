@@ -63,13 +63,13 @@ def request_lines(
 
 
 def without_authorization(section: bytes) -> bytes:
-    """Returns the header section without `authorization`, which was meant for the gateway."""
+    """Returns the header section without `authorization`, which is for the gateway only."""
     return _AUTHORIZATION.sub(b"", section)
 
 
 @functools.lru_cache(maxsize=256)  # servers repeat theirs
 def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
-    """Returns the header lines for the client, each preceded by CRLF, from a worker's lines."""
+    """Converts a worker's header lines to those for the client, each preceded by CRLF."""
     named = _named(lines)
     lines = _NOT_TO_CLIENT.sub(b"", lines)
     if without_length:

@@ -19,7 +19,7 @@ from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_
 
 class Chain:
     """The keys of a prompt's prefixes: `keys[n]` is the key of its first `ends[n]` bytes. The first
-    prefix is the tools alone, so both lists have at least one item."""
+    prefix is the tools alone, so neither list is empty."""
 
     __slots__ = ("block_size", "ends", "is_eagle", "keys", "model", "seed")
 
@@ -90,7 +90,7 @@ class _Entry:
 
 
 class Averages:
-    """Moving averages over a model's requests, from which the next request is estimated."""
+    """Moving averages over a model's requests, used to estimate its next request."""
 
     __slots__ = ("answers_hold", "output_tokens", "tokens_per_byte")
 
@@ -175,7 +175,7 @@ class PromptMemory:
     # -- entries -------------------------------------------------------------------------------
 
     def _deepest(self, chain: Chain) -> tuple[int, _Entry | None]:
-        """Returns the index and the entry of the longest known prefix; (-1, None) without one."""
+        """Returns index and entry of the longest known prefix; (-1, None) if none is known."""
         for at in range(len(chain.keys) - 1, -1, -1):
             entry = self._entries.get(chain.keys[at])
             if entry is not None:
@@ -195,9 +195,9 @@ class PromptMemory:
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Makes entries of the prompt that the new prompt continues refer to the new hashes. A
-        prompt's end asks for an answer, and may be rendered differently when the prompt
-        continues."""
+        """Makes entries of the prompt that the new prompt continues refer to the new hashes. (The
+        end of a prompt, which asks for an answer, may be rendered differently when the prompt
+        continues.)"""
         for key in chain.keys[: at + 1]:
             entry = self._entries.get(key)
             if entry is None or entry.run is not old or entry.shared > common:
@@ -221,8 +221,8 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Adds entries for the prefixes between `at` and the whole prompt. Their tokens are
-        estimated from their share of the bytes."""
+        """Adds entries for the prefixes between `at` and the whole prompt. Each one's number of
+        tokens is estimated from its share of the bytes."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)

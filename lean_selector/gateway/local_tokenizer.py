@@ -69,7 +69,7 @@ class ChatTemplate:
 
     def _prepared(self, message: dict[str, Any]) -> dict[str, Any]:
         """Returns a message as engines pass it to the template: content becomes one text or a list,
-        as the template expects; arguments of tool calls become objects."""
+        as the template expects, and arguments of tool calls become objects."""
         prepared = dict(message)
         content = prepared.get(_CONTENT)
         if isinstance(content, list) and not self._takes_parts:

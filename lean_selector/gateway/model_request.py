@@ -163,8 +163,8 @@ class ModelRequest:
 
     @property
     def session_id(self) -> str | None:
-        """The id of the conversation, from the fields that clients of engines, Anthropic and OpenAI
-        use."""
+        """The conversation's id, from the fields that clients of engines, Anthropic or OpenAI use
+        for it."""
         for name in ("session_id", "metadata", "prompt_cache_key"):
             raw = self.fields.get(name)
             if raw is None:
@@ -188,7 +188,7 @@ class ModelRequest:
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of the prompt as sent; 0 if they do not indicate the number of tokens."""
+        """The prompt's size in bytes as sent; 0 if it says nothing about the number of tokens."""
         if self._media or self.ids:
             return 0
         if self.kind in CHATS:
@@ -196,7 +196,7 @@ class ModelRequest:
         return size_of(self.fields.get("prompt", self.body))
 
     def estimated_tokens(self, tokens_per_byte: float) -> int:
-        """Estimates the tokens of an unknown prompt; an image or the like counts as a constant."""
+        """Estimates the tokens of an unknown prompt; each image or the like adds a constant."""
         if self._media:
             text = round(self._part_text_bytes * tokens_per_byte)
             return text + self._media * TOKENS_OF_MEDIA

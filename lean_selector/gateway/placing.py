@@ -110,8 +110,8 @@ class Chooser:
             self.meter.add(perf_counter() - started, b"%d" % status)
 
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
-        """Estimates how long the next request would wait: the longer of this request's wait and of
-        the wait so far of the queue's first request, in seconds."""
+        """Estimates how long the next request would wait: as long as this request waited, or as the
+        queue's first request has waited if that is longer, in seconds."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.parked.lines()
         now = monotonic()
@@ -167,8 +167,8 @@ class Chooser:
         return lease
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
-        """Returns the workers in slow start that may get no more requests now. A worker may have
-        one request at first; the limit rises to one more than the average of the others."""
+        """Returns the workers in slow start that may get no more requests now. At first a worker
+        may have one request; the limit rises to one more than other workers have on average."""
         returned, ranks = partition.health.returned, partition.slots.ranks
         total = sum(load.active_requests for load in ranks.values())
         full = set()
@@ -372,7 +372,7 @@ class Placing:
         proxied.sent(connection)
 
     def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
-        """Leases a worker that has not failed this request; returns None if there is none."""
+        """Leases a worker that has not failed this request. Returns None if all have."""
         routed, directory = proxied.routed, self._directory
         if routed is not None:
             avoided = frozenset(directory.ids_of(proxied.tried))

@@ -80,7 +80,7 @@ class ContentPart(msgspec.Struct):
 
 
 class Texts(msgspec.Struct, array_like=True):
-    """The first items of a list of prompts, which show whether there are several."""
+    """The first items of a list of prompts, which show whether it has several."""
 
     first: msgspec.Raw = msgspec.Raw(b"")
     second: msgspec.Raw = msgspec.Raw(b"")

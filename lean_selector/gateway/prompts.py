@@ -32,9 +32,9 @@ from lean_selector.wire.scalars import packed_u32
 class Routed:
     """A request that can be routed.
 
-    If `why_not` is None, all blocks of the prompt are known. Otherwise it has the reason. Then the
-    blocks are those of the known prefix (perhaps none), followed by random ones up to the estimated
-    length, `prompt.isl_tokens`; or they are all known but lack the prompt's salt."""
+    If `why_not` is None, all blocks of the prompt are known. Otherwise it is the reason. Then the
+    blocks of the known prefix (perhaps none) are followed by random blocks up to the estimated
+    length, `prompt.isl_tokens`; or all blocks are known but lack the prompt's salt."""
 
     model_name: str  # as registered; for an adapter its base model
     tenant_id: str
@@ -140,8 +140,8 @@ class Prompts:
         )
 
     def with_report(self, body: bytes, base: str) -> bytes | None:
-        """Returns the body with a field that makes the engine at `base` announce the blocks which
-        it reuses. None if the engine does not support the field or the client sets it."""
+        """Returns the body with a field that makes the engine at `base` announce the blocks that it
+        reuses. None if the engine does not support the field or the client sets it."""
         if not self._engines.reports_in_full(base):
             return None
         try:

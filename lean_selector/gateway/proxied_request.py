@@ -284,8 +284,8 @@ class ProxiedRequest:
             self._retry(FAILED, FAILED, reason)
 
     def _was_shed(self, body: bytes) -> None:
-        """Tries another worker, because this one shed the request or failed. Keeps this worker's
-        answer in case there is no other worker."""
+        """Tries another worker, because this worker shed the request or failed. Keeps the answer in
+        case there is no other worker."""
         lease, head = self.lease, self._head
         assert lease is not None
         assert head is not None
@@ -317,7 +317,7 @@ class ProxiedRequest:
         self.reply.finish()
 
     def _begin(self, data: bytes, is_last: bool) -> None:
-        """Begins the client's answer, at the first byte of the worker's body or at its end."""
+        """Begins the client's answer, when the worker's body begins or ends."""
         head, lease = self._head, self.lease
         assert head is not None
         assert lease is not None
@@ -400,8 +400,8 @@ class ProxiedRequest:
         self._finish(OK if is_whole else None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
-        """Tries another worker, because this one failed or shed the request before the client got
-        any part of an answer. `how` is a metric label; `outcome` goes to outlier detection."""
+        """Tries another worker, because this worker failed or shed the request before the client
+        got any part of an answer. `how` is a metric label; `outcome` goes to outlier detection."""
         lease = self.lease
         assert lease is not None
         counts = self._counts

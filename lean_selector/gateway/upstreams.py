@@ -16,7 +16,7 @@ from lean_selector.http.client import Upstream
 
 
 class WorkerLease:
-    """The use of a worker by one request, from the choice to the end; it ends exactly once.
+    """The use of a worker by one request, from the choice to the end. A lease ends exactly once.
 
     This class reserves nothing. Subclasses reserve, in `_begun`, `_touched` and `_freed`."""
 
@@ -39,7 +39,7 @@ class WorkerLease:
         self.is_over = False
 
     def prefill_complete(self, ttft_s: float | None = None) -> None:
-        """Notes the answer's first byte; `ttft_s` is given if that byte has the first token."""
+        """Notes the answer's first byte. `ttft_s` is given if this byte begins the first token."""
         if not self.is_over:
             self._begun(ttft_s)
 
@@ -82,7 +82,7 @@ class Rotation:
         self.draining: frozenset[str] = frozenset()
 
     def endpoint(self, text: str) -> Upstream:
-        """Returns the upstream for a base URL, in rotation or not. Raises ValueError."""
+        """Returns the upstream for a base URL, whether in rotation or not. Raises ValueError."""
         known = self._by_text.get(text)
         if known is None:
             origin = base_of(text)
@@ -192,7 +192,7 @@ class Directory:
     @property
     def is_complete(self) -> bool:
         """Whether every named worker can be chosen. If so, a model that none of them serves does
-        not exist. False if none was named, because discovery may find more."""
+        not exist. False if no worker was named, because discovery may find workers."""
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
