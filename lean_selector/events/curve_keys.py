@@ -141,8 +141,8 @@ def _key(text: str) -> bytes | None:
 
 
 def _is_of_no_key(line: str, words: list[str]) -> bool:
-    """Whether the line needs no key: a comment (no key begins with `#`), or a certificate line that
-    holds none."""
+    """Whether a line rightly has no key: it is a comment (no key begins with `#`), or a line of a
+    certificate without a key."""
     return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None
 
 

@@ -39,7 +39,7 @@ class IngestTurns:
             self._schedule(asyncio.get_running_loop())
 
     async def run(self, drain: Drain) -> None:
-        """Await the work of `start`. Raises what `drain` raises. Cancelling ends the calls."""
+        """Like `start`, but await the end. Raises what `drain` raises. Can be cancelled."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: Exception | None) -> None:
@@ -87,7 +87,7 @@ class IndexSweeps:
         self._turns = IngestTurns(SWEEP_SLICE_S)
 
     def start(self, index: KvIndex) -> None:
-        """Start to free the memory of an index in slices. Passed to `KvIndex.on_sweep`."""
+        """Start to free the memory of an index in slices. Used as `KvIndex.on_sweep`."""
 
         def drain(deadline: float) -> bool:
             while index.sweep(_SWEEP_STEPS):

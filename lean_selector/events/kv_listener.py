@@ -225,7 +225,7 @@ class KvListener:
         )
 
     def look(self, now: float) -> SourceCondition:
-        """Return the state at the monotonic time `now`, and log due faults. Call regularly."""
+        """Return the state at the monotonic time `now`, and log faults. Call this regularly."""
         live, ingest, cursor = self._live, self.ingest, self.cursor
         state, what = condition(live, ingest, cursor, self.replay_endpoint, self._no_replay)
         self._watch.look(state, what, now)
@@ -330,7 +330,7 @@ class KvListener:
             self._replaying = supervise("kv replay", self._replay_until_settled)
 
     def _has_applied(self, deadline: float) -> bool:
-        """Work on the last batch until the deadline. Returns True if it is fully applied."""
+        """Work on the last batch until the deadline. Returns True if the batch is fully applied."""
         if not self._work.is_under_way:
             return True
         if not self._work.go_on(deadline):

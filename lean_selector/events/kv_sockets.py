@@ -80,7 +80,7 @@ def live_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
 
 
 def replay_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
-    """Return (seq, payload) of a reply (empty payload: the end); None for any other shape.
+    """Return (seq, payload) of a reply; None for other shapes. An empty payload means the end.
 
     Reads the last two frames: newer engines put a topic before them (`["", topic, seq,
     payload]`)."""

@@ -136,8 +136,8 @@ class LinkState(Enum):
 
 
 def check_link(endpoint: str) -> None:
-    """Raise ValueError for an endpoint that can never be connected, whatever its name resolves to.
-    The endpoint must have passed `check_endpoint`."""
+    """Raise ValueError for an endpoint to which no link can ever connect, whatever its name
+    resolves to. The endpoint must have passed `check_endpoint`."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "tcp" and not _TCP_ADDRESS.match(address):
         raise ValueError("no address to connect to")
@@ -147,8 +147,8 @@ def check_link(endpoint: str) -> None:
 
 class Link:
     """A connection from start() to close(). Used only on the loop's thread. `on_message()` is
-    called when a message arrives while no other waits, and `on_state()` after each change of
-    `state`. Neither is called after close()."""
+    called when a message arrives while no other message waits, and `on_state()` after each change
+    of `state`. Neither is called after close()."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class Link:
         curve: "CurveClient | None" = None,
     ) -> None:
         """`socket_type` is a constant of zmq. `opening(socket)` is called with each new socket, to
-        subscribe or to send. With `once`, the link is closed after one attempt or connection; its
-        waiting messages can still be taken. With `curve`, only servers with one of its keys are
+        subscribe or to send. With `once`, the link is closed after one attempt or connection;
+        messages that wait can still be taken. With `curve`, only servers with one of its keys are
         accepted."""
         # Set once, in the constructor.
         self.endpoint = endpoint
@@ -581,7 +581,7 @@ def _endpoint(address: Address) -> str:
 
 
 async def why_unreachable(address: Address) -> str | None:
-    """Return the system's reason why nothing listens at the address; None if something does."""
+    """Return the system's reason why nothing listens at the address; None if something listens."""
     try:
         await _ask(address, b"", 0)
     except TimeoutError:

@@ -140,9 +140,9 @@ class Links:
         allowed: "AllowedEndpoints | None" = None,
         engine_keys: "CurveClient | None" = None,
     ) -> None:
-        """`context` must not have sockets yet; default: pyzmq's for the process. `allowed`
-        restricts the destinations; None: all are allowed. With `engine_keys`, links to engines use
-        CURVE."""
+        """`context` must not have sockets yet; by default it is pyzmq's context of the process.
+        `allowed` restricts the destinations (None: all allowed). With `engine_keys`, links to
+        engines use CURVE."""
         self.allowed = allowed
         self.engine_keys = engine_keys
         self.context = context or zmq.asyncio.Context.instance()
@@ -196,7 +196,7 @@ class Links:
                 await self.turn(self._probe_at - loop.time())
 
     def may_probe(self) -> bool:
-        """Whether the caller may probe an address now. If True, the next probe must wait."""
+        """Whether the caller may probe an address now. If so, the next probe must wait."""
         return not self._probing.locked() and self._takes_probe()
 
     def _takes_probe(self) -> bool:

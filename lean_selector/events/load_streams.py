@@ -1,8 +1,8 @@
 """Receives the load that an engine publishes per rank: SGLang's `LoadStat`.
 
 A report is a gauge: a rank's newest report replaces the previous one, whatever its number, and lost
-reports are not requested again. The socket a report arrives on determines the rank. Imported when a
-worker with a `load_endpoint` is registered."""
+reports are not requested again. The socket on which a report arrives determines the rank. Imported
+when a worker with a `load_endpoint` is registered."""
 
 import logging
 import time

@@ -60,7 +60,7 @@ class KvSubscriptions:
 
     def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
         """Subscribe to a source, even if its engine starts later. If the rank's index was
-        recovered, continue with the first event after the recovered ones."""
+        recovered, continue with the first event after the recovered events."""
         listener = KvListener(
             self._links,
             KvIngest(partition.index, worker_id, dp_rank, partition.emptied, partition.is_eagle),

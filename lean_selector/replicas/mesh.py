@@ -86,8 +86,8 @@ class ReplicaSync:
     """The replica mesh of one process. Used only on the loop where it was started.
 
     `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` handles each
-    decoded event and returns a verdict; `now` is in monotonic seconds. `on_session` handles peers'
-    session events likewise; None: do not subscribe to them. `router_id` is the sender id of
+    decoded event and returns a verdict; `now` is in monotonic seconds. `on_session` does so for
+    session events; with None, there is no subscription to these. `router_id` is the sender id of
     published events. `advertise` is the endpoint by which peers reach this replica; it is refused
     as a peer. `on_connected()` is called when a subscription is made or restored, `on_missed()`
     when `heard` has a new gap. With a `gate`, peers must use CURVE with a key that the gate admits,
@@ -150,7 +150,7 @@ class ReplicaSync:
 
     @property
     def bound_endpoint(self) -> str:
-        """The endpoint where the PUB listens; its port is the actual one if 0 was given."""
+        """The endpoint where the PUB listens, with the actual port if port 0 was given."""
         return self._pub.endpoint
 
     @property
@@ -195,8 +195,8 @@ class ReplicaSync:
 
     def _flush(self) -> None:
         """Send all events of this turn of the loop, however long that takes; otherwise the outbox
-        would fill under sustained load on a busy processor. Of events from earlier turns, send a
-        few, and more until the time slice is over."""
+        would fill under sustained load on a busy processor. Send at least a few events from earlier
+        turns, and more until the time slice is over."""
         outbox = self._outbox
         if self._pub.socket.closed:  # reservations that are freed after the end are not published
             outbox.clear()
@@ -231,7 +231,7 @@ class ReplicaSync:
         self.published += 1
 
     async def _beat(self) -> None:
-        """Publish the number of the last event periodically. (A heartbeat can be lost as well.)"""
+        """Publish the last event's number periodically. (A single heartbeat could be lost.)"""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))

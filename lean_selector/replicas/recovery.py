@@ -129,7 +129,7 @@ class Recovery:
         self._ended: Set[RankKey] = frozenset()  # ranks whose source has ended during the recovery
 
     async def run(self) -> bool:
-        """Recover from the first peer with a usable dump. Returns False if there is none."""
+        """Recover from the first peer with a usable dump. Returns False if no peer has one."""
         try:
             with (
                 self._subscriptions.holding(MAX_HOLD_S),
@@ -188,7 +188,7 @@ class Recovery:
     async def _read(
         self, peer: str, dumped: list[DumpedPartition], problems: list[str]
     ) -> list[tuple[DumpedPartition, RankEvents]]:
-        """Return the dump's events by partition and rank. Raises PeerFailed if none is usable."""
+        """Return the dump's events by partition and rank. Raises PeerFailed if all are unusable."""
         self.skipped_events = 0
         partitions: list[tuple[DumpedPartition, RankEvents]] = []
         events = 0

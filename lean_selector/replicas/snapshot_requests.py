@@ -112,7 +112,7 @@ class CatchingUp:
         self._again.set()
 
     def missed(self) -> None:
-        """Events were missed. If the last attempt closed no gap, the next attempt waits longer."""
+        """Plan an attempt, as events were missed. It waits longer if the last one closed no gap."""
         if self._mending is None:
             left_s = self._mend_not_before - time.monotonic()
             self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
@@ -247,7 +247,7 @@ class CatchingUp:
         return any(closed)
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:
-        """Take each peer's sessions; of two bindings of a session, the newer one wins."""
+        """Take each peer's sessions. Of two bindings of a session, the newer binding wins."""
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list
         ):
