@@ -185,7 +185,7 @@ def output_block(reservation_id: str, decay_fraction: float | None = None) -> Ca
 def free(
     reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
 ) -> Call[None]:
-    """Frees a reservation, and reports the outcome of its request if that is known."""
+    """Frees a reservation, and reports its request's outcome if this is known."""
     fields = _given(outcome=outcome, cached_tokens=cached_tokens)
     return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
 

@@ -145,8 +145,8 @@ class KvRouterConfig:
     """Defaults for this router's requests. The router_config_override of a request takes
     precedence.
 
-    Settings that a request may override are sent with the requests. The others belong to the
-    service; they are accepted without effect, so that programs need not be changed."""
+    Settings that a request may override are sent with the requests. Other settings belong to the
+    service. They are accepted without effect, so that programs need not be changed."""
 
     def __init__(
         self,

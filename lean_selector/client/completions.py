@@ -78,8 +78,8 @@ _decode_event = msgspec.json.Decoder(CompletionEvent).decode
 class CompletionStream:
     """Converts the bytes of a text/event-stream into chunks.
 
-    A chunk has `index`, and those of `text`, `token_ids`, `finish_reason`, `logprobs` and `usage`
-    that the engine sent. `output_tokens` counts generated tokens: token ids, otherwise the usage,
+    A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs` and `usage` as far as
+    the engine sent them. `output_tokens` counts generated tokens: token ids, otherwise the usage,
     otherwise one per piece of text. Data after `[DONE]` is ignored."""
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class CompletionStream:
         self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """Yields the chunks that `data` completes. Raises MalformedStream, also if the engine
-        reports an error."""
+        """Yields the chunks that `data` completes. Raises MalformedStream, even for an error that
+        the engine reports."""
         if self.state == "done":
             return
         lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
@@ -135,7 +135,7 @@ class CompletionStream:
 
 
 def error_text(body: bytes) -> str:
-    """Returns the message of an error in OpenAI's or the selector's format, else the raw body."""
+    """Returns the message of an error in OpenAI's or the selector's format, or the raw body."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

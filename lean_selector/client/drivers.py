@@ -98,7 +98,7 @@ class Driver:
         """Sends a call that makes a reservation. If the caller is cancelled, the call continues,
         because its outcome must be known.
 
-        Raises ClientClosed if close() was called, even during the call; the reservation is then
+        Raises ClientClosed if close() was called, even during this call; then the reservation is
         freed."""
         self._check_loop()
         while (earlier := self._releasing.get(reservation.id)) is not None:
@@ -176,8 +176,8 @@ class Driver:
             self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
 
     def release_from_anywhere(self, reservation: Reservation) -> None:
-        """Schedules the release of a reservation. Any thread may call this at any time, and so may
-        finalisers."""
+        """Schedules the release of a reservation. Any thread, and any finaliser, may call this at
+        any time."""
         if not reservation.ended and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the driver
                 self._loop.call_soon_threadsafe(self.release, reservation)

@@ -147,7 +147,7 @@ Outcome = Literal["refused", "failed", "ok"]
 
 
 class Placed:
-    """The rank chosen for a prompt. Token and block counts are those on this rank."""
+    """The rank chosen for a prompt. All token and block counts are of this rank."""
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         self.worker_id = selected.worker_id
@@ -162,8 +162,8 @@ class Placed:
         self._reservation = reservation
 
     def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
-        """Sets the outcome of the request, which is sent when the reservation ends; a failing
-        worker is temporarily ejected. cached_tokens: prompt tokens that the engine had cached."""
+        """Sets the request's outcome, which is reported when the reservation ends. A failing worker
+        is temporarily ejected. cached_tokens: prompt tokens that the engine had cached."""
         self._reservation.outcome = outcome
         self._reservation.cached_tokens = cached_tokens
 

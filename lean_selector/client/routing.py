@@ -208,8 +208,8 @@ class Routing:
         return selected
 
     async def _booked(self, call: Call[Selected], reservation: Reservation) -> Selected:
-        """Tries once to reserve. If there is no response, a reservation may exist nevertheless; it
-        is released before the error is raised, so that the user can use the id again."""
+        """Tries once to reserve. If there is no response, a reservation may exist nevertheless. It
+        is released before the error is raised, so that its id can be used again."""
         try:
             return await self.driver.book(call, reservation)
         except (ServiceRefused, ClientClosed, OtherEventLoop):

@@ -1,4 +1,4 @@
-"""CURVE keys, read at start; imported only if key files are set."""
+"""Reads CURVE keys at start. Imported only if key files are set."""
 
 from collections.abc import Callable
 from typing import TypeVar

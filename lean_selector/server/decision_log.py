@@ -112,8 +112,8 @@ class RotatingFile(LineWriter):
         self._write_whole(self._header)
 
     def _write_whole(self, data: bytes) -> None:
-        """Writes all of `data`. If that fails, removes the written part and raises OSError, so that
-        the file has only whole lines."""
+        """Writes all of `data`. If writing fails, removes the written part and raises OSError, so
+        that the file has only whole lines."""
         rest = memoryview(data)
         try:
             while rest:
@@ -169,7 +169,7 @@ class DecisionLog:
         placement: Placement,
         now: float,
     ) -> None:
-        """Records that `placement` was chosen among `ranks`; its reservation follows."""
+        """Records that `placement` was chosen among `ranks`. `booked` is called afterwards."""
         if self._share < 1.0 and not self._is_drawn(request.reservation_id):
             return
         tokens = request.prompt.isl_tokens

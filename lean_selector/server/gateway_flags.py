@@ -136,7 +136,7 @@ class GatewayConfig(SelectorConfig):
 
     @property
     def touch_after_s(self) -> float:
-        """Returns how often, in seconds, a reservation is renewed during its answer's stream."""
+        """Returns the seconds between renewals of a reservation while its answer is streamed."""
         return self.reservations.reservation_expiry_s / _TOUCHES
 
     @cached_property

@@ -56,7 +56,7 @@ def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -
 
 
 class AccessLogReaders:
-    """Receives access logs on its sockets, from construction until `close`."""
+    """Receives access logs on its own sockets, from construction until `close`."""
 
     def __init__(
         self,

@@ -87,8 +87,8 @@ class ExpirySweep:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`expire(now, steps)` drops overdue reservations in at most `steps` steps and returns the
-        number of steps used; if it is `steps`, more may be left. `arrived` returns the number of
-        reservations ever booked. `call_soon` is the loop's."""
+        number of steps used; if all were used, more reservations may be left. `arrived` returns the
+        number of reservations ever booked. `call_soon` is the loop's."""
         self._expire = expire
         self._arrived = arrived
         self._call_soon = call_soon
@@ -187,7 +187,7 @@ class HttpServer:
         protocol: type[HttpProtocol] = HttpProtocol,
         port_flag: str = "--port",
     ) -> None:
-        """`name` is for the log. `port_flag` is named in the error if the port cannot be bound."""
+        """`name` is for the log. If the port cannot be bound, the error names `port_flag`."""
         self._listen = listen
         self._name = name
         self._port_flag = port_flag
@@ -255,8 +255,8 @@ class HttpServer:
         self._stop.set()
 
     def watch(self, look: Callable[[bool], object]) -> None:
-        """Registers `look`, which checks a file: it is called about every TICK_S, and with True on
-        SIGHUP, which forces a reload. Call `watch` before `serve`."""
+        """Registers `look`, which checks a file. It is called about every TICK_S, and with True on
+        SIGHUP to force a reload. Call `watch` before `serve`."""
         self._looks.append(partial(look, False))
         self.on_reload.append(partial(look, True))
 
@@ -274,9 +274,9 @@ class HttpServer:
         """Logs the warnings in `doubts`, serves until a signal, then drains for at most `drain_s`
         or until a second signal.
 
-        `tick` runs about every TICK_S, `refuse_new` when the shutdown begins, `close` at its end.
-        If `tick` fails MOST_TICKS_LOST times in a row, the service stops too, and at the end raises
-        the last exception."""
+        `tick` runs about every TICK_S, `refuse_new` when the shutdown begins, and `close` when it
+        ends. If `tick` fails MOST_TICKS_LOST times in a row, the service stops too, and at the end
+        raises the last exception."""
         for doubt in doubts:
             log.warning(doubt)
         if self.on_reload:

@@ -78,8 +78,8 @@ class ServerTls:
 
 
 class HandshakeLog:
-    """Logs failed handshakes. Any client can cause them, so there is at most one line in several
-    seconds."""
+    """Logs failed handshakes. Any client can cause failures, so there is at most one line in
+    several seconds."""
 
     def __init__(self, counts: TlsCounts) -> None:
         self._counts: Final = counts
@@ -87,7 +87,7 @@ class HandshakeLog:
         self._not_before = 0.0  # monotonic seconds
 
     def look(self, now: float) -> None:
-        """Logs the failures since the last line, if it is time for one. Call it periodically."""
+        """Logs the failures since the last line, if the next line is due. Call it periodically."""
         failures, known = self._counts.failures, self._known
         if now < self._not_before or failures == known:
             return

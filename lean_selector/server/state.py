@@ -56,7 +56,7 @@ _NO_WORKERS = b"[]}"
 
 
 def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
-    """Returns the text of the file. `workers` fill the last field of `head`, which is empty."""
+    """Returns the text of the file. `workers` fill the empty last field of `head`."""
     text = _encode(head)
     assert text.endswith(_NO_WORKERS)
     return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
@@ -214,8 +214,8 @@ class SelectorCatalog:
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
-        """Removes a worker that could not be registered from its partition's members, so that it
-        does not fix the block size."""
+        """Removes a worker that could not be registered from its partition's members, so that the
+        worker does not fix the block size."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -313,8 +313,8 @@ def restore_reservations(
     """Restores reservations. Returns how many were restored, and how many were dropped because they
     have expired or their rank is gone.
 
-    `book` is called for each, oldest first, with the peer that admitted it (None: this replica).
-    `now` is in monotonic seconds; `wall_now` is the same moment by the wall clock."""
+    `book` is called for each, oldest first, with the peer that admitted the request (None: this
+    replica). `now` is in monotonic seconds, `wall_now` is the same moment on the wall clock."""
     problems: list[str] = []
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:

@@ -180,7 +180,7 @@ class StateDirectory:
         return os.path.samestat(at_path, os.fstat(fd))
 
     def _hold(self) -> None:
-        """Locks the directory again if another one is at its path now, as when a disk was mounted.
+        """Locks the directory again if another directory is at the path now, as after a mount.
         Raises OSError."""
         with self._holding:
             if self._fd is not None and self._is_at_path(self._fd):
@@ -210,7 +210,7 @@ class StateDirectory:
             return None
 
     def set_aside(self, name: str) -> str:
-        """Renames a file, replacing one renamed before; returns its new path. Raises OSError."""
+        """Renames a file, replacing an older renamed one. Returns its new path. Raises OSError."""
         aside = os.path.join(self.path, f"{name}.damaged")
         os.rename(os.path.join(self.path, name), aside)
         return aside
@@ -227,8 +227,8 @@ class StateDirectory:
     def write(self, name: str, parts: Iterable[bytes], written_at: float) -> int:
         """Replaces a file by these parts and their checksum. Returns the size of the file in bytes.
 
-        On return the file is on disk. Raises OSError, and any error of `parts`; the old file is
-        then unchanged."""
+        On return the file is on disk. If it raises OSError or an error of `parts`, the old file is
+        unchanged."""
         path = os.path.join(self.path, name)
         new = f"{path}.new"
         self._hold()
@@ -333,7 +333,7 @@ class DiskThread:
     async def write(
         self, parts: Iterable[bytes], written_at: float, patience_s: float | None = None
     ) -> None:
-        """Replaces the file, which is on disk on return. Raises OSError and DiskHangs."""
+        """Replaces the file. On return the new file is on disk. Raises OSError and DiskHangs."""
 
         def each() -> Iterator[bytes]:
             for part in parts:

@@ -36,7 +36,7 @@ class LiveBookings:
         router_id: int,
         sequence: Callable[[], int],
     ) -> None:
-        """`router_id` and `sequence` are those of the replica; both are 0 without replica sync."""
+        """`router_id` and `sequence()` are the replica's; both are 0 without replica sync."""
         self._targets: Final = targets
         self._router_id: Final = router_id
         self._sequence: Final = sequence
@@ -83,8 +83,8 @@ class Contents(Protocol):
 
 
 class Persister:
-    """Writes the state files. `on_fault` is called with the reason when state cannot be written,
-    and with None when it can again. Used only on the loop's thread."""
+    """Writes the state files. `on_fault` is called with the reason when writing fails, and with
+    None when writing succeeds again. Used only on the loop's thread."""
 
     def __init__(
         self,

@@ -78,8 +78,8 @@ class AccessTokens:
     the dict in place."""
 
     def __init__(self, path: str) -> None:
-        """Reads the file. Raises OSError or ValueError, with a message of one line, if it cannot be
-        read or is invalid."""
+        """Reads the file. Raises OSError or ValueError, with a message of one line, if the file is
+        unreadable or invalid."""
         from lean_selector.http.trust import WatchedFile
 
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)

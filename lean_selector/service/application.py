@@ -57,7 +57,7 @@ def metrics_route(
 
 def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False) -> Route:
     """The route GET /openapi.json. `document` names the service, as in `openapi_text`. The answer
-    describes `routes` and this route; if the service `asks_tokens`, it gives each route's role."""
+    describes `routes` and this route; if the service `asks_tokens`, also each route's role."""
     served = {(method.lower(), path.replace("*}", "}")) for method, path, *_ in routes}
     served.add(("get", "/openapi.json"))
     made: list[bytes] = []

@@ -59,8 +59,8 @@ class BadQuery(BadRequest):
 
 
 def body_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """Returns a decoder for a route's body: JSON, or MessagePack too if the body has a prompt. It
-    raises BadBody, or msgspec.ValidationError, which `shape_fault` turns into an error."""
+    """Returns a decoder for a route's body: JSON, or MessagePack too if the body has a prompt. The
+    decoder raises BadBody, or msgspec.ValidationError, which `shape_fault` converts."""
     decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
     if issubclass(body_type, PromptFields):
         return _prompt_reader(body_type, decode)

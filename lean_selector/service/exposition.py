@@ -57,7 +57,7 @@ class RouteMeter:
     """Durations and statuses of the answers of one route.
 
     The hot path does not count answers with status 200: these are the answers not in `others`. The
-    gate inlines `add`, because calling it would cost as much as the rest."""
+    gate inlines `add`, because to call `add` would cost as much as the rest."""
 
     __slots__ = (
         "fastest",

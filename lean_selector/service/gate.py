@@ -81,8 +81,8 @@ HUNG_UP = b"499"  # in counts only: the client disconnected before its answer
 
 
 class Gate:
-    """The application that the HTTP protocol calls with each request; it never raises. `meters`
-    count answers per route; the last meter counts requests without a route."""
+    """The application, which the HTTP protocol calls with each request, and which never raises.
+    `meters` count answers per route; the last meter counts requests without a route."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Gate:
         lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
         tokens: AccessTokens | None = None,
     ) -> None:
-        """`overload_status` answers requests that are shed because all workers are busy. `lines`
-        returns header lines for the answer to a failed request; its last argument is the set of the
-        body's fields. If `tokens` are given, each route requires its role."""
+        """`overload_status` is the status for requests that are shed because all workers are busy.
+        `lines` returns header lines for the answer to a failed request; its last argument is the
+        set of the body's fields. If `tokens` are given, each route requires its role."""
         self._tokens = tokens
         metered: list[tuple[str, str, tuple[Run, RouteMeter, int, Endpoint]]] = []
         for method, path, role, endpoint in routes:
@@ -215,7 +215,7 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """A route without input. `brief` answers requests without a token, with less information."""
+    """A route without input. `brief` answers requests that have no token with less information."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(status, handler())

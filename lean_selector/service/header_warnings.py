@@ -100,7 +100,7 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
-    """Returns unknown fields of a JSON body that resemble a known field which is absent."""
+    """Returns those unknown fields of a JSON body that resemble an absent known field."""
     body = request.body
     if (
         not body
@@ -216,8 +216,8 @@ class _Judgement:
         return self._asked_there(key) or self._served_there(key)
 
     def _of_replay(self, key: str) -> str | None:
-        """Checks a replay endpoint. The ranks of one worker may share it, since its engine may
-        answer for all of them."""
+        """Checks a replay endpoint. The ranks of one worker may share the endpoint, since their
+        engine may answer for all of them."""
         if key in self._events and key != self._served:
             return "is where the worker's events are expected"
         others = self._of_others(self._sources.askers(key))
@@ -260,7 +260,7 @@ def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
 
 
 def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
-    """Yields (field, endpoint) for each replay endpoint, given or derived for further ranks."""
+    """Yields (field, endpoint) for each replay endpoint, also those derived for further ranks."""
     spec = worker.spec
     if spec.replay_endpoint is not None:
         yield "replay_endpoint", spec.replay_endpoint

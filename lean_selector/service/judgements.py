@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """A rank's use of an endpoint. `publisher`: the engine and rank that may publish at it."""
+    """A rank's use of an endpoint. `publisher`: the engine and rank that may publish there."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]

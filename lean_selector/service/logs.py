@@ -25,8 +25,8 @@ FLUSH_S = 1.0  # seconds allowed for the waiting lines at exit
 
 
 class LineWriter:
-    """A queue of lines, and the thread that writes them. `write` and `dropped` may be used by only
-    one thread at a time."""
+    """A queue of lines, and the thread that writes them. Only one thread at a time may use `write`
+    and `dropped`."""
 
     def __init__(self, descriptor: int, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         self.dropped = 0  # total lines
@@ -170,7 +170,7 @@ def set_up(level: str, form: str) -> LogState:
 
 
 def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
-    """Returns a hook that writes the last traceback after the queued lines. Python writes a
+    """Returns a hook that writes a crash's traceback after the queued lines. Python writes a
     traceback in pieces, which would otherwise be mixed with these lines."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -49,8 +49,8 @@ class Reply:
 
 
 class LaterReply(PendingReply):
-    """A handler's result that is answered once, later. In-process callers set `take`, which then
-    gets the status and the body, or an error, instead of a response."""
+    """A handler's result that is answered once, later. In-process callers set `take`, which is then
+    called with the status and the body, or an error, instead of a response."""
 
     __slots__ = ("fault", "take")
 
@@ -62,8 +62,8 @@ class LaterReply(PendingReply):
         self.take: Callable[[int, object], None] | None = None
 
     def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:
-        """Answers 200 with `shape(found)`. If `shape` raises, the error is answered here as the
-        gate would do, since the caller must go on with other queued requests."""
+        """Answers 200 with `shape(found)`. If `shape` raises, answers the error as the gate would,
+        because the caller must go on with other queued requests."""
         try:
             body = shape(found)
         except Exception as error:

@@ -141,7 +141,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """Returns the answer for a placement, with the prompt of `booked` if it was reserved."""
+        """Returns the answer for a placement, with the prompt of `booked` if that is given."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET
@@ -173,7 +173,7 @@ class SelectionService16(SelectionService):
         )
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
-        """Whether the rank has too many blocks with this prompt; UNSET if that is unknown."""
+        """Whether the rank would have too many blocks with this prompt; UNSET if unknown."""
         threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
         if threshold is None or blocks is None:
             return UNSET

@@ -62,8 +62,8 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """`meters` are those of all routes and of the gateway. `overload_status` is the status of shed
-    requests."""
+    """`meters` has the meters of all routes and of the gateway. `overload_status` is the status of
+    shed requests."""
     issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
     def partitions() -> list[Partition]:

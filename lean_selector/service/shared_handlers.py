@@ -59,8 +59,8 @@ class ReplicaHandlers:
         return OK
 
     def list_peers(self, query: Query) -> object:
-        """Returns the endpoints of the peers; with `?detail=true` also their states, and dropped
-        events by reason."""
+        """Returns the endpoints of the peers; with `?detail=true` also the peers' states, and the
+        number of dropped events by reason."""
         if wants_detail(query):
             return {} if self._replication is None else self._replication.state()
         return [] if self._replication is None else self._replication.peers()

@@ -78,7 +78,7 @@ class WorkerRecords:
         self._revision = catalog.revision  # of `_all`; a new catalog is empty
 
     def one(self, worker: Worker) -> JsonText:
-        """Returns a worker's record, encoded once, since a changed worker is a new object."""
+        """Returns a worker's record. It is encoded once: a changed worker is a new object."""
         if len(self._encoded) > 2 * len(self._catalog.workers):  # most are gone
             self._encoded.clear()
         text = self._encoded[worker] = self._text(worker)
