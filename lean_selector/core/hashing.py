@@ -2,8 +2,8 @@
 
 The byte layout is that of engines, clients and the reference (spec: indexer.md section 2): XXH3-64
 over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8 per block,
-little-endian, so that prompts compare at memcmp speed. Independent of workers, events
-and the index.
+little-endian, so that prompts compare at memcmp speed. This module knows no workers, events or
+index.
 """
 
 import functools

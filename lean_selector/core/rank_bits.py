@@ -1,7 +1,7 @@
 """Bit numbers for the ranks of a partition. So a set of ranks is a bit mask, held in one int.
 
 The index, the slots and the order of loads use the same numbers, so an `&` combines their sets,
-however large the fleet is: for example the ranks that have a prompt cached and are least loaded. A
+however large the fleet is: for example, to find the least loaded ranks that have a prompt cached. A
 number can be reused when all users have released its rank."""
 
 import heapq

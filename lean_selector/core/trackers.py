@@ -1,10 +1,10 @@
 """The slot tracker: registered workers and active requests, per (model_name, tenant_id).
 
-The first worker of a scope creates its tracker; the last one to leave removes it, with all its
-state. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17. Independent of
-HTTP and sockets; time is an argument, in monotonic seconds. Requests are booked through each
-tracker's ledger, which publishes to peers. A ReplicaApplier applies peers' events, and finds
-trackers by `Trackers.lookup`."""
+The first worker of a scope creates its tracker; the last worker that leaves removes the tracker,
+with all its state. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17.
+Independent of HTTP and sockets; time is an argument, in monotonic seconds. Requests are booked
+through each tracker's ledger, which publishes to peers. A ReplicaApplier applies peers' events, and
+finds trackers by `Trackers.lookup`."""
 
 from collections.abc import Iterator
 

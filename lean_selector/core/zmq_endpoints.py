@@ -1,9 +1,9 @@
 """ZMQ endpoints: validation with the documented error texts, and comparison. Also compares HTTP
 endpoints.
 
-The texts are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). Nothing
-is resolved or connected here: `tcp://*:5` and unknown hosts are valid, although libzmq may refuse
-them later."""
+The texts are part of the API (spec: indexer.md 1.1, selection.md 2, slot_tracker.md 3.6). This
+module resolves and connects nothing: `tcp://*:5` and unknown hosts are valid, although libzmq may
+refuse them later."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

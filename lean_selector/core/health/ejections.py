@@ -3,9 +3,9 @@
 A number of consecutive failures ejects a rank, for a time that grows with each ejection. Then the
 rank is on probation: one failure ejects it again; a success, or a failure-free time as long as the
 ejection, ends the probation. Failed polls eject all ranks of a worker until a poll succeeds. At
-most a share of the ranks is ejected, but all ranks of a single worker always may be. If all ranks
-are ejected, the caller may try them anyway, and a success restores the rank at once. Otherwise a
-success during an ejection does not count, because the request was sent before the ejection.
+most a share of the ranks is ejected, or all ranks of a single worker. If all ranks are ejected, the
+caller may try them anyway, and a success restores the rank at once. Otherwise a success during an
+ejection does not count, because the request was sent before the ejection.
 
 Time is an argument, in monotonic seconds, and does not go backwards. Ranks are opaque keys."""
 

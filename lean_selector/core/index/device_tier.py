@@ -1,8 +1,8 @@
 """The device tier: its ranks, their blocks in the trie of prompts, and their engines' hashes.
 
-Keeps two things consistent: the trie (which blocks exist, which ranks hold them) and each rank's
-engine hashes. A rank is a bit in the trie and a record in this module. Independent of lower tiers,
-bounds and events. Spec: indexer.md sections 3.1, 3.2 and 7."""
+Keeps the trie (which blocks exist, and which ranks hold them) consistent with each rank's engine
+hashes. A rank is a bit in the trie and a record in this module. Independent of lower tiers, bounds
+and events. Spec: indexer.md sections 3.1, 3.2 and 7."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,14 +1,14 @@
 """Map the engine hashes of one rank's blocks to places, and back. A place is a u32, `strand << 10 |
 position` (see runs.py).
 
-"Name" below is an engine hash. The names are stored in place order: per strand one row of bytes,
-with 0 for a block that is not held. Rare cases are stored separately: further names and copies of a
-block, and one name for several blocks. Two subclasses find the place of a name: `HashesInDicts` is
-fast in plain Python; `HashesPacked` takes a fifth of the memory, and is fast when compiled.
-Independent of tokens, tiers and other ranks. Spec: indexer.md sections 3.2 and 7.4.
+"Name" below is an engine hash. The names are stored in the order of places: one row of bytes per
+strand, with 0 for a block that is not held. Rare cases are stored separately: further names and
+copies of a block, and one name for several blocks. Two subclasses find the place of a name:
+`HashesInDicts` is fast in plain Python; `HashesPacked` takes a fifth of the memory, and is fast
+when compiled. Independent of tokens, tiers and other ranks. Spec: indexer.md sections 3.2 and 7.4.
 
 If two blocks have the same name, the name stands for the newer block until that is removed, then
-for the older one; such names have lists of places. A block with several names, or several copies
+for the older one; such names have a list of places. A block with several names, or several copies
 under one name, exists until all of them are removed."""
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Engine hashes of a rank's blocks in a packed hash table: for the compiled form only."""
+"""Engine hashes of a rank's blocks in a packed hash table. For the compiled form only."""
 
 from collections.abc import Iterator
 from typing import Final

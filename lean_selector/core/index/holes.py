@@ -1,5 +1,5 @@
-"""Evict blocks behind holes if these blocks take too much memory. They cannot match, because blocks
-before them are gone.
+"""Evict blocks behind holes if these blocks take too much memory. Such blocks cannot match, because
+blocks before them are gone.
 
 A run's label stays while another run hangs below the run, and a rank's row of hashes reaches to the
 rank's last block. So if an engine evicts the starts of prompts and keeps the ends, the index keeps

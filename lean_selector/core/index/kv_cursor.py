@@ -1,4 +1,4 @@
-"""The position of one source in its engine's sequence of batches: gaps, replays, restarted engines.
+"""One source's position in its engine's sequence of batches; handles gaps, replays and restarts.
 
 A PUB socket neither repeats nor reorders messages. So a live batch whose number does not grow comes
 from a new publisher. A replay contains every batch from its start to the engine's newest. Live
@@ -8,9 +8,9 @@ the kept batches that it did not contain are applied. So every batch after the g
 applied in order. A batch that is applied a second time adds no copy of a held block (`is_again`).
 So the index ends up without blocks that the engine has dropped, whatever was applied early.
 
-The first live batch of a restarted engine may have a higher number than our last batch. Therefore a
-replay is requested from the batch before the gap on, which we have applied: if the engine's batch
-differs from ours, the engine is a new one. The newest batch that was applied before the last
+The first live batch of a restarted engine may have a higher number than our last batch. Therefore
+the requested replay begins with the batch before the gap, which we have applied. If the engine's
+batch differs from ours, the engine is a new one. The newest batch that was applied before the last
 connection is compared too, since we may have no other batch of a former engine. If the engine's
 buffer no longer has either batch, the source is degraded. Without a replay endpoint, such a restart
 looks like a gap, and the source is degraded; if the first number happens to be the next in order,

@@ -7,7 +7,7 @@ tokens and registrations: any rank may hold blocks. Spec: indexer.md sections 3,
 Rules where the spec leaves a choice:
 
 - A block has every hash under which its rank stored it. If events are counted, it has as many
-copies under each hash as were stored. The block is removed with its last hash or copy.
+copies under a hash as were stored. The block is removed with its last hash or copy.
 
 - If a hash is stored again with other tokens, it names the newer block. The older block stays held,
 and gets the hash back when the newer one is removed. Evicting and clearing free it too.

@@ -2,7 +2,7 @@
 count the results.
 
 Stores what later events of a rank depend on: the kinds of its block groups, and the salts of blocks
-whose children come without one. Bad data from an engine raises no exception: an invalid event is
+whose children come without a salt. Bad data from an engine raises no exception: an invalid event is
 skipped and counted by reason. Independent of encodings and sockets. Spec: indexer.md 1.4, 3.2."""
 
 from collections import OrderedDict

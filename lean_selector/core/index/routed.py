@@ -1,9 +1,9 @@
 """The approximate index: assumes for some time that a routed prompt is cached on its rank.
 
-For engines without KV events, and for other engines until their events arrive. A block expires some
-time after it was last part of a booked prompt, or earlier if its rank is known to have no room for
-so many blocks. Renewing a block renews the blocks before it, so a prefix never expires before its
-continuation.
+It serves for engines without KV events, and for others until their events arrive. A block expires
+some time after it was last part of a booked prompt, or earlier if its rank is known to have no room
+for so many blocks. Renewing a block renews the blocks before it, so a prefix never expires before
+its continuation.
 
 A rank's booked prompts form a trie that counts them (`PromptTrie`), so a booking costs one step per
 branch, plus one per new block. Matching and dumping use a `KvIndex` that contains only these

@@ -1,13 +1,13 @@
 """The trie of runs: all prompts as runs of blocks, and the ranks that hold each block.
 
 A run is a sequence of consecutive blocks without a branch. Its label is the blocks' local hashes, 8
-bytes each. Runs are split where prompts diverge, and nowhere else. Ranks are bits here. Independent
-of engine hashes, worker ids and lower tiers. Spec: indexer.md section 3.1, architecture "runs, not
-blocks".
+bytes each. Runs are split where prompts diverge, and nowhere else. A rank is a bit in this module,
+which knows no engine hashes, worker ids or lower tiers. Spec: indexer.md section 3.1, architecture
+"runs, not blocks".
 
-A strand is a run as it was before any split. The runs into which a strand is split keep their
-positions in the strand. So a place, (strand, position), means the same block before and after a
-split, for all ranks that hold the block."""
+A strand is a run as it was before any split. When a strand is split, its runs keep their positions
+in the strand. So a place, (strand, position), means the same block before and after a split, for
+all ranks that hold the block."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import ItemsView

@@ -1,4 +1,4 @@
-"""The ranks of a partition in order of load, to find the least loaded without visiting all.
+"""The ranks of a partition in order of load, to find the least loaded one without visiting all.
 
 For ranks with equally many cached and active blocks of a prompt, the cost is a constant plus scale
 * prefill tokens / block_size + standing load. The standing load is a rank's active blocks plus a

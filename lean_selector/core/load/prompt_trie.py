@@ -1,9 +1,9 @@
 """The active prompts of one partition, as a trie of runs that all ranks share.
 
-A prompt is a path, and a block is a position on it (D20), not a hash value. Blocks that the same
-requests hold on every rank form one run. So booking and freeing cost one step per run of the
+A prompt is a path, and a block is a position on this path (D20), not a hash value. Blocks that the
+same requests hold on every rank form one run. So booking and freeing cost one step per run of the
 prompt, not per block. A run counts, per rank, the requests whose prompts cross it, and stores the
-weight of its blocks on a rank if that is not 1 (spec: selection.md section 6). Independent of
+weight of its blocks on a rank if the weight is not 1 (spec: selection.md section 6). Independent of
 requests, prefill and time."""
 
 from typing import Final

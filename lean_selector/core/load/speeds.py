@@ -2,15 +2,15 @@
 
 A sample is the time from a booking to the first token, divided by the prefill tokens that had to be
 computed until then, including the request's own. A rank's speed is the median of its last samples,
-once it has enough. Its factor is that median divided by the fleet's: the median of all ranks'
-medians. If a request ends without a first token, later than expected, that is a sample too. So a
-rank that hangs or thrashes counts as slow after ten such requests. If an engine reports its prefill
-time (`EngineLoad`), the report is a sample while the rank completes no request of this replica.
+once it has enough samples. Its factor is this median divided by the median of all ranks' medians.
+If a request ends without a first token, later than expected, that is a sample too. So a rank that
+hangs or thrashes counts as slow after ten such requests. If an engine reports its prefill time
+(`EngineLoad`), the report is a sample while the rank completes no request of this replica.
 
 Factors are rounded to steps, and a rank's step changes only if its median is well outside the step.
 So ranks of about equal speed form one set, and the chooser visits sets instead of ranks. A slow
 rank that had no sample for a while is treated as average until its next sample, which then
-outweighs half of the earlier ones. Speeds are dropped with the rank. Time is an argument."""
+outweighs half of the earlier samples. Speeds are dropped with the rank. Time is an argument."""
 
 import bisect
 import math

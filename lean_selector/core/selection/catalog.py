@@ -2,7 +2,7 @@
 
 A partition is a pair of model_name and tenant_id. Worker ids are unique across partitions. A worker
 is `schedulable` if its record is complete and agrees with its partition. Otherwise it is
-`incomplete`, with reasons, which is not an error of the request (spec selection.md section 2;
+`incomplete`, with reasons; this is not an error of the request (spec selection.md section 2;
 decisions D3, D6, D10). The catalog opens no sockets: `SourceSink` subscribes to the workers'
 events."""
 

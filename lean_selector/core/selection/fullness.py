@@ -3,12 +3,12 @@
 Used by the policy `latency`. A rank is full if less than an eighth of its worker's stated capacity
 is left, after the blocks in the index and the blocks of waiting prefill. A worker without a stated
 capacity counts as full. A rank is checked again after its load has changed, which happens before
-and after it stores a prompt, not at each event.
+and after the rank stores a prompt, not at each event.
 
 Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. So
 prefill that full ranks get while others have room is *owed*, until the others get as much prefill.
 Owed tokens count as evicted too, up to the number of tokens cached on the rank. So once about as
-much has been evicted for the prefix, another rank computes it."""
+many tokens are owed as the prefix has, another rank computes the prefix."""
 
 from collections.abc import Mapping
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""Read-only views: loads, projected loads, overlap by rank.
+"""Read-only views: loads, projected loads, and overlap by rank.
 
 Shapes and orders follow spec selection.md section 1.5 and indexer.md section 3.5. Lists are sorted
 (D13), and sums above u64 saturate (D6)."""

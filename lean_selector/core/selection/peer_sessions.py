@@ -1,4 +1,4 @@
-"""The sessions of all partitions, as exchanged with peers: received bindings, lists for catch-up,
+"""Exchanges the sessions of all partitions with peers: received bindings, lists for catch-up, and
 expiry. Spec selection_16.md 6.1. Independent of frames and sockets. Time is an argument, in
 monotonic seconds."""
 

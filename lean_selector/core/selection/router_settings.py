@@ -1,7 +1,7 @@
 """The router's settings: the terms of the cost, their ranges, and overrides by a request.
 
 Names and defaults follow spec selection.md section 7. The command line and the request decoder
-check the ranges, and the code below them relies on that."""
+check the ranges, and other code relies on that."""
 
 import math
 from typing import Literal

@@ -2,7 +2,7 @@
 `Selector.watch` is None, and a choice costs only that test.
 
 To explain a choice, the cost of every candidate is computed, so only a sample of the choices is
-explained. Every prompt counts as a hit at the runs that it matches."""
+explained. Every prompt counts as a hit at each run that it matches."""
 
 from collections import deque
 from typing import Final
