@@ -1,7 +1,7 @@
 """Sends a router's requests, and makes sure that every reservation is eventually freed.
 
 A driver owns the connections and the live reservations. It sends reports and frees reservations in
-tasks of its own. `LoopThread` runs an event loop in a thread, for routers without one. `routing`
+tasks of its own. `LoopThread` runs an event loop in a thread, for routers without a loop. `routing`
 decides what is sent, and when."""
 
 import asyncio

@@ -1,7 +1,7 @@
 """`KvListener` receives the KV events of one source; `KvReplay` requests missed batches again.
 
-A replay has its own link. `KvReplay` reads it up to the end marker, the timeout or a size limit,
-and passes each batch to `on_reply`. Spec: indexer.md 1.5."""
+A replay has its own link. `KvReplay` reads this link up to the end marker, the timeout or a size
+limit, and passes each batch to `on_reply`. Spec: indexer.md 1.5."""
 
 import asyncio
 import logging

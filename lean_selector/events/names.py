@@ -1,4 +1,4 @@
-"""Name resolution: look-ups in progress, and cached answers."""
+"""Name resolution, with look-ups in progress and cached answers."""
 
 import asyncio
 import socket

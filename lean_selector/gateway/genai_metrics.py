@@ -1,4 +1,4 @@
-"""Histograms of durations and token counts by model and worker, for Prometheus. Their names follow
+"""Histograms of durations and token counts by model and worker, for Prometheus. Names follow
 OpenTelemetry's conventions for generative AI.
 
 Labels are bounded: registered models and existing workers."""

@@ -1,8 +1,8 @@
 """Brings a request to a worker: reads its prompt, chooses a worker, and connects.
 
 Only this part of a request may wait: for tokens from an engine, for a free worker, or for a
-connection. A request that need not wait has no task, and is sent in the same iteration of the loop.
-If a client disconnects while its request waits, the task is cancelled, and the lease ends."""
+connection. A request that need not wait has no task, and is sent at once. If a client disconnects
+while its request waits, the task is cancelled, and the lease ends."""
 
 import asyncio
 import contextlib

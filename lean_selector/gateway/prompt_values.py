@@ -1,6 +1,6 @@
 """Canonical bytes of the parts of a request that form its prompt.
 
-One JSON value has many texts: they differ in spaces, escapes and the order of fields. Messages and
+One JSON value has many texts, which differ in spaces, escapes and the order of fields. Messages and
 `tools` recur in later requests, so the canonical form is cached by the hash of the text."""
 
 import contextlib

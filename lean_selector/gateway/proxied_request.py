@@ -4,8 +4,8 @@ Handles events in any order: the choice, the connection, pieces of the answer, a
 client that disconnects. Ends the lease exactly once. Nothing in this module waits; `placing` waits,
 before the request is sent.
 
-Until the first byte of the answer's body, the client has received nothing, so another worker can be
-tried. After that, pieces are relayed as they arrive, at the client's pace."""
+Until the first byte of the answer's body arrives, the client has received nothing, so another
+worker can be tried. Afterwards, pieces are relayed as they arrive, at the client's pace."""
 
 import asyncio
 import logging

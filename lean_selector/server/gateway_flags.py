@@ -1,4 +1,4 @@
-"""The flags of `lean-selector gateway`: its own ones and those of the selector."""
+"""The flags of `lean-selector gateway`: its own flags and the selector's flags."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property

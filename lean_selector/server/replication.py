@@ -1,6 +1,6 @@
 """Wires the replica sync of a service: sockets, receivers and publishers.
 
-Both services use it. The services differ in how a partition is found, and in what happens after a
+Both services use this module. They differ in how a partition is found, and in what happens after a
 peer's event was applied."""
 
 import asyncio

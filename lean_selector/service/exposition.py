@@ -1,8 +1,8 @@
 """Building blocks of metrics: counters for the hot path, and their text in Prometheus' format.
 
 The hot path only increments ints. A sample costs about a microsecond, and large fleets have
-thousands. So a scrape is a generator of text that its caller runs in slices, and values from
-different slices may be a few milliseconds apart. Label values are bounded: route templates,
+thousands of samples. So a scrape is a generator of text that its caller runs in slices, and values
+from different slices may be a few milliseconds apart. Label values are bounded: route templates,
 registered models and workers, never ids chosen by clients."""
 
 import os

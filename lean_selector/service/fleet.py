@@ -1,6 +1,6 @@
 """The state of the fleet for the page: ranks, findings, and the trees of prompt prefixes.
 
-For 512 ranks this takes some milliseconds. The state is therefore computed in steps, which the
+To compute it for 512 ranks takes some milliseconds. This is therefore done in steps, which the
 caller runs in slices between other work of the loop."""
 
 import time

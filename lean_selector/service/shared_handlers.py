@@ -1,4 +1,4 @@
-"""Routes of both services: replicas' peers and snapshot, discovery.
+"""Routes of both services: peers, the snapshot for replicas, and discovery.
 
 Spec slot_tracker.md 3.6. Details of peers and the snapshot are extensions (decision D22)."""
 
