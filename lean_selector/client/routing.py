@@ -102,8 +102,8 @@ class Routing:
     async def scope(self, model: str | None = None) -> Scope:
         """Returns the scope of the requests. Asks the selector for the parts that are not set.
 
-        The model is the one given to the router, otherwise the only one served, otherwise `model`.
-        Raises ModelNotNamed if neither names one that is served."""
+        The model is the router's model_name, otherwise the only served model, otherwise `model`.
+        Raises ModelNotNamed if several models are served, but not `model`."""
         name = self._model_name
         if name is None or self._block_size is None:
             served = await self._look(name or model)
