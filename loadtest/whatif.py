@@ -10,25 +10,18 @@ import argparse
 import asyncio
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes, u64s
+from lean_selector.core.hashing import local_hashes, sequence_hashes_bytes
 from lean_selector.publisher import KvEventPublisher
 from lean_selector.tools.batching_engine import BatchingEngine, IterationTimes, SimulatedRequest
-from lean_selector.tools.service_process import HttpClient
+from lean_selector.tools.service_process import HOST, HttpClient
 from lean_selector.tools.simulation import BLOCK_SIZE, outcome, requests_of
-from lean_selector.tools.trace import trace_lines
+from lean_selector.tools.trace import prompt_tokens, trace_lines
+from lean_selector.wire.decision_lines import DecisionLine
 from loadtest.child_service import ChildService, free_port
-
-HOST = "127.0.0.1"
-
-
-def tokens_of(hash_id: int) -> range:
-    first = hash_id * BLOCK_SIZE % 2**31
-    return range(first, first + BLOCK_SIZE)
 
 
 class RealTimeEngine:
@@ -42,7 +35,7 @@ class RealTimeEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._first: dict[SimulatedRequest, asyncio.Future[None]] = {}
         self._ended: dict[SimulatedRequest, asyncio.Future[None]] = {}
-        self.ids: dict[SimulatedRequest, Sequence[int]] = {}
+        self._lines: dict[SimulatedRequest, DecisionLine] = {}
         self.publisher = KvEventPublisher(
             worker_id=worker_id, kv_block_size=BLOCK_SIZE, endpoint=f"tcp://{HOST}:0"
         )
@@ -51,9 +44,9 @@ class RealTimeEngine:
         return self._loop.time() * self._speed
 
     def submit(
-        self, request: SimulatedRequest, ids: Sequence[int]
+        self, request: SimulatedRequest, line: DecisionLine
     ) -> tuple[asyncio.Future[None], asyncio.Future[None]]:
-        self.ids[request] = ids
+        self._lines[request] = line
         first = self._first[request] = self._loop.create_future()
         ended = self._ended[request] = self._loop.create_future()
         now = self.now()
@@ -77,9 +70,10 @@ class RealTimeEngine:
             batch.publish_removed(block_hashes=made.evicted)
             for request in made.first_tokens:
                 at, end = request.hit, request.held
-                ids = self.ids.pop(request)[at:end]
+                line = self._lines.pop(request)
+                stored = msgspec.structs.replace(line, hash_ids=line.hash_ids[at:end])
                 batch.publish_stored(
-                    token_ids=[token for each in ids for token in tokens_of(each)],
+                    token_ids=prompt_tokens(stored),
                     block_hashes=request.chain[at:end],
                     parent_hash=request.chain[at - 1] if at else None,
                 )
@@ -91,26 +85,13 @@ class RealTimeEngine:
         self._plan()
 
 
-SERVED: list[SimulatedRequest] = []
-_LOCAL: dict[int, bytes] = {}
-
-
-def request_of(now: float, isl_tokens: int, output: int, ids: Sequence[int]) -> SimulatedRequest:
-    blocks = isl_tokens // BLOCK_SIZE
-    local = b"".join(local_of(each) for each in ids[:blocks])
-    chain = u64s(blocks).unpack(sequence_hashes_bytes(local))
-    return SimulatedRequest(now, isl_tokens, output, local, chain)
-
-
-def local_of(hash_id: int) -> bytes:
-    if hash_id not in _LOCAL:
-        _LOCAL[hash_id] = local_hashes(list(tokens_of(hash_id)), BLOCK_SIZE)
-    return _LOCAL[hash_id]
-
-
 async def play(options: argparse.Namespace) -> None:
     lines = sorted(trace_lines(options.trace, options.requests), key=lambda line: line.timestamp)
     requests = requests_of(lines, options.load, options.spread)
+    for request, line in zip(requests, lines, strict=True):  # as the service hashes events' tokens
+        request.local_hashes = local_hashes(prompt_tokens(line), BLOCK_SIZE)
+        chain = memoryview(sequence_hashes_bytes(request.local_hashes))
+        request.chain = chain.cast("q").tolist()
     slowness = [float(each) for each in options.slowness.split(",")]
     engines = [
         RealTimeEngine(at + 1, options.capacity, slowness[at % len(slowness)], options.speed)
@@ -138,45 +119,33 @@ async def play(options: argparse.Namespace) -> None:
         await asyncio.sleep(2.0)
         began = loop.time() + 1.0
 
-        async def one(number: int, request: SimulatedRequest, ids: Sequence[int]) -> None:
+        async def one(number: int) -> None:
             """A client's request, from its arrival to its last token."""
+            request, name = requests[number], f"r{number}"
             await asyncio.sleep(began + request.arrived_at / options.speed - loop.time())
-            await serve(f"r{number}", request, ids, engines, client)
+            request.arrived_at = engines[0].now()
+            ask = {
+                "model_name": "m",
+                "reservation_id": name,
+                "block_hashes": memoryview(request.local_hashes).cast("q").tolist(),
+                "sequence_hashes": request.chain,
+                "isl_tokens": request.isl_tokens,
+            }
+            answer = msgspec.json.decode(await client.call("POST", "/select_and_reserve", ask))
+            first, ended = engines[answer["worker_id"] - 1].submit(request, lines[number])
+            await first
+            await client.call("POST", f"/reservations/{name}/prefill_complete")
+            await ended
+            for _ in range(request.output_tokens // BLOCK_SIZE):
+                await client.call("POST", f"/reservations/{name}/output_block", {})
+            await client.call("DELETE", f"/reservations/{name}")
 
-        served = enumerate(zip(requests, lines, strict=True))
-        await asyncio.gather(*(one(at, made, line.hash_ids) for at, (made, line) in served))
+        await asyncio.gather(*map(one, range(len(lines))))
         await asyncio.sleep(1.0)
         cpu_s = child.cpu_ns() / 1e9
-    row = outcome(options.flags, SERVED, [engine.model for engine in engines], 2.0)
-    late = f"; served {len(SERVED)}; the service took {cpu_s:.2f} s of CPU"
+    row = outcome(options.flags, requests, [engine.model for engine in engines], 2.0)
+    late = f"; served {row.requests}; the service took {cpu_s:.2f} s of CPU"
     print(msgspec.json.encode(row).decode() + late, flush=True)
-
-
-async def serve(
-    name: str,
-    request: SimulatedRequest,
-    ids: Sequence[int],
-    engines: list[RealTimeEngine],
-    client: HttpClient,
-) -> None:
-    made = request_of(engines[0].now(), request.isl_tokens, request.output_tokens, ids)
-    signed = [each - 2**64 if each >= 2**63 else each for each in made.chain]
-    ask = {
-        "model_name": "m",
-        "reservation_id": name,
-        "block_hashes": list(memoryview(made.local_hashes).cast("q")),
-        "sequence_hashes": signed,
-        "isl_tokens": request.isl_tokens,
-    }
-    answer = msgspec.json.decode(await client.call("POST", "/select_and_reserve", ask))
-    first, ended = engines[answer["worker_id"] - 1].submit(made, ids)
-    await first
-    await client.call("POST", f"/reservations/{name}/prefill_complete")
-    await ended
-    for _ in range(made.output_tokens // BLOCK_SIZE):
-        await client.call("POST", f"/reservations/{name}/output_block", {})
-    SERVED.append(made)
-    await client.call("DELETE", f"/reservations/{name}")
 
 
 def main() -> None:
