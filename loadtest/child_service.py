@@ -13,6 +13,7 @@ import http.client
 import itertools
 import os
 import random
+import resource
 import signal
 import subprocess
 import tempfile
@@ -130,6 +131,11 @@ def cpu_ns(pid: int) -> int:
         raise ProcessLookupError(f"there is no process {pid}") from None
 
 
+def rss_mb(pid: int) -> float:
+    """Resident memory. Raises OSError when there is no such process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() / 1e6
+
+
 class ChildService:
     """A service on `port` of the loopback address, in a process of its own.
 
@@ -186,6 +192,12 @@ class ChildService:
 
     def cpu_ns(self) -> int:
         return cpu_ns(self.process.pid)
+
+    def rss_mb(self) -> float:
+        return rss_mb(self.process.pid)
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def log(self) -> str:
         """All that it has written so far; also after its end."""

@@ -25,7 +25,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from loadtest.child_service import ChildService, cpu_ns, free_port, plain_environment
+import psutil
+
+from loadtest.child_service import ChildService, cpu_ns, free_port, plain_environment, rss_mb
 from loadtest.http_client import http
 
 FEW, MANY = 1, 201  # chunks of an answer
@@ -132,7 +134,7 @@ async def _load(port: int, request: bytes, requests: int) -> None:
 async def _open_streams_mb(port: int, pid: int) -> float:
     """What the gateway takes more while so many streams are open."""
     request, writers = _request(2, user=HELD), list[asyncio.StreamWriter]()
-    before = _rss_mb(pid)
+    before = sum(map(rss_mb, _tree(pid)))
     taken = math.nan  # of one that refuses so many
     with contextlib.suppress(asyncio.IncompleteReadError):
         for _ in range(OPEN):
@@ -140,7 +142,7 @@ async def _open_streams_mb(port: int, pid: int) -> float:
             writers.append(writer)
             writer.write(request)
             await reader.readuntil(b"}\n\n")
-        taken = _rss_mb(pid) - before
+        taken = sum(map(rss_mb, _tree(pid))) - before
     for writer in writers:
         writer.transport.abort()
     return taken
@@ -149,28 +151,9 @@ async def _open_streams_mb(port: int, pid: int) -> float:
 # -- the candidates -------------------------------------------------------------------------------
 
 
-def _cpu_ns(pid: int) -> int:
-    """Of a process and its children, user and system."""
-    return sum(map(cpu_ns, _tree(pid)))
-
-
 def _tree(pid: int) -> list[int]:
-    return [pid, *_children(pid)]
-
-
-def _children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            for child in (task / "children").read_text().split():
-                found += [int(child), *_children(int(child))]
-    return found
-
-
-def _rss_mb(pid: int) -> float:
-    """Of a process and its children."""
-    pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in _tree(pid)]
-    return sum(pages) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    """A process and its children."""
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def _gateway(worker: int, mode: str, python: str, port: int) -> list[str]:
@@ -227,9 +210,9 @@ def _measured(port: int, pid: int, requests: int) -> list[float]:
     """Of COLUMNS."""
 
     def us(request: bytes, count: int) -> float:
-        before = _cpu_ns(pid)
+        before = sum(map(cpu_ns, _tree(pid)))
         asyncio.run(_load(port, request, count))
-        return (_cpu_ns(pid) - before) / 1e3 / (count // CLIENTS * CLIENTS)
+        return (sum(map(cpu_ns, _tree(pid))) - before) / 1e3 / (count // CLIENTS * CLIENTS)
 
     taken = asyncio.run(_open_streams_mb(port, pid))
     asyncio.run(_load(port, _request(FEW), 64))

@@ -123,25 +123,13 @@ class Service(ChildService):
         with_token = {"authorization": f"Bearer {TOKEN}", **(headers or {})}
         return super().request(method, path, body, with_token)
 
-    def metrics(self) -> str:
+    def metric(self, name: str) -> float:
+        """The sum over a metric's series."""
         status, answer = self.request("GET", "/metrics")
         if status != 200:
             raise ServiceError(f"/metrics: {status}")
-        return answer.decode()
-
-    def metric(self, name: str) -> float:
-        """The sum over a metric's series."""
-        rows = [row for row in self.metrics().splitlines() if row.startswith(name)]
+        rows = [row for row in answer.decode().splitlines() if row.startswith(name)]
         return sum(float(row.rpartition(" ")[2]) for row in rows if row[len(name)] in "{ ")
-
-    def descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{self.pid}/fd"))
-
-    def rss_mb(self) -> float:
-        for row in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if row.startswith("VmRSS"):
-                return int(row.split()[1]) / 1024
-        raise ServiceError("the measured process has no memory: it ended")
 
 
 class Engine(Program):
