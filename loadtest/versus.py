@@ -45,10 +45,8 @@ QUICK = {
     "share": 0.004,
     "most_workers": 16,
     "open_seconds": 0.2,
-    "open_rounds": 1,
     "churn_seconds": 0.3,
     "idle_seconds": 0.05,
-    "index_rounds": 1,
 }
 
 
@@ -68,9 +66,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"Mooncake format, gzip or not; default: ${TRACE_VARIABLE}, else made up",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument(
-        "--rounds", type=int, help="of the cases over HTTP but those at a fixed rate; default: 5"
-    )
+    parser.add_argument("--rounds", type=int, help="of each case; default: 3")
     parser.add_argument(
         "--reference",
         action="append",
@@ -92,7 +88,7 @@ def measure(args: argparse.Namespace) -> tuple[Results, dict[str, str]]:
     own = forms(args.compiled)
     others = [reference(text) for text in args.reference or [DEFAULT_REFERENCE]]
     results = Results([target.name for target in own], [target.name for target in others])
-    plan = Plan([*own, *others], args.trace, 5)
+    plan = Plan([*own, *others], args.trace)
     if args.quick:
         plan = msgspec.structs.replace(plan, **QUICK)
         results.note("--quick: tiny rounds, small fleets; the figures mean nothing")
@@ -130,8 +126,7 @@ def _about(args: argparse.Namespace, plan: Plan, seconds: float) -> dict[str, st
         "targets": ", ".join(target.name for target in plan.targets),
         "trace": args.trace.name if args.trace else "made up, in the shape of a chat trace",
         "closed load": client,
-        "rounds": f"{plan.rounds}, of cases at a fixed rate {plan.open_rounds}, of the index"
-        f" {plan.index_rounds}; medians; the targets take turns within each",
+        "rounds": f"{plan.rounds}; medians; the targets take turns within each",
         "took": f"{seconds:.0f} s",
     }
 
@@ -141,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     beside the figures of all others."""
     args = parse(argv)
     if args.list:
-        names = [name for stage in stages(Plan([], None, 1)) for name in stage.names()]
+        names = [name for stage in stages(Plan([], None)) for name in stage.names()]
         print("\n".join([*names, *index.NAMES]))
         return 0
 

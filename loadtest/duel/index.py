@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from loadtest.duel.engines import EVENT_BLOCKS, LAYOUTS, Engines, Layout, Message
+import msgspec
+
+from loadtest.duel.engines import ARRAYS, EVENT_BLOCKS, LAYOUTS, Engines, Layout, Message
 from loadtest.duel.prompts import Prompts
 from loadtest.duel.results import RequestFile, Results, latencies, open_load
 from loadtest.duel.stages import Plan
@@ -17,37 +19,39 @@ from loadtest.http_client import http
 
 WORKERS = 16
 FRESH = "index, ingest of whole prompts per event, fresh"
-FRESH_MEMORY = "index, memory per block-holding, fresh, whole prompts per event"
 CHURN = "index, ingest and eviction in churn, whole prompts per event"
-CHURN_MEMORY = "index, memory per block-holding after churn"
 PAUSE = "index, worst /health at 1 kHz while 1 000 000 holdings churn"
-_CHURNED = [FRESH, FRESH_MEMORY, CHURN, CHURN_MEMORY]
 # Blocks in a stored event, None for all of a prompt's, and how a row of a layout calls it.
 SIZES: dict[int | None, str] = {None: "whole prompts", 8: "8 blocks", 1: "1 block"}
-BATCH_EVENTS = 32  # stored events of a message: what one step of an engine tells
-LAYOUT_SHARE = 0.3  # of the holdings
-
-
-def of_layout(layout: Layout, size: int | None) -> str:
-    """The case of stored events of a layout."""
-    return f"index, {layout.title}, {SIZES[size]} an event"
-
-
-def removal_of(layout: Layout) -> str:
-    """The case in which one event removes one block."""
-    return f"index, {layout.title}, removal"
-
-
-_LAID_OUT = [
-    name
-    for layout in LAYOUTS
-    for name in (*(of_layout(layout, size) for size in SIZES), removal_of(layout))
-]
-NAMES = [*_CHURNED, *_LAID_OUT, PAUSE]
-
 CHURNED = 0.5  # of what is held, stored anew while as much is evicted
 CHURN_PER_S = 50_000.0  # blocks stored a second, and as many evicted
 PING_RATE = 1_000.0
+
+
+class Filling(msgspec.Struct, frozen=True):
+    """What fresh processes are told: first what fills them, then, if there is a second case, what
+    changes them: full caches evict as they store, or all is removed, block by block."""
+
+    cases: list[str]
+    layout: Layout = ARRAYS
+    size: int | None = None
+    share: float = 1.0  # of the holdings
+    batch_events: int = 1  # stored events of a message
+
+
+def _laid_out(layout: Layout, size: int | None) -> Filling:
+    """As one step of an engine tells it that has many prompts under way."""
+    cases = [f"index, {layout.title}, {SIZES[size]} an event"]
+    cases += [f"index, {layout.title}, removal"] * (size is None)
+    return Filling(cases, layout, size, 0.3, 32)
+
+
+# The first as an engine tells it that computes a prompt in one step: its new blocks in one event.
+FILLINGS = [
+    Filling([FRESH, CHURN]),
+    *(_laid_out(layout, size) for layout in LAYOUTS for size in SIZES),
+]
+NAMES = [*(case for filling in FILLINGS for case in filling.cases), PAUSE]
 
 
 def run(
@@ -58,24 +62,15 @@ def run(
     say: Callable[[str], None],
 ) -> None:
     """All index cases that are wanted; where a target fails, the others go on."""
-    targets = plan.targets
-    if names := list(filter(wanted, _CHURNED)):
-        for number in range(plan.index_rounds):
-            for target in targets:
-                say(f"index, whole prompts per event, of {target.name}: round {number + 1}")
-                with results.keep(names):
-                    _fill_and_churn(target, plan, prompts, results)
-    for number in range(plan.index_rounds):
-        for layout in LAYOUTS:
-            for size in SIZES:
-                cases = [of_layout(layout, size), *[removal_of(layout)] * (size is None)]
-                if names := list(filter(wanted, cases)):
-                    say(f"{cases[0]}: round {number + 1}")
-                    for target in targets:
-                        with results.keep(names):
-                            _fill_laid_out(target, plan, prompts, results, layout, size)
+    for number in range(plan.rounds):
+        for filling in FILLINGS:
+            if names := list(filter(wanted, filling.cases)):
+                say(f"{names[0]}: round {number + 1}")
+                for target in plan.targets:
+                    with results.keep(names):
+                        _fill(target, plan, prompts, results, filling)
     if wanted(PAUSE):
-        for target in targets:
+        for target in plan.targets:
             say(f"{PAUSE}: {target.name}")
             with results.keep([PAUSE]):
                 _pauses(target, plan, prompts, results)
@@ -96,43 +91,23 @@ def _running(
         yield service, engines
 
 
-def _fill_and_churn(target: Target, plan: Plan, prompts: Prompts, results: Results) -> None:
-    """As an engine tells it that computes a prompt in one step: its new blocks in one event."""
-    capacity = round(plan.holdings * 1.02 / WORKERS) + EVENT_BLOCKS
-    with _running(target, prompts, capacity, None) as (service, engines):
-        messages = list(engines.fill(plan.holdings))
-        rss = service.rss_bytes()
-        for case, memory in ((FRESH, FRESH_MEMORY), (CHURN, CHURN_MEMORY)):
+def _fill(target: Target, plan: Plan, prompts: Prompts, results: Results, filling: Filling) -> None:
+    holdings = round(plan.holdings * filling.share)
+    # Full caches where they shall evict, and elsewhere such as never do.
+    churns = CHURN in filling.cases
+    capacity = round(holdings * 1.02 / WORKERS) + EVENT_BLOCKS if churns else holdings
+    how: dict[str, Any] = {"layout": filling.layout, "batch_events": filling.batch_events}
+    with _running(target, prompts, capacity, filling.size, **how) as (service, engines):
+        messages, rss_mb = list(engines.fill(holdings)), service.rss_mb()
+        for case in filling.cases:
             if case == CHURN:
-                messages = engines.churn(round(plan.holdings * CHURNED))
-            cost = _cost_of(service, engines, messages)
-            results.add(case, target.name, block_cpu_us=cost)
-            taken = (service.rss_bytes() - rss) / engines.holdings
-            results.add(memory, target.name, holding_bytes=taken)
-
-
-def _fill_laid_out(
-    target: Target,
-    plan: Plan,
-    prompts: Prompts,
-    results: Results,
-    layout: Layout,
-    size: int | None,
-) -> None:
-    holdings = round(plan.holdings * LAYOUT_SHARE)
-    how: dict[str, Any] = {"layout": layout, "batch_events": BATCH_EVENTS}
-    with _running(target, prompts, holdings, size, **how) as (service, engines):
-        messages = list(engines.fill(holdings))
-        rss = service.rss_bytes()
-        cost = _cost_of(service, engines, messages)
-        taken = (service.rss_bytes() - rss) / engines.holdings
-        case = of_layout(layout, size)
-        results.add(case, target.name, block_cpu_us=cost, holding_bytes=taken)
-        if size is None:
-            gone = list(engines.empty(range(WORKERS)))
-            results.add(
-                removal_of(layout), target.name, block_cpu_us=_cost_of(service, engines, gone)
-            )
+                messages = engines.churn(round(holdings * CHURNED))
+            elif case != filling.cases[0]:
+                messages = list(engines.empty(range(WORKERS)))
+            results.add(case, target.name, block_cpu_us=_cost_of(service, engines, messages))
+            if churns or case == filling.cases[0]:
+                taken = 1e6 * (service.rss_mb() - rss_mb) / engines.holdings
+                results.add(case, target.name, holding_bytes=taken)
 
 
 def _cost_of(service: Service, engines: Engines, messages: Sequence[Message]) -> float:

@@ -41,19 +41,14 @@ class Plan(msgspec.Struct, frozen=True):
 
     targets: list[Target]
     trace: Path | None
-    rounds: int
+    rounds: int = 3
     holdings: int = 500_000  # blocks of BLOCK_SIZE in the index, each engine's counted
     many_holdings: int = 1_000_000
     share: float = 1.0  # of the requests of a round
     most_workers: int = 4_096
-    open_seconds: float = 2.1  # of each round; times 1 000 a second: 10 500 requests in 5 rounds
-    open_rounds: int = 5  # of cases with a rate, however few the others have
+    open_seconds: float = 2.1  # of each round, in which 1 000 requests a second are due
     churn_seconds: float = 6.0
     idle_seconds: float = 0.5  # in which a process has nothing to do
-    index_rounds: int = 3
-
-    def rounds_of(self, case: "Case") -> int:
-        return self.rounds if case.rate is None else self.open_rounds
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -249,11 +244,10 @@ class StageRun:
             holdings //= 2
         capacity = max(_LEAST_CAPACITY, round(holdings * _SPARE / self._workers))
         with ExitStack() as stack:
+            targets = [msgspec.structs.replace(t, options=stage.options) for t in plan.targets]
             pairs = [
-                stack.enter_context(
-                    Pair(target.with_options(stage.options), stage.replicas, self._service_cpus)
-                )
-                for target in plan.targets
+                stack.enter_context(Pair(target, stage.replicas, self._service_cpus))
+                for target in targets
             ]
             services = [service for pair in pairs for service in pair.services]
             for service in services:
@@ -285,10 +279,9 @@ class StageRun:
             self._known = max(1, engines.used)
             if stage.process and wanted(stage.process_case):
                 self._account(stage.process_case, services)
-            for number in range(max(plan.rounds, plan.open_rounds)):
+            for number in range(plan.rounds):
                 for case in cases:
-                    if number < plan.rounds_of(case):
-                        self._round(case, number, pairs, engines)
+                    self._round(case, number, pairs, engines)
         if repeats := self._prompts.repeats(self._next_traced):
             self._results.note(
                 f"{repeats} prompts of the trace were used a second time with {stage.workers}"

@@ -22,22 +22,6 @@ from loadtest.child_service import ROOT, ChildService, free_port, plain_environm
 from loadtest.duel.prompts import MODEL_NAME
 from loadtest.reference import NotInstalled, interpreter
 
-# -- what a process costs --------------------------------------------------------------------------
-
-
-def footprint(pid: int) -> dict[str, float]:
-    """Memory, threads and open descriptors of a process now; `pss_mb` counts a page shared by n
-    processes as 1/n of it. Raises OSError when it is gone."""
-    proc = Path(f"/proc/{pid}")
-    rows = (line.partition(":") for line in (proc / "smaps_rollup").read_text().splitlines()[1:])
-    sizes = {name: int(value.split()[0]) * 1024 / 1e6 for name, _, value in rows}
-    return {
-        "rss_mb": sizes["Rss"],
-        "pss_mb": sizes["Pss"],
-        "threads": sum(1 for _ in (proc / "task").iterdir()),
-        "descriptors": sum(1 for _ in (proc / "fd").iterdir()),
-    }
-
 
 def machine() -> str:
     """One line that names the processor, how many of it may be used, and the system."""
@@ -46,9 +30,6 @@ def machine() -> str:
     model = next(models, os.uname().machine)
     uname = os.uname()
     return f"{model}, {len(os.sched_getaffinity(0))} CPUs, {uname.sysname} {uname.release}"
-
-
-# -- services as child processes -------------------------------------------------------------------
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -61,13 +42,6 @@ class Target(msgspec.Struct, frozen=True):
     command: list[str]
     is_ours: bool = False
     options: dict[str, str] = {}
-
-    def with_options(self, options: dict[str, str]) -> "Target":
-        """Run with these in its environment."""
-        return msgspec.structs.replace(self, options=options)
-
-    def environment(self) -> dict[str, str]:
-        return plain_environment(DYN_LOG="warn", **self.options)
 
 
 def ours(python: str = sys.executable) -> Target:
@@ -137,8 +111,9 @@ class Service(ChildService):
         self.uds = os.path.join(tempfile.gettempdir(), f"versus-{port}.sock")
         if target.is_ours:
             command += ["--uds", self.uds]
+        environment = plain_environment(DYN_LOG="warn", **target.options)
         try:
-            super().__init__([*command, *flags], port, env=target.environment(), cpus=cpus)
+            super().__init__([*command, *flags], port, env=environment, cpus=cpus)
         except OSError as error:
             raise ServiceError(f"{target.name}: cannot start {command[0]}: {error}") from error
         self.name = target.name
@@ -153,10 +128,9 @@ class Service(ChildService):
         raise ServiceError(f"{self.name} books nothing under no name")
 
     def footprint(self) -> dict[str, float]:
-        return footprint(self.process.pid)
-
-    def rss_bytes(self) -> float:
-        return 1e6 * self.footprint()["rss_mb"]
+        """Memory, threads and open descriptors now."""
+        threads = len(os.listdir(f"/proc/{self.process.pid}/task"))
+        return {"rss_mb": self.rss_mb(), "threads": threads, "descriptors": self.descriptors()}
 
     def stop(
         self, signal_number: signal.Signals | int = signal.SIGKILL, patience_s: float = 0.0
