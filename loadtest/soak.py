@@ -25,7 +25,7 @@ import msgspec
 from lean_selector.tools.service_process import ServiceError
 from loadtest.duel.targets import machine, ours
 from loadtest.soaking.faults import Faults, continue_all
-from loadtest.soaking.fleet import EXPIRY_S, Fleet, Preload, Program, Unavailable, ended_in_order
+from loadtest.soaking.fleet import EXPIRY_S, Fleet, Preload, Program, preloaded
 from loadtest.soaking.lanes import Report
 from loadtest.soaking.mischief import Mischief, Rogues
 from loadtest.soaking.verdict import Memory, Outcome, holds, stalls, table
@@ -99,17 +99,15 @@ class Sampler:
                 injecting.result()
             self._fleet.check()
             self.report = last(self._lanes.output, Report) or self.report
-            self.samples.append((self.report.lifecycles, self._fleet.measured.rss_mb()))
+            resident = self._fleet.measured.rss_mb()
+            self.samples.append((self.report.lifecycles, resident))
             if len(self.marks) < len(MARKS) - 1 and self.share() >= MARKS[len(self.marks)]:
                 await self._mark()
-            if time.monotonic() - told_at >= PRINT_S:
+            if (now := time.monotonic()) - told_at >= PRINT_S:
                 told_at += PRINT_S
-                report = self.report
-                print(
-                    f"{time.monotonic() - self._began:6.0f} s: {report.lifecycles:,} lifecycles, "
-                    f"{report.lost} lost, {report.wrong} wrong, {self.samples[-1][1]:.1f} MB",
-                    flush=True,
-                )
+                told = f"{self.report.lost} lost, {self.report.wrong} wrong, {resident:.1f} MB"
+                done = f"{now - self._began:6.0f} s: {self.report.lifecycles:,} lifecycles"
+                print(f"{done}, {told}", flush=True)
         await self._mark()
 
 
@@ -128,7 +126,7 @@ def all_lines(path: Path, kind: type[T]) -> list[T]:
 
 
 async def live(
-    args: argparse.Namespace, fleet: Fleet, faults: Faults, preload: Preload | str
+    args: argparse.Namespace, form: str, fleet: Fleet, faults: Faults, preload: Preload | str
 ) -> Outcome:
     """One run. Raises what is no ServiceError; that is a problem of the outcome."""
     rogues = Rogues(fleet.rogue_peer, fleet.sync_ports[0], args.seed)
@@ -156,7 +154,7 @@ async def live(
         stop.set()
         await asyncio.gather(*others)
         for program in (lanes, beside):
-            ended_in_order(program.process, DRAIN_S)
+            program.end(DRAIN_S)
             fleet.programs.remove(program)
         fleet.check()
         await faults.settle()
@@ -183,7 +181,7 @@ async def live(
         print(log[max(0, first - 1_000) : first + 6_000], file=sys.stderr)
     return Outcome(
         machine=f"{time.strftime('%Y-%m-%d')}, {machine()}",
-        form=_form(args.python),
+        form=form,
         seconds=seconds,
         report=last(lanes.output, Report) or sampler.report,
         beside=last(beside.output, Report) or Report(),
@@ -207,7 +205,7 @@ async def live(
 async def _loads_left(fleet: Fleet) -> list[str]:
     """What is not zero when everything was freed, or had the time to expire."""
     deadline = time.monotonic() + EXPIRY_S + COPIES_S
-    while left := [*_loads(fleet), *_reservations(fleet)]:
+    while left := list(_loads(fleet)):
         if time.monotonic() > deadline:
             break
         await asyncio.sleep(0.5)
@@ -215,6 +213,8 @@ async def _loads_left(fleet: Fleet) -> list[str]:
 
 
 def _loads(fleet: Fleet) -> Iterator[str]:
+    if live := fleet.measured.metric("lean_selector_reservations"):
+        yield f"measured: {live:.0f} reservations"
     for name, service in (("measured", fleet.measured), ("second", fleet.second)):
         for model in service.call("GET", "/loads"):
             for row in model["loads"]:
@@ -223,37 +223,19 @@ def _loads(fleet: Fleet) -> Iterator[str]:
                     yield f"{name}, worker {row['worker_id']}: {told}"
 
 
-def _reservations(fleet: Fleet) -> Iterator[str]:
-    live = fleet.measured.metric("lean_selector_reservations")
-    if live:
-        yield f"measured: {live:.0f} reservations"
-
-
-def _form(python: str) -> str:
-    """What the measured process runs. Raises ServiceError."""
-    try:
-        return ours(python).name
-    except ServiceError as error:
-        raise ServiceError(f"--python {error}") from None
-
-
 def soak(args: argparse.Namespace) -> Outcome:
     """Raises ServiceError when it cannot begin."""
-    _form(args.python)
+    form = ours(args.python).name
     with contextlib.ExitStack() as stack:
         folder = args.keep
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         folder.mkdir(parents=True, exist_ok=True)
-        preload: Preload | str
-        try:
-            preload = Preload(folder)
-        except Unavailable as error:
-            preload = str(error)
+        preload = preloaded(folder)
         environment = {} if isinstance(preload, str) else preload.environment
-        fleet = stack.enter_context(Fleet(args, folder, environment))
+        fleet = Fleet(args, folder, environment, stack)
         faults = Faults(fleet, preload, args.seed)
-        return asyncio.run(live(args, fleet, faults, preload))
+        return asyncio.run(live(args, form, fleet, faults, preload))
 
 
 def _arguments(words: list[str] | None) -> argparse.Namespace:

@@ -22,7 +22,7 @@ import msgspec
 
 from lean_selector.tools.service_process import ServiceError
 from loadtest.child_service import JSON
-from loadtest.soaking.fleet import MODEL, TOTAL_BLOCKS, Engine, Fleet, Preload, Service, stop
+from loadtest.soaking.fleet import MODEL, TOTAL_BLOCKS, Engine, Fleet, Preload, Service, stopped
 
 HEAL_S = 90.0  # generous: a pause before an attempt to connect is 5 s at most
 POLL_S = 0.05
@@ -109,12 +109,10 @@ class Faults:
                 self.times.append((name, began, time.monotonic()))
                 self._fleet.measured.check()
                 await asyncio.sleep(PAUSE_S)
-                if enough() and not any(map(self._is_missing, order)):
+                found = [self.injected[each] for each in order]
+                if enough() and all(each.done or each.skipped for each in found):
                     return
             self._drawn.shuffle(order)
-
-    def _is_missing(self, name: str) -> bool:
-        return not self.injected[name].done and not self.injected[name].skipped
 
     # -- peers ---------------------------------------------------------------------------------
 
@@ -149,12 +147,9 @@ class Faults:
             return float(next(each["heard_s"] for each in heard if each["router_id"] == its_id))
 
         await until(lambda: heard_s() < 1.5, "it is heard once a second")
-        stop(second.pid)
-        try:
+        with stopped(second.pid):
             await until(lambda: heard_s() > 2.0, "it is not heard")
             await asyncio.sleep(self._drawn.uniform(0.0, 2.0))
-        finally:
-            stop(second.pid, go_on=True)
         await until(lambda: heard_s() < 1.5, "it is heard again")
 
     # -- engines -------------------------------------------------------------------------------
@@ -178,13 +173,9 @@ class Faults:
 
     async def _stop_engine(self) -> None:
         engine = self._drawn.choice(self._fleet.engines)
-        pid = engine.process.pid
-        stop(pid)
-        try:
+        with stopped(engine.process.pid):
             await until(lambda: self._source(engine)["last_message_age_s"] > 1.0, "it is silent")
             await asyncio.sleep(self._drawn.uniform(0.0, 2.0))
-        finally:
-            stop(pid, go_on=True)
         await until(lambda: self._source(engine)["last_message_age_s"] < 1.0, "it is heard again")
 
     # -- the measured process and what it stands on ----------------------------------------------
@@ -213,12 +204,8 @@ class Faults:
     async def _stop_measured(self) -> None:
         """An injected stall: the probe must see it."""
         began = time.monotonic()
-        pid = self._fleet.measured.pid
-        stop(pid)
-        try:
+        with stopped(self._fleet.measured.pid):
             await asyncio.sleep(self._drawn.uniform(0.2, 0.6))
-        finally:
-            stop(pid, go_on=True)
         self.stops.append((began, time.monotonic()))
 
     async def _overload(self) -> None:
@@ -312,9 +299,11 @@ class Faults:
         """No file of its may grow, so that its state cannot be written, while the catalog changes;
         it cannot log meanwhile either."""
         measured = self._fleet.measured
+        worker = {"worker_id": PASSING_WORKER, "model_name": "come-and-go", "block_size": 16}
 
         def is_faulty() -> bool:
-            measured.request("POST", "/workers", _registration(), JSON)
+            worker["endpoint"] = f"http://127.0.0.1:9/{time.monotonic_ns()}"
+            measured.request("POST", "/workers", msgspec.json.encode(worker), JSON)
             return "state_fault" in measured.call("GET", "/ready")
 
         limits = resource.prlimit(measured.pid, resource.RLIMIT_FSIZE)
@@ -331,13 +320,6 @@ class Faults:
         """All that was done is taken back: every engine is heard."""
         for engine in self._fleet.engines:
             await until(lambda: self._is_connected(engine), "every engine is heard at the end")  # noqa: B023 - asked before the next
-
-
-def _registration() -> bytes:
-    """Each time another: a change of the catalog."""
-    worker = {"worker_id": PASSING_WORKER, "model_name": "come-and-go", "block_size": 16}
-    where = f"http://127.0.0.1:9/{time.monotonic_ns()}"
-    return msgspec.json.encode({**worker, "endpoint": where})
 
 
 def _hogging(name: str, worker_id: int) -> dict[str, object]:

@@ -15,12 +15,9 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
-from typing import Self
-
-import msgspec
 
 from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import EngineSpeed, SimulatedEngine, make_request
@@ -88,6 +85,14 @@ class Program:
             words = self._errors.read_text(errors="replace").strip()[-500:]
             raise ServiceError(f"{' '.join(self._words)} ended with {code}: {words}")
 
+    def end(self, patience_s: float) -> None:
+        """With SIGTERM. Raises ServiceError when it takes longer."""
+        self.process.terminate()
+        try:
+            self.process.wait(patience_s)
+        except subprocess.TimeoutExpired as error:
+            raise ServiceError(str(error)) from None
+
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
@@ -133,17 +138,16 @@ class Service(ChildService):
 
 
 class Engine(Program):
-    """One worker of the fleet. `host`: the name by which the selector is to reach it."""
+    """One worker of the fleet."""
 
-    def __init__(
-        self, number: int, host: str, seed: int, folder: Path, cpus: Collection[int]
-    ) -> None:
+    def __init__(self, number: int, seed: int, folder: Path, cpus: Collection[int]) -> None:
         self.worker_id = number
-        self._host, self._events, self._replay = host, free_port(), free_port()
+        self._events, self._replay = free_port(), free_port()
         words = [number, self._events, self._replay, seed]
         super().__init__(["loadtest.soaking.fleet", *map(str, words)], folder, cpus)
 
-    def registration(self) -> dict[str, object]:
+    def registration(self, host: str) -> dict[str, object]:
+        """`host`: by which name the selector is to reach it."""
         return {
             "worker_id": self.worker_id,
             "model_name": MODEL,
@@ -151,8 +155,8 @@ class Engine(Program):
             "block_size": BLOCK_SIZE,
             "max_num_batched_tokens": 8_192,
             "total_kv_blocks": TOTAL_BLOCKS,
-            "kv_events_endpoints": {"0": f"tcp://{self._host}:{self._events}"},
-            "replay_endpoint": f"tcp://{self._host}:{self._replay}",
+            "kv_events_endpoints": {"0": f"tcp://{host}:{self._events}"},
+            "replay_endpoint": f"tcp://{host}:{self._replay}",
         }
 
 
@@ -185,9 +189,8 @@ async def serve(worker_id: int, events: int, replay: int, seed: int) -> None:
         running = await engine.prefill(request)
         await engine.decode(running, 0)
         engine.finish(running)
-        await asyncio.sleep(
-            drawn.expovariate(PROMPTS_PER_S * (FILLING_FASTER if served < FILLING_PROMPTS else 1))
-        )
+        faster = FILLING_FASTER if served < FILLING_PROMPTS else 1
+        await asyncio.sleep(drawn.expovariate(PROMPTS_PER_S * faster))
 
 
 # -- the measured process in our hands: a library that is preloaded there -------------------------
@@ -196,32 +199,31 @@ async def serve(worker_id: int, events: int, replay: int, seed: int) -> None:
 
 _LAYOUT = struct.Struct("=5q")  # of `struct told` in shim.c
 _COMPILER_S = 120.0
+LIBRARY = "soak_shim.so"
 
 
-class Unavailable(Exception):
-    """A readable reason."""
+def preloaded(folder: Path) -> "Preload | str":
+    """The library, compiled into `folder`, or why it cannot be."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        return "no C compiler for the library that steps its clock"
+    command = [compiler, "-O2", "-fPIC", "-shared", "-o", str(folder / LIBRARY)]
+    command += [str(Path(__file__).with_name("shim.c")), "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILER_S)
+    if done.returncode:
+        return f"the library that steps its clock: {done.stderr.strip()[-200:]}"
+    return Preload(folder)
 
 
 class Preload:
     """The library, and what it is told. `environment` is what the process needs to have it."""
 
     def __init__(self, folder: Path) -> None:
-        """Compile it into `folder`. Raises Unavailable."""
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            raise Unavailable("no C compiler for the library that steps its clock")
-        library, told = folder / "soak_shim.so", folder / "told"
-        command = [compiler, "-O2", "-fPIC", "-shared", "-o", str(library)]
-        command += [str(Path(__file__).with_name("shim.c")), "-ldl"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_COMPILER_S
-        )
-        if done.returncode:
-            raise Unavailable(f"the library that steps its clock: {done.stderr.strip()[-200:]}")
+        told = folder / "told"
         told.write_bytes(bytes(_LAYOUT.size))
         with told.open("r+b") as file:
             self._told = mmap.mmap(file.fileno(), _LAYOUT.size)
-        self.environment = {"LD_PRELOAD": str(library), "SOAK_TOLD": str(told)}
+        self.environment = {"LD_PRELOAD": str(folder / LIBRARY), "SOAK_TOLD": str(told)}
 
     def step_clock(self, seconds: int) -> None:
         """From now on its wall clock is that much ahead of the machine's; below 0: behind."""
@@ -254,10 +256,17 @@ class Preload:
 
 
 class Fleet:
-    """All processes of a run; gone when the context ends."""
+    """All processes of a run."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, preload: Mapping[str, str]) -> None:
-        """`folder` takes what all write. `preload` is the measured process' environment."""
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        folder: Path,
+        preload: Mapping[str, str],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """`folder` takes what all write. `preload` is the measured process' environment. All end
+        with the `stack`."""
         self.folder = folder
         self._args = args
         cpus = sorted(os.sched_getaffinity(0))
@@ -271,42 +280,27 @@ class Fleet:
         (folder / "token").write_text(TOKEN)
         self._preload = preload
         self.names_hosts = bool(preload)  # the measured process knows hosts under `.soak`
-        self._stack = contextlib.ExitStack()
+        self._stack = stack
         self.engines = list[Engine]()
         self.programs = list[Program]()
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def _start(self) -> None:
-        args = self._args
         host = "engines.soak" if self._preload else "127.0.0.1"
         for number in range(1, ENGINES + 1):
-            engine = Engine(number, host, args.seed, self.folder, self.other_cpus)
+            engine = Engine(number, args.seed, self.folder, self.other_cpus)
             self._stack.callback(engine.kill)
             self.engines.append(engine)
         self.measured = self._service("lean_selector", 0)
         self.second = self._service("lean_selector", 1)
         self.tracker = self._service("lean_selector.slot_tracker", 2)
         for engine in self.engines:
-            self.measured.call("POST", "/workers", engine.registration())
+            self.measured.call("POST", "/workers", engine.registration(host))
         self.register_with_second()
         self.register_with_tracker()
 
     def _service(self, module: str, at: int) -> Service:
         args = self._args
-        peers = [
-            f"tcp://127.0.0.1:{port}" for port in self.sync_ports if port != self.sync_ports[at]
-        ]
-        urls = [f"http://127.0.0.1:{port}" for port in self.ports if port != self.ports[at]]
+        others = [other for other in range(3) if other != at]
+        peers = [f"tcp://127.0.0.1:{self.sync_ports[other]}" for other in others]
+        urls = [f"http://127.0.0.1:{self.ports[other]}" for other in others]
         # -P: the folder of the checkout is no place to find a compiled form's modules in.
         command = [args.python, "-P", "-m", module, "--host", "127.0.0.1"]
         command += ["--port", str(self.ports[at]), "--log-level", "error"]
@@ -332,22 +326,14 @@ class Fleet:
 
     def register_with_second(self) -> None:
         """Also after it was killed: its catalog is in memory."""
-        for engine in self.engines:
-            body = engine.registration()
-            if self._preload:  # the name is known in the measured process alone
-                body = msgspec.json.decode(
-                    msgspec.json.encode(body).replace(b"engines.soak", b"127.0.0.1")
-                )
-            self.second.call("POST", "/workers", body)
+        for engine in self.engines:  # the name is known in the measured process alone
+            self.second.call("POST", "/workers", engine.registration("127.0.0.1"))
 
     def register_with_tracker(self) -> None:
         for engine in self.engines:
-            where = {"model_name": MODEL, "tenant_id": "default", "block_size": BLOCK_SIZE}
-            self.tracker.call(
-                "POST",
-                "/register",
-                {**where, "worker_id": engine.worker_id, "dp_start": 0, "dp_size": 1},
-            )
+            body = {"model_name": MODEL, "tenant_id": "default", "block_size": BLOCK_SIZE}
+            body |= {"worker_id": engine.worker_id, "dp_start": 0, "dp_size": 1}
+            self.tracker.call("POST", "/register", body)
 
     def program(self, *words: str, beside_measured: bool = False) -> Program:
         """Start one of the programs of this folder, on the CPU of the measured process or not."""
@@ -364,18 +350,14 @@ class Fleet:
             program.check()
 
 
-def stop(pid: int, *, go_on: bool = False) -> None:
-    """SIGSTOP, or SIGCONT."""
-    os.kill(pid, signal.SIGCONT if go_on else signal.SIGSTOP)
-
-
-def ended_in_order(process: subprocess.Popen[bytes], patience_s: float) -> int:
-    """Exit status after SIGTERM. Raises ServiceError when it takes longer."""
-    process.terminate()
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process stands still meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
     try:
-        return process.wait(patience_s)
-    except subprocess.TimeoutExpired:
-        raise ServiceError(f"process {process.args!r} did not end in {patience_s:.0f} s") from None
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 if __name__ == "__main__":

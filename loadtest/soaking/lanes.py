@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Generator, Iterator
 from random import Random
 
@@ -63,7 +62,6 @@ class Report(msgspec.Struct):
     """What a run came to so far. lost: requests without an answer; wrong: answers that are not
     one of those expected; shed: selections refused because all workers were busy."""
 
-    at: float = 0.0
     lifecycles: int = 0
     requests: int = 0
     answers: int = 0
@@ -72,8 +70,6 @@ class Report(msgspec.Struct):
     shed: int = 0
     let_down: int = 0  # of a tolerant run: what a killed service left unanswered
     connections: int = 0
-    slowest_s: float = 0.0  # from the write of a batch to the last of its answers
-    statuses: dict[str, int] = {}
     troubles: list[str] = []
     ended: bool = False
 
@@ -84,7 +80,6 @@ class Book:
     def __init__(self, seed: int, prefix: str, goal: int | None, tolerant: bool) -> None:
         self.report = Report()
         self.tolerant = tolerant
-        self.statuses: Counter[tuple[str, int]] = Counter()
         self.known: dict[str, bytes] = {}  # the last good answer of each step but selection
         self.draining = False
         self.drawn = Random()
@@ -120,9 +115,7 @@ class Book:
 
     def told(self, *, ended: bool = False) -> str:
         """A line of JSON."""
-        statuses = sorted(self.statuses.items())
-        self.report.statuses = {f"{step} {status}": count for (step, status), count in statuses}
-        self.report.at, self.report.ended = time.monotonic(), ended
+        self.report.ended = ended
         return msgspec.json.encode(self.report).decode() + "\n"
 
 
@@ -238,7 +231,6 @@ class Lane:
         book, step, data, at = self._book, self._step, self._received, 0
         known = book.known.get(step)
         if known is not None and not self._taken and data == known * len(self._live):
-            book.statuses[step, 200] += len(self._live)
             book.report.answers += len(self._live)
             self._placed = self._live
         else:
@@ -255,13 +247,10 @@ class Lane:
             if self._received:
                 raise Malformed(f"an answer more than was asked for: {self._received[:120]!r}")
         self._received = b""
-        waited_s = time.monotonic() - self.waits_since
-        book.report.slowest_s = max(book.report.slowest_s, waited_s)
         self.go_on()
 
     def _take(self, step: str, lifecycle: bytes, status: int, body: bytes) -> None:
         book = self._book
-        book.statuses[step, status] += 1
         book.report.answers += 1
         if status == 503 and step == SELECT:
             decode_refusal(body)
@@ -307,17 +296,17 @@ class Run:
         self._poll = select.epoll()
         self._of: dict[int, Lane] = {}
 
-    def play(self, every_s: float) -> Iterator[str]:
-        """Until all lanes have come to their end; yields what to print."""
-        told_at = time.monotonic() + every_s
+    def play(self) -> Iterator[str]:
+        """Until all lanes have come to their end; yields what to print, once a second."""
+        told_at = time.monotonic()
         self._look()
         while not all(lane.is_done for lane in self._lanes):
             for descriptor, _ in self._poll.poll(0.01):
                 if self._of[descriptor].receive():
                     del self._of[descriptor]  # closing it took it off the poll
             self._look()
-            if time.monotonic() >= told_at:
-                told_at += every_s
+            if time.monotonic() >= told_at + 1.0:
+                told_at += 1.0
                 yield self._book.told()
         yield self._book.told(ended=True)
 
@@ -350,7 +339,6 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=len(DEPTHS), help="over TCP")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between lifecycles")
     parser.add_argument("--tolerant", action="store_true")
-    parser.add_argument("--every", type=float, default=1.0, help="seconds between two lines")
     args = parser.parse_args()
     book = Book(args.seed, args.prefix, args.lifecycles, args.tolerant)
     depths = [DEPTHS[at % len(DEPTHS)] for at in range(args.lanes)]
@@ -362,7 +350,7 @@ def main() -> None:
         book.draining = True
 
     signal.signal(signal.SIGTERM, drain)
-    for line in Run(book, lanes).play(args.every):
+    for line in Run(book, lanes).play():
         sys.stdout.write(line)
         sys.stdout.flush()
 

@@ -177,9 +177,8 @@ class Mischief:
 
     async def _odd_body(self) -> None:
         path = self._drawn.choice(("/select", "/select_and_reserve", "/reservations", "/workers"))
-        await self._answered(
-            authorized("POST", path, self._drawn.choice(_ODD_BODIES)), {400, 404, 413, 415, 422}
-        )
+        request = authorized("POST", path, self._drawn.choice(_ODD_BODIES))
+        await self._answered(request, {400, 404, 413, 415, 422})
 
     async def _send_one_byte_chunks(self) -> None:
         """A body whose every byte is a chunk of its own is answered like any other."""
@@ -252,10 +251,8 @@ class Rogues:
         (nobody is there, and the look-up may hang)."""
         self._server = await asyncio.start_server(self._babble, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
-        self.sources.append(f"tcp://127.0.0.1:{port}")
-        self.sources.append("tcp://127.0.0.1:1")
-        if named:
-            self.sources.append("tcp://nobody.soak:1")
+        self.sources += [f"tcp://127.0.0.1:{port}", "tcp://127.0.0.1:1"]
+        self.sources += ["tcp://nobody.soak:1"] * named
 
     async def _babble(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.sent["bytes to who connected to an engine"] += 1
@@ -282,9 +279,8 @@ class Rogues:
         self.sent["batches of an engine"] += 1
         noise = drawn.randbytes(drawn.randrange(2_000))
         topic = drawn.choice((TOPIC, TOPIC + b".lean-heartbeat", b""))
-        await self._peer.send_multipart(
-            drawn.choice(([topic, noise], [topic], [topic, b"", noise]))
-        )
+        frames = drawn.choice(([topic, noise], [topic], [topic, b"", noise]))
+        await self._peer.send_multipart(frames)
         self.sent["frames of a replica"] += 1
 
     async def _attack(self) -> None:

@@ -113,7 +113,9 @@ def rows(outcome: Outcome) -> list[Row]:
     report, fell, beside = outcome.report, outcome.stalls, outcome.beside
     change, judged = growth(outcome.memory), outcome.judges_times
     rate = report.lifecycles / max(outcome.seconds, 1e-9)
-    kept = f"({1e3 * fell.raw:.0f} ms with what the machine kept)"
+    lived = f"{report.lifecycles:,} in {outcome.seconds:,.0f} s ({rate:,.0f} a second)"
+    through = f"{beside.lifecycles:,} lifecycles; {beside.let_down:,} calls let down by its kills"
+    stall = f"{1e3 * fell.outside:.0f} ms ({1e3 * fell.raw:.0f} ms with what the machine kept)"
     acts = ", ".join(f"{name}: {count:,}" for name, count in sorted(outcome.acts.items()))
     end = f"{'survived' if outcome.survived else 'ended'}; status {outcome.status} of its stop"
 
@@ -121,21 +123,13 @@ def rows(outcome: Outcome) -> list[Row]:
         return what, f"{count:,}", count == 0
 
     found: list[Row] = [
-        (
-            "lifecycles",
-            f"{report.lifecycles:,} in {outcome.seconds:,.0f} s ({rate:,.0f} a second)",
-            None,
-        ),
+        ("lifecycles", lived, None),
         ("requests", f"{report.requests:,} on {report.connections:,} connections", None),
         ("answers", f"{report.answers:,}", report.answers > 0),
         none("lost answers", report.lost),
         none("wrong answers", report.wrong),
         ("refused while all workers were busy", f"{report.shed:,}", None),
-        (
-            "beside, through the second selector",
-            f"{beside.lifecycles:,} lifecycles; {beside.let_down:,} calls let down by its kills",
-            None,
-        ),
+        ("beside, through the second selector", through, None),
         ("those who misbehave", acts, not outcome.acts_wrong),
         ("nonsense on the sockets", f"{sum(outcome.nonsense.values()):,} times", None),
     ]
@@ -147,11 +141,7 @@ def rows(outcome: Outcome) -> list[Row]:
     during = fell.during and f", during: {fell.during}"
     found += [
         ("its change from the first mark", f"{100 * change:.1f} %", grows if judged else None),
-        (
-            "worst stall, not injected",
-            f"{1e3 * fell.outside:.0f} ms {kept}{during}",
-            stands if judged else None,
-        ),
+        ("worst stall, not injected", stall + during, stands if judged else None),
         ("worst stall, injected", f"{1e3 * fell.injected:.0f} ms", None),
         none("answers that the probe did not get", fell.answers_lost),
     ]

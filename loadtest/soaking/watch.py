@@ -90,9 +90,7 @@ def main() -> None:
     if args.form == "control":
         control(args.number)
         return
-    with contextlib.suppress(
-        OSError
-    ):  # its own waiting is no stall; that is noted where it may not
+    with contextlib.suppress(OSError):  # its own waiting is no stall; noted where it may not
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     probe(args.number)
 

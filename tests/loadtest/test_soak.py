@@ -87,7 +87,7 @@ def _lived(*answers: bytes | None) -> Report:
     """What one lane makes of a server that answers so, in one lifecycle."""
     server = OddServer(*answers)
     book = UntilTrouble(seed=0, prefix="s-", goal=1, tolerant=False)
-    for _ in Run(book, [Lane(book, server.port, 1, 0.0)]).play(1.0):
+    for _ in Run(book, [Lane(book, server.port, 1, 0.0)]).play():
         pass
     server.close()
     return book.report
