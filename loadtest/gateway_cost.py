@@ -71,10 +71,8 @@ def _plain(path: str) -> bytes:
         body = b'{"object":"list","data":[{"id":"m","object":"model","owned_by":"vllm"}]}'
     if path == "/metrics":
         body = b'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100000"} 1.0\n'
-    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
-        len(body),
-        body,
-    )
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
+    return head + b"%d\r\n\r\n%b" % (len(body), body)
 
 
 @cache
@@ -83,13 +81,8 @@ def _answer(count: int, has_ids: bool) -> list[bytes]:
     choice: dict[str, Any] = {"index": 0, "delta": {"content": " token"}, "finish_reason": None}
     if has_ids:
         choice["token_ids"] = [4711]
-    event = {
-        "id": "cmpl-1",
-        "object": "chat.completion.chunk",
-        "created": 1,
-        "model": "m",
-        "choices": [choice],
-    }
+    event = {"id": "cmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    event["choices"] = [choice]
     data = b"data: %b\n\n" % json.dumps(event, separators=(",", ":")).encode()
     if has_ids:
         event["prompt_token_ids"] = list(range(1000, 1000 + PROMPT_TOKENS))

@@ -28,6 +28,7 @@ from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
+from lean_selector.tools.service_process import ServiceError
 from lean_selector.tools.simulated_engines import EngineRequest, EngineSpeed, SimulatedEngine
 from lean_selector.tools.trace import read_trace
 from lean_selector.tools.traffic import BLOCK_SIZE, conversations
@@ -133,14 +134,9 @@ class SelectionUser(RouterUser):
         chosen = self.call("POST", "/select", body)
         if chosen is None:
             return
-        booking = {
-            **body,
-            "reservation_id": name,
-            "worker_id": chosen["worker_id"],
-            "dp_rank": chosen["dp_rank"],
-            "effective_prefill_tokens": chosen["effective_prefill_tokens"],
-        }
-        if self.call("POST", "/reservations", booking) is not None:
+        chosen_fields = ("worker_id", "dp_rank", "effective_prefill_tokens")
+        body |= {"reservation_id": name, **{field: chosen[field] for field in chosen_fields}}
+        if self.call("POST", "/reservations", body) is not None:
             self._live(request, name, chosen["worker_id"])
 
     def _live(self, request: EngineRequest, name: str, worker_id: int) -> None:
@@ -163,53 +159,34 @@ class SlotTrackerUser(RouterUser):
     def lifecycle(self) -> None:
         """Take the worker with the least work, book it, complete, free."""
         request, name = next(self.run_.requests), next(self.run_.ids)
-        rows = self._potential_loads(request)
+        rows = self.call("POST", "/potential_loads", self._prompt(request))
         if not rows:
             return
         best = min(rows, key=lambda row: row["potential_prefill_tokens"])
-        scope = {"model_name": self.run_.model_name, "tenant_id": TENANT}
-        booked = self.call(
-            "POST",
-            "/add",
-            {
-                **scope,
-                "request_id": name,
-                "worker_id": best["worker_id"],
-                "dp_rank": best["dp_rank"],
-                "sequence_hashes": request.sequence_hashes[: request.prompt_blocks],
-                "new_isl_tokens": request.isl_tokens,
-            },
-        )
-        if booked is None:
+        booking = {"request_id": name, "worker_id": best["worker_id"], "dp_rank": best["dp_rank"]}
+        if self.call("POST", "/add", self._prompt(request) | booking) is None:
             return
+        named = {"model_name": self.run_.model_name, "tenant_id": TENANT, "request_id": name}
         try:
-            self.call("POST", "/prefill_complete", {**scope, "request_id": name})
+            self.call("POST", "/prefill_complete", named)
         finally:
-            self.call("POST", "/free", {**scope, "request_id": name})
+            self.call("POST", "/free", named)
 
     @task(1)
     def potential_loads(self) -> None:
         """Only look."""
-        self._potential_loads(next(self.run_.requests))
+        self.call("POST", "/potential_loads", self._prompt(next(self.run_.requests)))
 
-    def _potential_loads(self, request: EngineRequest) -> Any:
-        return self.call(
-            "POST",
-            "/potential_loads",
-            {
-                "model_name": self.run_.model_name,
-                "tenant_id": TENANT,
-                "sequence_hashes": request.sequence_hashes[: request.prompt_blocks],
-                "new_isl_tokens": request.isl_tokens,
-            },
-        )
+    def _prompt(self, request: EngineRequest) -> dict[str, object]:
+        return {
+            "model_name": self.run_.model_name,
+            "tenant_id": TENANT,
+            "sequence_hashes": request.sequence_hashes[: request.prompt_blocks],
+            "new_isl_tokens": request.isl_tokens,
+        }
 
 
 # -- before and after ----------------------------------------------------------------------------
-
-
-class SetupError(Exception):
-    """The service is not there, or does not take our workers."""
 
 
 def host_of(environment: Environment) -> str:
@@ -218,23 +195,14 @@ def host_of(environment: Environment) -> str:
 
 
 def ask(host: str, method: str, path: str, body: object = None) -> tuple[int, bytes]:
-    """One call outside the statistics. Raises SetupError when there is no answer."""
+    """One call outside the statistics. Raises ServiceError when there is no answer."""
     try:
         answer = httpx.request(
             method, host + path, json=body, timeout=SETUP_TIMEOUT_S, trust_env=False
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise SetupError(f"{host}: {error}") from error
+        raise ServiceError(f"{host}: {error}") from error
     return answer.status_code, answer.content
-
-
-def known_workers(host: str, service: str) -> list[dict[str, Any]]:
-    """All workers, of whichever model. Raises SetupError where there is no list of them."""
-    status, known = ask(host, "GET", "/workers")
-    if status != 200:
-        raise SetupError(f"{host} is no {service}: GET /workers answers {status}")
-    records: list[dict[str, Any]] = msgspec.json.decode(known)
-    return records
 
 
 def new_ids(count: int, known: list[dict[str, Any]]) -> Iterator[int]:
@@ -244,10 +212,15 @@ def new_ids(count: int, known: list[dict[str, Any]]) -> Iterator[int]:
     return itertools.islice((id_ for id_ in drawn if id_ not in taken), count)
 
 
-def has_fleet(run: Run, known: list[dict[str, Any]]) -> bool:
-    """Whether the model has workers, which then serve; says so, for their books get our load."""
+def register_fleet(run: Run, host: str, service: str) -> None:
+    """Workers of our own, with events, unless the service has workers of the model: those serve
+    then, which is said, for their books get our load."""
+    status, answer = ask(host, "GET", "/workers")
+    if status != 200:
+        raise ServiceError(f"{host} is no {service}: GET /workers answers {status}")
+    known: list[dict[str, Any]] = msgspec.json.decode(answer)
     # The reference keeps workers that were deleted, as unschedulable.
-    count: int = sum(
+    count = sum(
         record["model_name"] == run.model_name
         and record.get("lifecycle", "schedulable") == "schedulable"
         for record in known
@@ -258,13 +231,6 @@ def has_fleet(run: Run, known: list[dict[str, Any]]) -> bool:
             "this load, and are left alone; --model-name NAME gives a fleet of our own",
             file=sys.stderr,  # --json has the other
         )
-    return count > 0
-
-
-def register_fleet(run: Run, host: str, service: str) -> None:
-    """Workers of our own, with events, unless the service has workers of the model."""
-    known = known_workers(host, service)
-    if has_fleet(run, known):
         return
     for worker_id in new_ids(run.worker_count, known):
         body: dict[str, object] = {"worker_id": worker_id, "model_name": run.model_name}
@@ -285,7 +251,7 @@ def register_fleet(run: Run, host: str, service: str) -> None:
             status, answer = ask(host, "POST", "/workers", body)
         is_ready = service == SLOT_TRACKER or b'"schedulable"' in answer
         if status not in (200, 201) or not is_ready:
-            raise SetupError(f"worker {worker_id}: {status} {answer.decode()[:300]}")
+            raise ServiceError(f"worker {worker_id}: {status} {answer.decode()[:300]}")
 
 
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]  # locust's
@@ -316,11 +282,11 @@ def begin(environment: Environment, **_: object) -> None:
     chosen = environment.user_classes
     try:
         if len(chosen) != 1:
-            raise SetupError("name one class of users: SelectionUser or SlotTrackerUser")
+            raise ServiceError("name one class of users: SelectionUser or SlotTrackerUser")
         if not isinstance(environment.runner, WorkerRunner):
             service = SELECTOR if chosen[0] is SelectionUser else SLOT_TRACKER
             register_fleet(run, host_of(environment), service)
-    except SetupError as error:
+    except ServiceError as error:
         print(f"locustfile: {error}")
         environment.process_exit_code = 1
         gevent.spawn(environment.runner.quit)  # once the start that we are in has ended
