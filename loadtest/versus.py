@@ -29,7 +29,7 @@ if __name__ == "__main__":
 from lean_selector.tools.service_process import ServiceError
 from loadtest.duel import index, report
 from loadtest.duel.prompts import Prompts
-from loadtest.duel.results import FAILURES, Results
+from loadtest.duel.results import FAILURES, STARTED, Results
 from loadtest.duel.stages import Plan, StageRun, stages
 from loadtest.duel.targets import forms, machine, reference
 
@@ -55,9 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="versus.py", description="Measure this service beside the reference."
     )
-    parser.add_argument(
-        "--cases", type=re.compile, default=re.compile(""), metavar="REGEX", help="only these"
-    )
+    parser.add_argument("--cases", type=re.compile, default="", metavar="REGEX", help="only these")
     parser.add_argument("--quick", action="store_true", help="tiny rounds: shows that it works")
     parser.add_argument(
         "--trace",
@@ -73,11 +71,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="VERSION|COMMAND",
         help=f"installed if need be, or a command line with {{port}}; default: {DEFAULT_REFERENCE}",
     )
-    parser.add_argument(
-        "--compiled",
-        metavar="PYTHON",
-        help="the interpreter of an environment that has our compiled wheel",
-    )
+    parser.add_argument("--compiled", metavar="PYTHON", help="it has our compiled wheel")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     return parser.parse_args(argv)
 
@@ -94,10 +88,6 @@ def measure(args: argparse.Namespace) -> tuple[Results, dict[str, str]]:
         results.note("--quick: tiny rounds, small fleets; the figures mean nothing")
     if args.rounds:
         plan = msgspec.structs.replace(plan, rounds=args.rounds)
-    started = time.monotonic()
-
-    def say(text: str) -> None:
-        print(f"{time.monotonic() - started:5.0f} s  {text}", file=sys.stderr, flush=True)
 
     def wanted(name: str) -> bool:
         return args.cases.search(name) is not None
@@ -107,17 +97,17 @@ def measure(args: argparse.Namespace) -> tuple[Results, dict[str, str]]:
         if names := list(filter(wanted, stage.names())):
             prompts = by_size.setdefault(stage.block_size, Prompts(plan.trace, stage.block_size))
             with results.keep(names):
-                StageRun(stage, plan, prompts, results, say).run(wanted)
+                StageRun(stage, plan, prompts, results).run(wanted)
     if any(map(wanted, index.NAMES)):
         prompts = by_size.setdefault(16, Prompts(plan.trace, 16))
-        index.run(plan, prompts, results, wanted, say)
+        index.run(plan, prompts, results, wanted)
     if results.failures and not results.rounds:
         raise ServiceError(results.failures[0])
     results.note("no body was sent twice to one process, unless a line here says so")
-    return results, _about(args, plan, time.monotonic() - started)
+    return results, _about(args, plan)
 
 
-def _about(args: argparse.Namespace, plan: Plan, seconds: float) -> dict[str, str]:
+def _about(args: argparse.Namespace, plan: Plan) -> dict[str, str]:
     client = "wrk" if shutil.which("wrk") else "our own client (wrk is not installed)"
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -127,7 +117,7 @@ def _about(args: argparse.Namespace, plan: Plan, seconds: float) -> dict[str, st
         "trace": args.trace.name if args.trace else "made up, in the shape of a chat trace",
         "closed load": client,
         "rounds": f"{plan.rounds}; medians; the targets take turns within each",
-        "took": f"{seconds:.0f} s",
+        "took": f"{time.monotonic() - STARTED:.0f} s",
     }
 
 

@@ -10,8 +10,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Self
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 import zmq
@@ -115,7 +114,7 @@ def names_of(engine: int, prompt: Prompt) -> list[int]:
     return [name ^ own for name in struct.unpack(f"<{prompt.blocks}Q", prompt.sequence)]
 
 
-class Engines:
+class Engines(AbstractContextManager["Engines"]):
     """Engines 1 to `count`, each with a cache of `capacity` blocks and a socket.
 
     A stored event tells of at most `event_blocks` blocks; None: of all that a prompt adds.
@@ -164,23 +163,20 @@ class Engines:
         Raises ServiceError when a worker is not schedulable or not heard.
         """
         for engine in range(self.count):
-            source = (
-                {"0": self._sockets[engine].get_string(zmq.LAST_ENDPOINT)} if self._listened else {}
-            )
-            record = service.call(
-                "POST",
-                "/workers",
-                {
-                    "worker_id": engine + 1,
-                    "model_name": MODEL_NAME,
-                    "endpoint": f"http://127.0.0.1:{9_000 + engine}",  # named, never contacted
-                    "block_size": self._prompts.block_size,
-                    "max_num_batched_tokens": _BATCHED_TOKENS,
-                    "total_kv_blocks": self._capacity,
-                    "kv_events_endpoints": source,
-                    "taints": [f"zone-{engine % ZONES}"],
-                },
-            )
+            worker: dict[str, object] = {
+                "worker_id": engine + 1,
+                "model_name": MODEL_NAME,
+                "endpoint": f"http://127.0.0.1:{9_000 + engine}",  # named, never contacted
+                "block_size": self._prompts.block_size,
+                "max_num_batched_tokens": _BATCHED_TOKENS,
+                "total_kv_blocks": self._capacity,
+                "kv_events_endpoints": {},
+                "taints": [f"zone-{engine % ZONES}"],
+            }
+            if self._listened:
+                endpoint = self._sockets[engine].get_string(zmq.LAST_ENDPOINT)
+                worker["kv_events_endpoints"] = {"0": endpoint}
+            record = service.call("POST", "/workers", worker)
             if record["lifecycle"] != "schedulable":
                 raise ServiceError(f"{service.name}: {record}")
         if not self._listened:
@@ -196,20 +192,7 @@ class Engines:
         for engine in range(self.count):
             load = (engine * 37 + 11) % self.count  # apart from the order of the workers
             blocks = [(engine + 1) << 32 | at for at in range(load % 23)]
-            service.call(
-                "POST",
-                "/reservations",
-                {
-                    "model_name": MODEL_NAME,
-                    service.id_field: f"held-{engine}",
-                    "worker_id": engine + 1,
-                    "dp_rank": 0,
-                    "isl_tokens": 8 * load + 1,
-                    "block_hashes": blocks,
-                    "sequence_hashes": blocks,
-                    "effective_prefill_tokens": 7 * load + 1,
-                },
-            )
+            service.book(f"held-{engine}", engine + 1, load, blocks)
 
     # -- what the engines do -------------------------------------------------------------------
 
@@ -345,11 +328,5 @@ class Engines:
             self._send(message.engine, message.payload)
             stored += message.stored
 
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._context.destroy(linger=0)

@@ -12,7 +12,7 @@ import msgspec
 
 from loadtest.duel.engines import ARRAYS, EVENT_BLOCKS, LAYOUTS, Engines, Layout, Message
 from loadtest.duel.prompts import Prompts
-from loadtest.duel.results import RequestFile, Results, latencies, open_load
+from loadtest.duel.results import RequestFile, Results, latencies, open_load, say
 from loadtest.duel.stages import Plan
 from loadtest.duel.targets import Service, Target
 from loadtest.http_client import http
@@ -54,13 +54,7 @@ FILLINGS = [
 NAMES = [*(case for filling in FILLINGS for case in filling.cases), PAUSE]
 
 
-def run(
-    plan: Plan,
-    prompts: Prompts,
-    results: Results,
-    wanted: Callable[[str], bool],
-    say: Callable[[str], None],
-) -> None:
+def run(plan: Plan, prompts: Prompts, results: Results, wanted: Callable[[str], bool]) -> None:
     """All index cases that are wanted; where a target fails, the others go on."""
     for number in range(plan.rounds):
         for filling in FILLINGS:
@@ -135,5 +129,4 @@ def _pauses(target: Target, plan: Plan, prompts: Prompts, results: Results) -> N
         metrics = latencies(load.latencies_us)
         metrics["calm_max_us"] = float(max(calm.latencies_us))
         metrics["client_late_max_us"] = float(max(load.late_us))
-        results.add(PAUSE, target.name, **metrics)
-        results.refused(PAUSE, target.name, calm.bad + load.bad)
+        results.add(PAUSE, target.name, calm.bad + load.bad, **metrics)

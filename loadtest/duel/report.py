@@ -4,17 +4,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from lean_selector.build_info import COMPILED, PURE
 from loadtest.duel import index
 from loadtest.duel.results import Results
 from loadtest.duel.stages import with_option
 
 # -- the targets, and whether they are met ---------------------------------------------------------
 
-NOT_MEASURED = "not measured"
 TRACE = "trace prompts at 16, 16 workers"
-TRACE_64 = "trace prompts at 64, 16 workers"
-START = "process, after start"
 MSGPACK = f"select as msgpack, {TRACE}"
 LARGE_FLEET = "process, 512 workers"
 WORKERS = 512
@@ -50,7 +46,7 @@ class Row(msgspec.Struct, frozen=True):
 
     def verdict(self, value: float | None) -> str:
         if value is None:
-            return NOT_MEASURED
+            return "not measured"
         if not self.meets(value, self.target):
             return "missed"
         reached = self.aim is not None and self.meets(value, self.aim)
@@ -65,12 +61,11 @@ def _ratio(case: str, metric: str = "cpu_us") -> Figure:
     return lambda results, ours, reference: results.ratio(case, metric, reference, ours)
 
 
-def _own(case: str, metric: str, scale: float = 1.0, minus: float = 0.0, form: str = "") -> Figure:
-    """Of ours alone; with `form` of that one of our forms, whichever is compared."""
+def _own(case: str, metric: str, scale: float = 1.0, minus: float = 0.0) -> Figure:
+    """Of ours alone."""
 
     def figure(results: Results, ours: str, reference: str) -> float | None:
-        named = [name for name in results.own if name.endswith(f" {form}")] if form else [ours]
-        value = results.value(case, named[0], metric) if named else None
+        value = results.value(case, ours, metric)
         return None if value is None else value * scale - minus
 
     return figure
@@ -87,7 +82,7 @@ def _select(what: str, target: float, aim: float) -> Row:
 ROWS = (
     _select("8 blocks, 16 workers", 0.80, 0.65),
     _select(TRACE, 0.65, 0.50),
-    _select(TRACE_64, 0.75, 0.55),
+    _select("trace prompts at 64, 16 workers", 0.75, 0.55),
     _select("4096 blocks, 16 workers", 0.60, 0.45),
     Row("CPU, lifecycle, trace prompts", _ratio(f"lifecycle, {TRACE}"), 0.33, 0.25),
     Row("CPU, lifecycle, 8 blocks", _ratio("lifecycle, 8 blocks, 16 workers"), 1.0, 0.80),
@@ -145,10 +140,6 @@ ROWS = (
         _own(LARGE_FLEET, "descriptors", minus=WORKERS),
         600,
         unit="",
-    ),
-    *(
-        Row(f"resident memory after start, {form}", _own(START, "rss_mb", form=form), mb, unit="MB")
-        for form, mb in ((PURE, 45), (COMPILED, 50))
     ),
     Row("CPU per block, fresh, whole prompts per event", _ratio(index.FRESH, CPU), 1.2, 0.8),
     Row("CPU per block stored or evicted in churn", _ratio(index.CHURN, CPU), 1.1, 0.8),
@@ -279,7 +270,7 @@ def lines(results: Results, about: dict[str, str]) -> str:
     """Everything, in Markdown."""
     head = [f"{name}: {value}" for name, value in about.items()]
     skipped = [f"{case}: {reason}" for case, reason in results.skipped.items()]
-    words = [f"- {word}" for word in [*head, *skipped, *results.warnings()]]
+    words = [f"- {word}" for word in [*head, *skipped, *results.notes]]
     return "\n\n".join(["\n".join(words), *tables(results)])
 
 

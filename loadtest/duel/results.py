@@ -7,10 +7,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Self
 
 import msgspec
 
@@ -47,7 +46,7 @@ class Load(msgspec.Struct):
 _decode = msgspec.json.Decoder(Load).decode
 
 
-class RequestFile:
+class RequestFile(AbstractContextManager["RequestFile"]):
     """Requests in files, as the senders read them; gone when the context ends.
 
     One lane is shared by all connections, so that its requests are sent in order, but may be
@@ -71,9 +70,6 @@ class RequestFile:
     @property
     def script(self) -> Path:
         return self.folder / "replay.lua"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._directory.cleanup()
@@ -152,22 +148,25 @@ def _run(
 
 # -- the figures -----------------------------------------------------------------------------------
 
+STARTED = time.monotonic()
 FAILURES = (ServiceError, OSError, ValueError)
+
+
+def say(text: str) -> None:
+    """Tells what is measured now."""
+    print(f"{time.monotonic() - STARTED:5.0f} s  {text}", file=sys.stderr, flush=True)
 
 
 class Results(msgspec.Struct):
     """rounds[case][target][metric] lists the values in the order of the rounds.
 
-    own: our forms, the first of which is compared with every reference. bad[case][target] counts
-    answers that were not 2xx: what it costs to refuse is compared with nothing.
-    """
+    own: our forms, the first of which is compared with every reference."""
 
     own: list[str]
-    references: list[str]  # the first is the one that budgets compare with
+    references: list[str]  # the first is the one that targets are of
     rounds: dict[str, dict[str, dict[str, list[float]]]] = {}
     notes: list[str] = []  # what a reader must know to trust or doubt a figure
     skipped: dict[str, str] = {}  # case -> why
-    bad: dict[str, dict[str, int]] = {}
     failures: list[str] = []  # what ended a part of the run
 
     @property
@@ -184,8 +183,14 @@ class Results(msgspec.Struct):
         """By which its ratios are called."""
         return ours.rpartition(" ")[2] if ours in self.own[1:] else "ours"
 
-    def add(self, case: str, target: str, **metrics: float) -> None:
-        """The values of one round."""
+    def add(self, case: str, target: str, bad: int = 0, /, **metrics: float) -> None:
+        """The values of one round, unless answers were not 2xx: what it costs to refuse is compared
+        with nothing."""
+        if bad:
+            self.note(
+                f"{case}: {bad} answers of {target} in a round were not 2xx: it has no figure"
+            )
+            return
         kept = self.rounds.setdefault(case, {}).setdefault(target, {})
         for metric, value in metrics.items():
             kept.setdefault(metric, []).append(value)
@@ -193,12 +198,6 @@ class Results(msgspec.Struct):
     def note(self, text: str) -> None:
         if text not in self.notes:
             self.notes.append(text)
-
-    def refused(self, case: str, target: str, answers: int) -> None:
-        """So many answers of a round were not 2xx."""
-        if answers:
-            by_target = self.bad.setdefault(case, {})
-            by_target[target] = by_target.get(target, 0) + answers
 
     @contextmanager
     def keep(self, cases: Collection[str]) -> Iterator[None]:
@@ -215,15 +214,6 @@ class Results(msgspec.Struct):
                 else:
                     self.skipped.setdefault(case, f"skipped: {reason}")
 
-    def warnings(self) -> list[str]:
-        """What a reader must know, answers that were not 2xx among it."""
-        refusals = [
-            f"{case}: {count} answers of {target} were not 2xx, so it is compared with nothing"
-            for case, by_target in self.bad.items()
-            for target, count in by_target.items()
-        ]
-        return [*refusals, *self.notes]
-
     def value(self, case: str, target: str, metric: str) -> float | None:
         """Median over the rounds; None when it was not measured."""
         values = self.rounds.get(case, {}).get(target, {}).get(metric)
@@ -236,10 +226,7 @@ class Results(msgspec.Struct):
     def quotient(
         self, case: str, target: str, other_case: str, other_target: str, metric: str
     ) -> float | None:
-        """One median over another; None when one is missing, has answers that were not 2xx, or the
-        other is 0."""
-        if self.bad.get(case, {}).get(target) or self.bad.get(other_case, {}).get(other_target):
-            return None
+        """One median over another; None when one is missing, or the other is 0."""
         value = self.value(case, target, metric)
         other = self.value(other_case, other_target, metric)
         return None if value is None or not other else value / other

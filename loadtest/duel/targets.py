@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
@@ -127,6 +126,20 @@ class Service(ChildService):
             return "selection_id" if "selection_id" in str(error) else "reservation_id"
         raise ServiceError(f"{self.name} books nothing under no name")
 
+    def book(self, name: str, worker_id: int, load: int = 0, blocks: Sequence[int] = ()) -> None:
+        """A reservation on a worker. `load` is of its prefill."""
+        body = {
+            "model_name": MODEL_NAME,
+            self.id_field: name,
+            "worker_id": worker_id,
+            "dp_rank": 0,
+            "isl_tokens": 8 * load + 1,
+            "effective_prefill_tokens": 7 * load + 1,
+            "block_hashes": blocks,
+            "sequence_hashes": blocks,
+        }
+        self.call("POST", "/reservations", body)
+
     def footprint(self) -> dict[str, float]:
         """Memory, threads and open descriptors now."""
         threads = len(os.listdir(f"/proc/{self.process.pid}/task"))
@@ -148,7 +161,7 @@ _LINK_TIMEOUT_S = 20.0
 _POLL_S = 0.05
 
 
-class Pair:
+class Pair(contextlib.AbstractContextManager["Pair"]):
     """`main` gets the load; `peer` only hears of it."""
 
     def __init__(self, target: Target, replicated: bool, cpus: Collection[int]) -> None:
@@ -180,19 +193,7 @@ class Pair:
         while not _active(self.peer):
             if time.monotonic() > deadline:
                 raise ServiceError(f"{self.main.name}: the replicas do not hear each other")
-            self.main.call(
-                "POST",
-                "/reservations",
-                {
-                    "model_name": MODEL_NAME,
-                    self.main.id_field: f"link-{number}",
-                    "worker_id": 1,
-                    "dp_rank": 0,
-                    "isl_tokens": 0,
-                    "sequence_hashes": [],
-                    "block_hashes": [],
-                },
-            )
+            self.main.book(f"link-{number}", 1)
             number += 1
             time.sleep(_POLL_S)
         for at in range(number):
@@ -210,9 +211,6 @@ class Pair:
                     f"{self.main.name}: {here} active requests, its peer says {there}"
                 )
             time.sleep(_POLL_S)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for service in self.services:

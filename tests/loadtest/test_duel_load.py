@@ -69,6 +69,8 @@ def test_each_lane_has_a_connection_of_its_own_and_keeps_its_order(service: Runn
         for _ in range(2):
             load = closed_load(service.port, file)
             assert (load.requests, load.bad) == (360, 0)
+    with RequestFile([HEALTH, http("DELETE", "/reservations/of-nobody")]) as file:
+        assert closed_load(service.port, file).bad == 1
 
 
 @contextmanager
