@@ -12,6 +12,7 @@ Tests of what is never compiled (tests/support/one_form.py) have the mark `one_f
 
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,12 @@ settings.register_profile(
 settings.register_profile(
     "explore", settings.get_profile("repeatable"), derandomize=False, print_blob=True
 )
+
+
+# Containers often switch bytecode off. Then each start of a service compiles its modules, which
+# takes as much CPU as all else that a start does.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

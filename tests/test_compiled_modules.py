@@ -4,11 +4,12 @@ import ast
 import importlib
 import importlib.util
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 import lean_selector
-from tests.test_imports import MODULES, TREES, WITH_SHAPES
+from tests.test_imports import MODULES, tree_of, with_shapes
 
 CHECKOUT = Path(__file__).parents[1]
 SOURCES = Path(lean_selector.__file__).parents[1]
@@ -24,7 +25,12 @@ def setup_script() -> ModuleType:
 
 
 SETUP = setup_script()
-COMPILED = [path.removesuffix(".py").replace("/", ".") for path in SETUP.compiled_modules(SOURCES)]
+
+
+@cache
+def compiled() -> list[str]:
+    """Names of the modules that the rule compiles."""
+    return [path.removesuffix(".py").replace("/", ".") for path in SETUP.compiled_modules(SOURCES)]
 
 
 ON_THE_WAY_OF_A_REQUEST = {
@@ -47,28 +53,28 @@ def compiled_modules() -> list[str]:
 
 
 def test_what_is_compiled_is_behaviour_of_the_rooms_where_time_goes() -> None:
-    assert {module.split(".")[1] for module in COMPILED} == SETUP.ROOMS
-    assert {f"lean_selector.{module}" for module in ON_THE_WAY_OF_A_REQUEST} <= set(COMPILED)
-    assert set(COMPILED) <= set(MODULES) - set(WITH_SHAPES)
+    assert {module.split(".")[1] for module in compiled()} == SETUP.ROOMS
+    assert {f"lean_selector.{module}" for module in ON_THE_WAY_OF_A_REQUEST} <= set(compiled())
+    assert set(compiled()) <= set(MODULES) - set(with_shapes())
     # A compiled installation has compiled what the rule says.
-    assert sorted(compiled_modules()) in ([], COMPILED)
+    assert sorted(compiled_modules()) in ([], compiled())
 
 
 def test_no_class_inherits_interpreted_from_a_compiled_one() -> None:
     """mypyc's classes can be made of nothing but compiled code; exceptions are not its own."""
     native = {
         (module, node.name)
-        for module in COMPILED
-        for node in TREES[module].body
+        for module in compiled()
+        for node in tree_of(module).body
         if isinstance(node, ast.ClassDef) and module != "lean_selector.core.errors"
     }
     assert ("lean_selector.http.protocol", "HttpProtocol") in native
     heirs = [
         f"{module}.{node.name}"
-        for module in set(MODULES) - set(COMPILED)
-        for node in ast.walk(TREES[module])
+        for module in set(MODULES) - set(compiled())
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.ClassDef)
-        for base in imported(TREES[module]) & native
+        for base in imported(tree_of(module)) & native
         if base[1] in SETUP._bases(node)
     ]
     assert heirs == []
@@ -91,8 +97,8 @@ def test_a_bound_of_a_slice_calls_nothing_that_has_an_effect() -> None:
     """mypyc computes the bounds twice where it does not know the type that is sliced."""
     slices = [
         call
-        for module in COMPILED
-        for node in ast.walk(TREES[module])
+        for module in compiled()
+        for node in ast.walk(tree_of(module))
         if isinstance(node, ast.Slice)
         for call in ast.walk(node)
         if isinstance(call, ast.Call)
@@ -104,8 +110,8 @@ def test_a_bound_of_a_slice_calls_nothing_that_has_an_effect() -> None:
 def test_the_names_of_caught_errors_have_one_type_in_a_function() -> None:
     """mypyc takes the type of the first for that of all, and raises TypeError for the others."""
     caught: dict[tuple[str, str, str], set[str]] = {}
-    for module in COMPILED:
-        for function in ast.walk(TREES[module]):
+    for module in compiled():
+        for function in ast.walk(tree_of(module)):
             if isinstance(function, ast.FunctionDef):
                 for node in ast.walk(function):
                     if isinstance(node, ast.ExceptHandler) and node.name and node.type:
@@ -125,7 +131,7 @@ def test_what_is_compiled_inherits_no_attributes_of_interpreted_classes() -> Non
     """A class gets a dict and a list of weak references of its own when it is compiled. With those
     of an interpreted base beside them, the end of an instance frees what is not its own."""
     wrong = []
-    for name in COMPILED:
+    for name in compiled():
         for found in vars(importlib.import_module(name)).values():
             if isinstance(found, type) and found.__module__ == name and not issubclass(found, Enum):
                 wrong += [
@@ -141,8 +147,8 @@ def test_what_is_compiled_walks_no_generator_expression_step_by_step() -> None:
     """Compiled, it is a list: what should be work in slices would be done at once."""
     wrong = [
         f"{module}:{loop.lineno}"
-        for module in COMPILED
-        for loop in ast.walk(TREES[module])
+        for module in compiled()
+        for loop in ast.walk(tree_of(module))
         if isinstance(loop, ast.For) and isinstance(loop.iter, ast.GeneratorExp)
     ]
     assert wrong == []

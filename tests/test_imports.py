@@ -7,6 +7,7 @@ So each imports by itself, whichever is first: mypy sees to the names that it ta
 
 import ast
 import graphlib
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -29,14 +30,16 @@ def path_of(module: str) -> Path:
     return path / "__init__.py" if module in PACKAGES else path.with_suffix(".py")
 
 
-TREES = {module: ast.parse(path_of(module).read_text(encoding="utf-8")) for module in MODULES}
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(path_of(module).read_text(encoding="utf-8"))
 
 
+@cache
 def imported(module: str) -> set[str]:
     """Full names of what a module imports, wherever the statement stands."""
     names: set[str] = set()
-    tree = TREES.get(module) or ast.parse(path_of(module).read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -44,9 +47,6 @@ def imported(module: str) -> set[str]:
             assert node.module is not None
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
-
-
-IMPORTED = {module: imported(module) for module in (*MODULES, *PACKAGES)}
 
 
 # -- who may import whom --------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def room_of(name: str) -> str:
 
 
 def ours(module: str) -> set[str]:
-    names = IMPORTED[module] - {"lean_selector.__version__"}
+    names = imported(module) - {"lean_selector.__version__"}
     return {name for name in names if name.startswith("lean_selector.")}
 
 
@@ -133,7 +133,7 @@ def modules_imported(module: str) -> set[str]:
     """The modules and packages of ours behind what a module imports, also only for its types."""
     known = {*MODULES, *PACKAGES}
     found = set()
-    for name in IMPORTED[module]:
+    for name in imported(module):
         # The package's other names are imported when they are first used.
         if name.split(".")[0] == "lean_selector" and name != "lean_selector.__version__":
             found.add(name if name in known else name.rpartition(".")[0])
@@ -162,9 +162,10 @@ def bases_of(node: Definition) -> set[str]:
     return {ast.unparse(base).split("[")[0].split(".")[-1] for base in bases}
 
 
+@cache
 def structs() -> set[str]:
     """Names of all classes that are msgspec structs, by their bases' names."""
-    classes = [node for tree in TREES.values() for node in ast.walk(tree) if is_class(node)]
+    classes = [node for name in MODULES for node in ast.walk(tree_of(name)) if is_class(node)]
     known, found = {"Struct"}, set[str]()
     while known != found:
         found = set(known)
@@ -176,26 +177,25 @@ def is_class(node: ast.AST) -> TypeGuard[ast.ClassDef]:
     return isinstance(node, ast.ClassDef)
 
 
-STRUCTS = structs()
-
-
 def definitions(module: str) -> tuple[list[Definition], list[Definition]]:
     """The structs of a module, wherever they stand, and what else it defines at its top."""
-    tree = TREES[module]
-    shapes = [n for n in ast.walk(tree) if is_class(n) and bases_of(n) & STRUCTS]
+    tree = tree_of(module)
+    shapes = [n for n in ast.walk(tree) if is_class(n) and bases_of(n) & structs()]
     others = [n for n in tree.body if isinstance(n, Definition) and n not in shapes]
     return [*shapes], others
 
 
-WITH_SHAPES = [module for module in MODULES if definitions(module)[0]]
+@cache
+def with_shapes() -> list[str]:
+    return [module for module in MODULES if definitions(module)[0]]
 
 
 def test_a_compiled_room_keeps_its_structs_apart_from_behaviour() -> None:
     """A module with a struct cannot be compiled, so what is worth compiling stands elsewhere."""
     wrong = []
     kinds = {"Enum", "IntEnum", "StrEnum"}
-    for module in WITH_SHAPES:
-        awaits = any(isinstance(node, ast.AsyncFunctionDef) for node in ast.walk(TREES[module]))
+    for module in with_shapes():
+        awaits = any(isinstance(node, ast.AsyncFunctionDef) for node in ast.walk(tree_of(module)))
         if module.split(".")[1] not in COMPILED_ROOMS or awaits:
             continue  # what awaits is interpreted anyway
         shapes, others = definitions(module)
@@ -205,7 +205,7 @@ def test_a_compiled_room_keeps_its_structs_apart_from_behaviour() -> None:
             if not is_helper and not bases_of(other) & kinds:
                 wrong.append(f"{module}: {other.name}")
     assert wrong == []
-    assert {"core", "wire", "client"} <= set(map(room_of, WITH_SHAPES)), "structs are found"
+    assert {"core", "wire", "client"} <= set(map(room_of, with_shapes())), "structs are found"
 
 
 # -- the pure parts -------------------------------------------------------------------------------
@@ -222,11 +222,11 @@ PURE = [module for module in MODULES if room_of(module) == "core"]
 def test_pure_modules_import_nothing_that_waits_reads_a_clock_or_draws() -> None:
     wrong = []
     for module in PURE:
-        roots = {name.split(".")[0] for name in IMPORTED[module]} | IMPORTED[module]
+        roots = {name.split(".")[0] for name in imported(module)} | imported(module)
         wrong += [f"{module}: {name}" for name in roots & WAITING_OR_CLOCKED]
         # The only random source is the one that they are given: `Random` is its type.
         wrong += [f"{module}: {name}" for name in roots if name.startswith("random.")]
-        for node in ast.walk(TREES[module]):
+        for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "random":
                 wrong += [f"{module}: random.{node.attr}"] * (node.attr != "Random")
             if isinstance(node, ast.Call) and ast.unparse(node.func) in EFFECTS:

@@ -6,9 +6,7 @@ from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any, Self
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from tests.gateway.running_gateway import RunningGateway
@@ -23,6 +21,9 @@ MESSAGES: list[Any] = [{"role": "user", "content": TEXT}]
 
 class Clients:
     def __init__(self, gateway: RunningGateway) -> None:
+        import anthropic  # here, since it takes seconds in each process that collects
+        import openai
+
         self.gateway = gateway
         self.headers: list[Any] = []  # of the answers, in their order
         hooks = {"response": [lambda answer: self.headers.append(answer.headers)]}
