@@ -1,6 +1,6 @@
-"""KvRouter and SyncKvRouter: the router API of the document, in front of a selection service.
+"""KvRouter and SyncKvRouter: Dynamo's Python router API, on top of a selection service.
 
-The document is "Using KvPushRouter Python API" of the router examples, where the class is named
+Dynamo's document "Using KvPushRouter Python API" specifies it; there the class is named
 KvPushRouter. Each method is written once, in KvRouter; SyncKvRouter runs it in a thread."""
 
 import asyncio

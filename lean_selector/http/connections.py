@@ -60,7 +60,7 @@ def plain_refusal(error: HttpError) -> bytes:
 
 
 class Timeouts(NamedTuple):
-    """Timeouts in seconds, as precise as the interval of the sweep."""
+    """Timeouts in seconds. One takes effect up to one sweep of all connections late."""
 
     idle_s: float = 75.0  # for a keep-alive connection without a request
     read_s: float = 30.0  # for an incomplete request; bodies get more

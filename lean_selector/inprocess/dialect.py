@@ -146,7 +146,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def record(decoded: Fields) -> Fields:
-    """Returns a worker's record, from its JSON, with int keys in maps by rank."""
+    """Returns a worker's decoded record; the keys of its maps by rank become ints."""
     for field in BY_RANK:
         if field in decoded:
             decoded[field] = {int(rank): value for rank, value in decoded[field].items()}

@@ -194,9 +194,9 @@ class ReplicaSync:
             self._call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send all events of this turn of the loop, however long that takes; otherwise the outbox
-        would fill under sustained load on a busy processor. Send at least a few events from earlier
-        turns, and more until the time slice is over."""
+        """Send, oldest first, as many events as were queued since the last flush (but at most
+        MAX_DUE_PER_TURN), however long that takes: else the outbox would fill under sustained load.
+        Then go on until the time slice is over, up to MAX_EVENTS_PER_TURN in all."""
         outbox = self._outbox
         if self._pub.socket.closed:  # reservations that are freed after the end are not published
             outbox.clear()

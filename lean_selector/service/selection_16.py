@@ -219,6 +219,6 @@ class SelectionService16(SelectionService):
 
 
 def _outlook_of(placement: Placement) -> RankOutlook:
-    """Returns the outlook of a placement whose request asked for one."""
+    """Returns the loads at the rank before the booking; the request must have asked for them."""
     assert not isinstance(placement.outlook, UnsetType)
     return placement.outlook

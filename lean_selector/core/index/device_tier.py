@@ -75,8 +75,8 @@ class DeviceRanks:
         self._bits.release(rank.key)
 
     def retire(self, rank: DeviceRank) -> EngineHashes:
-        """Hide a rank. Returns the engine hashes of its blocks. The caller must sweep these blocks
-        from the trie, then call `swept`."""
+        """Take a rank out of look-ups, and return the engine hashes of its blocks. The caller must
+        sweep these blocks from the trie, then call `swept`."""
         self._hide(rank)
         names, rank.names, rank.blocks = rank.names, self._new_names(), 0
         self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
