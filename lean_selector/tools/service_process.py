@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import math
 import os
+import random
 import signal
 import socket
 import sys
@@ -112,8 +113,16 @@ START_TIMEOUT_S = 30.0  # a cold interpreter on a busy machine takes a few secon
 STOP_TIMEOUT_S = 8.0  # the service drains for up to 5 s on SIGTERM
 
 
+# Systems give no port below 32 768 to an outgoing connection, so one that is free stays free.
+_PORTS = range(31_000, 32_768)
+
+
 def check_port(port: int) -> int:
     """Returns the port, or a free one if it is 0. Raises ServiceError if the port is in use."""
+    if not port:
+        for candidate in random.sample(_PORTS, 100):
+            with suppress(ServiceError):
+                return check_port(candidate)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the service binds
         try:

@@ -11,6 +11,7 @@ from lean_selector.tools import service_process
 from lean_selector.tools.service_process import (
     HttpClient,
     ServiceError,
+    check_port,
     running_service,
     wait_until_healthy,
 )
@@ -21,6 +22,10 @@ from tests.support.outbound_server import Serve, hangs, response, says, serving
 def child_pids() -> set[str]:
     pid = os.getpid()
     return set(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+
+def test_a_free_port_is_none_that_a_connection_could_be_given_meanwhile() -> None:
+    assert 31_000 <= check_port(0) < 32_768
 
 
 @pytest.mark.parametrize(
