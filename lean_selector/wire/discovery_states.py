@@ -51,8 +51,8 @@ class DiscoveryReport(msgspec.Struct, frozen=True):
 
 
 class KeptWorker(msgspec.Struct, frozen=True):
-    """A discovered worker as stored in the state directory: which discovery found it, and whether
-    it was deleted over HTTP while the discovery listed it."""
+    """A discovered worker as stored in the state directory: which `--discover` source found it, and
+    whether it was deleted over HTTP while that source listed it."""
 
     key: str  # hash of its endpoint
     worker_id: int

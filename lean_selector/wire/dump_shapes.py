@@ -64,7 +64,7 @@ class TierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
-    """A `TierEvent` of the 1.6 dialect. The residency's domain is always the worker here."""
+    """A `TierEvent` of the 1.6 dialect. `residency_domain` is always "worker"."""
 
     worker_id: int
     storage_tier: str

@@ -169,7 +169,7 @@ def _u64(value: Hash) -> int:
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:
-    """Return how many blocks have a hash and all their tokens (a pair counts as one)."""
+    """Return how many blocks have a hash and all their tokens (a bigram of EAGLE is one)."""
     size = event.block_size
     return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
 

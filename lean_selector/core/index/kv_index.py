@@ -366,8 +366,8 @@ class KvIndex:
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
         """Limit the blocks of each rank of a worker, on the device and on each lower tier; None
-        means the default. Above the limit, the oldest blocks are evicted: those at the end of the
-        run that was stored first."""
+        means the default. Above the limit, blocks are evicted from the run that was stored first,
+        beginning at its end."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 
@@ -428,12 +428,12 @@ class KvIndex:
         """Yield stored events from which the index can be rebuilt, in slices of bounded work.
 
         Ranks are sorted, and have at least one slice each. Within a rank the oldest blocks come
-        first, but on the device parents come before children. Device: one event per run, reachable
-        blocks only. Lower tiers: one event per block.
+        first; in the device tier, each block comes after its parent. Device: one event per run,
+        reachable blocks only. Lower tiers: one event per block.
 
         Events may be applied between two slices, so each slice shows the index at some moment since
-        the dump started. If a copy of the index applies the slice, and then all events since that
-        moment, the copy ends up with the rank's blocks."""
+        the dump started. A copy of the index that applies each slice of a rank, and then all
+        events since the moment of that slice, ends up with the rank's blocks."""
         for key in self.ranks():
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):
