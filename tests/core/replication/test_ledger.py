@@ -216,8 +216,8 @@ def test_an_output_block_weighs_what_the_call_says_and_an_end_is_heard_when_it_c
     rank = books.ledger.slots.ranks[7, 0]
     books.ledger.output_block("ours", 1.0)
     assert rank.active_decode_blocks == 4
-    books.ledger.output_block("ours", 2.0, 0.5)
-    assert rank.active_decode_blocks == 3  # five blocks, each a half, rounded up
+    books.ledger.output_block("ours", 2.0, 0.5, blocks=3)
+    assert rank.active_decode_blocks == 4  # seven blocks, each a half, rounded up
     books.ledger.free("ours", 5.0)
     assert books.ledger.slots.heard_at == 5.0
 

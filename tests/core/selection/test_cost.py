@@ -154,7 +154,7 @@ def test_an_override_changes_what_it_names_alone(
 def test_the_policy_latency_weighs_prefill_and_what_is_evicted() -> None:
     given = RouterSettings(prefill_load_scale=3.0, overlap_score_credit_decay=0.5)
     chosen = terms(msgspec.structs.replace(given, policy="latency"))
-    assert (chosen.decay, chosen.scale, chosen.eviction) == (0.0, 30.0, 30.0)
+    assert (chosen.decay, chosen.scale, chosen.eviction, chosen.knows_speeds) == (0, 30, 30, True)
     # 24 tokens are one block and a half.
     assert burden_blocks(chosen, 24, 16) == 45.0
     assert evicted_blocks(chosen, 40, 16, 0, 16) == 22.5
