@@ -103,7 +103,9 @@ class ChunkedRelay(ChunkedBody):
             else:
                 return at
         self._payload = payload
-        return self.feed(data, at)
+        while at < size and not self.is_done and self.error is None:
+            at = self.feed(data, at)  # not all of it, if there are many chunks
+        return at
 
     def _keep(self, piece: bytes) -> None:
         if self._payload is not None:

@@ -45,6 +45,12 @@ def test_chunks_end_where_they_say(
     assert (taken, payload) == (len(body), b"".join(pieces))
 
 
+@pytest.mark.parametrize("cut", [1, 4])
+def test_many_chunks_after_a_cut_one_are_all_passed(cut: int) -> None:
+    body = chunked([b"x"] * 2_000)
+    assert passed(ChunkedRelay(), body, [cut]) == (len(body), b"x" * 2_000)
+
+
 @given(st.lists(st.binary(min_size=1, max_size=30), min_size=1), SIZES)
 def test_chunks_that_are_cut_short_have_no_end(pieces: list[bytes], cuts: list[int]) -> None:
     relay = ChunkedRelay()
