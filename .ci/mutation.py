@@ -104,6 +104,7 @@ AREAS: dict[str, tuple[list[str], list[str]]] = {
         [f"{CORE}/index/kv_index.py"],
         [
             *(f"tests/core/index/test_{name}.py" for name in ("kv_index", "holes", "lower_tiers")),
+            *(f"tests/core/index/test_{name}.py" for name in ("vllm_events", "kv_ingest")),
             *(INDEX_MODEL, f"--deselect={REVIEWED_BY_MANY}"),
         ],
     ),

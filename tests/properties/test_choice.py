@@ -299,6 +299,10 @@ def hold_to_the_model(
     assert {bit: cost for cost, ranks in costed for bit in bits_of(ranks)} == cost_of
     least, tied = cheapest(partition.order, pricing, parts)
     assert dearest(partition.order, pricing, parts) == max(costs)
+    for bucket in partition.order.loads:
+        for cell in parts:
+            bound = pricing.at_least(cell, pricing.slope * bucket.key)  # may be NaN
+            assert not any(bound > cost_of[bit] for bit in bits_of(cell.ranks & bucket.ranks))
     cheap = [bit for bit, cost in cost_of.items() if cost == min(costs)]
     assert (least, bits_of(apart(tied))) == (min(costs), sorted(cheap))
 

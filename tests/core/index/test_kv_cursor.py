@@ -120,7 +120,7 @@ WITH_REPLAY = {
         f"{FOLLOWED} {NEW} live 6; end: R; restarts=1 lost=0 replay_from=0"
     ),
     "the newest batch is compared where nothing before the gap is known": (
-        "live 2; ask; replay 0 1; other 2: R; restarts=1 replay_from=0"
+        "live 2; ask; replay 0 1; other 2: R; restarts=1 replay_from=0; ask; replay 0"
     ),
     "a buffer that begins behind the newest batch leaves a doubt": (
         "live 2; ask; replay 3; lost=1 unknown=2"
@@ -130,6 +130,22 @@ WITH_REPLAY = {
     ),
     "an empty replay loses what was missing and not what has been since": (
         f"{ASKED} live 5 8; end; lost=2 lag=2 replay_from=4; ask; end;lost=4 lag=0 replay_from=None"
+    ),
+    "what was applied before an empty replay may come again in the next one": (
+        f"{ASKED} live 5 8; end; ask; replay 4 5: I A; is_again=True"
+    ),
+    "what came after the first batch is missing, though what came before it is unknown": (
+        "connect; live 3; ask; live 5; end; unknown=3 lag=1; ask; fail; state=degraded"
+    ),
+    "only what was applied early comes again": (
+        f"{ASKED} live 5; replay 1-5: I A A A A; is_again=True; live 6: H; end 6; is_again=False"
+    ),
+    "what only the replay has comes once": f"{ASKED} replay 1-5: I A A A A; is_again=False",
+    "a replay that begins after our only batch leaves a doubt": (
+        f"{NEW} live 0; replay 1; lost=1 unknown=0"
+    ),
+    "a replay that begins late leaves nothing unknown after our only batch": (
+        f"{NEW} live 0; replay 2; lost=1 unknown=0"
     ),
     "what was applied live is not lost though the engine has forgotten it": (
         f"{ASKED} live 5; replay 1: I; live 6: H; replay 6; lost=2"  # 2 to 5 rolled out
@@ -141,7 +157,7 @@ WITH_REPLAY = {
         f"{NEW} live 0 2; end; ask; replay 2; lost=1 unknown=0"
     ),
     "what an empty replay leaves before the first batch is unknown": (
-        "connect; live 3 5; ask; end; lost=1 unknown=3"
+        "connect; live 3 5; lose; ask; end; lost=2 unknown=3"
     ),
     # What is lost
     "a batch that cannot be compared adds to what was lost": f"{ASKED} lose; replay 2; lost=2",
@@ -181,6 +197,12 @@ WITH_REPLAY = {
         "live 0; connect; ask; fail; live 1; clear; live 3; replay_from=1; ask;"
         "replay 1-3: I A A; end; lost=0 state=live"
     ),
+    "a clear leaves the batch before it to be compared": (
+        "live 0; connect; ask; fail; live 1; clear; connect; replay_from=1; ask; replay 1-3: I A A"
+    ),
+    "a clear leaves an empty replay no reason to see another engine": (
+        "live 0; connect; ask; fail; live 1; clear; live 3; ask; end; restarts=0 lost=1"
+    ),
     # A recovered index
     "a recovered source asks from its watermark on": (
         f"resume 41; {NEW} replay 41-43: I A A; end; state=live watermark=43 unknown=0"
@@ -211,6 +233,12 @@ WITH_REPLAY = {
     ),
     "what rolled out of the buffer while the connection was lost degrades": (
         f"{FOLLOWED} {NEW} replay 8 9; end; lost=3 state=degraded watermark=9"
+    ),
+    "an engine that lacks our last batch before the gap is another": (
+        "live 0; connect; live 2; ask; end: R; restarts=1"
+    ),
+    "an empty replay from before the connection does not tell of another engine": (
+        f"{ASKED} connect; end; restarts=0 lost=2 replay_from=4"
     ),
     "a connection that is new while a replay runs is asked after it": (
         f"{ANSWERED} replay 2-4; connect; end; replay_from=4; ask; replay 4 5: I A; end;"

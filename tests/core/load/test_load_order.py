@@ -77,6 +77,8 @@ class LoadOrderMachine(RuleBasedStateMachine):
     def read_what_moved(self) -> None:
         self.order.moved = 0
         self.moved.clear()
+        for bit in self.held:
+            self.order.changed(self.loads[bit])  # nothing changed, so nothing moves
 
     @rule(key=st.floats(0.0, 400.0), share=st.floats(0.0, 1.0))
     def find_a_place(self, key: float, share: float) -> None:
