@@ -1,11 +1,11 @@
 """lean-selector: which inference worker should serve this prompt?
 
-The names below are imported when they are first used, so that a server never imports the client's
-httpx, and an engine that publishes events imports no server.
+Each exported name is imported when it is first used, so that a server never imports the client's
+httpx, and an engine that publishes events imports no code of the server.
 
-block_hashes(tokens, block_size, lora_name=None, cache_salt=None) returns the hashes of a prompt's
-full blocks. sequence_hashes(block_hashes) returns the hashes of its prefixes. They are unsigned
-XXH3-64 hashes, as engines and services of the Dynamo family compute them.
+block_hashes(tokens, block_size, lora_name=None, cache_salt=None) hashes the full blocks of a
+prompt. sequence_hashes(block_hashes) hashes each prefix that ends with a block. The hashes are
+unsigned XXH3-64 hashes, as engines and services of the Dynamo family compute them.
 
 >>> from lean_selector import block_hashes, sequence_hashes
 >>> block_hashes([1, 2, 3, 4, 5, 6, 7, 8, 9], block_size=4)

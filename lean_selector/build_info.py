@@ -1,4 +1,4 @@
-"""How this build runs: as pure Python, or compiled by mypyc (setup.py)."""
+"""Whether this installation runs as pure Python or compiled by mypyc."""
 
 from lean_selector.core.hashing import IS_COMPILED
 
@@ -6,5 +6,5 @@ PURE, COMPILED = "pure", "compiled"
 
 
 def form() -> str:
-    """Checks one module, because all that `setup.py` selects are compiled together."""
+    """Returns COMPILED if mypyc has compiled this package, otherwise PURE."""
     return COMPILED if IS_COMPILED else PURE

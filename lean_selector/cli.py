@@ -22,8 +22,8 @@ COMMANDS: Final = ("gateway", *TOOLS)
 def hold_standard_streams() -> None:
     """Opens stdin, stdout and stderr on the null device if they were closed at start.
 
-    Otherwise the first sockets would get these descriptors: log lines would be written into a
-    socket, and libuv would abort the process when it is closed."""
+    If descriptors 0 to 2 were free, the first sockets would get these numbers. Log lines would be
+    written into a socket, and libuv would abort the process when that socket is closed."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -35,7 +35,7 @@ def hold_standard_streams() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the selection service, or one of COMMANDS. Returns the exit status."""
+    """Runs the selection service, or the command that `argv` names. Returns the exit status."""
     hold_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in TOOLS:
@@ -106,10 +106,10 @@ def _served(
     run: tuple[str, str],
     argv: Sequence[str] | None,
 ) -> int:
-    """Parses the flags of a service, and runs it. Returns the exit status.
+    """Parses the flags of a service, and runs the service. Returns the exit status.
 
-    `run` names a module and a function in it. The module is imported late, so that `--help` and
-    invalid flags are answered at once."""
+    `run`: the module and the function that run the service. The module is imported after the flags
+    are parsed, so that `--help` and invalid flags are answered at once."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(prog=name, description=description, allow_abbrev=False)
     version = f"{name} {__version__} ({form()})" if "--version" in arguments else ""

@@ -1,7 +1,7 @@
-"""Lets programs written for Dynamo's SelectionService use this project's: `compat.install()`.
+"""Lets programs written for Dynamo's SelectionService use this project's SelectionService.
 
-Provides the modules `dynamo.llm` and `dynamo._core`, unless they are installed. They have only the
-classes for selection, which are imported when they are first used."""
+install() provides the modules `dynamo.llm` and `dynamo._core`, unless Dynamo is installed. Each of
+these modules has only the classes for selection."""
 
 import importlib.util
 import sys
@@ -17,7 +17,7 @@ _NAMES = {
 
 
 class _Shim(ModuleType):
-    """A module that takes the name of one of Dynamo's."""
+    """A module that stands in for the Dynamo module of the same name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "From lean_selector.compat: only the selection classes.")

@@ -1,9 +1,9 @@
 """KV event publishing for custom engines: reports the blocks of one rank over ZeroMQ.
 
-Owns the PUB socket of one (worker, dp_rank), numbers its batches, and has the ROUTER socket that
-replays recent batches to a service that missed some. It needs only pyzmq and msgspec, so that an
-engine need not import more. The format is vLLM's ("KV Event Publishing for Custom Engines" in the
-router examples): `[topic, sequence u64 BE, msgpack [ts, events, rank]]`."""
+Owns the PUB socket of one (worker, dp_rank), numbers the batches, and has a ROUTER socket that
+replays recent batches to a service that missed them. Needs only pyzmq and msgspec, so that engines
+import little. The format is vLLM's ("KV Event Publishing for Custom Engines" in Dynamo's router
+examples): `[topic, sequence u64 BE, msgpack [ts, events, rank]]`."""
 
 import os
 import threading
@@ -58,9 +58,9 @@ def signed_hashes(hashes: Sequence[int]) -> list[int]:
 
 
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
-    """Returns a data-parallel rank's endpoint: port + rank for tcp, otherwise with `_dp<rank>`.
-
-    For rank 0, and for a port chosen by the system (`0` or `*`), the endpoint is unchanged."""
+    """Returns the endpoint of a data-parallel rank. For tcp, dp_rank is added to the port. Other
+    endpoints get the suffix `_dp<rank>`. The endpoint is unchanged for rank 0, and for a port that
+    the system chooses (`0` or `*`)."""
     head, _, port = endpoint.rpartition(":")
     if dp_rank == 0 or (endpoint.startswith("tcp:") and port in ("0", "*")):
         return endpoint
@@ -72,7 +72,7 @@ def rank_endpoint(endpoint: str, dp_rank: int) -> str:
 
 
 class _EventSink:
-    """The three publish_ methods. Subclasses send the events."""
+    """The methods that announce cached and dropped blocks. Subclasses send the events."""
 
     def __init__(self, kv_block_size: int) -> None:
         if kv_block_size <= 0:
@@ -98,15 +98,15 @@ class _EventSink:
     ) -> None:
         """Announces consecutive blocks of one sequence that the cache now holds.
 
-        token_ids: the tokens of these blocks, kv_block_size for each of block_hashes.
+        token_ids: the tokens of all these blocks; each block has kv_block_size tokens.
         block_hashes: the engine's own cumulative hashes, signed or unsigned 64 bits.
-        parent_hash: hash of the block before the first; None only at the start of a sequence.
-        num_block_tokens: if given, the first partial block and those after it are left out,
-            since only full blocks can match. None: all blocks are full.
+        parent_hash: hash of the preceding block; None only at the start of a sequence.
+        num_block_tokens: tokens per block. The first partial block and all later blocks are not
+            sent, since only full blocks can match. None: all blocks are full.
         lora_name: the adapter, which is part of a block's identity. lora_id is sent unchanged.
         medium: "GPU" (default), "CPU", "DISK".
-        event_id has no effect: the batch's sequence number orders events. It is kept because
-        the documented signature has it.
+        event_id has no effect: the batch's sequence number orders events. The parameter exists
+        because Dynamo's documented signature has it.
 
         Raises ValueError when lengths disagree or a hash exceeds 64 bits; nothing is sent then."""
         count = len(block_hashes)
@@ -142,7 +142,7 @@ class _EventSink:
         *,
         medium: str | None = None,
     ) -> None:
-        """Announces blocks that left the cache (that of `medium`; default: the GPU's).
+        """Announces blocks that the cache on this medium (default: the GPU) no longer holds.
 
         event_id has no effect, as in publish_stored. Raises ValueError for a hash beyond 64
         bits."""
@@ -155,7 +155,7 @@ class _EventSink:
 
 
 class SentBatch(_EventSink):
-    """Events that are sent in one message, from KvEventPublisher.batch()."""
+    """The batch of KvEventPublisher.batch(): events that are sent in one message."""
 
     def __init__(self, kv_block_size: int) -> None:
         super().__init__(kv_block_size)
@@ -166,11 +166,11 @@ class SentBatch(_EventSink):
 
 
 class KvEventPublisher(_EventSink):
-    """Publishes the KV events of one (worker, dp_rank). Any thread may use it; it never blocks.
+    """Publishes the KV events of one (worker, dp_rank). Any thread may publish. Never blocks.
 
-    Both sockets bind, because the service connects to the registered `kv_events_endpoints` and
+    PUB and ROUTER bind, because the service connects to the registered `kv_events_endpoints` and
     `replay_endpoint`. PUB drops messages for a subscriber that is more than PUB_SEND_HWM messages
-    behind or not connected yet. With a replay endpoint, the service requests what it missed."""
+    behind or not connected yet. With a replay endpoint, the service requests missed messages."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class KvEventPublisher(_EventSink):
         curve_secret_key_file: str | None = None,
         curve_client_keys_file: str | None = None,
     ) -> None:
-        """Binds the sockets. Endpoints have the base port, to which dp_rank is added.
+        """Binds the sockets. `rank_endpoint` derives the addresses from the endpoints and dp_rank.
 
         If curve_secret_key_file is given (a key pair made by `lean-selector keys`), both sockets
         require CURVE, and services need our public key. curve_client_keys_file lists the public
@@ -240,7 +240,7 @@ class KvEventPublisher(_EventSink):
     def batch(self) -> Iterator[SentBatch]:
         """Collects events, and sends them as one message, even if the `with` block raises.
 
-        Events before an exception have happened in the cache, so they are published."""
+        Events before the exception are sent, because the cache has changed already."""
         batch = SentBatch(self.kv_block_size)
         try:
             yield batch
@@ -269,7 +269,7 @@ class KvEventPublisher(_EventSink):
             self._kept_bytes -= len(self._kept.popleft()[1])
 
     def _start_replay(self, endpoint: str) -> None:
-        """Binds the ROUTER here, so that a used address raises, then starts its thread."""
+        """Binds the ROUTER socket, and starts the thread that answers replay requests."""
         router = self._context.socket(zmq.ROUTER)
         router.linger = 0  # a replay that close() interrupts is requested again
         router.sndtimeo = REPLAY_SEND_TIMEOUT_MS
@@ -285,7 +285,7 @@ class KvEventPublisher(_EventSink):
         self._replay.start()
 
     def _serve_replay(self, router: "zmq.Socket[bytes]") -> None:
-        """Answers `[identity, "", first wanted u64 BE]` until the context ends."""
+        """Answers replay requests `[identity, "", first sequence]` until the context ends."""
         with router:
             while True:
                 try:
@@ -307,7 +307,7 @@ class KvEventPublisher(_EventSink):
         router.send_multipart([identity, b"", _END_OF_REPLAY, b""])
 
     def close(self) -> None:
-        """Sends what is queued (for at most a second), stops the replay thread, frees the ports."""
+        """Sends queued events (for at most a second), stops the replay thread, frees the ports."""
         with self._lock:
             self._pub.close()
         if self._gate is not None:
@@ -331,7 +331,7 @@ class KvEventPublisher(_EventSink):
 
 
 def _need_descriptors() -> None:
-    """Raises OSError if too few descriptors are free, because libzmq would abort the process."""
+    """Raises OSError if too few file descriptors are free. (libzmq would abort the process.)"""
     with ExitStack() as taken:
         for _ in range(DESCRIPTORS):
             taken.enter_context(open(os.devnull, "rb"))
@@ -340,8 +340,8 @@ def _need_descriptors() -> None:
 def _gate(
     context: "zmq.Context[zmq.Socket[bytes]]", secret_file: str, clients_file: str | None
 ) -> "CurveGate":
-    """Starts the authenticator for services, in a thread. Raises OSError and ValueError for invalid
-    key files."""
+    """Creates the CURVE authenticator, which admits services by their public keys in a thread of
+    its own. Raises OSError and ValueError for invalid key files."""
     from zmq.auth.thread import ThreadAuthenticator
 
     from lean_selector.events.curve_keys import CurveGate, check_curve, read_list, read_pair
@@ -353,7 +353,7 @@ def _gate(
 
 
 class ZmqKvEventPublisher(KvEventPublisher):
-    """The document's pure Python publisher, with its name and signature. Rank 0, no replay."""
+    """A publisher with the name and signature that Dynamo documents. Rank 0 only, no replay."""
 
     def __init__(self, zmq_endpoint: str, kv_block_size: int, topic: str = "") -> None:
         """Binds zmq_endpoint. Raises as KvEventPublisher does."""

@@ -1,7 +1,7 @@
-"""Supervises background tasks: logs and counts failures, and restarts permanent tasks.
+"""Runs background tasks: logs and counts their exceptions, and restarts tasks that should not end.
 
-Without supervision, a task that raises ends silently. So does a callback of the loop, a thread, or
-a finaliser."""
+Also logs and counts exceptions that are not handled in callbacks of the event loop, threads, and
+finalisers."""
 
 import asyncio
 import contextlib
@@ -36,9 +36,9 @@ def supervise(
 ) -> "asyncio.Task[None]":
     """Runs `work()` in a task until it returns or the task is cancelled.
 
-    An exception is logged and counted. Then the work is restarted after a pause, unless `again` is
-    false. A CancelledError that was not sent to this task counts as an exception. The task never
-    raises. Keep a reference to the task, because the loop does not."""
+    An exception is logged and counted. Then `work()` is called again after a pause, unless `again`
+    is false. A CancelledError counts as an exception if the task was not cancelled. The task never
+    raises. The caller must keep a reference to the task, because the event loop does not."""
     return asyncio.get_running_loop().create_task(_supervised(name, work, again), name=name)
 
 
@@ -79,8 +79,8 @@ def failed(name: str, outcome: str, error: BaseException | None = None) -> None:
 
 
 def watched(name: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Runs `work` once, in a task that need not be awaited: an exception is logged and counted.
-    Keep a reference to the task, because the loop does not."""
+    """Runs `work` once, in a task that need not be awaited. An exception is logged and counted. The
+    caller must keep a reference to the task, because the event loop does not."""
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_look_at)
     return task
@@ -92,7 +92,7 @@ def _look_at(task: "asyncio.Task[Any]") -> None:
 
 
 def in_thread(name: str, work: Callable[[], T]) -> "asyncio.Future[T]":
-    """Runs blocking work in a daemon thread; the end of the process does not wait for it. If the
+    """Calls `work` in a daemon thread, which does not keep the process from ending. If the returned
     future is cancelled, the thread continues, and its result is dropped. Raises RuntimeError if no
     thread can be started."""
     loop = asyncio.get_running_loop()
@@ -129,8 +129,8 @@ Steps = Generator[Awaitable[Any], Any, T]
 
 
 def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
-    """Runs `steps` until they must wait. Returns a task that runs the rest, or None if they have
-    ended. If the task is cancelled before its first step, `steps` is closed."""
+    """Runs the generator `steps`, which yields futures, up to its first future. Returns a task that
+    awaits the futures and runs the rest; None if the generator has ended already."""
     try:
         awaited = steps.send(None)
     except StopIteration:
@@ -179,8 +179,8 @@ async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
 
 
 def watch_process(loop: asyncio.AbstractEventLoop) -> None:
-    """Also logs and counts exceptions of `loop`'s callbacks, unawaited tasks, threads and
-    finalisers. Only for our own processes: other programs handle their own exceptions."""
+    """From now on, logs and counts exceptions that are not handled in callbacks of `loop`, tasks,
+    threads and finalisers. Only for lean-selector's own processes, not for its use as a library."""
     loop.set_exception_handler(_told_by_the_loop)
     threading.excepthook = _told_by_a_thread
     sys.unraisablehook = _told_by_a_finaliser

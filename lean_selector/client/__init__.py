@@ -1,7 +1,7 @@
 """The client of the selection service; its API is that of the router in Dynamo's examples.
 
 Requires httpx, which is installed by `pip install "lean-selector[client]"`. KvRouter and
-SyncKvRouter select workers, stream from them and track their load. `errors` lists the errors."""
+SyncKvRouter choose and reserve workers, and stream from them. errors.py lists the errors."""
 
 try:
     import httpx as httpx

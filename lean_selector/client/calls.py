@@ -1,7 +1,7 @@
 """Builds requests to the selection service, and parses its responses. Does no I/O.
 
-Shapes follow spec selection.md 1.3 and 1.5. Only the fields that the clients use are parsed. Each
-function returns a Call that is ready to be sent."""
+Sections 1.3 and 1.5 of docs/spec/selection.md describe the requests and responses. Only the
+response fields that the clients use are parsed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def _bare(value: object) -> int:
-    """Converts an int of a subclass to a plain int. Raises ValueError for other types."""
+    """Converts an instance of an int subclass to a plain int. Raises ValueError for other types."""
     if isinstance(value, int):
         return int(value)
     raise ValueError(f"{type(value).__name__} is not a JSON type")
@@ -28,10 +28,10 @@ _encode_msgpack = msgspec.msgpack.Encoder(enc_hook=_bare).encode
 
 
 class Call(msgspec.Struct, Generic[T], frozen=True):
-    """One request. `waits`: the service may delay the response until a worker is free.
+    """One request to the service. `waits`: the response may be delayed until a worker is free.
 
-    `has_prompt`: the route also accepts MessagePack, so lists of hashes in `fields` are bytes.
-    `content`: the body, if it is encoded already."""
+    `fields`: the body as a dict, in which lists of hashes are packed bytes. `has_prompt`: the body
+    may also be sent as MessagePack. `content`: an encoded body, given instead of `fields`."""
 
     method: str
     path: str
@@ -43,7 +43,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     headers: Mapping[str, str] = {}
 
     def json(self) -> bytes | None:
-        """Returns the JSON body, which every service accepts; hashes are signed integers."""
+        """Returns the body as JSON, which Dynamo's service also accepts. Hashes are signed ints."""
         if self.content is not None:
             return self.content
         if self.fields is None:
@@ -56,13 +56,13 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
         )
 
     def msgpack(self) -> bytes:
-        """Returns the MessagePack body, which this project's service accepts; hashes are bytes."""
+        """Returns the body as MessagePack, which only this project's service accepts."""
         assert self.has_prompt
         return _encode_msgpack(self.fields)
 
 
 class Selected(msgspec.Struct, frozen=True):
-    """The answer to a selection."""
+    """The service's answer to a request to choose a rank."""
 
     worker_id: int
     dp_rank: int
@@ -78,7 +78,7 @@ class Selected(msgspec.Struct, frozen=True):
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """The fields of a worker's record that routing needs."""
+    """A worker in the answer of GET /workers, with the fields that routing needs."""
 
     worker_id: int
     model_name: str
@@ -88,7 +88,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """The model and tenant of the requests, and the block size of its workers (None: unknown)."""
+    """Model and tenant of requests, and the block size of the model's workers (None: unknown)."""
 
     model_name: str
     tenant_id: str
@@ -109,10 +109,10 @@ def post_prompt(
 def prompt_fields(
     token_ids: Sequence[int], scope: Scope, lora_name: str | None, cache_salt: str | None
 ) -> dict[str, object]:
-    """Returns the prompt as packed hashes, or as token ids while the block size is unknown.
+    """Returns a request's fields for model, tenant and prompt. The prompt is given as block hashes
+    or, if the block size is unknown, as token ids.
 
-    Hashing here saves work on the service's only thread. Raises ValueError for token ids beyond 32
-    bits."""
+    Raises ValueError for token ids beyond 32 bits."""
     fields: dict[str, object] = {"model_name": scope.model_name, "tenant_id": scope.tenant_id}
     if scope.block_size is None:
         named = {"lora_name": lora_name, "cache_salt": cache_salt}
@@ -136,7 +136,7 @@ _read_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def select(fields: Mapping[str, object]) -> Call[Selected]:
-    """Chooses a rank without reserving it."""
+    """Returns the call that chooses a rank without reserving the rank."""
     return post_prompt("/select", fields, _read_selected, waits=True)
 
 
@@ -185,7 +185,7 @@ def output_block(reservation_id: str, decay_fraction: float | None = None) -> Ca
 def free(
     reservation_id: str, outcome: str | None = None, cached_tokens: int | None = None
 ) -> Call[None]:
-    """Frees a reservation, and reports its request's outcome if this is known."""
+    """Returns the call that frees a reservation and, if given, reports the request's outcome."""
     fields = _given(outcome=outcome, cached_tokens=cached_tokens)
     return Call("DELETE", _reservation(reservation_id), nothing, fields or None)
 

@@ -1,4 +1,4 @@
-"""Settings of a client: access to the service, timeouts, backoff, and settings of the router."""
+"""Settings of the Python client: access to the service, timeouts, backoff, routing options."""
 
 import random
 import ssl
@@ -17,18 +17,18 @@ Token = str | Callable[[], str]
 
 
 class Access:
-    """TLS and the bearer token for requests to the service. Not used for workers."""
+    """TLS and the bearer token for requests to the service. Requests to workers use neither."""
 
     def __init__(
         self, verify: Verify = True, cert: Cert | None = None, token: Token | None = None
     ) -> None:
         """
-        verify: True for the system's authorities, the path of a PEM file with others, False for
-            no verification, or a context.
-        cert: paths of our certificate and its key, or of one file with both.
-        token: the bearer token, or a function that returns the current one.
+        verify: True for the system's CA certificates, the path of a PEM file with other CA
+            certificates, False for no verification, or an SSLContext.
+        cert: the paths of our certificate and of its key, or the path of one file with both.
+        token: the bearer token, or a function that returns the current token.
 
-        Raises ValueError for a token that no header can carry.
+        Raises ValueError for a token that is not printable ASCII without blanks.
         """
         self.verify = verify
         self.cert = cert
@@ -37,7 +37,7 @@ class Access:
             _checked(token)
 
     def context(self) -> ssl.SSLContext:
-        """Returns the TLS context. Raises OSError for unusable files."""
+        """Returns the TLS context. Raises OSError for unusable certificate or key files."""
         if isinstance(self.verify, ssl.SSLContext):
             context = self.verify
         else:
@@ -56,7 +56,7 @@ class Access:
         return context
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers for one request. Raises ValueError as __init__ does."""
+        """Returns the authorization header, if any. Raises ValueError for an invalid token."""
         token = self._token
         if token is None:
             return {}
@@ -80,11 +80,10 @@ def _checked(token: str) -> str:
 
 
 class Backoff(msgspec.Struct, frozen=True):
-    """Wait number n (from 0) takes first_s * 2^n seconds plus a random jitter of up to first_s, but
-    not more than longest_s.
+    """Exponential backoff. The wait before retry n (from 0) is first_s * 2^n seconds plus a random
+    jitter of up to first_s, but at most longest_s.
 
-    The formula is that of "Client Retry Strategy" in the load-shedding document. The default for
-    first_s suits a router in front of engines."""
+    The formula is that of "Client Retry Strategy" in Dynamo's load-shedding document."""
 
     max_retries: int = 5
     first_s: float = 0.25
@@ -95,7 +94,7 @@ class Backoff(msgspec.Struct, frozen=True):
     ) -> float | None:
         """Returns the seconds to wait before retry number `attempt` (from 0); None: do not retry.
 
-        If the service requests a longer wait, returns the longer wait, up to longest_s."""
+        A longer `retry_after_s` (which the service sent) takes precedence, up to longest_s."""
         if attempt >= self.max_retries:
             return None
         wait = self.first_s * 2.0**attempt + rng.uniform(0.0, self.first_s)
@@ -103,7 +102,7 @@ class Backoff(msgspec.Struct, frozen=True):
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Timeouts in seconds; None waits forever."""
+    """Timeouts in seconds; None means no limit."""
 
     connect_s: float = 5.0
     service_s: float = 10.0  # for the selector's ordinary responses
@@ -142,11 +141,11 @@ WITHOUT_EFFECT = frozenset(
 
 
 class KvRouterConfig:
-    """Defaults for this router's requests. The router_config_override of a request takes
+    """Default routing settings of a KvRouter. The router_config_override of a request takes
     precedence.
 
-    Settings that a request may override are sent with the requests. Other settings belong to the
-    service. They are accepted without effect, so that programs need not be changed."""
+    Settings that the service accepts in a request are sent with each request. Dynamo's other
+    settings have no effect, but are accepted, so that programs written for Dynamo run unchanged."""
 
     def __init__(
         self,
@@ -164,8 +163,8 @@ class KvRouterConfig:
         """None leaves a setting to the service.
 
         router_track_output_blocks: False keeps generate() from reporting output blocks.
-        without_effect: names in WITHOUT_EFFECT; their values are ignored. Raises TypeError for
-        other names and for wrong types, ValueError for a value out of range.
+        without_effect: settings of Dynamo that are accepted and ignored. Raises TypeError for
+        unknown names and for wrong types, ValueError for a value out of range.
         """
         for name in without_effect:
             if name not in WITHOUT_EFFECT:
@@ -193,6 +192,6 @@ class KvRouterConfig:
             raise ValueError(str(error).removeprefix("__all__: ")) from None
 
     def override(self, of_request: Mapping[str, object] | None) -> dict[str, object] | None:
-        """Returns the router_config_override to send: our settings updated with those of the
-        request. None if there are no settings."""
+        """Returns the router_config_override to send: these defaults, updated with the settings of
+        the request. None if both are empty."""
         return {**self._override, **(of_request or {})} or None

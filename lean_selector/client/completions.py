@@ -1,8 +1,7 @@
 """Requests to engines: the body of /v1/completions, and the parser for the streamed answer. No I/O.
 
-The prompt is sent as token ids through the OpenAI-compatible API, with vLLM's `return_token_ids` if
-the engine supports it. Names in stop_conditions and sampling_options are those of the router
-examples."""
+The prompt is sent as token ids. By default, vLLM's field `return_token_ids` asks the engine to
+stream token ids, too. Options have the names that Dynamo's router examples use."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -50,11 +49,11 @@ def completion_body(
     return_token_ids: bool = True,
     cache_salt: str | None = None,
 ) -> bytes:
-    """Returns the body of a streaming request. Later options take precedence; options with the
-    value None are left out.
+    """Returns the body of a streaming request to /v1/completions. If several mappings in `options`
+    have the same field, the last one counts. Fields with the value None are left out.
 
-    The salt is sent with a prefix. Without the prefix, vLLM's events would not show which of a
-    block's keys is the salt, and the block would count as one without a salt."""
+    `cache_salt` is sent with ENGINE_SALT_PREFIX. By this prefix, the selector recognises the salt
+    among the extra keys of a block in vLLM's events."""
     body: dict[str, object] = {
         "model": model,
         "prompt": list(token_ids),
@@ -78,9 +77,9 @@ _decode_event = msgspec.json.Decoder(CompletionEvent).decode
 class CompletionStream:
     """Converts the bytes of a text/event-stream into chunks.
 
-    A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs` and `usage` as far as
-    the engine sent them. `output_tokens` counts generated tokens: token ids, otherwise the usage,
-    otherwise one per piece of text. Data after `[DONE]` is ignored."""
+    A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs` and `usage` if the
+    engine sent them. `output_tokens` counts the token ids received (without ids, the chunks with
+    text), unless the engine's usage has a higher number. Data after `[DONE]` is ignored."""
 
     def __init__(self) -> None:
         self.output_tokens = 0
@@ -89,8 +88,8 @@ class CompletionStream:
         self._buffer = b""
 
     def feed(self, data: bytes) -> Iterator[Chunk]:
-        """Yields the chunks that `data` completes. Raises MalformedStream, even for an error that
-        the engine reports."""
+        """Parses the next bytes of the stream, and yields the chunks that are complete. Raises
+        MalformedStream for invalid data, and if the engine reports an error in the stream."""
         if self.state == "done":
             return
         lines = (self._buffer + data).split(b"\n") if self._buffer else data.split(b"\n")
@@ -135,7 +134,7 @@ class CompletionStream:
 
 
 def error_text(body: bytes) -> str:
-    """Returns the message of an error in OpenAI's or the selector's format, or the raw body."""
+    """Returns the message of an error body in OpenAI's or the selector's format, or the body."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -156,8 +155,8 @@ def _completion_tokens(usage: Mapping[str, object]) -> int:
 
 
 def _cached_tokens(usage: Mapping[str, object]) -> int | None:
-    """Returns `prompt_tokens_details.cached_tokens`. vLLM sends it with
-    --enable-prompt-tokens-details, SGLang with --enable-cache-report."""
+    """Returns the number of cached prompt tokens in an engine's usage, or None. vLLM sends this
+    number with --enable-prompt-tokens-details, SGLang with --enable-cache-report."""
     details = usage.get("prompt_tokens_details")
     tokens = details.get("cached_tokens") if isinstance(details, dict) else None
     return tokens if isinstance(tokens, int) and tokens >= 0 else None

@@ -1,8 +1,8 @@
 """Sends a router's requests, and makes sure that every reservation is eventually freed.
 
-A driver owns the connections and the live reservations. It sends reports and frees reservations in
-tasks of its own. `LoopThread` runs an event loop in a thread, for routers without a loop. `routing`
-decides what is sent, and when."""
+A driver owns the connections and the reservations of one router. In background tasks, the driver
+reports the progress of requests to the service, and frees reservations. `LoopThread` runs an event
+loop in a thread, for SyncKvRouter."""
 
 import asyncio
 import concurrent.futures
@@ -45,7 +45,7 @@ BOOKING_GRACE_S = 0.5
 
 
 class Driver:
-    """The driver of one router. It is not thread-safe, and is used only on its own loop."""
+    """Sends the requests of one router. Not thread-safe; only for the loop that used it first."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Driver:
     # -- exchanges -----------------------------------------------------------------------------
 
     async def ask(self, call: Call[T]) -> T:
-        """Sends a call, and returns the parsed response. Raises ClientError."""
+        """Sends a request to the service, and returns the parsed response. Raises ClientError."""
         self._check_loop()
         return await self._service.exchange(call)
 
@@ -95,11 +95,11 @@ class Driver:
             raise OtherEventLoop
 
     async def book(self, call: Call[T], reservation: Reservation) -> T:
-        """Sends a call that makes a reservation. If the caller is cancelled, the call continues,
-        because its outcome must be known.
+        """Sends a request that makes a reservation. If the calling task is cancelled, the request
+        continues, so that the reservation can be freed.
 
-        Raises ClientClosed if close() was called, even during this call; then the reservation is
-        freed."""
+        Raises ClientClosed if close() is called before or during this call. If the service makes
+        the reservation nevertheless, the driver frees it."""
         self._check_loop()
         while (earlier := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({earlier})  # otherwise it could free this new reservation
@@ -122,7 +122,7 @@ class Driver:
         return outcome
 
     async def open(self, step: OpenStream) -> Opened:
-        """Opens a stream from a worker, and returns it if the status is 200. Raises ClientError."""
+        """Sends a request to a worker. Returns its open response, or raises a ClientError."""
         self._check_open()
         try:
             response = await self._workers.send(stream_request(step, self._timeouts), stream=True)
@@ -149,15 +149,15 @@ class Driver:
     # -- reservations --------------------------------------------------------------------------
 
     def hold(self, reservation: Reservation, opened: Opened) -> None:
-        """Registers an open stream, which will be closed when its reservation is released."""
+        """Records the open response of a reserved request. release() will close the response."""
         self._held[reservation] = opened
 
     def hand_over(self, reservation: Reservation) -> None:
-        """Lets the user free this reservation; the driver no longer does."""
+        """Leaves this reservation to the user: the driver will not free it."""
         self._held.pop(reservation, None)
 
     def report(self, reservation: Reservation) -> None:
-        """Reports progress to the service, without delaying the stream."""
+        """Starts a background task that reports the request's progress to the service."""
         if reservation not in self._reporting and reservation.next_report() is not None:
             self._reporting.add(reservation)
             self._spawn(self._reported(reservation))
@@ -169,21 +169,21 @@ class Driver:
             self._reporting.discard(reservation)
 
     def release(self, reservation: Reservation) -> None:
-        """Closes the stream and frees the reservation, once, in the background."""
+        """Closes the worker's response and frees the reservation, in the background. Calling this
+        method again has no effect."""
         if not reservation.ended:
             reservation.ended = True
             opened = self._held.pop(reservation, None)
             self._releasing[reservation.id] = self._spawn(self._released(reservation, opened))
 
     def release_from_anywhere(self, reservation: Reservation) -> None:
-        """Schedules the release of a reservation. Any thread, and any finaliser, may call this at
-        any time."""
+        """Schedules the release of a reservation. Any thread may call this, also in a finaliser."""
         if not reservation.ended and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and so has the driver
                 self._loop.call_soon_threadsafe(self.release, reservation)
 
     async def release_now(self, reservation: Reservation) -> None:
-        """Releases a reservation, and waits a limited time until it is released."""
+        """Releases a reservation. Waits for the end of the release, but at most RELEASE_WAIT_S."""
         self.release(reservation)
         if (task := self._releasing.get(reservation.id)) is not None:
             await asyncio.wait({task}, timeout=RELEASE_WAIT_S)  # does not cancel it
@@ -206,7 +206,7 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Whether a reservation whose caller was cancelled may exist: not if it was refused."""
+        """Waits for the end of a request to reserve. Returns whether the reservation may exist."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()
@@ -224,7 +224,7 @@ class Driver:
         return task
 
     async def close(self) -> None:
-        """Releases all reservations, also those being made, then closes all connections."""
+        """Frees all reservations, also those that are being made, then closes all connections."""
         self._check_loop()
         self._is_closing = True
         for reservation in [*self._held, *self._bookings]:
@@ -246,7 +246,7 @@ def _is_cancelled() -> bool:
 
 class LoopThread:
     """An event loop in a thread, for a driver that several threads use. The thread starts with the
-    first call, and ends with close() or when this object is garbage-collected."""
+    first run(), and ends with close() or when this object is garbage-collected."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -256,8 +256,8 @@ class LoopThread:
         self._is_closed = False
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` on the loop, and returns its result. An exception in the calling thread, such
-        as Ctrl-C, cancels the work."""
+        """Runs `work` on the thread's loop, and returns its result. An exception in the calling
+        thread, such as KeyboardInterrupt, cancels `work`."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._running())
         except ClientClosed:
@@ -287,7 +287,7 @@ class LoopThread:
             return self._loop
 
     def close(self) -> None:
-        """Closes the driver, then ends the thread."""
+        """Frees all reservations and closes all connections, then ends the thread."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
         if was_closed or self._loop is None or self.thread is None:
@@ -305,8 +305,8 @@ def _run_loop(runner: asyncio.Runner) -> None:
 
 
 def _end(loop: asyncio.AbstractEventLoop, driver: Driver) -> "concurrent.futures.Future[None]":
-    """Closes the driver, then its loop. Never blocks, because garbage collection may call this in
-    any thread."""
+    """Closes the driver, then stops the loop. Does not wait for the end, because the garbage
+    collector may call this in any thread."""
 
     async def ended() -> None:
         try:

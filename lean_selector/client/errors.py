@@ -1,23 +1,23 @@
-"""Errors that the clients raise, one tree:
+"""Errors that the clients raise, as a class tree:
 
     ClientError
-      ServiceUnreachable     no response: refused, lost or timed out
-      ServiceRefused         the service answered with an error: .status and .error, its message
+      ServiceUnreachable     the service did not respond: connection refused, lost or timed out
+      ServiceRefused         the service answered with an error: .status, .error (the message)
         InvalidRequest       400, 413, 415, 422
         NotFound             404
         AlreadyExists        409
         NoWorkerAvailable    503, 429: retry later
-      WorkerError            .worker_id and .endpoint
-        WorkerUnreachable    it did not accept the request; another worker may
-        WorkerRefused        .status and .error, its message
-        WorkerStreamBroken   its response ended early
-      OtherEventLoop         the client belongs to the event loop that used it first
+      WorkerError            the request to a worker failed: .worker_id, .endpoint
+        WorkerUnreachable    no connection, or the connection ended before an answer
+        WorkerRefused        the worker answered with an error: .status, .error (the message)
+        WorkerStreamBroken   the worker's response timed out, ended early or was malformed
+      OtherEventLoop         the client was used on another event loop before
       ClientClosed           the client was closed before or during the call
-      ModelNotNamed          the selector serves several models, the router has no model_name
-      WrongBlockSize         the router hashes blocks of another size than the workers
+      ModelNotNamed          the selector serves several models, but the router has no model_name
+      WrongBlockSize         the router and the workers have different block sizes
 
-A method that raises has left no reservation behind, unless its docstring says otherwise.
-"""
+A method that raises one of these errors has left no reservation behind, unless its docstring says
+otherwise."""
 
 from collections.abc import Iterable
 
@@ -27,7 +27,7 @@ class ClientError(Exception):
 
 
 class ServiceUnreachable(ClientError):
-    """The service did not respond. `never_sent`: the service cannot have got the request."""
+    """The service did not respond. `never_sent`: True if the request was certainly not sent."""
 
     def __init__(self, where: str, reason: str, *, never_sent: bool = False) -> None:
         super().__init__(f"{where}: {reason}")
@@ -35,7 +35,7 @@ class ServiceUnreachable(ClientError):
 
 
 class ServiceRefused(ClientError):
-    """The service answered with an error. `retry_after_s`: seconds, from the header retry-after."""
+    """The service answered with an error. `retry_after_s`: the header retry-after, in seconds."""
 
     def __init__(self, status: int, error: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {error}")
@@ -69,7 +69,7 @@ _BY_STATUS: dict[int, type[ServiceRefused]] = {
 
 
 def service_refusal(status: int, error: str, retry_after_s: float | None = None) -> ServiceRefused:
-    """Returns an error of the class that belongs to this status."""
+    """Returns the error for a response of the service with this HTTP status."""
     return _BY_STATUS.get(status, ServiceRefused)(status, error, retry_after_s)
 
 
@@ -83,8 +83,8 @@ class WorkerError(ClientError):
 
 
 class WorkerUnreachable(WorkerError):
-    """The worker did not accept the request. `never_connected`: the connection was refused or timed
-    out, so the worker did not get the request."""
+    """There was no connection to the worker, or the connection ended before an answer.
+    `never_connected`: True if the request was certainly not sent."""
 
     def __init__(
         self, worker_id: int, endpoint: str, reason: str, *, never_connected: bool = False

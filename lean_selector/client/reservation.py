@@ -1,7 +1,7 @@
-"""A reservation: its progress, and how much of it was reported to the service.
+"""A client's record of a reservation: the request's progress, and what the service knows of it.
 
-The stream records progress. A report sends what has changed since the previous report. So reports
-never queue up or change their order, and after a lost report the next one has its changes."""
+Reports of progress are sent to the service one at a time, in order. A report that the service has
+not confirmed is sent again."""
 
 import random
 import uuid
@@ -23,7 +23,7 @@ from lean_selector.client.errors import (
 
 
 class Reservation:
-    """A reservation. Its id is random and unique, unless the user gives an id."""
+    """A client's record of one reservation. Its id is random, unless the user gives an id."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Reservation:
         self._told_blocks = 0  # output blocks reported
 
     def track_output(self, block_size: int) -> None:
-        """Makes later reports include output blocks."""
+        """Turns on the reports of full output blocks to the service."""
         self._block_size = block_size
 
     def output(self, tokens: int) -> None:
@@ -56,7 +56,7 @@ class Reservation:
         self._output_tokens = max(tokens, self._output_tokens)
 
     def next_report(self) -> Call[None] | None:
-        """Returns the next report that is due, or None."""
+        """Returns the next progress report to send, or None if there is nothing to report."""
         if self.ended or not self._has_output:
             return None
         if not self._told_prefill:
@@ -72,14 +72,14 @@ class Reservation:
         return calls.output_block(self.id, self._decay_fraction(size))
 
     def _decay_fraction(self, size: int) -> float | None:
-        """Returns which fraction of the expected output remains, as the reference computes it."""
+        """Returns what fraction of the expected output is left after the next reported block."""
         if self._expected_output_tokens is None:
             return None
         done = (self._told_blocks + 1) * size
         return max(0.0, 1.0 - done / max(1, self._expected_output_tokens))
 
     def freeing(self) -> Call[None]:
-        """Returns the call that frees the reservation and reports the worker's outcome."""
+        """Returns the call that frees the reservation and reports the request's outcome."""
         return calls.free(self.id, self.outcome, self.cached_tokens)
 
     def reported(self) -> None:
@@ -102,7 +102,7 @@ AMBIGUOUS_S = 0.5
 
 
 async def report(reservation: Reservation, ask: Ask, pause: Pause, rng: random.Random) -> None:
-    """Sends the reports that are due. Reports that fail are left to the next call."""
+    """Sends all reports of progress that are due. The next call repeats a report that failed."""
     failures = 0
     while (call := reservation.next_report()) is not None:
         try:
@@ -147,7 +147,7 @@ Outcome = Literal["refused", "failed", "ok"]
 
 
 class Placed:
-    """The rank chosen for a prompt. All token and block counts are of this rank."""
+    """The rank chosen for a prompt, and how much of the prompt this rank has cached."""
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         self.worker_id = selected.worker_id
@@ -162,14 +162,14 @@ class Placed:
         self._reservation = reservation
 
     def went(self, outcome: Outcome | None, *, cached_tokens: int | None = None) -> None:
-        """Sets the request's outcome, which is reported when the reservation ends. A failing worker
-        is temporarily ejected. cached_tokens: prompt tokens that the engine had cached."""
+        """Sets the request's outcome, which is reported to the service when the reservation is
+        freed. cached_tokens: number of prompt tokens that the engine had cached."""
         self._reservation.outcome = outcome
         self._reservation.cached_tokens = cached_tokens
 
 
 class ChunkIntake(Placed):
-    """Parses a worker's response into chunks, and updates its reservation."""
+    """Parses a worker's streamed response into chunks, and records progress in the reservation."""
 
     def __init__(self, selected: Selected, reservation: Reservation) -> None:
         super().__init__(selected, reservation)
@@ -182,7 +182,7 @@ class ChunkIntake(Placed):
         return self._reservation.ended or self._completion.state == "done"
 
     def _take(self, data: bytes | None) -> None:
-        """Handles bytes of the response; None is its end. Raises WorkerStreamBroken."""
+        """Parses the next bytes of the response (None: its end). Raises WorkerStreamBroken."""
         if data is None:
             if self._completion.state == "open":
                 raise self._broken("the stream ended before it was finished")
@@ -198,7 +198,7 @@ class ChunkIntake(Placed):
             self._reservation.output(self._completion.output_tokens)
 
     def _note(self, error: BaseException) -> None:
-        """Records the error with which the stream ended."""
+        """Sets the outcome to `failed` if the error says that the worker's response broke off."""
         if isinstance(error, WorkerStreamBroken):
             self.went("failed")
 

@@ -1,7 +1,7 @@
 """KvRouter and SyncKvRouter: Dynamo's Python router API, on top of a selection service.
 
-Dynamo's document "Using KvPushRouter Python API" specifies it; there the class is named
-KvPushRouter. Each method is written once, in KvRouter; SyncKvRouter runs it in a thread."""
+The API is specified in Dynamo's document "Using KvPushRouter Python API". KvPushRouter in that
+document is KvRouter here. SyncKvRouter runs the methods of a KvRouter in a thread."""
 
 import asyncio
 import random
@@ -43,8 +43,8 @@ T = TypeVar("T")
 class TokenStream(ChunkIntake, AsyncClosing):
     """The chunks of one generation, as dicts; see CompletionStream.
 
-    Its reservation is freed when the stream ends or fails, on aclose(), when the task that reads it
-    is cancelled, and when this object is garbage-collected, even if it was never read."""
+    The reservation is freed when the stream ends or fails, on aclose(), when the reading task is
+    cancelled, and when this object is garbage-collected, even if no chunk was read."""
 
     def __init__(
         self, driver: Driver, selected: Selected, reservation: Reservation, opened: Opened
@@ -75,15 +75,15 @@ class TokenStream(ChunkIntake, AsyncClosing):
             raise
 
     def taken(self) -> Chunk | None:
-        """Returns the next buffered chunk, or None."""
+        """Returns the next chunk that was received but not read, or None."""
         return self._ready.popleft() if self._ready else None
 
     def forget(self) -> None:
-        """Drops the chunks that were not read."""
+        """Drops the chunks that were received but not read."""
         self._ready.clear()
 
     async def aclose(self) -> None:
-        """Stops the generation, and frees its reservation."""
+        """Stops the generation, and frees the reservation."""
         self.forget()
         await self._driver.release_now(self._reservation)
 
@@ -92,25 +92,25 @@ class TokenStream(ChunkIntake, AsyncClosing):
 
 
 class Placement(Placed):
-    """A reserved rank, for the duration of the `async with`."""
+    """A rank that is reserved until the end of the `async with` block."""
 
     def __init__(self, driver: Driver, selected: Selected, reservation: Reservation) -> None:
         super().__init__(selected, reservation)
         self._driver = driver
 
     async def prefill_complete(self) -> None:
-        """Reports the first token. Raises NotFound if the reservation has expired."""
+        """Reports that the first token has come. Raises NotFound if the reservation has expired."""
         await self._driver.ask(calls.prefill_complete(self.reservation_id))
 
     async def output_block(self, decay_fraction: float | None = None) -> None:
-        """Reports one more full block of output. decay_fraction (0 to 1) scales the blocks of the
-        request."""
+        """Reports one more full block of output to the service. With decay_fraction (0 to 1), each
+        block that only this request uses counts as this fraction of a block in the rank's load."""
         await self._driver.ask(calls.output_block(self.reservation_id, decay_fraction))
 
 
 class KvRouter(AsyncClosing):
-    """Selects, reserves and frees workers, and streams from them. Use `async with`, or call
-    aclose()."""
+    """A client of the selection service: chooses and reserves workers, and streams from them. Use
+    `async with`, or call aclose()."""
 
     def __init__(
         self,
@@ -132,19 +132,19 @@ class KvRouter(AsyncClosing):
     ) -> None:
         """
         endpoint: URL of the selection service, or unix:PATH.
-        block_size: tokens per KV block; must be that of the workers. None: ask the service.
+        block_size: the workers' number of tokens per KV block. None: ask the service.
         model_name: the model's name at the service. None: the only model that is served.
-        is_eagle: blocks cover one more token each, as with EAGLE. None: ask the service.
-        return_token_ids: ask engines for token ids in the stream (a vLLM extension; switch it off
-            for an engine that refuses unknown fields).
-        verify, cert, token: for the service, not for workers. verify: True for the system's
-            authorities, the path of a PEM file with others, False for no verification, or an
-            SSLContext. cert: the path of our certificate with its key, or two paths. token: a
-            bearer token, or a function that returns the current one.
-        sleep: waits for this number of seconds.
+        is_eagle: True if the workers use EAGLE, so that a block's hash also covers the next token.
+            None: ask the service.
+        return_token_ids: whether to ask engines for token ids in the stream, a vLLM extension.
+        verify, cert, token: for requests to the service, not to workers. verify: True for the
+            system's CA certificates, the path of a PEM file with other CA certificates, False for
+            no verification, or an SSLContext. cert: the path of our certificate with its key, or
+            two paths. token: a bearer token, or a function that returns the current token.
+        sleep: called with the seconds to wait before a retry, in place of asyncio.sleep.
 
         Raises ValueError for an invalid endpoint, block size or token, and OSError for unusable
-        files.
+        certificate or key files.
         """
         self._return_token_ids = return_token_ids
         self._driver = Driver(endpoint, timeouts or Timeouts(), sleep, Access(verify, cert, token))
@@ -178,16 +178,16 @@ class KvRouter(AsyncClosing):
         strict_priority: int | None = None,
         routing_constraints: Mapping[str, object] | None = None,
     ) -> TokenStream:
-        """Reserves a worker, and opens its stream: a TokenStream, or a SyncTokenStream.
+        """Reserves a worker, sends it the request, and returns the stream of output chunks.
 
         stop_conditions, sampling_options, output_options, extra_args: fields for the worker's
-            /v1/completions; later ones take precedence. Names may be those of the document.
+            /v1/completions. If several of these set the same field, the last one counts.
         worker_id: choose only this worker; with dp_rank, only this rank of the worker.
-        expected_output_tokens: if given, a request's load decreases as its output grows.
+        expected_output_tokens: if given, the request's load decreases as its output grows.
 
-        Retries as set by `backoff` while workers are busy or the service is unreachable. A worker
-        that does not accept the request is avoided while there are others. Raises ClientError and
-        ValueError.
+        Retries with the router's `backoff` while workers are busy or the service is unreachable.
+        If a worker does not accept the request, another worker is tried if there is one. Raises
+        ClientError and ValueError.
         """
         terms = Wishes(
             router_config_override=router_config_override,
@@ -220,11 +220,11 @@ class KvRouter(AsyncClosing):
         routing_constraints: Mapping[str, object] | None = None,
         strict_priority: int | None = None,
     ) -> tuple[int, int, int]:
-        """Returns (worker_id, dp_rank, overlap_blocks); overlap is counted in device memory.
+        """Returns (worker_id, dp_rank, overlap_blocks). The overlap counts only device memory.
 
-        If request_id is given, the rank is reserved under this id. The caller must then call
+        If request_id is given, the rank is reserved under this id. The caller must later call
         mark_prefill_complete() and free(), on this router or another; aclose() does not free the
-        rank. Raises NoWorkerAvailable at once, without retries; the id can then be used again.
+        rank. Raises NoWorkerAvailable at once, without retries, if all workers are busy.
         """
         terms = Wishes(
             router_config_override=router_config_override,
@@ -253,12 +253,12 @@ class KvRouter(AsyncClosing):
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> dict[str, Any]:
-        """Returns the prompt's cached blocks by rank and tier, as /overlap_scores does."""
+        """Returns how many of the prompt's blocks each rank has cached, as /overlap_scores does."""
         prompt = Prompt(token_ids, lora_name, cache_salt)
         return await self._routing.overlap_scores(prompt, router_config_override)
 
     async def mark_prefill_complete(self, request_id: str) -> None:
-        """Reports the first token. Raises NotFound for an unknown id."""
+        """Reports that a request's first token has come. Raises NotFound for an unknown id."""
         await self._driver.ask(calls.prefill_complete(request_id))
 
     async def free(
@@ -268,7 +268,7 @@ class KvRouter(AsyncClosing):
         *,
         cached_tokens: int | None = None,
     ) -> None:
-        """Frees a reservation; outcome and cached_tokens as in report(). Raises NotFound."""
+        """Frees a reservation. outcome, cached_tokens: see report(). Raises NotFound."""
         await self._driver.ask(calls.free(request_id, outcome, cached_tokens))
 
     async def report(
@@ -282,15 +282,15 @@ class KvRouter(AsyncClosing):
     ) -> None:
         """Reports the outcome of a request that was sent to a worker without a reservation.
 
-        The outcome is ok, failed, or refused (the connection). Without dp_rank, the outcome counts
-        for all ranks of the worker. A worker is temporarily ejected after several consecutive
-        failures. Raises NotFound.
+        outcome: "ok", "failed" or "refused" (no connection). dp_rank: None for all ranks of the
+        worker. cached_tokens: prompt tokens that the engine had cached. Several consecutive
+        failures eject the worker temporarily. Raises NotFound for an unknown worker or rank.
         """
         call = calls.report(worker_id, outcome, dp_rank, ttft_ms, cached_tokens)
         await self._driver.ask(call)
 
     async def dump_events(self) -> str:
-        """Returns KV events that rebuild the service's index of this model, as a JSON list."""
+        """Returns a JSON list of KV events that rebuild the service's index of this model."""
         return await self._routing.dump_events()
 
     # -- for callers that send the request to the worker themselves -----------------------------
@@ -310,10 +310,10 @@ class KvRouter(AsyncClosing):
         strict_priority: int | None = None,
         routing_constraints: Mapping[str, object] | None = None,
     ) -> AsyncIterator[Placement]:
-        """`with router.reserve(token_ids) as placement:` reserves a rank, and frees it at the end.
-        On an event loop, use `async with`.
+        """`with router.reserve(token_ids) as placement:` reserves a rank until the end of the
+        block. On an event loop, use `async with`.
 
-        Retries as set by `backoff` while workers are busy or the service is unreachable."""
+        Retries with the router's `backoff` while workers are busy or the service is unreachable."""
         terms = Wishes(
             router_config_override=router_config_override,
             worker_id=worker_id,
@@ -331,10 +331,10 @@ class KvRouter(AsyncClosing):
     async def route(
         self, body: bytes | Mapping[str, object], path: str = "/v1/chat/completions"
     ) -> AsyncIterator[Placement]:
-        """`async with router.route(body) as placement:` does what reserve() does, for a raw OpenAI
-        request.
+        """`async with router.route(body) as placement:` does what reserve() does, for the body of
+        an OpenAI request, from which the service reads the prompt. The service needs --prompts.
 
-        The service must run with --prompts. Retries as set by `backoff` while workers are busy."""
+        Retries with the router's `backoff` while workers are busy or the service is unreachable."""
         async with self._freed(*await self._routing.route(path, body)) as placement:
             yield placement
 
@@ -348,10 +348,10 @@ class KvRouter(AsyncClosing):
             await self._driver.release_now(reservation)
 
     async def aclose(self) -> None:
-        """Frees the reservations of streams and placements, also those being made, then closes all
-        connections.
+        """Frees the reservations of streams and placements, also those that are being made, then
+        closes all connections.
 
-        After that, a call that waits for a worker raises ClientClosed."""
+        A call that is still waiting for a worker raises ClientClosed."""
         await self._driver.close()
 
 
@@ -364,7 +364,7 @@ KvPushRouter = KvRouter
 class SyncTokenStream(Placed, Closing):
     """The chunks of one generation, as dicts; see CompletionStream.
 
-    Its reservation is freed when the stream ends or fails, on close(), and when this object is
+    The reservation is freed when the stream ends or fails, on close(), and when this object is
     garbage-collected."""
 
     def __init__(self, thread: LoopThread, stream: TokenStream) -> None:
@@ -385,14 +385,14 @@ class SyncTokenStream(Placed, Closing):
             raise StopIteration from None
 
     def close(self) -> None:
-        """Stops the generation, and frees its reservation."""
+        """Stops the generation, and frees the reservation."""
         self._stream.forget()
         if not self._reservation.ended:
             self._thread.run(self._stream.aclose())
 
 
 class SyncPlacement(Placed):
-    """A reserved rank, for the duration of the `with`."""
+    """A rank that is reserved until the end of the `with` block."""
 
     def __init__(self, thread: LoopThread, placement: Placement) -> None:
         super().__init__(placement._selected, placement._reservation)
@@ -411,14 +411,14 @@ class SyncPlacement(Placed):
 def _made_as(
     init: Callable[Concatenate[Any, P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Gives a constructor the signature and docstring of the constructor that it calls."""
+    """Returns a decorator that gives a constructor the signature and docstring of `init`."""
     return lambda own: cast(Callable[Concatenate[Any, P], None], wraps(init)(own))
 
 
 def _run(
     method: Callable[Concatenate[KvRouter, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["SyncKvRouter", P], T]:
-    """Returns a method that runs this coroutine method in the router's thread."""
+    """Returns a method of SyncKvRouter that runs `method` of KvRouter in the router's thread."""
 
     @wraps(method)
     def run(router: "SyncKvRouter", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -441,7 +441,7 @@ def _streamed(
 def _reserved(
     method: Callable[Concatenate[KvRouter, P], AbstractAsyncContextManager[Placement]],
 ) -> Callable[Concatenate["SyncKvRouter", P], AbstractContextManager[SyncPlacement]]:
-    """Returns a method that runs this context manager in the router's thread."""
+    """Returns a method of SyncKvRouter that runs `method`, a context manager, in a thread."""
 
     @wraps(method)
     @contextmanager
@@ -468,11 +468,11 @@ async def _left(held: AbstractAsyncContextManager[T]) -> None:
 
 
 class SyncKvRouter(Closing):
-    """KvRouter without an event loop: it has the same methods. Use `with`, or call close()."""
+    """KvRouter for programs without an event loop. Use `with`, or call close()."""
 
     @_made_as(KvRouter.__init__)
     def __init__(self, *args: Any, sleep: Callable[[float], object] | None = None, **more: Any):
-        """`sleep` is called in a thread of its own."""
+        """Like KvRouter(), but `sleep` may block, because it is called in a separate thread."""
         asleep = None if sleep is None else lambda wait_s: asyncio.to_thread(sleep, wait_s)
         self._router = KvRouter(*args, sleep=asleep, **more)
         self._thread = LoopThread(self._router._driver)

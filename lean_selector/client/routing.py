@@ -1,7 +1,6 @@
-"""What a router sends to the service and to workers: retries, avoided workers, releases.
+"""Decides what a router sends to the service and to workers, and when the router retries.
 
-A `Driver` sends the requests, and knows every reservation that is made here. All errors that are
-raised are in `errors`."""
+A `Driver` sends the requests. The errors are those of client/errors.py."""
 
 import random
 import time
@@ -37,7 +36,7 @@ T = TypeVar("T")
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A prompt that needs a worker."""
+    """A prompt, with the LoRA adapter and the cache salt, which change the prompt's hashes."""
 
     token_ids: Sequence[int]
     lora_name: str | None = None
@@ -67,7 +66,7 @@ Reserved = tuple[Selected, Reservation]
 
 
 class Routing:
-    """The settings of one router, and its requests."""
+    """Makes the requests of one router, according to the router's settings."""
 
     def __init__(
         self,
@@ -100,10 +99,11 @@ class Routing:
     # -- scope -------------------------------------------------------------------------
 
     async def scope(self, model: str | None = None) -> Scope:
-        """Returns the scope of the requests. Asks the selector for the parts that are not set.
+        """Returns model, tenant and block size for requests. What the router's settings leave open
+        is looked up at the service.
 
-        The model is the router's model_name, otherwise the only served model, otherwise `model`.
-        Raises ModelNotNamed if several models are served, but not `model`."""
+        The model is the router's model_name or, if that is not set, the only served model, or else
+        `model`. Raises ModelNotNamed if several models are served, but not `model`."""
         name = self._model_name
         if name is None or self._block_size is None:
             served = await self._look(name or model)
@@ -125,7 +125,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """Returns the scope of each served model. Old answers of the service are renewed."""
+        """Returns a Scope for each model in the service's list of workers, up to FRESH_S old."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -208,8 +208,8 @@ class Routing:
         return selected
 
     async def _booked(self, call: Call[Selected], reservation: Reservation) -> Selected:
-        """Tries once to reserve. If there is no response, a reservation may exist nevertheless. It
-        is released before the error is raised, so that its id can be used again."""
+        """Tries once to reserve. If the service does not respond, releases the reservation, which
+        may exist nevertheless."""
         try:
             return await self.driver.book(call, reservation)
         except (ServiceRefused, ClientClosed, OtherEventLoop):
@@ -225,14 +225,14 @@ class Routing:
             raise
 
     async def _give_back(self, reservation: Reservation) -> None:
-        """Releases a reservation. Waits only if the user gave its id, and so may reuse the id."""
+        """Releases a reservation. Waits for the release only if the user has chosen the id."""
         if reservation.is_named:
             await self.driver.release_now(reservation)
         else:
             self.driver.release(reservation)
 
     async def place(self, prompt: Prompt, terms: Wishes) -> Reserved:
-        """Selects and reserves. Retries while no worker is free or the service is unreachable."""
+        """Chooses and reserves a rank. Retries while none is free or the service is unreachable."""
 
         async def attempt() -> Reserved:
             scope = await self.scope()
@@ -241,7 +241,7 @@ class Routing:
         return await self._again_if_changed(lambda: self._until_free(attempt))
 
     async def route(self, path: str, body: bytes | Mapping[str, object]) -> Reserved:
-        """Selects and reserves for a raw request, whose prompt the service reads."""
+        """Chooses and reserves a rank for an OpenAI request, whose prompt the service reads."""
 
         async def attempt() -> Reserved:
             reservation = Reservation(0)
@@ -251,8 +251,8 @@ class Routing:
         return await self._until_free(attempt)
 
     async def _until_free(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Runs `attempt`, with retries as set by the backoff while no worker is free or the service
-        is unreachable."""
+        """Runs `attempt`, and repeats it as the router's backoff says while no worker is free or
+        the service is unreachable."""
         tries = 0
         while True:
             try:
@@ -284,10 +284,10 @@ class Routing:
     async def generate(
         self, prompt: Prompt, terms: Wishes, model: str, body: bytes
     ) -> tuple[Selected, Reservation, Opened]:
-        """Reserves a worker, and opens its stream by a request with this body.
+        """Reserves a worker, sends it a request with this body, and returns the open stream.
 
-        A worker that does not accept the request is avoided in later attempts, while there are
-        others."""
+        A worker that does not accept the request is avoided in later attempts, while any other
+        worker is schedulable."""
         return await self._again_if_changed(lambda: self._generate(prompt, terms, model, body))
 
     async def _generate(
@@ -356,15 +356,14 @@ class Routing:
 
 
 def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
-    """Whether a worker did not accept the request, as when it sheds load or is starting. Another
-    worker may accept it."""
+    """Whether to try another worker: this one is unreachable, sheds load or is starting."""
     if isinstance(error, WorkerRefused):
         return error.status in NOT_FREE
     return isinstance(error, WorkerUnreachable)
 
 
 def outcome_of(error: BaseException) -> str | None:
-    """Returns the outcome to report for the error's worker, or None."""
+    """Returns the outcome to report for a worker after this error; None: nothing to report."""
     if isinstance(error, WorkerRefused):
         return outcome_of_status(error.status)
     if isinstance(error, WorkerUnreachable):

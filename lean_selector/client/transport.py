@@ -1,6 +1,6 @@
 """HTTP with httpx: calls to a service, and streams from workers.
 
-Parses the address of a service, and converts httpx's errors to ours. `routing` does the retries."""
+Parses the address of a service, and converts httpx's errors to those of client/errors.py."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ MSGPACK = "application/msgpack"
 
 
 class OpenStream(msgspec.Struct, frozen=True):
-    """A POST to a worker that answers with a stream."""
+    """A POST request to a worker that asks for a streamed answer."""
 
     worker_id: int
     endpoint: str
@@ -50,7 +50,7 @@ class OpenStream(msgspec.Struct, frozen=True):
 
     @property
     def url(self) -> str:
-        """The URL for completions. A registered endpoint may lack the scheme or the version."""
+        """The URL to post to. The worker's endpoint may be registered without scheme or `/v1`."""
         scheme, found, rest = self.endpoint.rstrip("/").rpartition("://")
         version = "" if rest.endswith("/v1") else "/v1"
         return f"{scheme if found else 'http'}://{rest}{version}/completions"
@@ -75,8 +75,8 @@ STREAM_ERRORS = (httpx.HTTPError, httpx.StreamError)
 
 
 def not_opened(wanted: OpenStream, error: Exception) -> WorkerUnreachable | WorkerStreamBroken:
-    """Returns the error for a stream that was not opened. If a worker times out, it has accepted
-    the request; if it closes the connection, it has not."""
+    """Returns the error for a request that got no response: WorkerStreamBroken if the worker timed
+    out and may be working on the request, otherwise WorkerUnreachable."""
     if isinstance(error, httpx.ReadTimeout):
         return stream_broken(wanted, error)
     never_connected = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
@@ -100,7 +100,7 @@ def _reason(error: Exception) -> str:
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:
-    """Returns the seconds in a retry-after header. None if it has a date instead."""
+    """Returns the seconds in a retry-after header, or None if it is missing or has a date."""
     text = response.headers.get("retry-after", "").strip()
     return float(text) if text.isdigit() else None
 
@@ -131,8 +131,8 @@ class Opened:
             raise stream_broken(self._asked, error) from error
 
     async def close(self) -> None:
-        """Ends the response. A complete one leaves its connection open for reuse; closing an
-        incomplete one stops the engine."""
+        """Ends the response. After a complete response, the connection stays open for reuse.
+        Closing an incomplete response stops the engine's work on the request."""
         with contextlib.suppress(*STREAM_ERRORS, ClientError, OSError):
             try:
                 if self.is_done:
@@ -144,12 +144,12 @@ class Opened:
 
 
 class ServiceConnection:
-    """Connections to a selection service or slot tracker at `http://host:port`, or at `unix:PATH`
-    (a UNIX socket), until close()."""
+    """Connections to a selection service or slot tracker, at an http or https URL, or at
+    `unix:PATH` (a UNIX socket)."""
 
     def __init__(self, endpoint: str, timeouts: Timeouts, access: Access | None = None) -> None:
         """Raises ValueError for an invalid endpoint, TypeError if the endpoint is not a string, and
-        OSError for unusable files in `access`."""
+        OSError if a certificate or key file in `access` cannot be used."""
         if not isinstance(endpoint, str):
             raise TypeError(f"expected http://, https:// or unix:PATH, not {endpoint!r}")
         self._endpoint = endpoint
@@ -173,7 +173,7 @@ class ServiceConnection:
         self._http = httpx.AsyncClient(transport=transport, trust_env=False)
 
     async def exchange(self, call: Call[T]) -> T:
-        """Sends a call. Raises ServiceUnreachable, ServiceRefused and ClientClosed."""
+        """Sends a call, and returns its result. Raises a subclass of ClientError."""
         if self._http.is_closed:
             raise ClientClosed(f"{self._endpoint}: the client is closed")
         try:
@@ -209,7 +209,7 @@ class ServiceConnection:
         )
 
     def _wants_json(self, response: httpx.Response) -> bool:
-        """Whether JSON must be sent: the service, as the reference, lacks MessagePack."""
+        """Whether the service refused MessagePack, as Dynamo's service does, and needs JSON."""
         if response.status_code != 415:
             return False
         was_msgpack: bool = response.request.headers.get("content-type") == MSGPACK
@@ -233,7 +233,7 @@ def answer_of(call: Call[T], response: httpx.Response) -> T:
 
 
 class AsyncClosing:
-    """Adds `async with`, which calls aclose() at its end."""
+    """Base class that adds `async with`, which calls aclose() at its end."""
 
     async def aclose(self) -> None:
         raise NotImplementedError
@@ -246,7 +246,7 @@ class AsyncClosing:
 
 
 class Closing:
-    """Adds `with`, which calls close() at its end."""
+    """Base class that adds `with`, which calls close() at its end."""
 
     def close(self) -> None:
         raise NotImplementedError

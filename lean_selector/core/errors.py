@@ -1,7 +1,7 @@
-"""Errors that the core raises, one tree:
+"""Errors that the core raises, as a class tree:
 
     SelectorError
-      BadRequest     400  the request is invalid in any state
+      BadRequest     400  the request is invalid, whatever the state
       NotFound       404  the request names something that does not exist
       Conflict       409  the request conflicts with existing state
       Unavailable    503  no worker can serve the request now
@@ -9,8 +9,8 @@
         WaitedTooLong     the request was queued for too long
         NoWorkers         the model has no schedulable worker
 
-Each class has its HTTP status. A method that raises one has changed nothing. Messages are part of
-the API (spec: selection.md and slot_tracker.md)."""
+Each class has its HTTP status. A method that raises an error has changed nothing. Messages are part
+of the API (spec: selection.md and slot_tracker.md)."""
 
 from typing import ClassVar
 
@@ -41,14 +41,14 @@ class Unavailable(SelectorError):
 
 
 class AllWorkersBusy(Unavailable):
-    """The request was shed, because every eligible worker is busy (request-rejection document)."""
+    """The request was shed, because all eligible workers are above a load threshold."""
 
     def __init__(self) -> None:
         super().__init__("All workers are busy, please retry later")
 
 
 class WaitedTooLong(Unavailable):
-    """The request was shed, because no eligible rank had room before the queue's time limit."""
+    """The request was shed, because it waited in the queue up to the queue's time limit."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"no worker became free within {limit_s:g} seconds")
@@ -56,12 +56,12 @@ class WaitedTooLong(Unavailable):
 
 
 class NoWorkers(Unavailable):
-    """This tenant of the model has no schedulable worker.
+    """No worker that serves this model for this tenant can be chosen.
 
-    `is_missing`: the tenant had a worker before, or no worker of any model is registered. Otherwise
-    the model is unknown or, with `other_tenants`, only this tenant of the model. `known_models`:
-    models with schedulable workers, sorted. `other_tenants`: a text that lists the model's tenants
-    with schedulable workers."""
+    `is_missing`: True if the tenant had a worker of the model before, or if no model has a
+    schedulable worker. `known_models`: the models with schedulable workers, sorted.
+    `other_tenants`: a text that lists the tenants for which the model has schedulable workers; None
+    if there are none."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class NoWorkers(Unavailable):
 
 
 class UnknownModel(NotFound):
-    """No worker serves this name, neither as a model nor as an adapter."""
+    """No worker serves a model or a LoRA adapter with this name."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"The model `{model}` does not exist.")
@@ -85,7 +85,7 @@ class UnknownModel(NotFound):
 
 
 class DuplicateRequest(Conflict):
-    """A live request on `worker_id`/`dp_rank` already has the id."""
+    """A request that has not ended yet has the same id on this rank."""
 
     def __init__(self, request_id: str, worker_id: int, dp_rank: int) -> None:
         where = rank_text(worker_id, dp_rank)
@@ -93,5 +93,5 @@ class DuplicateRequest(Conflict):
 
 
 def rank_text(worker_id: int, dp_rank: int) -> str:
-    """Return a rank as the documented error texts name it."""
+    """Return the text by which error messages name a rank, as in Dynamo's messages."""
     return f"WorkerWithDpRank {{ worker_id: {worker_id}, dp_rank: {dp_rank} }}"

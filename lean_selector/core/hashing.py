@@ -1,10 +1,8 @@
-"""Block hashes: local hashes of token blocks, and the sequence hashes chained from them.
+"""Block hashes: local hashes of single blocks, and sequence hashes of a prompt's prefixes.
 
-The byte layout is that of engines, clients and the reference (spec: indexer.md section 2): XXH3-64
+The byte layout is that of engines, clients and Dynamo (docs/spec/indexer.md, section 2): XXH3-64
 over tokens as u32 little-endian. Inside this program a list of hashes is `bytes`, 8 per block,
-little-endian, so that prompts compare at memcmp speed. This module knows no workers, events or
-index.
-"""
+little-endian, so that prompts compare at memcmp speed."""
 
 import functools
 import struct
@@ -24,7 +22,7 @@ _BLOCKS_PER_STEP = 64
 
 
 def hash_seed(lora_name: str | None = None, cache_salt: str | None = None) -> int:
-    """Return the seed (u64) of local hashes, which depends on the adapter and the salt."""
+    """Return the seed (u64) of local hashes, which depends on the LoRA adapter and cache salt."""
     seed = BASE_SEED
     if lora_name:
         seed += xxh3_64_intdigest(lora_name.encode(), 0)
@@ -40,11 +38,11 @@ def local_hashes(
     mm_hashes: Sequence[Sequence[int] | None] | None = None,
     is_eagle: bool = False,
 ) -> bytes:
-    """Return the local hashes of the complete blocks of `tokens`, 8 bytes each.
+    """Return the local hash (8 bytes) of each complete block of `tokens`.
 
-    `mm_hashes` has, per block, the u64 hashes of the block's multimodal objects, in any order;
-    blocks at the end may be missing. With `is_eagle`, a block's hash also covers the next token.
-    Raises ValueError for a block size below 1, and for tokens or mm hashes outside u32 and u64."""
+    `mm_hashes` has, per block, the u64 hashes of the block's multimodal objects, in any order. It
+    may omit blocks at the end. With `is_eagle`, a block's hash also covers the next token. Raises
+    ValueError for a block size below 1, tokens outside u32 and mm hashes outside u64."""
     try:
         data = _tokens(len(tokens)).pack(*tokens)
     except struct.error as error:
@@ -71,7 +69,7 @@ def any_local_hashes(
 
 
 def packed_local_hashes(data: bytes, block_size: int, seed: int) -> bytes:
-    """Like `any_local_hashes`, without multimodal objects or EAGLE, for a block size above 0."""
+    """Like `any_local_hashes`, without multimodal objects and EAGLE. Does not check block_size."""
     width, digests = 4 * block_size, list[int]()
     if len(data) == width:  # one block, as a decoding engine usually sends
         return xxh3_64_intdigest(data, seed).to_bytes(8, "little")
@@ -89,7 +87,7 @@ def _tokens(count: int) -> struct.Struct:
 
 @functools.lru_cache(maxsize=256)
 def u64s(count: int) -> struct.Struct:
-    """Return a packer of `count` hashes, little-endian. It is faster than struct.pack."""
+    """Return a cached struct.Struct that packs `count` hashes as little-endian u64."""
     return struct.Struct(f"<{count}Q")
 
 
@@ -102,10 +100,11 @@ _eights: Final = struct.Struct("8s").iter_unpack
 
 
 def sequence_hashes_bytes(local: bytes) -> bytes:
-    """Return the sequence hashes of a chain of local hashes. Both have 8 bytes per block.
+    """Return the sequence hash of each prefix that ends with a block, from the blocks' local
+    hashes. Argument and result have 8 bytes per block.
 
-    The first sequence hash is the first local hash. The chaining uses seed 1337 even with an
-    adapter or a salt."""
+    The first sequence hash is the first local hash. The seed of the others is always 1337, even if
+    the local hashes have another seed."""
     previous = local[:8]
     chain = [previous]
     for (block,) in _eights(local[8:]):
@@ -122,13 +121,13 @@ def block_hashes(
     mm_hashes: Sequence[Sequence[int] | None] | None = None,
     is_eagle: bool = False,
 ) -> list[int]:
-    """Like `local_hashes`, returned as unsigned integers. Adapter and salt determine the seed."""
+    """Return the local hash of each full block, as an unsigned integer. See `local_hashes`."""
     seed = hash_seed(lora_name, cache_salt)
     return _unpack(local_hashes(tokens, block_size, seed, mm_hashes, is_eagle))
 
 
 def sequence_hashes(block_hashes: Sequence[int]) -> list[int]:
-    """Like `sequence_hashes_bytes`, for unsigned integers. Raises ValueError beyond u64."""
+    """Like `sequence_hashes_bytes`, for lists of integers. Raises ValueError outside u64."""
     return _unpack(sequence_hashes_bytes(_pack(block_hashes)))
 
 
@@ -158,7 +157,7 @@ def _unpack(hashes: bytes) -> list[int]:
 
 
 def _probe() -> None:
-    """Show by its type whether this module is interpreted: only then it is a Python function."""
+    """Does nothing. IS_COMPILED is found by testing whether mypyc has compiled this function."""
 
 
 IS_COMPILED = not isinstance(_probe, FunctionType)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def not_a(name: str, expected: str, given: object) -> TypeError:
-    """Return the error to raise. `expected` includes an article."""
+    """Return the TypeError to raise. `expected` is a noun with its article, such as `an int`."""
     return TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
 
 

@@ -1,8 +1,8 @@
 """Bit numbers for the ranks of a partition. So a set of ranks is a bit mask, held in one int.
 
-The index, the slots and the order of loads use the same numbers, so an `&` combines their sets,
-however large the fleet is: for example, to find the least loaded ranks that have a prompt cached. A
-number can be reused when all users have released its rank."""
+The index, the slots and the order of loads use the same numbers. So one `&` combines their sets,
+for example to find the least loaded ranks that have a prompt cached. A number can be reused when
+all users have released its rank."""
 
 import heapq
 
@@ -12,7 +12,7 @@ _FEW_BITS = 24  # for so few bits, counting one by one is as fast as halving
 
 
 class RankBits:
-    """Assigns a bit to each rank. Every `acquire` needs a `release`."""
+    """Assigns a bit number to each rank. Every `acquire` needs a `release`."""
 
     __slots__ = ("_bits", "_free", "_users", "keys")
 
@@ -24,7 +24,7 @@ class RankBits:
         self._free: list[int] = []
 
     def acquire(self, key: RankKey) -> int:
-        """Return the bit of a rank. A new rank gets the lowest free bit."""
+        """Return the bit number of a rank. A new rank gets the lowest free number."""
         bit = self._bits.get(key)
         if bit is not None:
             self._users[key] += 1
@@ -54,7 +54,7 @@ class RankBits:
 
 
 def bits_of(mask: int) -> list[int]:
-    """Return the bits that are set, lowest first."""
+    """Return the numbers of the bits that are set, lowest first."""
     bits = []
     while mask:
         low = mask & -mask
@@ -64,7 +64,7 @@ def bits_of(mask: int) -> list[int]:
 
 
 def nth_bit(mask: int, n: int) -> int:
-    """Return the n-th set bit (the lowest is number 0). Halves the mask until few bits are left."""
+    """Return the number of the n-th set bit of `mask`. The lowest set bit is the 0th."""
     assert 0 <= n < mask.bit_count()
     if not mask & (mask + 1):
         return n  # no bit is missing below the highest

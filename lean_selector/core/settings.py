@@ -5,8 +5,8 @@ import msgspec
 
 
 class EjectionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of outlier detection, as in Envoy: how many consecutive failures eject a rank, an
-    ejection time that grows with each ejection, and a maximum share of ejected ranks."""
+    """Settings of outlier detection, as in Envoy: the number of consecutive failures that eject a
+    rank, the ejection time (longer after each ejection), and the maximum share of ejected ranks."""
 
     failures: int = 3  # consecutive reported failures; 0: reports eject no rank
     failed_polls: int = 3  # consecutive
@@ -20,7 +20,7 @@ DEFAULT_BONUS_BLOCKS = 64.0
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's requests are sent to its rank (hard), or cost less there (soft)."""
+    """Settings of sessions. A request must (hard) or should (soft) go to its session's rank."""
 
     ttl_s: float  # seconds that a binding lasts after the session's last reservation
     is_soft: bool = False

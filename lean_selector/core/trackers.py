@@ -1,10 +1,10 @@
 """The slot tracker: registered workers and active requests, per (model_name, tenant_id).
 
-The first worker of a scope creates its tracker; the last worker that leaves removes the tracker,
-with all its state. Follows slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17.
-Independent of HTTP and sockets; time is an argument, in monotonic seconds. Requests are booked
-through each tracker's ledger, which publishes to peers. A ReplicaApplier applies peers' events, and
-finds trackers by `Trackers.lookup`."""
+The first worker of a model and tenant creates a tracker. When the last worker is removed, the
+tracker is removed too, with all its state. Each tracker has a ledger, which books requests and
+publishes them to peers. A ReplicaApplier applies the peers' events; it finds a tracker by
+`Trackers.lookup`. Independent of HTTP and sockets; time is an argument, in monotonic seconds. Spec:
+slot_tracker.md 1.3 and 2, with decisions D3, D6, D12, D13 and D17."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ from lean_selector.core.replication.ledger import (
 
 
 class Tracker:
-    """The state of one (model_name, tenant_id)."""
+    """The workers and the active requests of one (model_name, tenant_id)."""
 
     def __init__(self, model_name: str, tenant_id: str, block_size: int, ledgers: Ledgers) -> None:
         self.model_name = model_name
@@ -40,7 +40,7 @@ class Tracker:
         self.workers: dict[int, WorkerRow] = {}
 
     def ranks(self) -> list[RankLoad]:
-        """Loads of all ranks, sorted by (worker_id, dp_rank)."""
+        """Return the loads of all ranks, sorted by (worker_id, dp_rank)."""
         ranks = self.slots.ranks
         return [ranks[key] for key in sorted(ranks)]
 
@@ -61,15 +61,15 @@ class Trackers:
         return self._trackers.get((model_name, tenant_id))
 
     def in_order(self) -> list[Tracker]:
-        """All trackers, sorted by (model_name, tenant_id)."""
+        """Return all trackers, sorted by (model_name, tenant_id)."""
         return list(self._selected(None, None))
 
     # workers ------------------------------------------------------------------------------------
 
     def register(self, row: WorkerRow) -> None:
-        """Add a worker. The first worker of a scope creates the tracker and fixes its block size.
-        Raises BadRequest for an impossible range; Conflict for another block size, or if the id
-        exists, even with the same range."""
+        """Add a worker. The first worker creates the tracker and fixes the block size. Raises
+        BadRequest for an invalid range of ranks. Raises Conflict for another block size, or if the
+        worker is already registered."""
         _check_range(row)
         scope = row.model_name, row.tenant_id
         tracker = self._trackers.get(scope)
@@ -89,8 +89,8 @@ class Trackers:
             tracker.slots.add_rank(row.worker_id, dp_rank)
 
     def unregister(self, model_name: str, tenant_id: str, worker_id: int) -> None:
-        """Remove a worker and its requests; the last worker removes the tracker. If a request was
-        admitted by this replica, publishes that the request ended. Raises NotFound."""
+        """Remove a worker and its requests. If no worker remains, remove the tracker too. Publishes
+        the end of requests that this replica admitted. Raises NotFound."""
         tracker = self.lookup(model_name, tenant_id)
         if tracker is None or worker_id not in tracker.workers:
             raise NotFound(
@@ -144,19 +144,19 @@ class Trackers:
     def prefill_complete(
         self, model_name: str, tenant_id: str, request_id: str, now: float
     ) -> None:
-        """Release a request's prefill tokens. May be repeated. Raises NotFound."""
+        """Release a request's prefill tokens. May be called repeatedly. Raises NotFound."""
         tracker = self._tracker(model_name, tenant_id)
         if tracker.ledger.prefill_complete(request_id, now) is None:
             raise NotFound(f"Request {request_id} not found")
 
     def free(self, model_name: str, tenant_id: str, request_id: str, now: float) -> None:
-        """Free a request. An unknown id is not an error, as documented. Raises NotFound without a
-        tracker."""
+        """Free a request. An unknown request is not an error. Raises NotFound if there is no
+        tracker for the model and tenant."""
         self._tracker(model_name, tenant_id).ledger.free(request_id, now)
 
     def expire(self, now: float, max_steps: int) -> list[Reservation]:
         """Expire idle requests, at most `max_steps` in total. Publishes the end of requests that
-        this replica admitted. If it returns max_steps requests, call again: there may be more."""
+        this replica admitted. If `max_steps` requests were returned, call again."""
         ledgers = [tracker.ledger for tracker in self._trackers.values()]
         gone: list[Reservation] = []
         for _, expired in self.ledgers.expire(ledgers, now, max_steps):
@@ -164,7 +164,7 @@ class Trackers:
         return gone
 
     def arrived(self) -> int:
-        """How many requests were booked, here and by peers, in all current trackers."""
+        """Return how many requests this replica and its peers booked in the current trackers."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Trackers:
         sequence_hashes: bytes,
         new_isl_tokens: int,
     ) -> list[PotentialLoadRow]:
-        """Return one row per rank of a tracker, sorted. Raises BadRequest, then NotFound."""
+        """Return each rank's load with this request added. Raises BadRequest or NotFound."""
         _check_tokens(new_isl_tokens)
         tracker = self._tracker(model_name, tenant_id)
         blocks = len(sequence_hashes) // 8

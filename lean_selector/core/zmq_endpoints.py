@@ -22,10 +22,10 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
-    """Return the replay endpoint of the rank_offset-th rank: tcp port + offset (vLLM, TRT-LLM).
+    """Return a rank's replay endpoint: the first rank's port plus `rank_offset` (vLLM, TRT-LLM).
 
-    An endpoint without a port (ipc, inproc) is returned unchanged, as is any endpoint for offset 0.
-    Raises ValueError if the endpoint is invalid or the port would exceed u16."""
+    An endpoint without a port (ipc, inproc) is returned unchanged. Raises ValueError if the
+    endpoint is invalid or the resulting port would exceed 65535."""
     check_endpoint(endpoint)
     if rank_offset == 0 or not endpoint.startswith("tcp://"):
         return endpoint
@@ -40,8 +40,8 @@ def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
 
 
 def rank_endpoints(endpoint: str, ranks: int) -> Iterator[str]:
-    """Yield the endpoints of this many ranks, beginning with `endpoint`. Fewer if the port numbers
-    run out, and only one if `endpoint` has no port. Raises ValueError for an invalid endpoint."""
+    """Yield the endpoints of this many ranks, on consecutive ports. Stops after port 65535. If
+    `endpoint` has no port, yields only `endpoint`. Raises ValueError for an invalid endpoint."""
     check_endpoint(endpoint)
     yield endpoint
     for offset in range(1, min(ranks, MAX_RANKS)):
@@ -108,7 +108,7 @@ def _fault(endpoint: str) -> str | None:
 
 
 def _port_fault(port: str) -> str | None:
-    """Return a port's first fault from the left; an overflow may precede an invalid digit."""
+    """Return the error text for an invalid TCP port; None if the port is valid."""
     if not port:
         return "invalid TCP port: cannot parse integer from empty string"
     digits = port[1:] if len(port) > 1 and port[0] == "+" else port

@@ -1,7 +1,7 @@
-"""Apply the batches of one source to the index: one at a time, in order, in time slices.
+"""Apply the KV-event batches of one source to the index: one at a time, in order, in time slices.
 
 A small, ordinary batch is applied at once. A large or unusual batch is decoded and applied in
-bounded slices, and completed before the next batch starts. No sockets or sequence numbers. D25."""
+bounded slices, and completed before the next batch starts. See decision D25."""
 
 import logging
 import time
@@ -33,7 +33,7 @@ Report = Callable[[str, int, str], None]  # arguments: kind of line, level, text
 
 
 class BatchWork:
-    """Holds at most one batch at a time. Bad data from an engine raises no exception."""
+    """Applies one batch of KV events at a time. Bad data from an engine raises no exception."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class BatchWork:
             self._apply(batch)
 
     def go_on(self, deadline: float) -> bool:
-        """Work on the batch until the deadline (perf_counter). Returns True once it is done."""
+        """Work on the batch until `deadline` (perf_counter). Returns True if the batch is done."""
         rest = self._rest
         if rest is None:
             return True
@@ -117,7 +117,7 @@ class BatchWork:
         self._lose(detail)
 
     def _lose(self, detail: str) -> None:
-        """Record that all or part of the batch is missing in the index, and no replay can help."""
+        """Count and log that the current batch was not applied, or not completely."""
         if not self._is_lost:
             self._is_lost = True
             self._cursor.lose()

@@ -4,7 +4,7 @@ A key pair is a certificate in the format of CZMQ and pyzmq's zmq.auth (rfc.zero
 A list has one public key per line: 40 characters of Z85, then an optional comment such as the
 owner. A file of concatenated public certificates is a valid list too. Files are read once, at the
 start. A bound socket admits clients by their public keys and counts the clients it refuses. If
-nobody answers libzmq's admission requests, the socket admits no client."""
+nobody answers libzmq's admission requests (ZAP), the socket admits no client."""
 
 import logging
 import re
@@ -106,7 +106,7 @@ def read_list(path: str) -> tuple[bytes, ...]:
 
 
 def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
-    """Make a socket, before bind, a CURVE server with the key pair `pair`. The socket then admits
+    """Configure a socket, before bind, as a CURVE server with this key pair. The socket then admits
     only clients that the ZAP authenticator accepts."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
@@ -116,7 +116,7 @@ def ask_for_keys(socket: "zmq.Socket[bytes]", pair: KeyPair) -> None:
 
 
 def give_keys(socket: "zmq.Socket[bytes]", pair: KeyPair, server_key: bytes) -> None:
-    """Make a socket, before connect, a CURVE client with the key pair `pair`. The socket then
+    """Configure a socket, before connect, as a CURVE client with this key pair. The socket then
     accepts only a server with the public key `server_key`."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
@@ -141,8 +141,8 @@ def _key(text: str) -> bytes | None:
 
 
 def _is_of_no_key(line: str, words: list[str]) -> bool:
-    """Whether a line rightly has no key: it is a comment (no key begins with `#`), or a line of a
-    certificate without a key."""
+    """Whether a line of a list file has no key because it is a comment (no key begins with `#`), or
+    a section name or a metadata entry of a certificate."""
     return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None
 
 
@@ -154,14 +154,14 @@ WARN_EVERY_S: Final = 60.0  # for refused clients, which may retry at any rate
 
 
 class CurveGate:
-    """From start() to close(), admits clients whose key is in `admitted` to the sockets of one
-    context."""
+    """Decides which clients may connect to a ZMQ context's sockets, from start() to close()."""
 
     def __init__(
         self, authenticator: "Authenticator", pair: KeyPair, admitted: tuple[bytes, ...] | None
     ) -> None:
-        """`authenticator` belongs to the sockets' context. If `admitted` is None, any client that
-        knows the server's public key is admitted."""
+        """`authenticator` belongs to the sockets' context. `admitted` has the public keys of the
+        clients that may connect. If `admitted` is None, any client that knows the
+        server's public key may connect."""
         self.pair: Final = pair
         self.admitted: Final = admitted
         self.refused = 0
@@ -171,7 +171,7 @@ class CurveGate:
         authenticator.configure_curve_callback(DOMAIN.decode(), self)
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
-        """Protect a socket that is not bound yet: only admitted clients can connect."""
+        """Protect a socket, before bind, so that only admitted clients can connect."""
         ask_for_keys(socket, self.pair)
 
     def start(self) -> None:

@@ -1,8 +1,8 @@
 """Run long work in time slices, between the other work of the event loop.
 
-KV events are applied on the thread that serves HTTP. So in each turn of the loop, all sources share
-one short slice, in order. The memory of indexes is freed in separate slices. Code that reads a
-peer's answer pauses when a slice is over."""
+KV events are applied on the thread that serves HTTP. To keep HTTP fast, the events of all engines
+share one short slice per iteration of the event loop. The memory of KV indexes is freed in separate
+slices. Code that reads another replica's long answer pauses after each slice (`Pauses`)."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ Done = Callable[[Exception | None], None]
 
 
 class IngestTurns:
-    """Runs queued work in slices. One per process, used only on the loop's thread."""
+    """Runs queued functions in time slices of the event loop. Not thread-safe."""
 
     def __init__(self, slice_s: float = SLICE_S) -> None:
         self._slice_s = slice_s
@@ -33,13 +33,13 @@ class IngestTurns:
         self._is_scheduled = False
 
     def start(self, drain: Drain, done: Done) -> None:
-        """Call `drain` in turns until it has no work left or raises; then call `done`."""
+        """Call `drain(deadline)` in time slices until it returns False or raises, then `done`."""
         self._waiting.append((drain, done))
         if not self._is_scheduled:
             self._schedule(asyncio.get_running_loop())
 
     async def run(self, drain: Drain) -> None:
-        """Like `start`, but await the end. Raises what `drain` raises. Can be cancelled."""
+        """Call `drain` in time slices until no work is left. Raises the exception of `drain`."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: Exception | None) -> None:
@@ -79,15 +79,14 @@ class IngestTurns:
 
 
 class IndexSweeps:
-    """Frees the memory of dropped blocks, for all indexes of the process. An index hides dropped
-    blocks at once, and frees them in steps. Keeps a reference to the index of a removed partition
-    until the steps are done; otherwise Python would free the whole index at once."""
+    """Frees the memory of blocks that the KV indexes of this process have dropped. The memory is
+    freed in time slices, because freeing a large index at once would stop the event loop."""
 
     def __init__(self) -> None:
         self._turns = IngestTurns(SWEEP_SLICE_S)
 
     def start(self, index: KvIndex) -> None:
-        """Start to free the memory of an index in slices. Used as `KvIndex.on_sweep`."""
+        """Start to free the memory of the blocks that `index` has dropped, in time slices."""
 
         def drain(deadline: float) -> bool:
             while index.sweep(_SWEEP_STEPS):
@@ -104,7 +103,7 @@ def _swept(error: Exception | None) -> None:
 
 
 class Pauses:
-    """`await pauses()` yields to the loop if the time slice is over. Meanwhile state may change."""
+    """`await pauses()` lets the event loop run if the coroutine has run for a millisecond."""
 
     def __init__(self) -> None:
         self._slice_ends = time.perf_counter() + SLICE_S

@@ -1,7 +1,7 @@
-"""`KvListener` receives the KV events of one source; `KvReplay` requests missed batches again.
+"""`KvListener` subscribes to one rank's KV events; `KvReplay` requests missed batches of events.
 
-A replay has its own link. `KvReplay` reads this link up to the end marker, the timeout or a size
-limit, and passes each batch to `on_reply`. Spec: indexer.md 1.5."""
+A replay has its own connection (a `Link`). `KvReplay` reads replies up to the end marker, the
+timeout or a size limit, and passes each batch to `on_reply`. Spec: indexer.md 1.5."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ class ReplayEnd(Enum):
 
 
 class KvReplay:
-    """One replay request. Used only on the loop's thread."""
+    """One request for missed batches of KV events, sent to an engine. Not thread-safe."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class KvReplay:
         may_go_on: Callable[[float], bool],
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
-        """`may_go_on(deadline)` returns whether the previous reply is fully applied.
-        `on_reply(frames)` returns True if no further reply is needed."""
+        """`on_reply(frames)` takes a reply, and returns True if it is the last one needed.
+        `may_go_on(deadline)` returns whether the previous reply is fully applied."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on
@@ -60,7 +60,8 @@ class KvReplay:
         self.link = open_replay(links, endpoint, start, self._news.set)
 
     async def run(self, idle_s: float) -> ReplayEnd:
-        """Run the replay. `idle_s` is the longest time in seconds to wait for the next reply."""
+        """Send the request, and handle the replies up to the last one. Give up if no reply comes
+        for `idle_s` seconds."""
         link = self.link
         give_up_at = time.monotonic() + REPLAY_LIMIT_S
         link.start()
@@ -85,7 +86,7 @@ class KvReplay:
         return ReplayEnd.OVERFLOWED if link.has_overflowed else ReplayEnd.STOPPED
 
     def why_not(self) -> str:
-        """Return a short reason why the replay did not reach its end."""
+        """Return a short reason why the engine did not send all batches that were requested."""
         if self.link.was_connected:
             return "no end of it" if self.has_answered else "no answer"
         return "no answer" if self.link.error is None else f"no connection: {self.link.error}"
@@ -121,8 +122,8 @@ LOG_EVERY_S = 10.0
 
 
 class KvListener:
-    """Subscribes to the KV events of one rank, from start() to close(). Used only on the loop's
-    thread. After an index recovery, call `cursor.resume_at(watermark)` before start()."""
+    """Subscribes to the KV events of one rank, from start() to close(). Used only on the thread of
+    the event loop."""
 
     def __init__(
         self,
@@ -139,9 +140,9 @@ class KvListener:
         retry_first_s: float = RETRY_FIRST_S,
         grace_s: float = GRACE_S,
     ) -> None:
-        """`replays` limits the simultaneous replays of all sources. `has_work()` returns whether
-        the rank has requests now. `on_lost()` is called when the connection is lost. For `grace_s`
-        seconds a source may be silent without a warning."""
+        """`replays` limits the simultaneous replays of all ranks. `has_work()` returns whether the
+        rank has requests now. `on_lost()` is called when the connection is lost. No warning is
+        logged if the rank is unreachable or silent for less than `grace_s` seconds."""
         # Set once, in the constructor.
         self._on_lost = on_lost
         self.endpoint = endpoint
@@ -178,8 +179,8 @@ class KvListener:
         self._live.start()
 
     def stop(self) -> "asyncio.Future[list[BaseException | None]]":
-        """Unsubscribe. No event is applied after this returns, and the index keeps its blocks.
-        Returns an awaitable that completes when the tasks have ended."""
+        """Unsubscribe. After this call, no further event is applied, and the index keeps the rank's
+        blocks. Returns an awaitable that completes when the listener's tasks have ended."""
         self._work.drop()
         self._held.set(0)
         tasks = [self._live.close(), self._replaying]
@@ -189,12 +190,12 @@ class KvListener:
         return asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
 
     async def close(self) -> None:
-        """Unsubscribe at once, then wait for the tasks."""
+        """Unsubscribe, and wait until the listener's background tasks have ended."""
         await self.stop()
 
     @property
     def watermark(self) -> int | None:
-        """The number of the batch up to which the index is complete, or None."""
+        """The number of the last batch of events applied; None if an earlier batch is missing."""
         return None if self._work.is_under_way else self.cursor.complete_to
 
     def status(self) -> SourceStatus:
@@ -225,7 +226,7 @@ class KvListener:
         )
 
     def look(self, now: float) -> SourceCondition:
-        """Return the state at the monotonic time `now`, and log faults. Call this regularly."""
+        """Return the condition of the rank's KV events, and log new faults. Call this regularly."""
         live, ingest, cursor = self._live, self.ingest, self.cursor
         state, what = condition(live, ingest, cursor, self.replay_endpoint, self._no_replay)
         self._watch.look(state, what, now)
@@ -239,8 +240,8 @@ class KvListener:
     # the connection
 
     def _note_link(self) -> None:
-        """After a connect, request missed batches. Log each reason of a lost connection once, but
-        none before the first connection, because the engine may still be starting."""
+        """Handle a new state of the connection to the engine: after a connect, request missed
+        batches of events; after the loss of a connection, log the reason."""
         live = self._live
         if live.state is LinkState.CONNECTED:
             self._told_of = None
@@ -265,7 +266,7 @@ class KvListener:
     # live batches
 
     def _wake(self) -> None:
-        """Handle all waiting messages. (The link signals only the first of them.)"""
+        """Start to apply the received messages in time slices, if this has not started yet."""
         if not self._is_draining:
             self._is_draining = True
             self._turns.start(self._drain_live, self._drained)
@@ -330,7 +331,7 @@ class KvListener:
             self._replaying = supervise("kv replay", self._replay_until_settled)
 
     def _has_applied(self, deadline: float) -> bool:
-        """Work on the last batch until the deadline. Returns True if the batch is fully applied."""
+        """Apply the current batch until the deadline. Returns True at the end of the batch."""
         if not self._work.is_under_way:
             return True
         if not self._work.go_on(deadline):
@@ -341,7 +342,7 @@ class KvListener:
         return True
 
     def _account(self) -> None:
-        """Update the number of bytes that the cursor holds."""
+        """Record how many bytes of new batches wait until the missed batches are applied."""
         if self.cursor.held_bytes != self._held.bytes:
             self._held.set(self.cursor.held_bytes)
 
@@ -390,7 +391,7 @@ class KvListener:
             self._report("recovered", logging.INFO, f"recovered at {self.cursor.watermark}")
 
     async def _ask(self) -> ReplayEnd:
-        """Run one replay, which requests the missing batches."""
+        """Request the missing batches of events from the engine, and apply the replies."""
         assert self.replay_endpoint is not None
         start = self.cursor.replay_from
         assert start is not None, "what settles the cursor ends this task"
@@ -413,14 +414,13 @@ class KvListener:
         return end
 
     def _report_failure(self) -> None:
-        """Log a failed replay: at once, as a warning, if batches stay missing; otherwise only if
-        the failure lasts."""
+        """After a failed request for missed batches, log a warning if batches are missing."""
         if self.cursor.state is SourceState.DEGRADED:
             text = f"no full replay from {self.replay_endpoint}: {self._no_replay}"
             self._report("degraded", logging.WARNING, f"degraded: {text}")
 
     def _on_reply(self, frames: list[bytes]) -> bool:
-        """Handle one message of a replay. Returns True if no further message is needed."""
+        """Handle one reply of the replay endpoint. Returns True if no further reply is needed."""
         reply = replay_frames(frames)
         if reply is None:
             self.ingest.counts.skip("message", "bad_replay_frames")
@@ -451,7 +451,7 @@ class KvListener:
         return True
 
     def _report(self, kind: str, level: int, text: str) -> None:
-        """Log a line, at most once in LOG_EVERY_S per `kind`."""
+        """Log a line, but at most one line per `kind` in LOG_EVERY_S seconds."""
         if level >= logging.WARNING:
             self._last_error = text
         now = time.monotonic()

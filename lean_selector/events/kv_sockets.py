@@ -1,5 +1,5 @@
-"""Open the links to an engine and parse their frames: a SUB for live batches, a DEALER for one
-replay, a SUB for load. No state. Spec: indexer.md 1.1, 1.2 and 1.5."""
+"""Open an engine's ZMQ connections, and parse frames: a SUB for KV events, a DEALER to request
+missed KV events, and a SUB for load reports. Spec: indexer.md 1.1, 1.2 and 1.5."""
 
 import struct
 from collections.abc import Callable
@@ -19,8 +19,8 @@ _SEQ = struct.Struct(">Q")
 def open_live(
     links: Links, endpoint: str, on_message: Callable[[], None], on_state: Callable[[], None]
 ) -> Link:
-    """Return a link that will subscribe to an engine's KV events. If too many messages wait, the
-    oldest are dropped."""
+    """Return a connection, not yet started, that subscribes to an engine's KV events. If too many
+    received messages wait, the oldest are dropped."""
     return Link(
         links,
         endpoint,
@@ -34,7 +34,7 @@ def open_live(
 
 
 def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Link:
-    """Return a link that will subscribe to an engine's load, and keep only the newest report."""
+    """Return a connection, not yet started, that subscribes to an engine's load reports."""
     return Link(
         links,
         endpoint,
@@ -48,9 +48,9 @@ def open_load(links: Links, endpoint: str, on_message: Callable[[], None]) -> Li
 
 
 def open_replay(links: Links, endpoint: str, first: int, on_news: Callable[[], None]) -> Link:
-    """Return a link that will request a replay from batch `first` on. The engine sends the whole
-    replay at once (vLLM: 10 000 batches) and drops what is not read in time, so the link reads
-    everything. If too many bytes wait, the link ends; then request the rest again."""
+    """Return a connection, not yet started, that requests an engine's batches of KV events from
+    number `first` on. If too many received bytes wait, the connection ends, and the caller must
+    request the remaining batches again."""
     return Link(
         links,
         endpoint,
@@ -73,17 +73,17 @@ def replay_request(start: int) -> list[bytes]:
 
 
 def live_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
-    """Return (seq, payload) of `[topic, seq u64 BE, payload]`; None for any other shape."""
+    """Return (sequence number, payload) of a published message `[topic, u64 BE, payload]`; None for
+    any other shape."""
     if len(frames) != 3 or len(frames[1]) != _SEQ.size:
         return None
     return _SEQ.unpack(frames[1])[0], frames[2]
 
 
 def replay_frames(frames: list[bytes]) -> tuple[int, bytes] | None:
-    """Return (seq, payload) of a reply; None for other shapes. An empty payload means the end.
-
-    Reads the last two frames: newer engines put a topic before them (`["", topic, seq,
-    payload]`)."""
+    """Return (sequence number, payload) of a reply from an engine's replay endpoint; None for other
+    shapes. The last reply has an empty payload. Newer engines put a topic before the sequence
+    number: `["", topic, sequence number, payload]`."""
     if len(frames) < 2 or len(frames[-2]) != _SEQ.size:
         return None
     return _SEQ.unpack(frames[-2])[0], frames[-1]

@@ -1,17 +1,16 @@
 """One persistent connection to a remote ZMQ socket.
 
-A link gives libzmq addresses, never names. libzmq itself retries an address that refuses or does
-not answer. So a new listener is connected within RECONNECT_MAX_MS, or twice that time if a thousand
-other links have no connection. After any other failure libzmq stops (RECONNECT_STOP), and the link
-opens a new socket after a growing pause. Otherwise libzmq would never reconnect after a wrong
-mechanism or a message that is too large, and would retry a listener that does not speak ZMQ without
-any pause. Received messages wait in the link until its owner takes them; above a limit in bytes,
-the oldest are dropped and counted. Spec: indexer.md 1.1, slot_tracker.md 3.1.
+A link resolves names itself, and gives libzmq only addresses. While an address refuses the
+connection or does not answer, libzmq retries, so a listener that starts later is connected within a
+second. After any other failure the link opens a new socket after a growing pause, because libzmq
+would retry without a pause (if the listener does not speak ZMQ) or never (for example, after too
+large a message). Received messages wait in the link until the link's owner takes them. If too many
+bytes wait, the oldest messages are dropped.
 
-The link reads a plain socket when the socket's descriptor signals. During an attempt, a libzmq
-monitor reports the progress. A monitor needs two more descriptors, so it is closed after the
-handshake. From then on the link regularly checks the descriptor of the connection, which the
-monitor reported: libzmq closes this descriptor when the connection is lost."""
+During an attempt to connect, a libzmq monitor reports the progress. A monitor needs two more file
+descriptors, so it is closed after the handshake. From then on, the link regularly checks the
+descriptor of the connection, because libzmq closes this descriptor when the connection is lost.
+Spec: indexer.md 1.1, slot_tracker.md 3.1."""
 
 import asyncio
 import contextlib
@@ -113,7 +112,7 @@ _monitors = itertools.count()
 
 
 class _TryAt(OSError):
-    """Raised to make the next attempt at once, at this other address of the same name."""
+    """Raised to start a new attempt to connect at once, to this address of the endpoint's host."""
 
     def __init__(self, address: Address) -> None:
         super().__init__("another address of its name is tried")
@@ -136,8 +135,8 @@ class LinkState(Enum):
 
 
 def check_link(endpoint: str) -> None:
-    """Raise ValueError for an endpoint to which no link can ever connect, whatever its name
-    resolves to. The endpoint must have passed `check_endpoint`."""
+    """Raise ValueError if no connection to a ZMQ endpoint is possible: the TCP address is
+    malformed, or the UNIX path is too long. The endpoint must have passed `check_endpoint`."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "tcp" and not _TCP_ADDRESS.match(address):
         raise ValueError("no address to connect to")
@@ -146,9 +145,9 @@ def check_link(endpoint: str) -> None:
 
 
 class Link:
-    """A connection from start() to close(). Used only on the loop's thread. `on_message()` is
-    called when a message arrives while no other message waits, and `on_state()` after each change
-    of `state`. Neither is called after close()."""
+    """A persistent connection to a ZMQ socket, from start() to close(). Not thread-safe. Until
+    close(), `on_message()` is called when a message arrives while no other message waits, and
+    `on_state()` is called after each change of `state`."""
 
     def __init__(
         self,
@@ -165,9 +164,9 @@ class Link:
         curve: "CurveClient | None" = None,
     ) -> None:
         """`socket_type` is a constant of zmq. `opening(socket)` is called with each new socket, to
-        subscribe or to send. With `once`, the link is closed after one attempt or connection;
-        messages that wait can still be taken. With `curve`, only servers with one of its keys are
-        accepted."""
+        subscribe or to send. With `once`, the link does not reconnect; received messages can still
+        be taken. With `curve`, the link uses CURVE, and accepts only servers whose keys are in
+        `curve`."""
         # Set once, in the constructor.
         self.endpoint = endpoint
         self._links = links
@@ -204,7 +203,7 @@ class Link:
         self.error: str | None = None  # why there is no connection now
 
     def start(self) -> None:
-        """Start soon. Of many started links, only a few open their sockets per turn of the loop."""
+        """Connect soon. In each iteration of the event loop, only a few links open a socket."""
         self._links.call(self._begin)
 
     def _begin(self) -> None:
@@ -213,7 +212,7 @@ class Link:
             self._task = supervise("zmq link", self._run)
 
     def close(self) -> "asyncio.Task[None] | None":
-        """Close; no callback follows. Returns a task that the caller must await, if any."""
+        """Close the connection, and stop all callbacks. The caller must await a returned task."""
         self._on_message = self._on_state = lambda: None
         self.state = LinkState.CLOSED
         self._queue.clear()
@@ -231,7 +230,7 @@ class Link:
 
     @property
     def waiting(self) -> int:
-        """How many messages wait."""
+        """How many received messages `take` has not returned yet."""
         return len(self._queue)
 
     @property
@@ -239,7 +238,7 @@ class Link:
         return self._backlog.bytes
 
     def take(self) -> Message | None:
-        """Return the next message, or None."""
+        """Return the next received message, or None if no message waits."""
         if not self._queue:
             return None
         message, cost = self._queue.popleft()
@@ -260,9 +259,9 @@ class Link:
             self._on_message()
 
     def _shed(self, size: int) -> None:
-        """Drop the oldest messages, but never the newest, whose number reveals the gap. With
-        `once`, drop the newest messages instead and end the link: the messages that are kept
-        have no gap, and those that were dropped can be requested again."""
+        """Drop the oldest waiting messages, at least `size` bytes, but keep the newest message.
+        With `once`, drop the newest messages instead, and end the link; the caller can then request
+        the dropped messages again."""
         held = self._backlog.bytes
         goal = held - size
         while held > goal and len(self._queue) > 1:
@@ -312,7 +311,7 @@ class Link:
             self._on_state()
 
     async def _connect(self) -> None:
-        """Connect to the first address that completes the handshake. Raises OSError."""
+        """Try the endpoint's addresses until one completes the handshake. Raises OSError."""
         host = self.endpoint.partition("://")[2].rpartition(":")[0]
         is_name = self.endpoint.startswith("tcp:") and numeric(host) is None
         if is_name:
@@ -330,7 +329,7 @@ class Link:
                     raise
 
     async def _reach(self, address: Address, is_name: bool) -> None:
-        """Connect to this address with the first of our keys that works. Raises OSError."""
+        """Connect to this address. With CURVE, try each trusted server key. Raises OSError."""
         keys: list[bytes | None] = [None]
         if self._curve is not None:  # the key that worked last comes first
             keys = [*sorted(self._curve.believed, key=lambda key: key != self._server_key)]
@@ -359,8 +358,8 @@ class Link:
         raise OSError(self._reasons.get(failure) or failure)
 
     async def _look_into(self, address: Address, is_name: bool) -> None:
-        """Until there is a connection, find out why there is none. Returns when the attempt
-        succeeds. Raises OSError if waiting is useless, or if another address should be tried."""
+        """While libzmq cannot connect to `address`, find out why. Raises OSError if libzmq should
+        stop its attempts, or if another address should be tried."""
         loop = asyncio.get_running_loop()
         pause_s = again_s = LOOK_FIRST_S
         ask_at = loop.time() + pause_s
@@ -444,7 +443,7 @@ class Link:
             raise OSError(error.errno, error.strerror) from None
 
     def _hear(self) -> None:
-        """Read the monitor's events. If the attempt to connect has ended, stop waiting for it."""
+        """Read libzmq's reports on an attempt to connect. Stop waiting if the attempt has ended."""
         assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:
@@ -478,10 +477,8 @@ class Link:
         return self._step.value if self._curve is None else "its server key is not trusted"
 
     def _end_monitor(self) -> None:
-        """Close the monitor; from now on the connection's descriptor is checked.
-
-        First reads its last events. libzmq reports a loss before it closes the descriptor, so
-        without such a report the inode that was noted before belongs to this connection."""
+        """Read the last events of the libzmq monitor, then close the monitor. From now on, a loss
+        of the connection is found by checks of the connection's file descriptor."""
         if self._monitor is not None and not self._monitor.closed:  # else its context was closed
             self._hear()
             asyncio.get_running_loop().remove_reader(self._monitor.fileno())
@@ -502,7 +499,8 @@ class Link:
     # a connection
 
     def look(self) -> None:
-        """Detect a lost connection: its descriptor is then closed or reused."""
+        """Check whether the connection is lost, which means that libzmq has closed the connection's
+        file descriptor."""
         if self._descriptor is not None:
             number, inode = self._descriptor
             with contextlib.suppress(OSError):
@@ -523,14 +521,14 @@ class Link:
         self._drop()
 
     def _begin_reading(self) -> None:
-        """Start to read. Call this after the owner was told that the link is connected."""
+        """Start to receive messages, after the link's owner was told of the connection."""
         assert self._socket is not None
         self._links.watch(self)
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._read)
         self._read()
 
     def _read(self) -> None:
-        """Read all waiting messages, because the descriptor signals only new ones."""
+        """Receive messages: the descriptor of the socket has signalled that new ones arrived."""
         if not self._is_put_off:
             self._read_on()
 
@@ -548,7 +546,7 @@ class Link:
                 self._links.put_off(self._read_on)
 
     def _take(self, most: int) -> bool:
-        """Receive at most `most` messages. Returns True if there may be more."""
+        """Receive at most `most` messages from libzmq. Returns True if libzmq may have more."""
         for _ in range(most):
             made = self._socket
             if made is None:
@@ -581,7 +579,7 @@ def _endpoint(address: Address) -> str:
 
 
 async def why_unreachable(address: Address) -> str | None:
-    """Return the system's reason why nothing listens at the address; None if something listens."""
+    """Return why an attempt to connect to the address fails, or None if something listens."""
     try:
         await _ask(address, b"", 0)
     except TimeoutError:
@@ -595,7 +593,7 @@ HTTP: Final = b"HTTP/"
 
 
 async def said_at(address: Address) -> bytes:
-    """Return `HTTP` if the listener speaks HTTP; otherwise the start of its ZMTP greeting."""
+    """Return `HTTP` if the listener at the address speaks HTTP, or else a ZMTP greeting or b""."""
     for question, size in ((b"HEAD / HTTP/1.0\r\n\r\n", len(HTTP)), (_GREETING, _GREETING_BYTES)):
         said = b""
         with contextlib.suppress(OSError):  # a timeout is an OSError
@@ -611,7 +609,7 @@ def is_greeting(said: bytes) -> bool:
 
 
 async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
-    """Return a better reason for a failed handshake than libzmq's, if the listener gives one."""
+    """Return why a ZMTP handshake with the listener at `address` failed; None if unknown."""
     said = await said_at(address)
     if said == HTTP:
         return "it speaks HTTP, not ZMQ"
@@ -625,8 +623,8 @@ async def why_no_handshake(address: Address, *, is_curve: bool) -> str | None:
 
 
 async def _ask(address: Address, question: bytes, size: int) -> bytes:
-    """Connect, send `question`, and return up to `size` bytes of the answer. Raises OSError, and
-    TimeoutError after a second."""
+    """Connect to the address, send `question`, and return up to `size` bytes of the answer. Raises
+    OSError, or TimeoutError after a second."""
     loop = asyncio.get_running_loop()
     family, where = address
     answer = b""

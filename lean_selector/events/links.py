@@ -1,9 +1,9 @@
-"""State that all links of a process share: name resolution, the work per turn of the event loop,
-and the received bytes that wait.
+"""State that all ZMQ connections (`Link`) of a process share: name resolution, the work per
+iteration of the event loop, and the received bytes that wait.
 
-However many links are due, only a few are opened, closed and read per turn of the loop. Received
-bytes count until they are used. If there are too many in total, the largest backlog drops its
-oldest messages."""
+In each iteration, only a few links are opened, closed and read. Received bytes count as waiting
+until they are used. If too many bytes wait in the process, the connection with the most waiting
+bytes drops its oldest messages."""
 
 import asyncio
 import time
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Backlog:
-    """The waiting bytes of one owner. `shed(bytes)` makes the owner drop its oldest messages."""
+    """Counts one connection's received, unused bytes. `shed(size)` drops some messages."""
 
     def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0
@@ -56,7 +56,7 @@ class Backlog:
 
 
 class Backlogs:
-    """The backlogs of all owners in a process."""
+    """The received, unused bytes of all ZMQ connections of the process, with one limit."""
 
     def __init__(self, limit: int = MAX_WAITING_BYTES) -> None:
         self.bytes = 0
@@ -78,7 +78,7 @@ class Backlogs:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Shrink the backlogs, the largest first. A backlog always keeps its last message."""
+        """Make the connections with the most waiting bytes drop messages, to respect the limit."""
         goal = self.limit - self.limit // _SHED_PART
         for backlog in sorted(self._backlogs, key=lambda each: -each.bytes):
             if self.bytes <= goal:
@@ -87,15 +87,15 @@ class Backlogs:
 
 
 class Watched(Protocol):
-    """A connection that is checked regularly."""
+    """A connection whose `look()` is called regularly, to detect the loss of the connection."""
 
     def look(self) -> None: ...
 
 
 class Rounds(Generic[_T]):
-    """Checks all `members` regularly, a few in each turn of the loop. If the check of one member
-    raises, the others are still checked. Members may be added and removed at any time. Without
-    members the rounds stop until the next start()."""
+    """Calls `look(member)` for each member every `every_s` seconds, for a few members in each
+    iteration of the event loop. Members may be added and removed at any time. Without members, the
+    calls stop until the next start()."""
 
     def __init__(self, members: Collection[_T], look: Callable[[_T], None], every_s: float) -> None:
         self._members: Final = members
@@ -130,7 +130,7 @@ class Rounds(Generic[_T]):
 
 
 class Links:
-    """What all links share. One per process, used only on the loop's thread."""
+    """State that all ZMQ connections (`Link`) of the process share. Not thread-safe."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Links:
         allowed: "AllowedEndpoints | None" = None,
         engine_keys: "CurveClient | None" = None,
     ) -> None:
-        """`context` must not have sockets yet; by default it is pyzmq's context of the process.
+        """`context` must not have sockets yet; the default is pyzmq's context of the process.
         `allowed` restricts the destinations (None: all allowed). With `engine_keys`, links to
         engines use CURVE."""
         self.allowed = allowed
@@ -177,7 +177,7 @@ class Links:
             asyncio.get_running_loop().call_soon(self._step)
 
     async def turn(self, after_s: float = 0.0) -> None:
-        """Wait until the caller may open a socket, and at least `after_s` seconds."""
+        """Wait for `after_s` seconds, then in the queue of callers that want to open a socket."""
         loop = asyncio.get_running_loop()
         mine = loop.create_future()
         later = loop.call_later(
@@ -189,14 +189,14 @@ class Links:
             later.cancel()
 
     async def turn_to_probe(self) -> None:
-        """Wait until the caller may probe an address. Callers are served in order."""
+        """Wait until the limit of probes (test connections) per second permits the next probe."""
         loop = asyncio.get_running_loop()
         async with self._probing:
             while not self._takes_probe():
                 await self.turn(self._probe_at - loop.time())
 
     def may_probe(self) -> bool:
-        """Whether the caller may probe an address now. If so, the next probe must wait."""
+        """Whether the limit permits a probe (test connection) now. If so, the probe is counted."""
         return not self._probing.locked() and self._takes_probe()
 
     def _takes_probe(self) -> bool:
@@ -217,16 +217,16 @@ class Links:
     # reading
 
     def may_read(self) -> bool:
-        """Whether time for reading is left in this turn of the loop. If not, call `put_off`."""
+        """Whether this iteration of the loop may receive more messages. If not, call `put_off`."""
         return not self._read_s or self._read_s < READ_SLICE_S
 
     def has_read(self, began: float) -> None:
-        """Add the time since `began` (perf_counter) to the reading time of this turn."""
+        """Add the time since `began` (perf_counter) to this iteration's time of receiving."""
         self._read_s += time.perf_counter() - began
         self._await_turn()
 
     def put_off(self, read_on: Callable[[], None]) -> None:
-        """Call `read_on` in a later turn of the loop, after functions that were put off before."""
+        """Call `read_on` in a later iteration of the event loop, when messages may be received."""
         self._put_off.append(read_on)
         self._await_turn()
 

@@ -1,8 +1,8 @@
 """Receives the load that an engine publishes per rank: SGLang's `LoadStat`.
 
-A report is a gauge: a rank's newest report replaces the previous one, whatever its number, and lost
-reports are not requested again. The socket on which a report arrives determines the rank. Imported
-when a worker with a `load_endpoint` is registered."""
+A report is a gauge: a rank's newest report replaces the previous one. The numbers of reports are
+ignored, and lost reports are not requested again. The socket on which a report arrives determines
+the rank. Imported when a worker with a `load_endpoint` is registered."""
 
 import logging
 import time
@@ -28,7 +28,7 @@ _decode = msgspec.msgpack.Decoder(LoadStat).decode
 
 
 def engine_load(payload: bytes) -> EngineLoad:
-    """Decode the load from a report. Raises msgspec.DecodeError if the payload is not a report."""
+    """Decode an engine's load report. Raises msgspec.DecodeError if the payload is not a report."""
     told = _decode(payload)
     busy_us = told.prefill_busy_us
     return EngineLoad(
@@ -45,7 +45,7 @@ def engine_load(payload: bytes) -> EngineLoad:
 
 
 class LoadStream:
-    """The subscription to the load of one rank, from start() to close()."""
+    """The subscription to one rank's load reports, from start() to close()."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class LoadStream:
         slots: Slots,
         counts: Counter[str],
     ) -> None:
-        """`slots` are the slots of the rank's partition; they store the reports."""
+        """`slots` tracks the load of all ranks of a model and tenant, and stores the reports."""
         self.endpoint = endpoint
         self.slots = slots
         self._rank = rank
@@ -67,8 +67,7 @@ class LoadStream:
         self._link.start()
 
     def close(self) -> None:
-        """End the subscription. No further report is applied, and the last report no longer
-        counts."""
+        """End the subscription, and delete the rank's last load report."""
         self._link.close()
         self.slots.forget_report(self._rank)
 
@@ -99,7 +98,7 @@ class LoadStream:
 
 
 class LoadStreams:
-    """The load streams of all ranks: one per subscribed rank. Used only on the loop's thread."""
+    """The subscriptions to load reports, one per rank. Used only on the event loop's thread."""
 
     def __init__(self, links: Links) -> None:
         self.counts = Counter[str]({APPLIED: 0, MALFORMED: 0})
@@ -107,7 +106,7 @@ class LoadStreams:
         self._streams: dict[int, dict[int, LoadStream]] = {}  # worker id -> rank -> stream
 
     def follow(self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None) -> None:
-        """Subscribe to these streams of a worker and end its others. Unchanged streams continue."""
+        """Subscribe to a worker's load reports at `endpoints` (by rank), and at no others."""
         streams = self._streams.pop(worker_id, {})
         for dp_rank, stream in list(streams.items()):
             if endpoints.get(dp_rank) != stream.endpoint or stream.slots is not slots:

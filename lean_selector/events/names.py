@@ -1,4 +1,4 @@
-"""Name resolution, with look-ups in progress and cached answers."""
+"""Name resolution in threads, with a cache of the answers."""
 
 import asyncio
 import socket
@@ -51,7 +51,7 @@ _MAX_ANSWERS = 4096  # above this, expired answers are dropped
 
 
 def look_up(name: str) -> list[Address]:
-    """Return the addresses of `name` in both families, in the system's order. Raises OSError."""
+    """Return the IPv4 and IPv6 addresses of `name`, in the system's order. Raises OSError."""
     found: list[Address] = []
     try:
         answers = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
@@ -64,10 +64,10 @@ def look_up(name: str) -> list[Address]:
 
 
 class Resolver:
-    """Resolves names. One per process, used only on the loop's thread."""
+    """Resolves host names. One per process, used only on the event loop's thread."""
 
     def __init__(self, look_up: LookUp = look_up) -> None:
-        """`look_up` is called in threads."""
+        """`look_up(name)` may block, because it is called in a thread."""
         self._look_up = look_up
         self._answers: dict[str, Answer] = {}
         self._in_flight: dict[str, LookingUp] = {}
@@ -75,7 +75,7 @@ class Resolver:
         self._running = {False: 0, True: 0}  # number of threads, by is_slow
 
     async def resolve(self, host: str, port: int) -> list[Address]:
-        """Return at least one address, in the order in which to try them. Raises OSError."""
+        """Return the addresses of `host`, at least one, in the order to try. Raises OSError."""
         known = numeric(host)
         if known is not None:
             return [_at(port, known)]
@@ -103,7 +103,7 @@ class Resolver:
         return await asyncio.shield(looking_up.done)
 
     def _start_waiting(self) -> None:
-        """Start the look-ups that wait. Names whose look-up has hung before come last."""
+        """Start queued look-ups while threads are free. Names that were slow before come last."""
         for is_slow, limit in ((False, MAX_THREADS), (True, MAX_SLOW_THREADS)):
             waiting = self._waiting[is_slow]
             while (
@@ -160,7 +160,7 @@ class Resolver:
 
 
 def numeric(host: str) -> Address | None:
-    """Return the address if `host` is numeric; None if `host` is a name."""
+    """Return the address if `host` is an IP address; None if `host` is a name."""
     text = host[1:-1] if host.startswith("[") else host
     try:
         found = socket.getaddrinfo(text, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)

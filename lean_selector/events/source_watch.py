@@ -1,7 +1,7 @@
-"""Tracks the fault of a source, and logs one line when the fault begins and one when it ends.
+"""Logs one line when a rank's KV events have a fault, and one line when the fault ends.
 
-If the fault may be due to a starting engine, no warning is logged at first, because engines take
-minutes to load a model. Callers determine the state; this module decides when to log it. D35."""
+A fault that may be due to a starting engine is logged after a minute, because engines take minutes
+to load a model (D35). Callers determine the fault; this module decides when to log it."""
 
 import logging
 from collections.abc import Callable
@@ -32,8 +32,8 @@ def condition(
     replay_endpoint: str | None,
     no_replay: str,
 ) -> tuple[str, str]:
-    """Return the state of a source, and one line that describes its fault. The line is "" if there
-    is no fault, or if the fault is logged per batch. `no_replay`: why the last replay failed."""
+    """Return the state of a rank's KV-event source, and one line that describes its fault. The line
+    is "" if there is no fault to log. `no_replay` is why missed batches could not be requested."""
     if live.state is not LinkState.CONNECTED:
         if live.error is None:
             return "resolving" if live.state is LinkState.RESOLVING else "connecting", ""
@@ -62,7 +62,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Explain why no prompt matches the rank's blocks, although the block size is right."""
+    """Return why prompts cannot match the rank's blocks although the block size is right."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events have less than a block"
     told = str(ingest.is_eagle).lower()
@@ -73,7 +73,7 @@ def _unlike_prompts(ingest: KvIngest) -> str:
 
 
 class SourceWatch:
-    """Watches one source. All times are monotonic seconds."""
+    """Logs the faults of one rank's KV-event source. All times are monotonic seconds."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class SourceWatch:
         has_work: Callable[[], bool],
         grace_s: float = GRACE_S,
     ) -> None:
-        """`has_work()`: whether the rank has requests now, so that events should follow."""
+        """`has_work()` returns whether the rank has requests now, so KV events are expected."""
         self._log = log
         self._has_work = has_work
         self._grace_s = grace_s
@@ -91,8 +91,8 @@ class SourceWatch:
         self._is_told = False
 
     def look(self, state: str, what: str, now: float) -> None:
-        """Set the current state; `what` describes the fault in one line. Call this regularly, and
-        when the state may have changed."""
+        """Record the current state of the KV-event source, and log the fault `what` when it is due.
+        Call this regularly, and when the state may have changed."""
         if state != self._state:
             if self._is_told:
                 text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"

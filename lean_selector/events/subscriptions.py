@@ -1,7 +1,7 @@
-"""All sources of KV events: one listener per worker rank, as registered in the catalog.
+"""The subscriptions to KV events: one listener per rank of the registered workers.
 
-The listeners share the links of the process, and one time budget per turn of the loop. Counts of
-ended listeners are kept, so that totals never decrease. This module does not interpret events."""
+The listeners share the process's connections, and one time budget per iteration of the event loop.
+Event counts of ended listeners are kept, so that totals never decrease."""
 
 import asyncio
 import contextlib
@@ -35,10 +35,10 @@ LOOK_EVERY_S: Final = 1.0
 
 
 class KvSubscriptions:
-    """Implements the catalog's SourceSink. Used only on the loop's thread."""
+    """The subscriptions to the KV events of all ranks. Not thread-safe."""
 
     def __init__(self, links: Links, grace_s: float = GRACE_S) -> None:
-        """A source may be silent for `grace_s` seconds without a warning (D35)."""
+        """A rank may be silent or unreachable for `grace_s` seconds without a warning (D35)."""
         self._links = links
         self._grace_s = grace_s
         self._turns = IngestTurns()
@@ -59,8 +59,8 @@ class KvSubscriptions:
         self._is_closed = False
 
     def subscribe(self, partition: Partition, worker_id: int, dp_rank: int, source: Source) -> None:
-        """Subscribe to a source, even if its engine starts later. If the rank's index was
-        recovered, continue with the first event after the recovered events."""
+        """Subscribe to a rank's KV events; the engine may start later. If the rank's blocks were
+        copied from another replica, continue with the first event that the copy lacks."""
         listener = KvListener(
             self._links,
             KvIngest(partition.index, worker_id, dp_rank, partition.emptied, partition.is_eagle),
@@ -97,15 +97,15 @@ class KvSubscriptions:
         listener.start()
 
     def hold(self) -> None:
-        """Keep new sources waiting until a context of `holding` ends. For sources that are
-        subscribed before that context begins."""
+        """From now on, new subscriptions with a replay endpoint do not connect, until the next
+        `holding` context ends."""
         if self._held is None:
             self._held = set()
 
     @contextlib.contextmanager
     def holding(self, at_most_s: float) -> Iterator[None]:
-        """In this context, new sources with a replay endpoint wait. When the context ends, or after
-        `at_most_s`, they connect, and continue after a recovered index if there is one."""
+        """Until the context ends, or for `at_most_s`, new subscriptions with a replay endpoint do
+        not connect, so that the ranks' blocks can first be copied from another replica."""
         self.hold()
         limit = asyncio.get_running_loop().call_later(at_most_s, self._release)
         try:
@@ -123,8 +123,8 @@ class KvSubscriptions:
         self._listeners[rank].look(time.monotonic())
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
-        """End a listener. Its blocks stay in the index, and no further event is applied. Returns
-        the data-parallel ranks for which the source published events."""
+        """End the subscription to a rank's KV events. The rank's blocks stay in the index. Returns
+        the data-parallel ranks whose events came over this subscription."""
         rank = worker_id, dp_rank
         if self._is_closed and rank not in self._listeners:
             return ()
@@ -157,13 +157,13 @@ class KvSubscriptions:
         self._loads.follow(worker_id, endpoints, slots)
 
     def load_reports(self) -> Mapping[str, int]:
-        """Count the engines' load reports by result. Empty if no worker has a load stream."""
+        """Return the numbers of applied and malformed load reports; {} without load endpoints."""
         return {} if self._loads is None else self._loads.counts
 
     def statuses(
         self, model_name: str | None = None, tenant_id: str | None = None
     ) -> list[KvSource]:
-        """Return the sources of a model and tenant (None: all), sorted by worker and rank."""
+        """Return the KV-event sources of a model and a tenant (None: of all), sorted by rank."""
         return [
             source
             for source in self.each_source()
@@ -171,7 +171,7 @@ class KvSubscriptions:
         ]
 
     def each_source(self) -> Iterator[KvSource]:
-        """Yield the sources of `each_status`, with the index accuracy of each rank."""
+        """Yield the state of every rank's KV-event source, sorted by worker and rank."""
         for partition, status in self.each_status():
             load = partition.slots.ranks.get((status.worker_id, status.dp_rank))
             yield KvSource(
@@ -182,21 +182,21 @@ class KvSubscriptions:
             )
 
     def conditions(self, worker_id: int, dp_ranks: Iterable[int]) -> list[SourceCondition]:
-        """Return the state of the sources of a worker's ranks."""
+        """Return the condition of the KV-event sources of a worker's ranks."""
         now = time.monotonic()
         listeners = (self._listeners.get((worker_id, dp_rank)) for dp_rank in sorted(dp_ranks))
         return [each.look(now) for each in listeners if each is not None]
 
     def each_status(self) -> Iterator[tuple[Partition, SourceStatus]]:
-        """Yield every source, sorted by worker and rank. A source that ends meanwhile may be left
-        out."""
+        """Yield the partition and the state of every rank's KV-event source, sorted by worker and
+        rank. A rank that is removed during the iteration may be left out."""
         for rank in sorted(self._listeners):
             listener = self._listeners.get(rank)
             if listener is not None:
                 yield self._partitions[rank], listener.status()
 
     def watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        """Return for each source of a partition the batch up to which the index is complete."""
+        """Return, by rank, the number of the last batch of KV events that was applied in order."""
         watermarks = dict(partition.watermarks)
         for rank, of in self._partitions.items():
             watermark = self._listeners[rank].watermark if of is partition else None
@@ -205,11 +205,11 @@ class KvSubscriptions:
         return watermarks
 
     def listeners(self, key: str) -> Sequence[RankKey]:
-        """Return the ranks whose event endpoint has this `zmq_key`; normally one."""
+        """Return the ranks whose KV-event endpoint is `key` (an endpoint in `zmq_key`'s form)."""
         return self._by_endpoint.get(key, ())
 
     def askers(self, key: str) -> Sequence[RankKey]:
-        """Return the ranks whose replay endpoint has this `zmq_key`."""
+        """Return the ranks whose replay endpoint is `key` (an endpoint in `zmq_key`'s form)."""
         return self._by_replay.get(key, ())
 
     def is_listening(self, rank: RankKey) -> bool:
@@ -218,13 +218,13 @@ class KvSubscriptions:
         return self._held is None or rank not in self._held
 
     def is_ahead(self, rank: RankKey) -> bool:
-        """Whether a batch of the rank's source was received."""
+        """Whether a batch of KV events was received from this rank."""
         listener = self._listeners.get(rank)
         return listener is not None and listener.cursor.has_told
 
     @contextlib.contextmanager
     def noting_ends(self) -> Iterator[set[RankKey]]:
-        """Yield a set that collects, until the context ends, the ranks whose source has ended."""
+        """Yield a set that collects the ranks whose KV-event subscription ends in this context."""
         ended: set[RankKey] = set()
         self.notes_of_ends.append(ended)
         try:
@@ -233,7 +233,7 @@ class KvSubscriptions:
             self.notes_of_ends = [note for note in self.notes_of_ends if note is not ended]
 
     def counts(self) -> EventCounts:
-        """Count the events of all sources since the start, including ended sources."""
+        """Count the KV events since the process started, including events of removed ranks."""
         total = EventCounts()
         total.add(self._ended_counts)
         for listener in self._listeners.values():
@@ -241,7 +241,7 @@ class KvSubscriptions:
         return total
 
     async def close(self) -> None:
-        """End all subscriptions. Afterwards workers may be removed from the catalog."""
+        """End all subscriptions, and wait until their tasks have ended."""
         self._is_closed = True
         self._looks.stop()
         for key in list(self._listeners):

@@ -1,9 +1,9 @@
-"""Reads access-log lines with which other gateways report ended requests; frees reservations.
+"""Frees reservations when a line in another gateway's access log reports the end of a request.
 
 A line has the word `lean-end`, followed by fields `name=value` or `name="value"` in any order. Text
 before this word, such as a syslog header, and unknown fields are ignored. A field with the value
-`-` or an empty value counts as absent. Each line frees one reservation, and reports the request's
-outcome for outlier detection of its worker."""
+`-` or an empty value counts as absent. A line frees the reservation that it names. If the line
+names a worker, the outcome of the request counts in outlier detection."""
 
 import asyncio
 import ipaddress
@@ -27,7 +27,7 @@ _log = logging.getLogger("lean_selector.access_logs")
 
 
 class LogAddress(NamedTuple):
-    """Where lines are received: a UDP address, or the path of a UNIX socket."""
+    """Where the lines of access logs are received: a UDP address, or a UNIX socket's path."""
 
     host: str = ""
     port: int = 0
@@ -42,7 +42,7 @@ LOOPBACK: Final[tuple[Network, ...]] = (
 
 
 def place_of(text: str) -> LogAddress:
-    """Parses `syslog:HOST:PORT` or `unixgram:PATH`. Raises ValueError."""
+    """Parses the log address `syslog:HOST:PORT` or `unixgram:PATH`. Raises ValueError."""
     kind, colon, rest = text.partition(":")
     if kind == "unixgram" and rest:
         return LogAddress(path=rest)
@@ -61,7 +61,7 @@ def place_of(text: str) -> LogAddress:
 
 
 def places_of(text: str) -> list[str]:
-    """Parses comma-separated addresses to receive lines at; drops duplicates. Raises ValueError."""
+    """Splits a comma-separated list of log addresses, without duplicates. Raises ValueError."""
     items = list(dict.fromkeys(item.strip() for item in text.split(",") if item.strip()))
     for item in items:
         place_of(item)
@@ -69,20 +69,20 @@ def places_of(text: str) -> list[str]:
 
 
 def networks_of(text: str) -> list[str]:
-    """Parses comma-separated networks (`10.0.0.0/8`) or addresses, and drops duplicates. Raises
+    """Returns the distinct networks (`10.0.0.0/8`) or addresses in a comma-separated list. Raises
     ValueError."""
     items = (item.strip() for item in text.split(",") if item.strip())
     return [str(ipaddress.ip_network(item)) for item in dict.fromkeys(items)]
 
 
 class Senders:
-    """The hosts that may send lines: this machine (loopback), and the given networks."""
+    """The hosts that may send access-log lines: this machine (loopback), and the given networks."""
 
     def __init__(self, networks: list[str]) -> None:
         self._networks = (*LOOPBACK, *map(ipaddress.ip_network, networks))
 
     def may_write(self, host: str) -> bool:
-        """Whether the sender with this address, as a socket returns it, is allowed."""
+        """Whether the host with this IP address may send access-log lines."""
         address = ipaddress.ip_address(host)
         if isinstance(address, ipaddress.IPv6Address):
             address = address.ipv4_mapped or address
@@ -117,7 +117,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """Returns the outcome that a line with these `fields` reports. Raises ValueError."""
+    """Returns the worker's outcome from the fields of an access-log line. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -188,7 +188,7 @@ _STATUS: Final = re.compile(r"-1|[0-9]{1,3}")  # HAProxy logs -1 and Envoy 0 if 
 
 
 class Ended(NamedTuple):
-    """The end of a request, as a log line reports it. Absent fields are None."""
+    """The end of a request, as an access-log line reports it. Absent fields are None."""
 
     reservation_id: str | None
     worker_id: int | None
@@ -198,15 +198,15 @@ class Ended(NamedTuple):
 
 
 class BadLine(ValueError):
-    """A datagram is not a valid line; the message says why."""
+    """A datagram is no valid access-log line; the exception's text says why."""
 
 
 class OtherLine(BadLine):
-    """A datagram without the word `lean-end`, such as another notice of a gateway."""
+    """A datagram without the word `lean-end`, such as a gateway's error message."""
 
 
 def ended_of(line: bytes) -> Ended:
-    """Parses a line. Raises BadLine or OtherLine."""
+    """Parses an access-log line. Raises BadLine or OtherLine."""
     if len(line) > LONGEST_LINE:
         raise BadLine(f"it is longer than {LONGEST_LINE} bytes")
     found = _WORD.search(line)
@@ -229,7 +229,7 @@ def ended_of(line: bytes) -> Ended:
 
 
 def _ttft_s(fields: dict[str, str]) -> float | None:
-    """Returns the time to first token of nginx's last attempt. Raises BadLine."""
+    """Returns the last time to first token in the field `ttft`, in seconds. Raises BadLine."""
     text = _LIST.split(fields.get("ttft", "-"))[-1]
     if text == "-":
         return None
@@ -239,7 +239,7 @@ def _ttft_s(fields: dict[str, str]) -> float | None:
 
 
 def _fields(text: bytes) -> dict[str, str]:
-    """Returns name -> value of the fields that are present. Raises BadLine."""
+    """Returns the non-empty fields of an access-log line: name -> value. Raises BadLine."""
     fields: dict[str, str] = {}
     at = 0
     while at < len(text):
@@ -289,7 +289,7 @@ _MOST_SHOWN: Final = 200  # characters of a line that our log shows
 
 
 class LogEnds:
-    """Handles the lines of all sockets, and counts them by result."""
+    """Handles access-log lines that report ended requests, and counts the lines by result."""
 
     def __init__(
         self,
@@ -299,8 +299,8 @@ class LogEnds:
         served: Callable[[str, int | None, int | None, float | None], None] | None = None,
     ) -> None:
         """`free` ends a reservation, and `report` reports the outcome of a request to outlier
-        detection; both may raise NotFound. Before `free`, `served` is called with the worker, its
-        rank and the time to first token."""
+        detection; both may raise NotFound. Before `free`, `served` is called with the reservation,
+        the worker, the rank and the time to first token."""
         self._free = free
         self._report = report
         self._clock = clock
@@ -311,7 +311,7 @@ class LogEnds:
         self.unknown_workers = 0  # lines about a worker that is not registered
 
     def take(self, line: bytes) -> None:
-        """Handles a datagram from an allowed sender. Never raises."""
+        """Handles a datagram (an access-log line) from an allowed sender. Never raises."""
         now = self._clock()
         try:
             ended = ended_of(line)
@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether a reservation's end was reported before its start. Returns True only once."""
+        """Whether a log line reported the end before the reservation was made. True only once."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 
@@ -376,7 +376,7 @@ _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_DROPS.size)
 
 
 def warn_of_a_short_queue(place: str) -> None:
-    """Warns if a UNIX socket that is created now will always have a short queue."""
+    """Logs a warning if the system queues few datagrams per UNIX socket: log lines may be lost."""
     try:
         length = int(_QUEUE_LENGTH.read_text())
     except (OSError, ValueError):
@@ -392,7 +392,7 @@ def warn_of_a_short_queue(place: str) -> None:
 
 
 class LineReader:
-    """Reads the lines from one socket."""
+    """Reads access-log lines from one socket."""
 
     def __init__(
         self,
@@ -401,9 +401,9 @@ class LineReader:
         refuse: Callable[[str], None],
         senders: Senders,
     ) -> None:
-        """`take` gets all lines of a UNIX socket (the permissions of its path restrict senders),
-        and the lines of a UDP socket from `senders`. `refuse` gets the addresses of other
-        senders."""
+        """`take` gets the lines, and `refuse` gets the address of each UDP sender that is not in
+        `senders`. A UNIX socket accepts all lines, because file permissions restrict who can
+        write."""
         self._socket = bound
         self._take = take
         self._refuse = refuse
@@ -444,7 +444,7 @@ class LineReader:
 
 
 def access_log_families(ends: LogEnds, readers: Callable[[], Sequence[LineReader]]) -> Families:
-    """Returns the metrics of lines, with one series per result."""
+    """Returns the metrics about access-log lines, such as the number of lines by result."""
     return table({
         "lifecycle_lines_total": (lambda: by("result", dict(sorted(ends.results.items()))),
             "Lines of gateways' access logs, by result."),

@@ -1,9 +1,9 @@
 """Adds fields to a forwarded request, and removes their effects from the engine's answer.
 
 Token ids in an answer are read while the answer is relayed. Streams and whole answers are both
-handled piece by piece. A quote inside a JSON text is escaped, so the name of a field followed by a
-list of numbers is unambiguous. Only the end of such a list is buffered, and also an incomplete
-event if the usage must be removed from a stream."""
+handled piece by piece. A list of ids is found by its name in quotes. No JSON string can contain a
+name in quotes, because quotes inside strings are escaped. Only an unfinished list, or the start of
+its name, is buffered. To remove the usage from a stream, an incomplete event is buffered too."""
 
 import re
 from collections.abc import Callable
@@ -68,8 +68,8 @@ class Usage:
 
 
 class AnswerReader:
-    """Reads an answer with status 200. At the answer's end, calls `on_ids` with the contents of the
-    lists of token ids, as JSON text."""
+    """Reads an engine's answer while it is relayed. At the answer's end, calls `on_ids` with the
+    token ids of the prompt and of the output, as comma-separated text."""
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class AnswerReader:
         return text
 
     def rest(self) -> bytes:
-        """Returns the bytes still buffered when the answer ends; none for a well-formed one."""
+        """Returns the bytes still buffered when the answer ends. Well-formed answers leave none."""
         rest = self._event + (self._held if self._strips else b"")
         self._event = self._held = b""
         return rest
 
     def end(self) -> bytes:
-        """Ends the answer, and returns `rest`."""
+        """Passes the token ids to `on_ids`, and returns the bytes that are still buffered."""
         rest = self.rest()
         if self._on_ids is not None and self._array is None and not self._is_too_long:
             self._on_ids(self._prompt, b",".join(self._output))
@@ -209,7 +209,7 @@ _USAGE: Final = Raw(b'{"include_usage":true}')
 
 
 class Additions:
-    """The fields that are added to one forwarded request, to be removed from its answer."""
+    """The fields added to one forwarded request; their effects are removed from its answer."""
 
     __slots__ = ("_drops_usage", "_fields", "_on_ids", "_strips")
 
@@ -220,9 +220,9 @@ class Additions:
         self._drops_usage = False
 
     def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
-        """Adds a prefix to the salt, so that the engine's events have the salt, and sets
-        `request.salt` to the salt in those events. Returns False if the events will lack the salt
-        of the request."""
+        """Adds a prefix to the salt (vLLM's `cache_salt`), because only salts with this prefix are
+        recognised in KV events. `request.salt` has no prefix afterwards. Returns False if the
+        prefix is missing and cannot be added, because the request is not forwarded."""
         salt = request.salt
         if salt is None:
             return True
@@ -242,8 +242,8 @@ class Additions:
     def ask_for_ids(
         self, request: ModelRequest, on_ids: Callable[[bytes | None, bytes], None]
     ) -> None:
-        """Requests token ids. Those of the prompt, and if there is only one answer those of the
-        output, are passed to `on_ids`. Does nothing for `echo`, whose answer would change."""
+        """Makes the engine return token ids. `on_ids` gets the prompt's ids and, if only one answer
+        is requested, the output's ids. Does nothing for `echo`, because the answer would change."""
         if request.echoes:
             return
         if not request.asks_for_ids:
@@ -255,7 +255,7 @@ class Additions:
             self._on_ids = lambda prompt_ids, _: on_ids(prompt_ids, b"")
 
     def ask_for_usage(self, request: ModelRequest) -> None:
-        """Requests the usage at the end of a stream, unless the client sets `stream_options`."""
+        """Makes the engine end a stream with its token counts, unless `stream_options` is set."""
         if request.streams and not request.has("stream_options"):
             self._fields["stream_options"] = _USAGE
             self._drops_usage = True
@@ -265,7 +265,7 @@ class Additions:
         return request.with_fields(**self._fields) if self._fields else request.body
 
     def reader(self) -> AnswerReader | None:
-        """Returns the reader for the answer, or None if the answer is relayed unchanged."""
+        """Returns what must process the answer, or None if the answer is relayed unchanged."""
         if self._on_ids is None and not self._drops_usage:
             return None
         return AnswerReader(self._on_ids, strips=self._strips, drops_usage=self._drops_usage)

@@ -1,5 +1,5 @@
-"""Queries engines over HTTP for the software that they run, for their adapters (LoRA), and for the
-tokens of a prompt.
+"""Queries engines over HTTP for the name of the engine's software, for the loaded adapters (LoRA),
+and for the tokens of a prompt.
 
 A few workers of a model are asked for their software. All workers are asked for their adapters when
 a request names an unregistered model. Answers are cached, and refreshed in the background."""
@@ -37,7 +37,7 @@ _VERSION: Final = re.compile(rb'"version"\s*:\s*"v?(\d{1,4})\.(\d{1,4})')
 
 
 class _Told(NamedTuple):
-    """What a worker answered about itself."""
+    """A worker's answers about its software and its LoRA adapters."""
 
     at: float
     make: str | None
@@ -46,7 +46,7 @@ class _Told(NamedTuple):
 
 
 class EngineAnswers:
-    """Cached answers of engines. Used only on the loop's thread."""
+    """Asks engines for their software and LoRA adapters, and caches the answers."""
 
     def __init__(
         self, fleet: Fleet, client: OutboundClient, clock: Callable[[], float] = time.monotonic
@@ -58,7 +58,7 @@ class EngineAnswers:
         self._under_way: dict[object, asyncio.Task[None]] = {}
 
     def make(self, served: Served) -> Steps[str | None]:
-        """Returns the engine's software, such as `vllm` or `sglang`; None if unknown."""
+        """Returns the software of a model's engines, such as `vllm`; None if unknown."""
         told = self._any_told(served)
         key = ("make", served.model_name, served.tenant_id)
         if told is None:
@@ -69,15 +69,15 @@ class EngineAnswers:
         return None if told is None else told.make
 
     def reports_in_full(self, base: str) -> bool:
-        """Whether this worker is a vLLM that supports `kv_cache_report_mode`. A worker whose last
-        answer is missing or old is asked in the background. Returns False if there is no answer."""
+        """Whether the worker at this base URL is a vLLM that can announce reused blocks
+        (`kv_cache_report_mode`). Returns False until the worker has answered this question."""
         told = self._told.get(base)
         if told is None or self._clock() - told.at > _MAKE_FRESH_S:
             self._beside(("report", base), partial(self._ask, base))
         return told is not None and told.version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
-        """Returns the base model of an adapter, and the workers that have loaded the adapter."""
+        """Returns a LoRA adapter's base model, and the workers that have loaded the adapter."""
         found = self._adapted(name, tenant_id)
         bases = (
             self._bases(tenant_id)
@@ -215,7 +215,7 @@ _NO_ROUTE: Final = re.compile(rb'^\s*+\{\s*+"detail"')
 
 
 class EngineTokenizer:
-    """Lets engines tokenize, over HTTP; asks at most two workers per prompt."""
+    """Gets the tokens of prompts from engines, over HTTP. If an engine fails, another is asked."""
 
     def __init__(self, client: OutboundClient, timeout_s: float) -> None:
         self._client = client
@@ -276,7 +276,7 @@ def _tokens(body: bytes) -> bytes | None:
 
 
 def tokens_body(request: ModelRequest, model: str, path: str) -> bytes:
-    """Returns the request's body or, for vLLM's /tokenize, fields that give the same prompt."""
+    """Returns the body of a request to an engine's `path` for the tokens of `request`'s prompt."""
     if path != _TOKENIZE:
         fields: dict[str, object] = {**request.fields, "model": model}
         fields.pop("stream", None)

@@ -9,16 +9,16 @@ from lean_selector.http.allowed_endpoints import url_at
 
 
 class Fleet(Protocol):
-    """The served models, and those of their workers that can be chosen."""
+    """The served models, each with its workers."""
 
     def model(self, model_name: str, tenant_id: str) -> Served | None: ...
 
     def models(self, tenant_id: str) -> Sequence[str]:
-        """Returns all model names that `model` accepts for this tenant, sorted."""
+        """Returns the names of this tenant's models, sorted."""
         ...
 
     def ejected(self) -> Collection[str]:
-        """Returns base URLs of ejected workers, which are queried only if there are no others."""
+        """Returns the base URLs of the workers that were ejected because of failures."""
         ...
 
 
@@ -70,7 +70,7 @@ class CatalogFleet:
 
 
 def well(workers: Mapping[int, str], fleet: Fleet) -> Mapping[int, str]:
-    """Returns the workers that are not ejected; if all are ejected, returns them all."""
+    """Returns the workers that are not ejected, or all workers if all are ejected."""
     ejected = fleet.ejected()
     if not ejected:
         return workers

@@ -35,7 +35,7 @@ class RetryBudget:
         self.denied = 0
 
     def add(self) -> None:
-        """Counts a request."""
+        """Counts a request, which permits a fifth of a retry."""
         self._left = min(self._left + self.SHARE, self.MOST)
 
     def take(self) -> bool:
@@ -48,7 +48,7 @@ class RetryBudget:
 
 
 class Counts:
-    """Totals since the process started, and the number of `active` requests."""
+    """The gateway's counters since the process started, and the number of `active` requests."""
 
     def __init__(self) -> None:
         self.active = 0  # unfinished requests
@@ -75,7 +75,7 @@ class Counts:
 
 
 def gateway_families(counts: Counts, rotation: Rotation) -> list[AnyFamily]:
-    """Returns the gateway's metrics, without the selector's."""
+    """Returns the gateway's metrics, which do not include the selector's metrics."""
 
     def of_each(value: Callable[[Upstream], int]) -> Callable[[], list[Sample]]:
         return lambda: [(labels(endpoint=each.text), value(each)) for each in rotation.in_turn]

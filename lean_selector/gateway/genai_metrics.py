@@ -32,7 +32,7 @@ _OPERATIONS: Final = {
 
 
 def operation_of(path: bytes) -> tuple[str, str]:
-    """Returns the operation and the provider in the terms of OpenTelemetry's conventions."""
+    """Returns the operation and the provider of a path, by OpenTelemetry's conventions."""
     return _OPERATIONS.get(path, (path.rpartition(b"/")[2].decode(), "openai"))
 
 
@@ -75,7 +75,7 @@ class _Series:
 
 
 class GenAiMetrics:
-    """Counts complete answers with status 200, if a worker was chosen for the request."""
+    """Histograms of durations and token counts of complete answers with status 200."""
 
     def __init__(self) -> None:
         self._series: dict[tuple[bytes, str, str], _Series] = {}  # by path, model and base URL
@@ -90,7 +90,7 @@ class GenAiMetrics:
         series.add(timing)
 
     def keep(self, workers: Iterable[Upstream]) -> None:
-        """Keeps only the series of these workers."""
+        """Deletes the histograms of all workers except these."""
         there = {each.text for each in workers}
         for key in [each for each in self._series if each[2] not in there]:
             del self._series[key]

@@ -64,7 +64,7 @@ def http_refusal(error: HttpError) -> bytes:
 
 
 class Spans(Protocol):
-    """Traces of requests (`server/otlp_spans.py`)."""
+    """Traces requests with OpenTelemetry (`server/otlp_spans.py` implements this)."""
 
     def begin(self, proxied: ProxiedRequest) -> None: ...
 
@@ -72,7 +72,7 @@ class Spans(Protocol):
 
 
 class GatewayHandler:
-    """The application, and the requests in progress. Used only on the loop's thread."""
+    """Handles all requests to the gateway's port. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class GatewayHandler:
     ) -> None:
         """`silence_s`: how long a worker may send nothing. `touch_after_s`: how often a reservation
         is renewed, so that it does not expire. `request_timeout_s`: if no answer has begun within
-        this time, the client gets 504. `pass_through`: which other requests are proxied (all,
-        openai or none). `own` answers /health and /ready."""
+        this time, the client gets 504. `pass_through`: which requests outside ROUTED_PATHS are
+        proxied (all, openai or none). `own` answers /health and /ready."""
         self._pass_through = pass_through
         self._own = own
         self._spans = spans
@@ -216,7 +216,7 @@ class GatewayHandler:
         log.info("request", extra=fields)
 
     def sweep(self, now: float) -> None:
-        """Applies timeouts and renews reservations. Call it about every second."""
+        """Ends requests that took too long, and renews reservations. Call this every second."""
         self._rotation.sweep(now, self._silence_s)
         self._counts.genai.keep(self._rotation.endpoints.values())
         self._log_troubles()
@@ -263,7 +263,7 @@ def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Conn
 
     /health and /ready need no token. Lists of models need the role `read`; all other requests need
     `write`, because they use a worker. The token is meant for the gateway, so it is not forwarded.
-    Refusals are in OpenAI's format. `connections` are those of the server."""
+    Refusals are in OpenAI's format. `connections` are the server's connections."""
     connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 
     def app(request: Request) -> bytes | PendingReply:

@@ -1,8 +1,8 @@
 """Header lines to forward, ids of requests, and answers of the gateway itself.
 
-Fields about one connection are removed: the hop-by-hop fields of RFC 9110 section 7.6.1, and those
-that the field `connection` names. The input was validated: every line break is CRLF, and no line is
-folded."""
+Fields about one connection are removed: the hop-by-hop fields of RFC 9110 section 7.6.1, and the
+fields that the field `connection` names. The input was validated: every line break is CRLF, and no
+line is folded."""
 
 import functools
 import os
@@ -50,8 +50,8 @@ def request_lines(
     drops_authorization: bool = False,
     drops_traceparent: bool = False,
 ) -> bytes:
-    """Returns the header lines for the worker, each preceded by CRLF. `section` is the client's
-    header section, from the HTTP version on."""
+    """Returns the header lines for the worker, each preceded by CRLF. `section` begins with the
+    client's HTTP version, such as 1.1, followed by the client's header section."""
     lines = section[3:-4]
     named = _named(lines)
     lines = _NOT_TO_WORKER[without_codings].sub(b"", lines)
@@ -69,7 +69,7 @@ def without_authorization(section: bytes) -> bytes:
 
 @functools.lru_cache(maxsize=256)  # servers repeat theirs
 def answer_lines(lines: bytes, *, without_length: bool = False) -> bytes:
-    """Converts a worker's header lines to those for the client, each preceded by CRLF."""
+    """Converts a worker's header lines to lines for the client, each preceded by CRLF."""
     named = _named(lines)
     lines = _NOT_TO_CLIENT.sub(b"", lines)
     if without_length:
@@ -100,7 +100,7 @@ def wants_websocket(section: bytes) -> bool:
 
 
 def _named(lines: bytes) -> frozenset[bytes]:
-    """Returns the fields that `connection` names, except those that are removed anyway."""
+    """Returns the fields that a `connection` line names, except fields that are always removed."""
     found = _CONNECTION.findall(lines)
     if not found:
         return _NONE
@@ -126,7 +126,7 @@ def new_id() -> str:
 
 
 def retry_after(wait_s: float) -> bytes:
-    """Returns the header line `retry-after`."""
+    """Returns the header line `retry-after`, with 1 to 60 seconds."""
     return b"retry-after: %d\r\n" % min(max(1, ceil(wait_s)), _MOST_RETRY_AFTER_S)
 
 

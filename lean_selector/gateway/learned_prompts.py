@@ -1,10 +1,10 @@
-"""Remembers the block hashes of prompts, found by their messages, without a tokenizer.
+"""Remembers the block hashes of prompts, so that a prompt that was seen before needs no tokenizer.
 
-A prompt is identified by a chain of keys, one per message or part of a message. Keys are computed
-from JSON values (`prompt_values.py`), not from text. Each prefix of a chain has an entry, which
-refers to a list of block hashes. Prompts share the entries of their common prefix, and a longer
-prompt replaces a shorter one that it continues. How many blocks a common prefix has is known once
-two prompts have diverged after it. Before, it is estimated from the prefix's share of bytes."""
+Each prefix of a prompt (its first messages, the last perhaps in part) has a key, which is computed
+from JSON values (`prompt_values.py`), not from text. An entry per key refers to the block hashes of
+a prompt that begins with this prefix. If a prompt continues an earlier prompt, the entries of both
+prompts refer to the hashes of the longer prompt. How many blocks a prefix has is known once two
+prompts differ after the prefix, and is estimated before."""
 
 from collections import OrderedDict
 from typing import Final, NamedTuple
@@ -18,13 +18,13 @@ from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_
 
 
 class Chain:
-    """The keys of a prompt's prefixes: `keys[n]` is the key of its first `ends[n]` bytes. The first
-    prefix is the tools alone, so neither list is empty."""
+    """The keys of a prompt's prefixes: `keys[n]` identifies the prompt's first `ends[n]` bytes. The
+    first prefix has only the request's tools, and exists even without tools."""
 
     __slots__ = ("block_size", "ends", "is_eagle", "keys", "model", "seed")
 
     def __init__(self, served: Served, lora_name: str | None, request: ModelRequest) -> None:
-        self.seed: Final = hash_seed(lora_name, request.salt)  # end offsets of the block hashes
+        self.seed: Final = hash_seed(lora_name, request.salt)  # of the block hashes
         self.block_size: Final = served.block_size
         self.is_eagle: Final = served.is_eagle
         self.model: Final = model_key(served, lora_name)
@@ -48,7 +48,7 @@ class Chain:
 
 
 def model_key(served: Served, lora_name: str | None) -> str:
-    """Returns the key of a model, or of an adapter with its base model."""
+    """Returns a text that identifies a model, or a LoRA adapter of a base model."""
     return f"{served.model_name}\0{lora_name or ''}"
 
 
@@ -72,7 +72,7 @@ class _Run:
 
 
 class _Entry:
-    """A known prefix of prompts. Its blocks are the first ones of `run`."""
+    """A stored prefix of prompts. The prefix's block hashes are the first hashes in `run`."""
 
     __slots__ = ("asked", "is_guess", "run", "shared", "tail", "tokens")
 
@@ -85,12 +85,12 @@ class _Entry:
         self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Returns the prefix's block hashes. The prefix must have been a whole prompt."""
+        """Returns the prefix's block hashes. A prompt must have consisted of this prefix only."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
 class Averages:
-    """Moving averages over a model's requests, used to estimate its next request."""
+    """Moving averages over a model's requests, used to estimate the model's next request."""
 
     __slots__ = ("answers_hold", "output_tokens", "tokens_per_byte")
 
@@ -108,7 +108,7 @@ class Averages:
 
 
 class Known(NamedTuple):
-    """What is known of a prompt. `hashes`: block hashes of its known prefix, 8 bytes each."""
+    """What earlier prompts tell about a prompt. `hashes`: a prefix's block hashes, 8 bytes each."""
 
     hashes: bytes
     tokens: int  # of the whole prompt; an estimate unless `is_whole`
@@ -117,8 +117,8 @@ class Known(NamedTuple):
 
 
 class PromptMemory:
-    """The known prefixes, with a memory limit. The least recently used prefix is dropped first; of
-    one prompt, longer prefixes are dropped before shorter ones."""
+    """Block hashes of prompts, by prefix, with a memory limit. The least recently used prefix is
+    dropped first; the prefixes of one prompt are dropped from the longest to the shortest."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes: Final = most_bytes
@@ -132,7 +132,7 @@ class PromptMemory:
         return self._hash_bytes + len(self._entries) * ENTRY_BYTES
 
     def look(self, chain: Chain) -> Known:
-        """Returns what is known of a prompt."""
+        """Returns the block hashes of the longest prefix seen before, and the prompt's length."""
         at, entry = self._deepest(chain)
         averages = self.averages(chain.model)
         if entry is None:
@@ -148,10 +148,10 @@ class PromptMemory:
         return Known(hashes, tokens, unknown_bytes, False)
 
     def learn(self, chain: Chain, prompt: bytes, output: bytes = b"") -> bytes:
-        """Learns a prompt and its output, given as tokens of 4 bytes each.
+        """Stores the block hashes of a prompt and its output, given as tokens of 4 bytes each.
 
-        Prompts that continue this one are assumed to contain the output's blocks, if this model's
-        prompts usually do. Returns the block hashes of the prompt alone, 8 bytes each."""
+        Returns the prompt's block hashes, 8 bytes each. The conversation's next prompt is expected
+        to contain the output's blocks, if that was usual in other conversations with this model."""
         size, seed, is_eagle = chain.block_size, chain.seed, chain.is_eagle
         run = _Run(any_local_hashes(prompt + output, size, seed, None, is_eagle))
         tokens = len(prompt) // 4
@@ -175,7 +175,7 @@ class PromptMemory:
     # -- entries -------------------------------------------------------------------------------
 
     def _deepest(self, chain: Chain) -> tuple[int, _Entry | None]:
-        """Returns index and entry of the longest known prefix; (-1, None) if none is known."""
+        """Returns index and entry of the longest prefix that was seen before, or (-1, None)."""
         for at in range(len(chain.keys) - 1, -1, -1):
             entry = self._entries.get(chain.keys[at])
             if entry is not None:
@@ -195,9 +195,9 @@ class PromptMemory:
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Makes entries of the prompt that the new prompt continues refer to the new hashes. (The
-        end of a prompt, which asks for an answer, may be rendered differently when the prompt
-        continues.)"""
+        """Makes the entries of a prompt's shortest prefixes, up to number `at`, refer to the new
+        prompt's hashes. An entry keeps its own last hashes where the new prompt differs, because a
+        chat template may render the end of a prompt differently when the conversation goes on."""
         for key in chain.keys[: at + 1]:
             entry = self._entries.get(key)
             if entry is None or entry.run is not old or entry.shared > common:
@@ -221,8 +221,8 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Adds entries for the prefixes between `at` and the whole prompt. Each one's number of
-        tokens is estimated from its share of the bytes."""
+        """Adds entries for the prefixes that are longer than prefix `at`, except the whole prompt.
+        A prefix's number of tokens is estimated from the prefix's share of the bytes."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)
@@ -271,7 +271,7 @@ class PromptMemory:
             self._hash_bytes -= len(run.hashes)
 
     def _touch(self, chain: Chain, at: int) -> None:
-        """Marks a prompt's prefixes as used, the shortest last, so that it is dropped last."""
+        """Marks a prompt's prefixes as used. The shortest is marked last, to be dropped last."""
         move = self._entries.move_to_end
         for key in reversed(chain.keys[: at + 1]):
             if key in self._entries:
@@ -284,7 +284,7 @@ class PromptMemory:
             self._leave(entry.run)
 
     def averages(self, model: str) -> Averages:
-        """Returns the averages for a `model_key`."""
+        """Returns the averages of a model's requests. `model` is a `model_key`."""
         averages = self._averages.get(model)
         if averages is None:
             averages = self._averages[model] = Averages()

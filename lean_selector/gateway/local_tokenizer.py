@@ -1,7 +1,7 @@
 """A tokenizer in this process, on threads.
 
-Chat templates are rendered as by Hugging Face's tokenizers, which engines use. Imported only with
-`--prompts local`; requires the extra `tokenizers`."""
+Renders chat templates in the same way as the engines, which use Hugging Face's tokenizers. Imported
+only with `--prompts local`; requires the extra `tokenizers`."""
 
 import asyncio
 import datetime
@@ -40,7 +40,7 @@ _SPECIAL: Final = (
 
 
 class ChatTemplate:
-    """The chat template in a model's folder. Raises ValueError if it is invalid."""
+    """The chat template in a model's folder. Raises ValueError if the template is invalid."""
 
     def __init__(self, folder: Path) -> None:
         config = _config(folder)
@@ -58,7 +58,7 @@ class ChatTemplate:
             raise ValueError(f"{folder}: invalid chat template: {error}") from None
 
     def rendered(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        """Returns the text of a conversation. Raises ValueError if the template refuses it."""
+        """Returns the text of a conversation. Raises ValueError if the template raises an error."""
         try:
             return self._template.render(
                 messages=[self._prepared(message) for message in messages],
@@ -113,8 +113,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Returns the template from its own file, or else from the configuration. Of several templates,
-    the one for chats is taken. None if the model has no template and only completes texts."""
+    """Returns the chat template from its own file, or else from the configuration (if there are
+    several templates, the one named `default`). None if the folder has no chat template."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -194,7 +194,7 @@ MOST_WAITING: Final = 64  # prompts; above this, load alone decides
 
 class LocalTokenizer:
     """A tokenizer for all served models, from a folder with `tokenizer.json` and a chat template.
-    Raises ValueError if the folder is unusable, and ModuleNotFoundError without the extra."""
+    Raises ValueError if the folder is unusable; ModuleNotFoundError without `tokenizers`."""
 
     def __init__(self, folder: str, timeout_s: float) -> None:
         path = Path(folder)
@@ -224,7 +224,7 @@ class LocalTokenizer:
             raise NotTokenized(Why.TIMEOUT, f"not tokenized in {self._timeout_s:g} s") from None
 
     def close(self) -> None:
-        """Closes without waiting for work that is running."""
+        """Stops the threads without waiting for prompts that are being tokenized."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, work: "asyncio.Future[bytes]") -> None:
@@ -246,8 +246,8 @@ class LocalTokenizer:
         return packer(len(ids), "I")(*ids)
 
     def _text(self, request: ModelRequest) -> tuple[str, bool]:
-        """Returns the prompt's text, and whether the tokenizer must add special tokens. (It must
-        for prompts that are plain text.)"""
+        """Returns the prompt's text, and whether the tokenizer must add special tokens. By default,
+        special tokens are added only to plain text, not to rendered chats."""
         if has_costly_numbers(request.body):
             raise NotTokenized(Why.REFUSED, "it has numbers that are slow to parse")
         if request.kind not in COMPLETIONS:

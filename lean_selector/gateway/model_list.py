@@ -19,8 +19,8 @@ TIMEOUT_S: Final = 2.0  # for a worker's answer
 
 
 class ModelList:
-    """Answers GET /v1/models and requests for one model. A request queries all workers at once, and
-    the result is cached briefly. Ejected workers are not queried; their last answers are used."""
+    """Answers GET /v1/models and requests for one model. The workers are queried concurrently, and
+    the result is cached briefly. For an ejected worker, the worker's last answer is used."""
 
     def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
         self._rotation = rotation
@@ -31,7 +31,7 @@ class ModelList:
         self._asking: asyncio.Task[dict[str, msgspec.Raw]] | None = None
 
     def answer(self, line: bytes, model: str | None = None) -> bytes | PendingReply:
-        """Returns the list of models, or only `model`. `line` is a header line to add."""
+        """Returns an answer with all models, or only with `model`. `line` is a header to add."""
         if self._known is not None and monotonic() < self._until:
             return _told_models(self._known, line, model)
         if self._asking is None:

@@ -88,7 +88,7 @@ _read_texts: Final = msgspec.json.Decoder(Texts).decode
 
 
 class Kind:
-    """The form of a prompt. Not an Enum, because reading a member would cost as much as a call."""
+    """The forms that a prompt can have. Not an Enum, because reading an Enum's members is slow."""
 
     CHAT: Final = "messages"
     TEXT: Final = "text"
@@ -103,8 +103,8 @@ CHATS: Final = frozenset({Kind.CHAT, Kind.MESSAGES, Kind.RESPONSES})
 
 
 class ModelRequest:
-    """A request; `fields` has the fields of its body as JSON text. Raises BadRequest if the body is
-    not an object or is too expensive to parse, and for an invalid model, salt or flag."""
+    """A request to an engine; `fields` has its body's fields as JSON text. Raises BadRequest if the
+    body is not an object or is too expensive to parse, and for an invalid model, salt or flag."""
 
     def __init__(self, path: str, body: bytes) -> None:
         self.fields = _fields(body)
@@ -139,12 +139,12 @@ class ModelRequest:
                 self.why_not = Unknown(Why.CHANGED, f"`{name}` changes the prompt")
 
     def has(self, name: str) -> bool:
-        """Whether a field is present and not null."""
+        """Whether a field of the body is present and not null."""
         raw = self.fields.get(name)
         return raw is not None and raw != _RAW_NULL
 
     def flag(self, name: str, default: bool) -> bool:
-        """Returns a boolean field, or the default if it is absent or not a boolean."""
+        """Returns a boolean field of the body, or `default` if the field is absent or invalid."""
         return {b"true": True, b"false": False}.get(bytes(self.fields.get(name, b"")), default)
 
     @property
@@ -163,8 +163,8 @@ class ModelRequest:
 
     @property
     def session_id(self) -> str | None:
-        """The conversation's id, from the fields that clients of engines, Anthropic or OpenAI use
-        for it."""
+        """The conversation's id, from the first of `session_id`, `metadata` (Anthropic) and
+        `prompt_cache_key` (OpenAI) that has an id."""
         for name in ("session_id", "metadata", "prompt_cache_key"):
             raw = self.fields.get(name)
             if raw is None:
@@ -179,7 +179,7 @@ class ModelRequest:
 
     @property
     def echoes(self) -> bool:
-        """Whether the answer repeats the prompt. With token ids, vLLM omits the prompt's text."""
+        """Whether the answer repeats the prompt (`echo`)."""
         return bytes(self.fields.get("echo", b"false")) not in (b"false", _NULL)
 
     @property
@@ -188,7 +188,7 @@ class ModelRequest:
 
     @property
     def text_bytes(self) -> int:
-        """The prompt's size in bytes as sent; 0 if it says nothing about the number of tokens."""
+        """The prompt's size in bytes as sent; 0 for token ids, and for prompts with media."""
         if self._media or self.ids:
             return 0
         if self.kind in CHATS:
@@ -196,7 +196,7 @@ class ModelRequest:
         return size_of(self.fields.get("prompt", self.body))
 
     def estimated_tokens(self, tokens_per_byte: float) -> int:
-        """Estimates the tokens of an unknown prompt; each image or the like adds a constant."""
+        """Estimates the prompt's number of tokens. Each image or recording adds a constant."""
         if self._media:
             text = round(self._part_text_bytes * tokens_per_byte)
             return text + self._media * TOKENS_OF_MEDIA
@@ -204,7 +204,7 @@ class ModelRequest:
 
     @property
     def most_output_tokens(self) -> int | None:
-        """The maximum number of output tokens that the request sets."""
+        """The maximum number of output tokens that the request sets, or None."""
         if not self._has_output:
             return 0
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
@@ -214,7 +214,7 @@ class ModelRequest:
         return None
 
     def with_fields(self, **changed: object) -> bytes:
-        """Returns the body with these fields added or replaced."""
+        """Returns the request's body with these fields added or replaced."""
         fields: dict[str, object] = {**self.fields, **changed}
         return msgspec.json.encode(fields)
 
@@ -292,7 +292,7 @@ class ModelRequest:
 
 
 def _without_odd_forms(text: Raw, kind: str) -> Raw:
-    """Returns the messages as a list, without details that clients change from turn to turn."""
+    """Returns messages as a JSON list, without `cache_control`, which moves from turn to turn."""
     if kind == Kind.RESPONSES:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))
@@ -345,7 +345,7 @@ _ARGUMENTS: Final = ("documents", "reasoning_effort")
 
 
 def template_arguments(request: ModelRequest) -> dict[str, object]:
-    """Returns all template arguments, including `chat_template_kwargs`: name -> JSON value."""
+    """Returns the request's arguments for the chat template: name -> JSON value."""
     given: dict[str, object] = {}
     if request.has("chat_template_kwargs"):
         try:

@@ -1,8 +1,8 @@
-"""Brings a request to a worker: reads its prompt, chooses a worker, and connects.
+"""Brings a request to a worker: reads the prompt, chooses a worker, and connects.
 
-Only this part of a request may wait: for tokens from an engine, for a free worker, or for a
-connection. A request that need not wait has no task, and is sent at once. If a client disconnects
-while its request waits, the task is cancelled, and the lease ends."""
+A request may wait only here: for tokens from an engine, for a free worker, or for a connection. A
+request that does not have to wait has no task, and is sent at once. If a client disconnects while
+its request waits, the task is cancelled, and the request's reservation ends."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ class NotChosen(Exception):
 
 
 class Shed(Exception):
-    """All workers are busy. `line` is the header line that says when to retry."""
+    """All workers are busy. `line` is the header line `retry-after` for the client."""
 
     def __init__(self, message: str, line: bytes) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class Chooser:
         overload_status: int = 503,
         slow_start_s: float = 0.0,
     ) -> None:
-        """`slow_start_s`: how long a worker has less than its share after an ejection."""
+        """`slow_start_s`: for this many seconds after an ejection, a worker gets fewer requests."""
         self._selector = selector
         self._rotation = rotation
         self._overload_status = overload_status
@@ -87,8 +87,8 @@ class Chooser:
     def choose(
         self, routed: Routed, reservation_id: str, avoided: frozenset[int]
     ) -> Steps[WorkerLease]:
-        """Chooses a worker that is not in `avoided`, and reserves it. Raises NotChosen and Shed. A
-        call that is cancelled reserves nothing."""
+        """Chooses and reserves a worker that is not in `avoided`. Raises NotChosen and Shed. A
+        cancelled call reserves nothing."""
         started, status = perf_counter(), 499
         try:
             lease = yield from self._choose(routed, reservation_id, avoided)
@@ -110,8 +110,8 @@ class Chooser:
             self.meter.add(perf_counter() - started, b"%d" % status)
 
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
-        """Estimates how long the next request would wait: as long as this request waited, or as the
-        queue's first request has waited if that is longer, in seconds."""
+        """Returns how many seconds a client should wait before a retry: `waited_s`, or how long the
+        first request of any of the model's queues has waited, if that is longer."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.parked.lines()
         now = monotonic()
@@ -167,8 +167,8 @@ class Chooser:
         return lease
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
-        """Returns the workers in slow start that may get no more requests now. At first a worker
-        may have one request; the limit rises to one more than other workers have on average."""
+        """Returns the workers that were ejected recently and may get no more requests now. After an
+        ejection, a rank's limit of requests rises from 1 to 1 plus the other ranks' average."""
         returned, ranks = partition.health.returned, partition.slots.ranks
         total = sum(load.active_requests for load in ranks.values())
         full = set()
@@ -222,8 +222,8 @@ def _allowed(
     avoided: frozenset[int],
     warming: frozenset[int],
 ) -> frozenset[int] | None:
-    """Returns the workers that a request may go to, or None for any. Workers in `warming` are
-    included only if there are no others."""
+    """Returns the workers that a request may go to, or None for any. Recently ejected workers, in
+    `warming`, are included only if no other worker is left."""
     if not (avoided or warming):
         return allowed
     left = (frozenset(partition.workers) if allowed is None else allowed) - avoided
@@ -234,7 +234,7 @@ def _allowed(
 
 
 class Reservation(WorkerLease):
-    """A lease for which the selector has made a reservation."""
+    """A lease (claim on a worker until the request ends) with a reservation at the selector."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class Reservation(WorkerLease):
         overlap_tokens: int,
         known_tokens: int | None,
     ) -> None:
-        """`known_tokens`: number of prompt tokens whose blocks are known; None: all of them."""
+        """`known_tokens`: how many prompt tokens have real, not random block hashes (None: all)."""
         super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
         self._selector = selector
         self._id = reservation_id
@@ -307,7 +307,7 @@ class Placing:
         self._overload_status = overload_status
 
     def begin(self, proxied: ProxiedRequest, is_completion: bool) -> "asyncio.Task[None] | None":
-        """Sends the request now, or returns the task that will send it."""
+        """Finds a worker and sends the request now, or returns a task that does so."""
         return stepped(self._place(proxied, is_completion))
 
     def _place(self, proxied: ProxiedRequest, is_completion: bool) -> Steps[None]:
@@ -372,7 +372,7 @@ class Placing:
         proxied.sent(connection)
 
     def _lease(self, proxied: ProxiedRequest) -> Steps[WorkerLease | None]:
-        """Leases a worker that has not failed this request. Returns None if all have."""
+        """Chooses a worker that has not failed this request. Returns None if no worker is left."""
         routed, directory = proxied.routed, self._directory
         if routed is not None:
             avoided = frozenset(directory.ids_of(proxied.tried))

@@ -35,7 +35,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Why(StrEnum):
-    """A reason in one word, for headers, the access log and metrics; see docs/guide/prompts.md."""
+    """Why some block hashes of a prompt are unknown, in one word; see docs/guide/prompts.md."""
 
     OFF = "off"
     PATH = "path"
@@ -53,14 +53,14 @@ class Why(StrEnum):
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """Why some blocks of a prompt are unknown: the reason, and a description of it."""
+    """Why the gateway does not know some block hashes of a prompt: in one word, and in a text."""
 
     why: Why
     text: str
 
 
 class Message(msgspec.Struct):
-    """A chat message, as far as it is parsed."""
+    """The parsed part of a chat message: its role and its content, as JSON text."""
 
     role: msgspec.Raw
     content: msgspec.Raw = msgspec.Raw(b"")
@@ -80,14 +80,14 @@ class ContentPart(msgspec.Struct):
 
 
 class Texts(msgspec.Struct, array_like=True):
-    """The first items of a list of prompts, which show whether it has several."""
+    """The first two prompts of a list. If `second` is not empty, the list has several prompts."""
 
     first: msgspec.Raw = msgspec.Raw(b"")
     second: msgspec.Raw = msgspec.Raw(b"")
 
 
 class Metadata(msgspec.Struct):
-    """`metadata` of a request. Clients of Anthropic's API put the user or the session id there."""
+    """`metadata` of a request, in which clients of Anthropic's API put the user or session id."""
 
     user_id: msgspec.Raw = msgspec.Raw(b"null")
 
@@ -105,7 +105,7 @@ class ModelCards(msgspec.Struct):
 
 
 class TokenizeAnswer(msgspec.Struct):
-    """An engine's answer to POST /tokenize, or to a request to render a prompt."""
+    """An engine's answer with the tokens of a prompt, from POST /tokenize or a render path."""
 
     tokens: msgspec.Raw = msgspec.Raw(b"[]")
     token_ids: msgspec.Raw = msgspec.Raw(b"[]")

@@ -1,7 +1,7 @@
 """Canonical bytes of the parts of a request that form its prompt.
 
-One JSON value has many texts, which differ in spaces, escapes and the order of fields. Messages and
-`tools` recur in later requests, so the canonical form is cached by the hash of the text."""
+The same JSON value can have different spaces, escapes and orders of fields. Messages and
+`tools` recur in later requests, so canonical forms are cached, by the hash of the text as sent."""
 
 import contextlib
 import re
@@ -51,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """A message of `size` bytes as compact JSON. `hashes` has 8 bytes per LINK_BYTES of it."""
+    """A message of `size` bytes as compact JSON, with an 8-byte hash per LINK_BYTES of JSON."""
 
     hashes: bytes
     size: int
@@ -70,9 +70,9 @@ def _keep(kept: dict[int, K], written: int, value: K) -> None:
 
 
 def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -> int:
-    """Returns a key for `shape` and all fields except messages and text. A null field counts as
-    absent. The order of members in a field matters, because templates render tools and arguments in
-    that order."""
+    """Returns a hash of `shape` and of all fields that affect the rendered prompt, except messages
+    and text. A null field counts as absent. The order of members in a field matters, because
+    templates render tools and arguments in that order."""
     names = _FIELDS[request.kind]
     fields = request.fields
     given = [(name, _key(fields[name])) for name in names if name in fields and request.has(name)]
@@ -89,7 +89,7 @@ def _key(value: Raw) -> int:
 
 
 def links_of(request: ModelRequest) -> Iterator[Links]:
-    """Yields the links of each message, or of the prompt's text."""
+    """Yields the hashes (`Links`) of each message, or of the prompt's text."""
     if request.kind not in CHATS:
         yield _cut(_compact(request.text))
         return
@@ -128,7 +128,7 @@ def _message(raw: Raw, message: Message) -> Raw | bytes:
 
 
 def _content(content: Raw) -> Raw | bytes:
-    """Returns the content. A single text part becomes its text, because both render alike."""
+    """Returns the content. A single text part becomes its text: templates render both alike."""
     if bytes(memoryview(content)[:1]) == b"[":
         with contextlib.suppress(msgspec.DecodeError):
             parts = _read_parts(content)

@@ -1,4 +1,4 @@
-"""Converts a raw request to the blocks of its prompt, whatever the source of tokens."""
+"""Converts a raw OpenAI request to the block hashes of its prompt."""
 
 import os
 from collections import Counter
@@ -30,11 +30,11 @@ from lean_selector.wire.scalars import packed_u32
 
 @dataclass
 class Routed:
-    """A request that can be routed.
+    """A raw OpenAI request, with the block hashes of its prompt.
 
-    If `why_not` is None, all blocks of the prompt are known. Otherwise it is the reason. Then the
-    blocks of the known prefix (perhaps none) are followed by random blocks up to the estimated
-    length, `prompt.isl_tokens`; or all blocks are known but lack the prompt's salt."""
+    If `why_not` is None, all hashes were computed from the prompt's tokens. If `why_not` is
+    UNMARKED, the salt was left out. For any other `why_not`, only a prefix has computed hashes; the
+    other blocks, up to the estimated length `prompt.isl_tokens`, have random hashes."""
 
     model_name: str  # as registered; for an adapter its base model
     tenant_id: str
@@ -66,7 +66,7 @@ _KNOW_USAGE: Final = frozenset({"vllm", "sglang"})
 
 
 class Prompts:
-    """Reads prompts. Used only on the loop's thread."""
+    """Converts raw OpenAI requests to block hashes. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Prompts:
         client: OutboundClient,
         local: Tokenizer | None = None,
     ) -> None:
-        """`local` is the tokenizer for the mode `local`."""
+        """`local` is a tokenizer in this process. With None, engines tokenize."""
         self.memory = PromptMemory(settings.memory_bytes)
         self.unknown: Counter[str] = Counter()  # prompts whose blocks are unknown, by reason
         self._settings = settings
@@ -87,14 +87,14 @@ class Prompts:
     def of(
         self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
     ) -> Coroutine[Any, Any, Routed]:
-        """Like `read`, for a caller that awaits the result."""
+        """Does the same as `read`, for a caller that awaits the result."""
         return finished(self.read(path, body, tenant_id, forwards))
 
     def read(
         self, path: str, body: bytes, tenant_id: str = "default", forwards: bool = True
     ) -> Steps[Routed]:
-        """Reads the prompt of a request to `path`, as far as it is known. `forwards`: the caller
-        proxies request and answer, so fields may be added. Raises BadRequest, UnknownModel."""
+        """Computes the block hashes of the prompt of a request to `path`. With `forwards`, the
+        caller proxies the request, so fields may be added. Raises BadRequest and UnknownModel."""
         request = ModelRequest(path, body)
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         if self._is_off:
@@ -141,7 +141,7 @@ class Prompts:
 
     def with_report(self, body: bytes, base: str) -> bytes | None:
         """Returns the body with a field that makes the engine at `base` announce the blocks that it
-        reuses. None if the engine does not support the field or the client sets it."""
+        reuses. Returns None if the engine does not support the field or the client sets it."""
         if not self._engines.reports_in_full(base):
             return None
         try:
@@ -156,7 +156,7 @@ class Prompts:
         return msgspec.json.encode({**fields, "vllm_xargs": arguments})
 
     def close(self) -> Coroutine[Any, Any, None]:
-        """Closes the reader. Returns what the caller must await."""
+        """Closes the tokenizer. The caller must await the result, which cancels open queries."""
         self._tokenizer.close()
         return self._engines.close()
 
@@ -190,7 +190,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """Returns the prompt, the reason if it is not fully known, and its known blocks' hashes."""
+        """Returns the prompt and, if some block hashes are random, why, and the computed hashes."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
@@ -223,7 +223,7 @@ class Prompts:
         return prompt, why_not, known.hashes
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
-        """Returns a function that learns the prompt from the token ids of an answer."""
+        """Returns a function that stores the prompt's block hashes from an answer's token ids."""
 
         def learn(prompt_ids: bytes | None, output_ids: bytes) -> None:
             if prompt_ids is None:
@@ -236,9 +236,9 @@ class Prompts:
 
 
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
-    """Returns a prompt with this known prefix and number of tokens. Its unknown blocks are random:
-    they count as load, but match no other prompt. If no prefix is known, the prompt has no local
-    hashes: random ones match nothing, but would later be predicted as cached."""
+    """Returns a prompt of `tokens` tokens that begins with the block hashes `known`. The other
+    blocks get random hashes, which count as load, but match no other prompt. If `known` is empty,
+    the prompt gets no local hashes, so that no block is predicted as cached."""
     tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
     rest = os.urandom(8 * (tokens // block_size) - len(known))
     return _prompt_of(known, tokens, lora_name, rest)

@@ -1,8 +1,8 @@
 """One proxied request, from the choice of a worker to the end of the answer.
 
 Handles events in any order: the choice, the connection, pieces of the answer, a failing worker, a
-client that disconnects. Ends the lease exactly once. Nothing in this module waits; `placing` waits,
-before the request is sent.
+client that disconnects. Ends the worker's lease (the claim on the worker) exactly once. Nothing in
+this module waits; `placing` waits, before the request is sent.
 
 Until the first byte of the answer's body arrives, the client has received nothing, so another
 worker can be tried. Afterwards, pieces are relayed as they arrive, at the client's pace."""
@@ -52,7 +52,7 @@ _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
 class ProxiedRequest:
-    """A request from its arrival to its end; `reply` is what the app returns."""
+    """A client's request, from its arrival to its end; `reply` is the answer to the client."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class ProxiedRequest:
 
     @property
     def why_unknown(self) -> Unknown | None:
-        """Why some blocks of the prompt are unknown; None before the prompt is parsed."""
+        """The reason if block hashes of the prompt are unknown; None before the prompt is read."""
         return None if self.routed is None else self.routed.why_not
 
     # -- choosing and sending ------------------------------------------------------------------
@@ -125,7 +125,7 @@ class ProxiedRequest:
             self.placing = placing
 
     def takes(self, lease: WorkerLease) -> None:
-        """Takes over the lease of the chosen worker, which this request must end."""
+        """Takes over the lease (claim on the chosen worker), which this request must end."""
         self.lease = lease
         self.lease_since = monotonic()
 
@@ -145,12 +145,12 @@ class ProxiedRequest:
             connection.pause()
 
     def refused(self, reason: str) -> None:
-        """Tries another worker, because the chosen one refused the connection."""
+        """Tries another worker, because the chosen worker refused the connection."""
         self.attempts += 1
         self._retry(REFUSED, REFUSED, reason)
 
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
-        """Sends an error, or the answer of the last worker that shed the request."""
+        """Sends the client this error, or instead the last error that a worker answered."""
         self.placing = None
         if self._shed is not None:
             self._pass_shed(*self._shed)
@@ -169,8 +169,8 @@ class ProxiedRequest:
         self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
 
     def _let_go(self) -> None:
-        """Stops the search for a worker. If the request was sent, closes its connection, so that
-        the worker stops computing."""
+        """Stops the search for a worker. If the request was sent, closes the connection to the
+        worker, so that the worker stops computing."""
         placing, self.placing = self.placing, None
         if placing is not None:
             placing.cancel()
@@ -243,8 +243,8 @@ class ProxiedRequest:
             reply.write(b"%x\r\n%b\r\n" % (len(text), text))
 
     def _failed_stream(self, head: AnswerHead, data: bytes) -> bytearray | None:
-        """Returns the error if a stream begins with one; then another worker may answer. Returns
-        None otherwise."""
+        """Returns the error if a stream begins with an error, so that another worker can be tried;
+        returns None for all other streams."""
         routed = self.routed
         if routed is None or not routed.streams or head.status != 200 or self._was_error:
             return None
@@ -298,7 +298,7 @@ class ProxiedRequest:
         self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
 
     def _pass_shed(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
-        """Relays the last answer, because all available workers have shed the request or failed."""
+        """Relays the last worker's answer, because all workers have shed the request or failed."""
         self.lease, self.status = lease, head.status
         self._counts.answers[head.status] += 1
         is_head = self.request.method == b"HEAD"
@@ -317,7 +317,7 @@ class ProxiedRequest:
         self.reply.finish()
 
     def _begin(self, data: bytes, is_last: bool) -> None:
-        """Begins the client's answer, when the worker's body begins or ends."""
+        """Sends the client the head of the answer, and the first piece of the worker's body."""
         head, lease = self._head, self.lease
         assert head is not None
         assert lease is not None
@@ -366,7 +366,7 @@ class ProxiedRequest:
         self.lease.prefill_complete(now - self._sent_at)
 
     def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
-        """Returns what the client gets for a piece of an answer that passes through `reader`."""
+        """Returns what the client gets for `data`, a piece of an answer that `reader` changes."""
         text = reader.feed(data) if data else b""
         if is_last:
             text += reader.rest()
@@ -391,8 +391,8 @@ class ProxiedRequest:
     # -- the end -------------------------------------------------------------------------------
 
     def _hung_up(self) -> None:
-        """Handles a disconnect of the client. OpenAI's client disconnects after a complete
-        stream."""
+        """Handles a disconnect of the client. After a complete stream, a disconnect is no failure:
+        OpenAI's client always disconnects then."""
         last = self._last()
         is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
         self._counts.hung_up += not is_whole
@@ -427,7 +427,7 @@ class ProxiedRequest:
         self._look()
 
     def _finish(self, outcome: str | None) -> None:
-        """Ends the request and its lease, once."""
+        """Ends the request and its lease of a worker, once."""
         assert not self.is_over
         self.is_over = True
         self.outcome = outcome
@@ -447,11 +447,11 @@ class ProxiedRequest:
         self._on_over(self)
 
     def _last(self) -> bytes | bytearray:
-        """Returns the last bytes of what was received of the answer."""
+        """Returns the last received bytes of the answer."""
         return b"".join(self._last_pieces) if self._reader is None else self._reader.last
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:
-        """Compares the predicted number of cached tokens with the engine's count."""
+        """Adds the predicted and the reported number of cached tokens to the metrics."""
         if self.routed is not None and lease.overlap_tokens is not None:
             counts = self._counts
             counts.compared_cached_tokens += cached

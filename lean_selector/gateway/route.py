@@ -1,9 +1,9 @@
 """POST /route/<original path>: reserves a worker for a raw OpenAI request.
 
 The answer names the worker in headers; its body is the selection if the client accepts JSON. Errors
-are in OpenAI's format, so that a gateway can relay them. An answer may come late, because tokens
-may have to be requested from an engine. If the client disconnects meanwhile, nothing is reserved.
-If the access log has already reported the request's end, its reservation is freed at once."""
+are in OpenAI's format, so that a gateway can relay them. The answer may have to wait for tokens
+from an engine. If the client disconnects before the answer, nothing is reserved. If the gateway's
+access log already reported the request's end, nothing stays reserved: status 409."""
 
 import asyncio
 import logging
@@ -41,8 +41,8 @@ UNKNOWN: Final = 503
 
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
-    """Returns a 200 that names the worker and, if blocks of the prompt are unknown, the reason. If
-    `has_body`, the body is the selection. Raises Unavailable if the worker has no HTTP endpoint."""
+    """Returns the response that names the worker in headers and, if `has_body`, in the body. A
+    header gives the reason `why_not`. Raises Unavailable if the worker has no HTTP endpoint."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
@@ -67,7 +67,7 @@ def _authority_of(endpoint: str) -> bytes:
 
 
 def error_of(error: SelectorError) -> bytes:
-    """Returns the answer for an error."""
+    """Returns the response for an error of the selector."""
     if isinstance(error, NotFound):
         return refusal(UNKNOWN, error.message, "model_not_found", RETRY_AFTER)
     status = SHED if isinstance(error, (AllWorkersBusy, WaitedTooLong)) else error.status
@@ -86,13 +86,13 @@ _log = logging.getLogger("lean_selector.route")
 
 
 class Prompts(Protocol):
-    """Reads the prompt of a raw body."""
+    """Converts raw OpenAI requests to block hashes."""
 
     def of(self, path: str, body: bytes, *, forwards: bool) -> Awaitable[Routed]: ...
 
 
 class RouteHandler:
-    """The route /route, and its requests in progress."""
+    """Handles POST /route/<original path>."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class RouteHandler:
         expect_output: Callable[[str, int], object],
         has_ended: Callable[[str], bool],
     ) -> None:
-        """`select_and_reserve` returns a Selection, or a LaterReply with one. `expect_output` adds
-        the expected output tokens to a reservation. `has_ended` says whether a request's end was
-        reported before its reservation was made."""
+        """`select_and_reserve` returns a Selection, or a LaterReply if the request is queued.
+        `expect_output` adds the expected output tokens to a reservation. `has_ended` returns
+        whether a request's end was reported before the reservation was made."""
         self._prompts = prompts
         self._select = select_and_reserve
         self._free = free
@@ -201,8 +201,8 @@ class RouteHandler:
 
 
 def _reservation_id(given: bytes | None) -> str:
-    """Returns the id that the gateway gave, or else a generated id. A gateway can log its own id
-    even without our answer."""
+    """Returns the id that the gateway gave, or else a generated id. A gateway that gives an id can
+    log this id, even if our answer never arrives."""
     if given is None:
         return str(uuid.uuid4())
     if _ID.fullmatch(given) is None:

@@ -1,7 +1,7 @@
 """The workers as upstreams: their list, their rotation, and leases.
 
-The gateway counts failures as the selector counts reported outcomes (`core.health`). After several
-consecutive failures a worker is skipped for a while. Workers that the selector has ejected are
+The gateway ejects workers by the same rules as the selector (`core.health`): after several
+consecutive failures, a worker is skipped for a while. Workers that the selector has ejected are
 skipped too."""
 
 import contextlib
@@ -18,7 +18,7 @@ from lean_selector.http.client import Upstream
 class WorkerLease:
     """The use of a worker by one request, from the choice to the end. A lease ends exactly once.
 
-    This class reserves nothing. Subclasses reserve, in `_begun`, `_touched` and `_freed`."""
+    This class reserves nothing. The subclass `Reservation` (`placing.py`) has a reservation."""
 
     def __init__(
         self,
@@ -39,18 +39,18 @@ class WorkerLease:
         self.is_over = False
 
     def prefill_complete(self, ttft_s: float | None = None) -> None:
-        """Notes the answer's first byte. `ttft_s` is given if this byte begins the first token."""
+        """Records that the worker's answer began. `ttft_s`: the time to first token, if known."""
         if not self.is_over:
             self._begun(ttft_s)
 
     def touch(self) -> None:
-        """Renews the reservation, so that it does not expire."""
+        """Renews the reservation, if there is one, so that the reservation does not expire."""
         if not self.is_over:
             self._touched()
 
     def end(self, outcome: str | None, cached_tokens: int | None = None) -> None:
-        """Ends the lease; further calls do nothing. `outcome` is `ok`, `failed` or `refused`; None
-        says nothing about the worker."""
+        """Ends the lease; further calls do nothing. `outcome` is `ok`, `failed` or `refused`, or
+        None if the request does not show whether the worker is healthy."""
         if not self.is_over:
             self.is_over = True
             self.endpoint.users -= 1
@@ -67,7 +67,7 @@ class WorkerLease:
 
 
 class Rotation:
-    """The workers in rotation. There is one Upstream per base URL."""
+    """The workers for round-robin, which is used if the selector chooses no worker."""
 
     def __init__(self, settings: EjectionSettings, now: float) -> None:
         self._health: Final = Ejections(settings)
@@ -82,7 +82,7 @@ class Rotation:
         self.draining: frozenset[str] = frozenset()
 
     def endpoint(self, text: str) -> Upstream:
-        """Returns the upstream for a base URL, whether in rotation or not. Raises ValueError."""
+        """Returns the worker with this base URL, in rotation or not. Raises ValueError."""
         known = self._by_text.get(text)
         if known is None:
             origin = base_of(text)
@@ -94,7 +94,7 @@ class Rotation:
         return known
 
     def set(self, urls: Iterable[str]) -> None:
-        """Sets the workers in rotation. A removed worker finishes its current requests."""
+        """Sets the workers for round-robin. A removed worker finishes its current requests."""
         self.in_turn = [self.endpoint(url) for url in dict.fromkeys(map(base_of, urls))]
         self._by_text.clear()  # refilled on use
         keys = {(each.number, 0) for each in self.in_turn}
@@ -105,8 +105,8 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """Returns the next upstream that is not in `avoided` and, if `among` is given, in `among`.
-        Healthy upstreams are preferred."""
+        """Returns the next worker, round-robin, that is not in `avoided` and, if `among` is given,
+        is in `among`. Workers that are not ejected are preferred."""
         candidates = [
             each
             for each in self.in_turn
@@ -128,7 +128,7 @@ class Rotation:
             self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Updates health, and closes idle connections. Call it about every second."""
+        """Ends ejections that are over, and closes idle connections. Call this every second."""
         self._now = now
         self._health.settle(now)
         for endpoint in list(self.endpoints.values()):
@@ -145,7 +145,7 @@ def base_of(text: str) -> str:
 
 
 class Directory:
-    """Keeps the rotation equal to the catalog. `named` are the URLs on the command line."""
+    """Puts the registered workers and `named`, the command line's URLs, into the rotation."""
 
     def __init__(self, named: Sequence[str], rotation: Rotation, catalog: Catalog) -> None:
         self._named = [base_of(url) for url in named]
@@ -158,7 +158,7 @@ class Directory:
         rotation.set(self._named)
 
     def look(self) -> None:
-        """Reads the catalog if it has changed."""
+        """Updates the rotation (workers for round-robin) if registered workers have changed."""
         if self._revision == self._catalog.revision:
             return
         self._revision = self._catalog.revision
@@ -182,7 +182,7 @@ class Directory:
         self._rotation.draining = frozenset(ids.keys() - working)
 
     def pass_over(self, ejected: Iterable[str]) -> None:
-        """Skips these endpoints, which the selector has ejected."""
+        """Sets which workers round-robin skips, because the selector has ejected them."""
         found = set()
         for endpoint in ejected:
             with contextlib.suppress(ValueError):
@@ -191,13 +191,13 @@ class Directory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every named worker can be chosen. If so, a model that none of them serves does
-        not exist. False if no worker was named, because discovery may find workers."""
+        """Whether every worker of the command line can be chosen. If so, a model that no such
+        worker serves does not exist. False if the command line names no worker."""
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of the workers that serve a model. Without any, returns those of
-        workers whose models are unknown; without these too, None (any worker)."""
+        """Returns the base URLs of the workers that serve a model or, if there are none, of the
+        command line's workers whose models are unknown. None means any worker."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]

@@ -1,1 +1,1 @@
-"""HTTP/1.1: server connections on httptools, and the client. Independent of selection."""
+"""HTTP/1.1: the server's connections, parsed by httptools, and a client."""

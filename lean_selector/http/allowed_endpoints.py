@@ -1,11 +1,10 @@
 """The endpoints that we may connect to: URL parsing, and the patterns of `--allow-endpoint`.
 
-A pattern is `SCHEME://HOST:PORT`, or a path for `ipc` and `inproc` (docs/guide/operations.md
-describes patterns for users). The host of an endpoint is an address or a name. An address, in any
-spelling, is checked against the networks among the patterns. A name is checked against the name
-patterns. If no name pattern matches, the addresses that the name resolves to are checked at connect
-time, and only a checked address is connected. An endpoint that cannot be parsed unambiguously
-matches nothing."""
+A pattern is `SCHEME://HOST:PORT`. Its host is a name, a network or `*`. For `ipc` and `inproc`, a
+path replaces host and port (docs/guide/operations.md). If the host of an endpoint is an IP address,
+in any spelling, the address is compared with the networks. A host name is compared with the names;
+if no name matches, the name is resolved at connect time, and we connect only to addresses that a
+network contains. An endpoint that cannot be parsed unambiguously matches nothing."""
 
 import ipaddress
 import re
@@ -20,7 +19,7 @@ _PLAIN: Final = re.compile(r"[!-~]+")
 
 
 class Url:
-    """A parsed URL. The constructor raises ValueError with the reason."""
+    """A parsed http or https URL. The constructor raises ValueError with the reason."""
 
     __slots__ = ("authority", "host", "is_secure", "port", "target")
 
@@ -48,18 +47,18 @@ class Url:
 
     @property
     def origin(self) -> str:
-        """Return `http://host:port`, equal for every spelling of the same endpoint."""
+        """Return `http(s)://host:port`, the same for every spelling of an endpoint."""
         return f"{'https' if self.is_secure else 'http'}://{self.authority}"
 
 
 def endpoint_url(endpoint: str) -> Url:
-    """Parse the endpoint of a worker; without a scheme it is plain HTTP. Raises ValueError."""
+    """Parse a worker's endpoint. The default scheme is http. Raises ValueError."""
     return Url(_with_scheme(endpoint))
 
 
 def base_without_version(endpoint: str) -> str:
-    """Return the base URL for `/v1/...`. The endpoint may lack a scheme, and may end in /v1, as the
-    base URLs of OpenAI's clients do."""
+    """Return the base URL to which a caller appends `/v1/...`. Adds http:// if `endpoint` has no
+    scheme, and removes a final /v1, which the base URLs of OpenAI's clients have."""
     if not endpoint:
         return ""
     scheme, separator, rest = _with_scheme(endpoint).rstrip("/").rpartition("://")
@@ -69,8 +68,7 @@ def base_without_version(endpoint: str) -> str:
 def url_at(endpoint: str | None, path: str) -> str | None:
     """Return the URL of `path` on the worker with this endpoint; None if the endpoint is not HTTP.
 
-    The scheme and a trailing /v1 of the endpoint are optional. The path starts at the root of the
-    host."""
+    The endpoint may lack a scheme. A path in the endpoint, such as /v1, is dropped."""
     if not endpoint:
         return None
     try:
@@ -105,7 +103,7 @@ A = TypeVar("A", bound=tuple[int, tuple[Any, ...] | bytes])
 
 
 class _Pattern:
-    """One pattern. The constructor raises ValueError with the reason."""
+    """A parsed pattern of `--allow-endpoint`. The constructor raises ValueError with the reason."""
 
     def __init__(self, text: str) -> None:
         self.text: Final = text
@@ -147,13 +145,13 @@ class _Pattern:
         self.name = _glob(host, "[^.]*")
 
     def concerns(self, target: "_Target") -> bool:
-        """Whether the pattern applies to endpoints with this scheme and port."""
+        """Whether the pattern's scheme and port match those of the endpoint."""
         if self.is_local or target.scheme in _LOCAL:
             return self.scheme == target.scheme
         return self.scheme in (target.scheme, "*") and target.port in self.ports
 
     def has_name(self, name: str) -> bool:
-        """Whether the name matches. A pattern without a host matches any name."""
+        """Whether the pattern's host or path matches `name`. The host `*` matches any name."""
         if self.name is not None:
             return self.name.fullmatch(name) is not None
         return self.network is None
@@ -165,7 +163,8 @@ class _Pattern:
 
 
 class _Target:
-    """A parsed endpoint. The constructor raises ValueError if the endpoint is certainly invalid."""
+    """A parsed endpoint, to compare with the patterns. The constructor raises ValueError if the
+    endpoint is invalid."""
 
     __slots__ = ("address", "name", "port", "scheme")
 
@@ -198,15 +197,15 @@ class _Target:
 
 
 class AllowedEndpoints:
-    """The patterns in force. An empty list of patterns allows nothing."""
+    """The patterns of `--allow-endpoint`. An empty list of patterns allows no endpoint."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        """Raises ValueError that names the invalid pattern and the reason."""
+        """Parse the patterns. Raises ValueError with the invalid pattern and the reason."""
         self._patterns: Final = [_Pattern(text) for text in patterns]
 
     def refusal(self, endpoint: str) -> str | None:
-        """Return in one line why an endpoint is refused; None if it is allowed, or if that depends
-        on the addresses of its host name."""
+        """Return in one line why an endpoint is refused. Returns None if the endpoint is allowed,
+        or if `among` must first check the addresses of its host name."""
         try:
             target, patterns = self._judged(endpoint)
         except ValueError:
@@ -226,8 +225,8 @@ class AllowedEndpoints:
             raise PermissionError(reason)
 
     def among(self, endpoint: str, addresses: Sequence[A]) -> list[A]:
-        """Return those of the endpoint's resolved addresses that are allowed, at least one. Raises
-        PermissionError if none is."""
+        """Return the allowed addresses. `addresses` are the resolved addresses of the endpoint's
+        host. Raises PermissionError if no address is allowed."""
         self.check(endpoint)
         target, patterns = self._judged(endpoint)
         if target.address is None and any(each.has_name(target.name) for each in patterns):
@@ -244,7 +243,7 @@ class AllowedEndpoints:
         return allowed
 
     def _judged(self, endpoint: str) -> tuple[_Target, list[_Pattern]]:
-        """Return the parsed endpoint, and the patterns for its scheme and port."""
+        """Return the parsed endpoint, and the patterns that match its scheme and port."""
         target = _Target(endpoint)
         return target, [each for each in self._patterns if each.concerns(target)]
 
@@ -266,7 +265,7 @@ def _ports(text: str, port: str) -> range:
 
 
 def _address(host: str) -> IpAddress | None:
-    """Return the address that `host` spells, in any form that the system accepts; else None."""
+    """Parse an IP address, also in forms such as 127.1 or 0x7f000001. None for a host name."""
     text = host[1:-1] if host.startswith("[") else host
     try:
         found: IpAddress = ipaddress.ip_address(text)

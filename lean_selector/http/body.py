@@ -1,9 +1,9 @@
 """The two framings of a request body: by content length, and chunked.
 
-The classes find the end of a body and store the body. A body above the limit is read to the end and
-dropped. They follow RFC 9112 sections 6.2 and 7.1 strictly: anything outside of the grammar is an
-error, because a proxy in front may interpret it differently. Both classes have the same five public
-names. No I/O."""
+The classes find the end of a body and store the body. A body above the limit is read to the end,
+but not stored. The classes follow RFC 9112 sections 6.2 and 7.1 strictly: any violation of the
+grammar is an error, because a proxy in front may interpret the body differently. Both classes have
+the same interface. No I/O."""
 
 import re
 from typing import Final
@@ -29,9 +29,8 @@ _SIZE, _DATA, _DATA_END, _TRAILERS = range(4)
 
 
 class _Kept:
-    """The part of the body that is stored: the first piece by reference; from the second piece on,
-    all pieces in a bytearray. Appending to bytes is quadratic: for 1 MiB in 64 KiB pieces it takes
-    9.7 ms, and the bytearray 0.75 ms."""
+    """Base class that stores a body. A single piece is stored without a copy. Further pieces are
+    appended to a bytearray, because appending to bytes copies the whole body each time."""
 
     __slots__ = ("_max_bytes", "content", "error", "is_done", "is_too_large", "wire_bytes")
 
@@ -61,7 +60,7 @@ class _Kept:
 
 
 class SizedBody(_Kept):
-    """A body with a content length of `length` bytes, at least 1."""
+    """A request body with a content length of `length` bytes, at least 1."""
 
     __slots__ = ("_left",)
 
@@ -71,7 +70,7 @@ class SizedBody(_Kept):
         self.is_too_large = length > limits.max_body_bytes
 
     def feed(self, data: bytes, at: int) -> int:
-        """Consume the body's bytes from data[at:], and return the offset of the rest."""
+        """Consume body bytes, starting at data[at]. Returns the offset of the first unread byte."""
         stop = min(len(data), at + self._left)
         # A whole piece is stored without a copy; a slice would be a copy in the compiled form.
         self._keep(data if stop - at == len(data) else data[at:stop])
@@ -82,8 +81,8 @@ class SizedBody(_Kept):
 
 
 class ChunkedBody(_Kept):
-    """A chunked body. Trailers are read and dropped; together they may be as large as a header
-    section."""
+    """A chunked body. Trailers are read and dropped. Trailers of more than max_head_bytes in total
+    are an error."""
 
     __slots__ = (
         "_extension_bytes",
@@ -104,8 +103,8 @@ class ChunkedBody(_Kept):
         self._max_trailer_bytes = limits.max_head_bytes
 
     def feed(self, data: bytes, at: int) -> int:
-        """Consume the body's bytes from data[at:], and return the offset of the rest. Stops when
-        `error` is set, and after _MOST_CHUNKS: then call it again with the rest."""
+        """Consume body bytes, starting at data[at]. Returns the offset of the first unread byte.
+        Stops at an error. Also stops after _MOST_CHUNKS chunks; pass the rest in a later call."""
         begin, steps = at, 0
         while at < len(data) and not self.is_done and self.error is None and steps < _MOST_CHUNKS:
             steps += 1
@@ -137,7 +136,7 @@ class ChunkedBody(_Kept):
 
     def _take_whole(self, data: bytes, at: int) -> tuple[int, int]:
         """Consume complete chunks without extensions. Returns the offset of the next chunk, and the
-        number of chunks. For one-byte chunks this takes a fifth of the time of `feed`."""
+        number of chunks. For chunks of one byte, this is five times as fast as `feed`'s loop."""
         pieces: list[bytes] = []
         begins = _PLAIN_CHUNK.match
         while len(pieces) < _MOST_CHUNKS:

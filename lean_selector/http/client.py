@@ -1,9 +1,9 @@
 """The client side of HTTP/1.1: requests, answers, and keep-alive connections.
 
 A connection has one request at a time. The connection finds the end of the answer's body (RFC 9112
-section 6.3), and passes each piece on as it arrives; only an incomplete head is buffered. There is
-no coroutine, task or timer: the loop calls the connection, and `Upstream.sweep` applies the
-timeouts."""
+section 6.3), and passes on each piece of the body as it arrives. Only an incomplete head is
+buffered. No coroutine, task or timer is used: the event loop calls the methods of the connection,
+and `Upstream.sweep` applies the timeouts."""
 
 import asyncio
 import re
@@ -31,14 +31,14 @@ _UNBOUNDED: Final = Limits(max_body_bytes=1 << 62, max_discard_bytes=1 << 62)
 
 
 class MalformedAnswer(Exception):
-    """The bytes received are not a usable answer; the message has the reason."""
+    """The bytes from the server are not a usable HTTP answer. The text has the reason."""
 
 
 # -- the end of a body ----------------------------------------------------------------------------
 
 
 class SizedRelay:
-    """Finds the end of a body with a content length of `length` bytes."""
+    """Finds the end of an answer's body that has a content length of `length` bytes."""
 
     __slots__ = ("error", "is_done", "left")
 
@@ -48,8 +48,8 @@ class SizedRelay:
         self.error: HttpError | None = None
 
     def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """Return the offset in `data` of the body's end, or the length of `data`. If `payload` is
-        given, the body's bytes are appended to it without framing."""
+        """Return the offset in `data` at which the body ends, or the length of `data` if the body
+        goes on. Appends the body's bytes, without framing, to `payload` if that list is given."""
         stop = min(len(data), self.left)
         self.left -= stop
         self.is_done = self.left == 0
@@ -59,7 +59,7 @@ class SizedRelay:
 
 
 class UnboundedRelay:
-    """A body that ends when the connection ends."""
+    """An answer's body that ends when the server closes the connection."""
 
     __slots__ = ("error", "is_done")
 
@@ -74,7 +74,7 @@ class UnboundedRelay:
 
 
 class ChunkedRelay(ChunkedBody):
-    """A chunked body. One match parses a complete chunk, such as one token of a stream."""
+    """An answer's chunked body. One regex match parses a chunk, such as one streamed token."""
 
     __slots__ = ("_payload",)
 
@@ -83,7 +83,8 @@ class ChunkedRelay(ChunkedBody):
         self._payload: list[bytes] | None = None
 
     def relay(self, data: bytes, payload: list[bytes] | None) -> int:
-        """Do what `SizedRelay.relay` does. Stops when `error` is set."""
+        """Return the offset of the first unread byte of `data`. Appends the contents of the chunks
+        to `payload` if that list is given. For malformed data, sets `error`."""
         at, size = 0, len(data)
         if self._state == _SIZE and not self._line:
             while at < size:
@@ -144,7 +145,7 @@ _READ: Final = (b"connection", b"content-length", b"transfer-encoding")
 
 
 class _Collector:
-    """The callbacks for httptools. Collects the header fields of an answer that are needed."""
+    """Collects the header fields that tell where an answer ends. httptools calls `on_header`."""
 
     __slots__ = ("fields",)
 
@@ -159,8 +160,8 @@ class _Collector:
 
 
 class _Judged:
-    """The parsed head of an answer, whatever the request was. Cached, since servers repeat their
-    heads."""
+    """The parts of an answer's head that do not depend on the request. Cached, because a server's
+    answers often have equal heads."""
 
     __slots__ = ("fault", "is_chunked", "keeps", "length", "lines", "start", "status")
 
@@ -181,8 +182,8 @@ _MOST_JUDGED_BYTES: Final = 2048
 
 
 def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
-    """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`; None for an interim answer (1xx), as another
-    follows. `answers_head`: the request was HEAD, so no body follows. Raises MalformedAnswer."""
+    """Parse `HTTP/1.1 200 OK CRLF ... CRLF CRLF`. Returns None for an interim answer (1xx).
+    `answers_head`: the request's method was HEAD, so no body follows. Raises MalformedAnswer."""
     known = _judged.get(text)
     if known is None:
         known = _judge(text)
@@ -208,7 +209,7 @@ def head_of(text: bytes, answers_head: bool) -> AnswerHead | None:
 
 
 def _judge(text: bytes) -> _Judged:
-    """Parse a head that is not cached. Raises MalformedAnswer."""
+    """Parse the head of an answer, without the cache. Raises MalformedAnswer."""
     if _STATUS_LINE.match(text) is None:
         raise MalformedAnswer("the answer is not HTTP: it has no status line of HTTP/1.1")
     collector = _Collector()
@@ -244,10 +245,10 @@ def _judge(text: bytes) -> _Judged:
 
 
 class Receiver(Protocol):
-    """Receives an answer. After `on_end` or `on_lost`, no further call follows."""
+    """Callbacks for one answer. After `on_end` or `on_lost`, no further callback is called."""
 
     def on_head(self, head: AnswerHead) -> bool:
-        """The answer begins. Returns True to get the body without its framing."""
+        """The head has arrived. Return True to get the body in `on_body` without chunk framing."""
         ...
 
     def on_body(self, data: bytes, is_last: bool) -> None:
@@ -260,13 +261,13 @@ class Receiver(Protocol):
         ...
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
-        """The rest of the answer will not come. `is_stale`: a reused connection ended before the
-        first byte of this answer, so the other side had probably just closed it."""
+        """The rest of the answer will not come. `is_stale`: a reused connection ended before this
+        answer began. Probably the server had just closed the connection."""
         ...
 
 
 class ClientConnection(asyncio.Protocol):
-    """A connection that is idle, or serves one request."""
+    """A connection to a server, either idle or with one request."""
 
     __slots__ = (
         "_answers_head",
@@ -317,14 +318,14 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether the connection waits for the upstream. It does not if it is idle, or paused
-        because the client does not read."""
+        """Whether the connection waits for the server's answer: a request was sent, and reading is
+        not paused."""
         return self._receiver is not None and not self._is_paused
 
     def send(
         self, head: bytes, body: bytes | bytearray, receiver: Receiver, answers_head: bool = False
     ) -> None:
-        """Send a request. `receiver` is only called after this method has returned."""
+        """Send a request. `receiver` is called only after this method has returned."""
         transport = self._transport
         assert transport is not None
         assert self._receiver is None, "one request at a time"
@@ -341,7 +342,7 @@ class ClientConnection(asyncio.Protocol):
             transport.write(head + body)
 
     def pause(self) -> None:
-        """Stop reading until `resume`."""
+        """Stop reading the answer until `resume` is called."""
         if not self._is_paused and self.is_open:
             self._is_paused = True
             assert self._transport is not None
@@ -356,14 +357,14 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def drop(self) -> None:
-        """Abort the connection, because nobody needs the answer. This also stops the upstream."""
+        """Abort the connection without a call to the receiver. An engine then stops generating."""
         self._receiver = None
         self.upstream.closed(self)
         if self._transport is not None:
             self._transport.abort()
 
     def fail(self, reason: str) -> None:
-        """Abort the connection, and pass the reason to the receiver."""
+        """Abort the connection, and call the receiver's `on_lost` with the reason."""
         receiver = self._receiver
         self.drop()
         if receiver is not None:
@@ -428,7 +429,7 @@ class ClientConnection(asyncio.Protocol):
         receiver.on_lost(f"{what} {when}", self.requests > 1 and not self._has_answer)
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """Handle a head once it is complete. Returns the bytes after it, if there are any."""
+        """Parse the answer's head when it is complete. Returns the bytes after the head, if any."""
         receiver = self._receiver
         assert receiver is not None
         while True:
@@ -474,8 +475,8 @@ class ClientConnection(asyncio.Protocol):
         return data
 
     def _end(self, receiver: Receiver, is_clean: bool) -> None:
-        """Complete the answer. Keep the connection for reuse if possible. Not possible if the
-        upstream answered before it had read the whole request."""
+        """End the answer. The connection is kept for reuse if the server allows this, the whole
+        request was written, and no bytes follow the answer (`is_clean`)."""
         self._receiver = self._relay = None
         self.resume()
         if self._keeps and is_clean and self._is_sent and self.is_open:
@@ -486,13 +487,12 @@ class ClientConnection(asyncio.Protocol):
 
 
 class Upstream:
-    """A server with the connections to it; `text` is the server's base URL. Used only on the loop's
-    thread."""
+    """A server, and our connections to this server. Used only on the event loop's thread."""
 
     __slots__ = ("_idle", "host_line", "now", "number", "open", "text", "url", "users")
 
     def __init__(self, text: str, number: int = 0, now: float = 0.0) -> None:
-        """`text` is the server's base URL. Raises ValueError if it is invalid."""
+        """`text` is the server's base URL. Raises ValueError if the URL is invalid."""
         self.text: Final = text.rstrip("/")
         self.number: Final = number
         self.url: Final = Url(self.text)
@@ -507,7 +507,7 @@ class Upstream:
         return bool(self.open or self.users)
 
     def kept(self) -> ClientConnection | None:
-        """Return the idle connection that was used last, or None."""
+        """Return the idle connection that was used most recently; None if no connection is idle."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -527,7 +527,7 @@ class Upstream:
         self._idle.append(connection)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Close connections that were idle, or waited for an answer, for too long."""
+        """Close connections that were idle for too long, or got no answer bytes in `silence_s`."""
         self.now = now
         for connection in list(self.open):
             age_s = now - connection.heard_at

@@ -1,7 +1,7 @@
-"""The open connections of one server: number, memory, timeouts and counts.
+"""The open connections of one server, with limits on their number, memory and time.
 
-Has the state and the limits that connections share; `protocol` handles a single connection. Nothing
-here waits: `sweep`, called about once a second, applies the timeouts (decisions D14 and D27)."""
+The module `protocol` handles a single connection. This module has the state that connections share.
+`Connections.sweep`, called about once a second, applies the timeouts (decisions D14, D27)."""
 
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +24,7 @@ REASONS: Final = (
 
 
 class TlsCounts:
-    """Counts about TLS since the start; all 0 while TLS is off."""
+    """TLS statistics since the start of the server; all 0 while TLS is off."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -55,12 +55,12 @@ _MAX_TOLD: Final = 256
 
 
 def plain_refusal(error: HttpError) -> bytes:
-    """Return the body of the answer to an HTTP error, as plain text."""
+    """Return the JSON body of the answer to an HTTP error."""
     return b'{"error":"%b"}' % error.text.encode()
 
 
 class Timeouts(NamedTuple):
-    """Timeouts in seconds. One takes effect up to one sweep of all connections late."""
+    """Timeouts in seconds. A timeout may take effect late, by at most the pause between sweeps."""
 
     idle_s: float = 75.0  # for a keep-alive connection without a request
     read_s: float = 30.0  # for an incomplete request; bodies get more
@@ -83,7 +83,7 @@ class Connection(Protocol):
 
 
 class Connections:
-    """All open connections, and counts of refusals. Used only on the loop's thread."""
+    """All open connections of a server. Also counts refusals. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Connections:
         refusal: Callable[[HttpError], bytes] = plain_refusal,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`call_soon` is the loop's method; `refusal` makes the body for an HTTP error."""
+        """`call_soon` is the event loop's method. `refusal` makes the body of an error's answer."""
         self.call_soon = call_soon
         self.clock = clock
         # Returns whether to refuse a request whatever its body is, for example without a token.
@@ -125,7 +125,7 @@ class Connections:
         self.tls = TlsCounts()
 
     def admit(self, connection: Connection) -> None:
-        """Add a new connection to `open`, or refuse it if there are too many."""
+        """Add a new connection to the set `open`, or refuse the connection if too many are open."""
         if self.is_over:
             connection.abort()
             return
@@ -142,7 +142,7 @@ class Connections:
 
     def greet(self, connection: Connection) -> None:
         """Add a new connection that begins a TLS handshake. A few connections above the limit may
-        finish the handshake, because a refusal can be sent only afterwards."""
+        finish the handshake, because a refusal can be sent only after the handshake."""
         if self.is_over:
             connection.abort()
         elif len(self.open) + len(self.greeting) < self.max_connections + _MAX_TOLD:
@@ -158,14 +158,14 @@ class Connections:
         self.told.discard(connection)
 
     def put_off(self, go_on: Callable[[], None]) -> None:
-        """Call `go_on` in a later turn of the loop, after work that was deferred before."""
+        """Call `go_on` in a later turn of the loop, after the calls that were deferred earlier."""
         self._later.append(go_on)
         if not self._is_due:
             self._is_due = True
             self.call_soon(self._turn)
 
     def _turn(self) -> None:
-        """Continue deferred work until TURN_S is spent in this turn of the loop."""
+        """Call deferred functions until TURN_S seconds are spent in this turn of the event loop."""
         self.spent_s = 0.0
         began, later = self.clock(), self._later
         try:
@@ -180,9 +180,9 @@ class Connections:
                 self.call_soon(self._turn)
 
     def make_room(self) -> None:
-        """If too much memory is held, refuse connections, in descending order of held bytes times
-        seconds. So a new client is safe. A client that sends a large body slowly, or stalls, goes
-        first."""
+        """If unanswered requests hold too much memory, close connections with incomplete or queued
+        requests. A connection that sends a large body slowly is closed first: the order is by held
+        bytes times the age of the request."""
         if self.held_bytes <= self.max_held_bytes:
             return
         now = self.now
@@ -198,21 +198,21 @@ class Connections:
                 connection.turn_away("too many incomplete requests")
 
     def sweep(self, now: float) -> None:
-        """Apply the timeouts. `now` is in monotonic seconds. Call it about once a second, and once
-        before the first connection, because ages count from the last sweep."""
+        """Apply the timeouts; `now` is in monotonic seconds. Call this about once a second, and
+        before the first connection: a new connection's first timeout counts from the last `now`."""
         self.now = now
         for connection in (*self.open, *self.told, *self.greeting):
             connection.expire(now)
 
     def start_draining(self) -> None:
-        """From now on, close each connection after its answer, unless more requests are queued on
-        it. A connection without a request is closed only after a quiet time, because a request of
-        the client may be in flight."""
+        """From now on, close each connection after its answer, unless the connection has more
+        requests queued. An idle connection is closed only after `quiet_s` seconds, because a
+        request from the client may be on its way."""
         self.is_draining = True
         self.quiet_from = self.now
 
     def abort(self) -> None:
-        """Drop all connections at once, with unsent answers; drop later connections as well."""
+        """Drop all connections at once, with any unsent answers. Also drops later connections."""
         self.is_over = True
         for connection in (*self.open, *self.told, *self.greeting):
             connection.abort()

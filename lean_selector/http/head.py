@@ -14,9 +14,9 @@ import httptools
 
 
 class Limits(NamedTuple):
-    """Sizes in bytes, inclusive. max_head_bytes limits the request line, and also the header
-    section. A body above max_body_bytes is read and dropped, up to max_discard_bytes, so that the
-    client can read the refusal."""
+    """Size limits in bytes, inclusive. max_head_bytes limits the request line and, separately, the
+    header section. A body above max_body_bytes is still read, up to max_discard_bytes, and dropped,
+    so that the client can read the refusal."""
 
     max_body_bytes: int = 8 * 1024 * 1024  # the selector's; the slot tracker has 2 MiB
     max_head_bytes: int = 64 * 1024
@@ -24,7 +24,7 @@ class Limits(NamedTuple):
 
 
 class HttpError:
-    """Why a connection must end, and the HTTP status of the answer."""
+    """The status and text of an error answer, after which the connection is closed."""
 
     __slots__ = ("status", "text")
 
@@ -55,14 +55,14 @@ CHUNKED = -1  # stands for a content length
 
 
 def length_of(digits: bytes) -> int:
-    """Parse a content length; -1 if the HTTP parser must judge it."""
+    """Parse a content length of 1 to 15 digits. Returns -1 for anything else."""
     return int(digits) if digits.isdigit() and len(digits) <= 15 else -1
 
 
 class HeaderBlock:
     """The parsed HTTP version and header section. Read only, because requests with equal sections
-    share it. `content_length` is that of the parsed section. If `frame` is set, the length is read
-    from each request's section instead."""
+    share one object. If `frame` is set, requests that differ only in the content length also share
+    this object; `frame.length_in` then returns each request's content length."""
 
     __slots__ = (
         "accept",
@@ -98,7 +98,7 @@ class HeaderBlock:
         self.frame: LengthFrame | None = None
 
     def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
-        """Return this block with other values in varying lines; None if parsing is needed."""
+        """Return a copy with new per-request headers; None if the new content length is invalid."""
         content_length, traceparent = self.content_length, self.traceparent
         reservation_id = self.reservation_id
         for name, value in values:
@@ -123,27 +123,27 @@ class HeaderBlock:
 
 
 class LengthFrame:
-    """The text around the content length, for header sections that differ only in the length."""
+    """The text before and after the content length, for sections that differ only in the length."""
 
     __slots__ = ("_prefix", "_prefix_bytes", "_suffix", "_suffix_bytes", "block", "lengths")
 
     def __init__(self, prefix: bytes, suffix: bytes, block: HeaderBlock) -> None:
-        """`prefix` ends directly before the first digit; `suffix` is not empty."""
+        """`prefix` ends just before the first digit of the length. `suffix` is not empty."""
         self._prefix, self._prefix_bytes = prefix, len(prefix)
         self._suffix, self._suffix_bytes = suffix, len(suffix)
         self.block = block
         self.lengths = 0  # number of cached sections that match this frame
 
     def length_in(self, section: bytes) -> int:
-        """Return the content length in a section; -1 if the text around it differs."""
+        """Return a section's content length; -1 if the text around the length differs."""
         if section.startswith(self._prefix) and section.endswith(self._suffix):
             return length_of(section[self._prefix_bytes : -self._suffix_bytes])
         return -1
 
 
 def block_of(fields: dict[bytes, bytes], is_http10: bool, is_upgrade: bool) -> HeaderBlock:
-    """Build the block from fields (by lower-case name) that llhttp has validated: a length is
-    digits."""
+    """Build a HeaderBlock from fields with lower-case names. llhttp has validated the fields, so a
+    content length has only digits."""
     options = fields.get(b"connection", b"").lower().translate(None, b" \t").split(b",")
     keep_alive = (
         b"close" not in options
@@ -172,7 +172,7 @@ HeaderBlocks = dict[bytes | tuple[bytes, ...], HeaderBlock]
 
 
 class _Collector:
-    """The callbacks for httptools, which finds them by name."""
+    """The callback for header fields. httptools finds the method by its name, `on_header`."""
 
     __slots__ = ("on_header",)
 
@@ -220,8 +220,8 @@ def parse_header_block(text: bytes) -> HeaderBlock | HttpError:
 
 
 def _merged_fields(head: bytes) -> tuple[dict[bytes, bytes], int]:
-    """Return the fields of a head in which names are repeated, and the number of `host` lines.
-    Repeated values are joined to a list (RFC 9110 section 5.3), except those of `host`."""
+    """Return the header fields of a request's head, and the number of `host` lines. The values of a
+    repeated field are joined with commas (RFC 9110 section 5.3)."""
     fields: dict[bytes, bytes] = {}
     hosts = 0
 
@@ -251,41 +251,41 @@ _DIGEST_BYTES: Final = 32
 _KEYED: Final = blake2b(digest_size=_DIGEST_BYTES, key=os.urandom(64))
 _LINE_KEY: Final = os.urandom(16)
 
-UNUSABLE: Final = b""  # stands for a credential that is not a single bearer token
+UNUSABLE: Final = b""  # stands for a credential of another scheme
 
 
 def digest_of(text: bytes) -> bytes:
-    """Return a digest with a key of this process, to be stored in place of a secret."""
+    """Return a keyed digest, stored in place of a secret. The key is random per process."""
     made = _KEYED.copy()  # takes a third less time than hashing the key each time
     made.update(text)
     return made.digest()
 
 
 def has_credentials(section: bytes) -> bool:
-    """Whether a header section (version, then lines after CRLF) has an `authorization` line."""
+    """Whether a header section (which begins with the version) has an `authorization` line."""
     return _NAME in section.lower()
 
 
 def _credential_of(value: bytes) -> bytes:
-    """Return the digest of a header's bearer token; UNUSABLE if it is no single token."""
+    """Return the digest of a header value's bearer token; UNUSABLE for another scheme."""
     scheme, _, token = value.strip(b" \t").partition(b" ")
     return digest_of(token.strip(b" \t")) if scheme.lower() == b"bearer" else UNUSABLE
 
 
 class CredentialLine:
-    """Position and digest of the last `authorization` line on a connection.
+    """Recognizes the `authorization` line that the requests of a connection repeat.
 
-    `credential` belongs to the section last passed to `rest_of`: the digest of a bearer token,
-    UNUSABLE, or None.
+    `rest_of` sets `credential` to the digest of the bearer token, to UNUSABLE for another scheme,
+    or to None if the header section lacks the line.
 
-    The line is recognized by Python's own hash (SipHash) of a key and the line, in a third of the
-    time of the token's digest. This hash only tells whether the connection sent the same line
-    before. Another line matches with a probability of 2**-64."""
+    The line is recognized by Python's hash (SipHash) of a random key and the line, which is three
+    times as fast as the digest of the token. Another line has the same hash with a probability of
+    2**-64."""
 
     __slots__ = ("_begin", "_known", "_size", "_start", "_value", "credential")
 
     def __init__(self, section: bytes) -> None:
-        """`section` has an `authorization` line."""
+        """`section` is a header section with an `authorization` line."""
         self.credential: bytes | None = UNUSABLE
         self._begin = 0
         self._size = 0  # size of the line with both its line breaks
@@ -303,8 +303,8 @@ class CredentialLine:
         self._value = _credential_of(found[1])
 
     def rest_of(self, section: bytes) -> bytes:
-        """Return the section without its `authorization` line if that is known, otherwise all of
-        it."""
+        """Return the header section without its `authorization` line. If this line is missing, or
+        differs from the line that the constructor was given, return the whole section."""
         begin, size = self._begin, self._size
         if not size or hash(_LINE_KEY + section[begin : begin + size]) != self._known:
             # Earlier lines may have another length now, such as the content length.
@@ -320,9 +320,9 @@ class CredentialLine:
 class Request:
     """One request as the client sent it.
 
-    `path` and `query` are raw. A body that is too large is missing. `section` is the head after
-    `HTTP/`: the version, and the header lines with their line ends. `credential` is the digest of
-    the bearer token, UNUSABLE, or None."""
+    `path` and `query` are raw. `body` is empty if the body was too large. `section` is the head
+    after `HTTP/`: the version, and the header lines with their line ends. `credential` is the
+    digest of the bearer token, UNUSABLE for another scheme, or None."""
 
     __slots__ = (
         "body",

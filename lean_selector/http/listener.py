@@ -1,8 +1,8 @@
-"""Listeners: bind sockets, accept many connections at once, and shut down without losing any.
+"""Listeners: bind sockets, accept many connections at once, and shut down without losing one.
 
-Handles listening sockets, the path of a UNIX socket, and errors of accept(2). uvloop's own server
-accepts one connection per turn of the loop, so new clients wait for long if turns are long; this
-listener accepts many. Independent of a connection's protocol (decisions D14, D19 and D27)."""
+Handles listening sockets, the path of a UNIX socket, and errors of accept(2). A listener accepts up
+to 64 connections per turn of the event loop. uvloop's own server accepts only one, so that clients
+wait if turns are long. Independent of the protocol on a connection (decisions D14, D19 and D27)."""
 
 import asyncio
 import contextlib
@@ -73,8 +73,8 @@ _SO_ATTACH_FILTER: Final = 26
 def inet_socket(
     host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> socket.socket:
-    """Return a bound socket; TCP sockets also listen, with options for accepted connections. Raises
-    OSError. Resolves the name here, because the loop's resolver would leave four threads."""
+    """Return a bound socket. A TCP socket also listens; accepted connections inherit its options.
+    Raises OSError. Resolves `host` without the event loop, whose resolver would leave threads."""
     try:
         found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
     except UnicodeError:  # part of the name is too long for DNS
@@ -97,18 +97,18 @@ def inet_socket(
 
 
 class UnixPath:
-    """The path of a UNIX socket. It is bound atomically, and unlinked only while it is ours: a
-    successor process binds the path as soon as we release it, long before we exit."""
+    """The path of a UNIX socket at which we listen. `let_go` unlinks the path only if the path
+    still leads to our socket, because a successor process may have bound the path already."""
 
     def __init__(self, path: str, kind: int = socket.SOCK_STREAM) -> None:
-        """For a socket that only receives, `kind` may be SOCK_DGRAM."""
+        """`kind` is SOCK_STREAM, or SOCK_DGRAM for a socket that only receives."""
         self._path = path
         self._kind = kind
         self._ours: tuple[int, int] | None = None  # (device, inode)
 
     def take(self) -> socket.socket:
-        """Return a bound socket (a stream also listens), with mode 0660 from the start. Replaces a
-        stale socket; at every moment the path leads to a socket that answers. Raises OSError."""
+        """Return a bound socket with mode 0660; a stream socket also listens. Atomically replaces a
+        stale socket at this path. Raises OSError, also if a process listens at the path."""
         if len(os.fsencode(self._path)) > _MAX_PATH_BYTES:
             raise OSError("AF_UNIX path too long")  # what Python's bind would report
         if self._is_taken():
@@ -151,8 +151,8 @@ class UnixPath:
         return True
 
     def let_go(self) -> None:
-        """Unlink the path. Call it before the socket is closed: afterwards another file may have
-        the same inode."""
+        """Unlink the path if it still leads to our socket. Call this before the socket is closed,
+        because afterwards another file may get the socket's inode number."""
         ours, self._ours = self._ours, None
         if ours is None:
             return
@@ -163,7 +163,7 @@ class UnixPath:
 
 
 def _bind_beside(listening: socket.socket, path: str) -> str:
-    """Bind the socket to a temporary name in the same directory, to be renamed."""
+    """Bind the socket to a new temporary path beside `path`. Returns the temporary path."""
     folder = os.path.dirname(path)
     while True:
         # The name is short, because a socket's path has a length limit.
@@ -178,7 +178,7 @@ def _bind_beside(listening: socket.socket, path: str) -> str:
 
 
 class Listener:
-    """One listening socket on the running loop, whose connections it accepts."""
+    """A listening socket on the running loop. Accepts connections."""
 
     def __init__(
         self,
@@ -187,8 +187,8 @@ class Listener:
         connections: Connections,
         path: UnixPath | None = None,
     ) -> None:
-        """`listening` is bound and listens; `path` is the path of a UNIX socket; `connections`
-        counts."""
+        """`listening` is bound and listens. `path` is set for a UNIX socket. Failed accepts are
+        counted in `connections`."""
         self._connections = connections
         self._socket = listening
         self._new_protocol = new_protocol
@@ -201,7 +201,7 @@ class Listener:
 
     @property
     def is_done(self) -> bool:
-        """Whether the listener is closed and every connected client was accepted."""
+        """Whether the listener is closed, and all connected clients were accepted."""
         return self._is_closed and not self._opening
 
     def start(self) -> None:
@@ -211,8 +211,8 @@ class Listener:
     def stop_inviting(self) -> None:
         """Keep new clients away. Clients that are already connected are still accepted.
 
-        Closing a listening socket resets connections that are not accepted yet, with their
-        requests. So new clients are kept away first: for a UNIX socket by unlinking the path, for
+        Closing a listening socket resets connections that are not accepted yet, and their requests
+        are lost. So new clients are kept away first: for a UNIX socket by unlinking the path, for
         TCP by dropping SYNs. Clients repeat a SYN after a second, and are then refused."""
         if self._path is not None:
             self._path.let_go()
@@ -226,7 +226,7 @@ class Listener:
                 )
 
     def close(self) -> None:
-        """Accept all clients that are connected, and close."""
+        """Accept the clients that have already connected, and close the listening socket."""
         if self._is_closed:
             return
         if self._path is not None:
@@ -238,8 +238,8 @@ class Listener:
         self._socket.close()
 
     def _accept(self) -> bool:
-        """Accept as many connections as a turn may. Returns True if there may be more. Called when
-        the socket is readable, and again while it returned True."""
+        """Accept up to ACCEPTS_PER_TURN connections. Returns True if more connections may wait.
+        Called when the socket is readable. `close` calls this until the result is False."""
         for _ in range(ACCEPTS_PER_TURN):
             try:
                 accepted, _ = self._socket.accept()
@@ -274,7 +274,7 @@ class Listener:
             self._loop.call_exception_handler({"message": message, "exception": error})
 
     def _starve(self, error: OSError) -> None:
-        """No descriptor or memory is left: log this once, and try again later."""
+        """Pause accepting, because no descriptor or memory is left. Log this once."""
         self._connections.accept_failures += 1
         if not self._is_starved:
             self._is_starved = True

@@ -1,8 +1,8 @@
-"""HTTP/1.1 requests of our own, on the service's loop, with or without TLS.
+"""The service's own HTTP/1.1 requests, sent on its event loop, with or without TLS.
 
-Each request has its own connection, so it never uses a connection that the server has just closed.
-The given resolver resolves names off the loop (D29). A TLS handshake occupies the loop for a
-millisecond or two. Redirects, and proxy settings of the environment, are ignored."""
+Each request gets a new connection, because a server may have just closed a reused one. Names are
+resolved outside of the event loop's thread (decision D29). A TLS handshake occupies the event loop
+for a millisecond or two. Redirects, and proxy settings of the environment, are ignored."""
 
 import asyncio
 import os
@@ -32,8 +32,8 @@ Resolve = Callable[[str, int], Awaitable[list[SocketAddress]]]
 
 
 class OutboundFailed(Exception):
-    """The request failed. The text is one line and names the request. `status` is the HTTP status
-    of the answer, if one arrived."""
+    """A request to another server failed. The text is one line and names the request. `status` is
+    the HTTP status of the answer, if an answer arrived."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -42,11 +42,11 @@ class OutboundFailed(Exception):
 
 
 class OutboundTimedOut(OutboundFailed):
-    """The answer did not arrive in time."""
+    """The answer to a request did not arrive in time."""
 
 
 class OutboundAnswer(NamedTuple):
-    """A complete answer, whatever the status."""
+    """A complete answer to a request, whatever its status."""
 
     status: int
     body: bytes
@@ -63,9 +63,9 @@ async def connect(
     allowed: AllowedEndpoints | None = None,
     tls_name: str | None = None,
 ) -> None:
-    """Connect to the upstream if `allowed` permits. Several addresses share the time, so that a
-    silent one does not use all of it. `tls_name` is the name that the certificate must have, if not
-    the host. Raises OSError."""
+    """Connect to the upstream server if `allowed` permits this. If the host has several addresses,
+    each address gets a share of `timeout_s`. `tls_name` is the name that the server's certificate
+    must have, if it is not the host. Raises OSError."""
     to, ends = connection.upstream.url, time.monotonic() + timeout_s
     if allowed is not None:
         allowed.check(to.origin)
@@ -109,7 +109,7 @@ async def _connect(
 
 
 def reason(error: Exception) -> str:
-    """Return in a few words why there is no connection."""
+    """Return a few words that say why a connection to a server failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError | socket.gaierror):  # errno is not a system error then
@@ -125,7 +125,8 @@ def reason(error: Exception) -> str:
 class Exchange:
     """The answer to the request on `connection`, read in pieces.
 
-    Reading pauses while too many bytes wait. Errors raised here do not name the request."""
+    Reading pauses while the caller leaves many bytes unread. Error texts do not name the
+    request."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self.status = 0  # 0 until `head` returns
@@ -154,7 +155,7 @@ class Exchange:
         return taken
 
     async def body(self, most_bytes: int) -> bytes:
-        """Return the whole body. Raises OutboundFailed, also if it has more than `most_bytes`."""
+        """Return the whole body. Raises OutboundFailed, also for a body above `most_bytes`."""
         pieces: list[bytes] = []
         size = 0
         while (piece := await self.piece()) is not None:
@@ -201,10 +202,10 @@ class Exchange:
 
 
 class Lines:
-    """Reads the lines of one answer, in order, on demand."""
+    """Reads the lines of one answer's body, in order, when the caller asks for them."""
 
     def __init__(self, exchange: Exchange, silence_s: float, most_bytes: int) -> None:
-        """`silence_s` limits the wait for more data, `most_bytes` the length of a line."""
+        """`silence_s` limits each wait for more data; `most_bytes` limits the length of a line."""
         self._exchange: Final = exchange
         self._silence_s = silence_s
         self._most_bytes = most_bytes
@@ -213,7 +214,7 @@ class Lines:
         self._is_over = False
 
     async def next(self) -> bytes | None:
-        """Return the next line without its line end; None after the last. Raises OutboundFailed."""
+        """Return the next line without its line end; None at the end. Raises OutboundFailed."""
         while not self._ready:
             if self._is_over:
                 return None
@@ -246,8 +247,7 @@ class Lines:
 
 
 class OutboundClient:
-    """Sends requests. Used only on the loop's thread. Between requests, it keeps only the
-    credentials."""
+    """Sends HTTP requests, each on a new connection. Used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class OutboundClient:
     async def get(
         self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
     ) -> OutboundAnswer:
-        """Send a GET request and return the answer. Raises as `request` does."""
+        """Send a GET request and return the answer, whatever its status. Raises OutboundFailed."""
         return await self.request("GET", url, timeout_s=timeout_s, most_bytes=most_bytes)
 
     async def request(
@@ -287,7 +287,7 @@ class OutboundClient:
     async def text(
         self, url: str, *, timeout_s: float = TIMEOUT_S, most_bytes: int = MOST_BODY_BYTES
     ) -> bytes:
-        """Send a GET and return the body of a 2xx answer. For another status, raises
+        """Send a GET request and return the body of a 2xx answer. For another status, raises
         OutboundFailed, which quotes the body."""
         answer = await self.get(url, timeout_s=timeout_s, most_bytes=most_bytes)
         if not 200 <= answer.status < 300:
@@ -303,9 +303,9 @@ class OutboundClient:
         silence_s: float,
         most_bytes: int = MOST_LINE_BYTES,
     ) -> AsyncIterator[Lines]:
-        """Send a GET whose 2xx answer is read line by line. Leaving the context ends the request.
-        `timeout_s` limits the wait for the head, `silence_s` each wait for more data, `most_bytes`
-        a line. Raises OutboundFailed; so does reading the lines."""
+        """Send a GET, and yield the lines of the 2xx answer. Leaving the context ends the request.
+        `timeout_s` limits the wait for the head, `silence_s` limits each wait for more data, and
+        `most_bytes` limits a line's length. Connecting and reading raise OutboundFailed."""
         with _failures_of(f"GET {url}", timeout_s):
             async with AsyncExitStack() as open_:
                 async with asyncio.timeout(timeout_s):
@@ -354,7 +354,7 @@ class OutboundClient:
 
 
 async def succeeded(exchange: Exchange) -> None:
-    """Unless the status is 2xx, raise OutboundFailed that quotes the start of the body."""
+    """Unless the status is 2xx, raise an OutboundFailed that quotes the start of the body."""
     if not 200 <= exchange.status < 300:
         said = b""
         while len(said) < _CITED_CHARACTERS and (piece := await exchange.piece()) is not None:
@@ -364,7 +364,7 @@ async def succeeded(exchange: Exchange) -> None:
 
 @contextmanager
 def _failures_of(asked: str, timeout_s: float) -> Iterator[None]:
-    """Convert exceptions in the context to OutboundFailed; its text begins with `asked`."""
+    """Convert exceptions in the context to OutboundFailed, whose text begins with `asked`."""
     try:
         yield
     except TimeoutError:

@@ -1,10 +1,9 @@
-"""The asyncio protocol of one connection: reader -> app -> one write.
+"""The asyncio protocol of one connection: reads requests, calls the app, and writes the answers.
 
-Responsible for order (answers are sent in the order of the requests, even if one answer comes
-late), back-pressure, timeouts and closing. Independent of routes and bodies. The app is a plain
-function. Nothing awaits, and no task or timer is created per request: `Connections.sweep`, called
-about once a second, applies the timeouts (spec: slot_tracker.md 1.2; decisions D11, D14 and
-D27)."""
+The app is a function that gets a request and returns the answer. This module handles the order
+(answers are sent in the order of the requests, even if one answer comes late), back-pressure,
+timeouts and closing. No task or timer is created per request: `Connections.sweep`, called about
+once a second, applies the timeouts (spec: slot_tracker.md 1.2; decisions D11, D14 and D27)."""
 
 import array
 import asyncio
@@ -155,8 +154,8 @@ class HttpProtocol(asyncio.Protocol):
             connections.make_room()
 
     def eof_received(self) -> bool:
-        """Return True to keep the transport open for writing. So a client that half-closes gets its
-        answers."""
+        """The client will send nothing more. Return True to keep the transport open for writing, if
+        answers are still to be sent."""
         self._got_eof = True
         parked = self._parked
         if parked is not None and not parked.is_being_made:
@@ -185,7 +184,7 @@ class HttpProtocol(asyncio.Protocol):
     # called by Connections
 
     def expire(self, now: float) -> None:
-        """Close if a timeout (see Timeouts) has passed."""
+        """Close the connection if a timeout (see Timeouts) has passed."""
         connections = self._connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since
@@ -211,7 +210,7 @@ class HttpProtocol(asyncio.Protocol):
                 self._end(lingers=is_draining)
 
     def turn_away(self, reason: str) -> None:
-        """Answer 503 instead of handling queued or incomplete requests, and close."""
+        """Answer 503, drop queued and incomplete requests, and close the connection."""
         if not self._holds & (_ENDED | _ANSWERED_LAST) and not self.transport.is_closing():
             self._hang_up()
             self._refuse(HttpError(503, reason))
@@ -220,7 +219,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport.abort()
 
     def settle(self) -> None:
-        """Decide what comes next, once all complete requests are answered."""
+        """If no request waits: close, refuse malformed input, or send `100 Continue`, as needed."""
         reader = self._reader
         if self._holds & _ENDED:
             return
@@ -243,11 +242,11 @@ class HttpProtocol(asyncio.Protocol):
 
     @property
     def _has_more(self) -> bool:
-        """Whether requests or unread bytes wait behind the last handled request."""
+        """Whether unhandled requests or unread bytes are left."""
         return bool(self._queue) or bool(self._reader.waiting)
 
     def _take(self, data: bytes) -> None:
-        """Read a slice of the waiting bytes and `data`, and answer the completed requests."""
+        """Read some of the waiting bytes and `data`, and answer the completed requests."""
         begins = not self._reader.is_unfinished
         requests = self._reader.feed(data)
         if begins or requests:
@@ -256,7 +255,7 @@ class HttpProtocol(asyncio.Protocol):
         self._serve()
 
     def _serve(self) -> None:
-        """Answer queued requests until none is left or a hold is set, in a single write."""
+        """Answer queued requests in a single write. Stop at a request whose answer comes later."""
         queue = self._queue
         replies: list[Response] = []
         reply_bytes = 0
@@ -276,7 +275,7 @@ class HttpProtocol(asyncio.Protocol):
             self.settle()
 
     def _answer(self, request: Request) -> Response | None:
-        """Return the bytes to write for a request; None if it is parked until its answer."""
+        """Return the response to a request; None if the app will answer later."""
         try:
             answer = self._app(request)
         except Exception:
@@ -300,7 +299,7 @@ class HttpProtocol(asyncio.Protocol):
         return reply
 
     def _framed(self, request: Request, reply: Response) -> Response:
-        """Return the reply: without body for HEAD, and with a `connection` header if needed."""
+        """Return the reply, without its body for HEAD, and with a `connection` header if needed."""
         if request.method == b"HEAD":
             reply = without_body(reply)
         if self._is_last(request):
@@ -328,7 +327,8 @@ class HttpProtocol(asyncio.Protocol):
         reply.park(self._finish_parked)
 
     def _finish_parked(self, response: Response) -> None:
-        """Write the answer that was pending, and go on with queued requests in a new pass."""
+        """Write the answer that was pending, and schedule the queued requests for a later turn of
+        the event loop."""
         request = self._parked_request
         assert request is not None
         self._unpark()
@@ -349,7 +349,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _hang_up(self) -> None:
-        """Drop parked and queued requests, because the client will not read the answers."""
+        """Drop pending and queued requests, because the client will not read the answers."""
         self._queue.clear()
         self._reader.drop()
         parked = self._parked
@@ -362,8 +362,7 @@ class HttpProtocol(asyncio.Protocol):
                 log.exception("on_disconnect failed")
 
     def _schedule(self) -> None:
-        """Go on in a later turn of the loop, so that other connections get theirs first. Never
-        called inside the app's call."""
+        """Continue with queued requests in a later turn of the loop, after other connections."""
         self._holds |= _SCHEDULED
         self._connections.put_off(self._go_on)
         self._update_reading()
@@ -373,7 +372,7 @@ class HttpProtocol(asyncio.Protocol):
         self._proceed()
 
     def _proceed(self) -> None:
-        """Go on, because a hold was cleared."""
+        """Continue with queued requests and unread bytes, unless `_holds` has a reason to wait."""
         if not self._holds:
             if self._reader.waiting and not self._queue:
                 self._take(b"")
@@ -382,7 +381,7 @@ class HttpProtocol(asyncio.Protocol):
         self._update_reading()
 
     def _update_reading(self) -> None:
-        """Pause reading if the client does not read answers, or too much of its input waits."""
+        """Pause reading if the client reads no answers, or too much of its input is unread."""
         holds, reader, parked_bytes = self._holds, self._reader, self._parked_bytes
         queued_bytes = sum(map(_size_of, self._queue)) if self._queue else 0
         if not (
@@ -405,7 +404,7 @@ class HttpProtocol(asyncio.Protocol):
                 self.transport.resume_reading()
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer with an HTTP error, and close."""
+        """Answer with an HTTP error, and close the connection."""
         self.transport.write(
             encode_response(
                 error.status, self._connections.refusal(error), extra=b"connection: close\r\n"
@@ -414,7 +413,8 @@ class HttpProtocol(asyncio.Protocol):
         self._end(lingers=True)
 
     def _end(self, lingers: bool) -> None:
-        """Close when everything is sent; with `lingers`, when the client stops sending."""
+        """Close the connection after the last write. `lingers`: half-close, and wait until the
+        client closes."""
         self._holds |= _ENDED
         self._let_go()
         self.since = self._connections.now
@@ -426,7 +426,7 @@ class HttpProtocol(asyncio.Protocol):
             self.transport.close()
 
     def _let_go(self) -> None:
-        """Free requests that will not be handled."""
+        """Free the memory of requests that will not be handled."""
         self._queue.clear()
         self._reader.drop()
         self._connections.held_bytes -= self.held_bytes
@@ -440,7 +440,7 @@ def _size_of(request: Request) -> int:
 
 
 def _has_unread(transport: asyncio.Transport) -> bool:
-    """Whether the socket has unread input, so that a close would reset the connection."""
+    """Whether the socket has unread input. Closing such a socket resets the connection."""
     sock = transport.get_extra_info("socket")
     if sock is None:
         return False

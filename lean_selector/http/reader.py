@@ -1,19 +1,19 @@
-"""Turns the bytes of one connection into requests. No I/O, no clock, and it never raises.
+"""Turns the bytes of one connection into requests. Does no I/O, reads no clock, never raises.
 
-Responsible for framing: the start and end of a request, and all limits on its size. httptools
-(llhttp) parses each distinct header section once, because clients repeat their headers, except for
-lines that vary per request: length, trace, id. These lines are cut out. A section whose other lines
-are known is not parsed again. If too many sections differ only in the length, the connection
-compares the text around the length instead. `authorization` is cut out before caching; only the
-connection itself recognizes the line again (`CredentialLine`). Follows RFC 9112; limits and
-statuses are in spec selection.md 1.1 and slot_tracker.md 1.2.
+Responsible for framing: the start and end of a request, and all limits on its size. Clients repeat
+their headers, so httptools (llhttp) parses only header sections that are not cached. Lines that
+vary per request (content-length, traceparent, ids) are cut out before the look-up in the cache. If
+too many sections differ only in the content length, the text before and after it is compared
+(`LengthFrame`). The `authorization` line is never cached: each connection recognizes its own line
+(`CredentialLine`). Follows RFC 9112; limits and statuses are in spec selection.md 1.1 and
+slot_tracker.md 1.2.
 
-Request smuggling exploits two servers that disagree on where a request ends. So the following are
-refused with 400 or 501, and the connection is closed: content-length beside transfer-encoding, any
-second content-length, a content-length that is not plain digits, any coding but a single "chunked",
-chunked in HTTP/1.0, folded header lines, space before a colon, bare CR or LF or NUL anywhere in a
-head, control characters in chunk extensions, chunk data not ended by CRLF, trailers that are no
-header lines, a request line without exactly two spaces, no host or two hosts."""
+Request smuggling exploits two servers that disagree on where a request ends. Therefore the
+following are refused with 400 or 501, and the connection is closed: content-length together with
+transfer-encoding, a second content-length, a content-length that is not plain digits, transfer
+codings other than a single "chunked", chunked in HTTP/1.0, folded header lines, space before a
+colon, bare CR or LF or NUL in a head, control characters in chunk extensions, chunk data not ended
+by CRLF, malformed trailers, a request line without exactly two spaces, no host or two hosts."""
 
 import re
 from collections.abc import Callable
@@ -62,12 +62,12 @@ MOST_REQUESTS: Final = 64
 class RequestReader:
     """Splits the bytes of one connection into requests.
 
-    After each `feed`, the caller must answer the returned requests, in order. Then it checks
-    `error` (an answer to send before closing) and `wants_continue` (the client sends its body only
-    after `100 Continue`; the caller resets the flag). `notice` is true if either is set.
+    After each `feed`, the caller must answer the returned requests, in order, and then check two
+    attributes: `error` (an answer to send before closing) and `wants_continue` (the client waits
+    for `100 Continue` before it sends the body; the caller resets the flag). `notice` is true if
+    `error` or `wants_continue` is set.
 
-    One `feed` does bounded work. The rest of its bytes stays in `waiting`, and is read before any
-    further bytes; `feed(b"")` continues with them.
+    One `feed` does bounded work. The unread bytes stay in `waiting` until the next `feed`.
 
     After a request with keep_alive false, or once `error` is set, further bytes are ignored.
     `has_unread_input` then tells whether the client may still be sending."""
@@ -98,8 +98,8 @@ class RequestReader:
         blocks: HeaderBlocks | None = None,
         refuses: Callable[[Request], bool] | None = None,
     ) -> None:
-        """`blocks` caches parsed header sections; connections should share one cache. `refuses`
-        tells whether a request is refused whatever its body is; the body is then not read."""
+        """`blocks` is a cache of parsed header sections; connections should share the cache. If
+        `refuses` returns True for a request, the body of this request is not read."""
         # Constant for the connection's lifetime.
         self._limits = limits
         self._refuses = refuses
@@ -123,13 +123,13 @@ class RequestReader:
 
     @property
     def received_bytes(self) -> int:
-        """How many bytes of the incomplete request were received; 0 between requests."""
+        """How many bytes of the incomplete request have arrived; 0 between requests."""
         return len(self._head) if self._body is None else self._body.wire_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Memory in bytes of the incomplete request and of waiting bytes. A body that is too large
-        takes none."""
+        """Bytes stored of the incomplete request, plus bytes that are not read yet. A body above
+        the size limit is not stored."""
         kept = len(self._head) if self._body is None else len(self._body.content)
         return kept + len(self.waiting)
 
@@ -138,7 +138,7 @@ class RequestReader:
         self._finish()
 
     def hold(self, data: bytes) -> None:
-        """Store bytes to be read later."""
+        """Store bytes that will be read later."""
         if self.is_finished:
             self.has_unread_input = True
         else:
@@ -162,7 +162,7 @@ class RequestReader:
         return requests
 
     def read_heads(self, data: bytes, at: int, requests: list[Request]) -> None:
-        """Read from the start of a request, with nothing `waiting`. This is the hot path."""
+        """Append the requests that start at data[at] to `requests`. `waiting` must be empty."""
         size = len(data)
         method: bytes
         path: bytes
@@ -223,7 +223,7 @@ class RequestReader:
                 at = self._begin_body(request, length, data, end, requests)
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
-        """Parse a header section that is not cached; None, with `error` set, if it is invalid."""
+        """Parse a header section that is not cached. If this fails, set `error`, return None."""
         self._frame = None
         if len(text) > self._limits.max_head_bytes:
             self._fail(HttpError(431, "request header section too large"))
@@ -255,7 +255,7 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """Return the block for a section with `authorization` lines. Only the rest is cached."""
+        """Parse a header section with `authorization` lines, which are never cached."""
         credentials = self._credentials
         # The known line is already cut out, so any remaining one is a second one.
         is_second = credentials is not None and credentials.credential is not None
@@ -279,7 +279,7 @@ class RequestReader:
         self._blocks[key] = block
 
     def _hold_head(self, data: bytes, at: int) -> None:
-        """Store an incomplete head, unless it can already be refused."""
+        """Store an incomplete head; or set `error` if the head is too large or malformed."""
         max_head_bytes = self._limits.max_head_bytes
         line_end = data.find(b"\r\n", at)
         line_bytes = (len(data) if line_end < 0 else line_end) - at
@@ -307,7 +307,7 @@ class RequestReader:
     def _begin_body(
         self, request: Request, length: int, data: bytes, at: int, requests: list[Request]
     ) -> int:
-        """Handle a body that is chunked, too large, or incomplete. Returns the next offset."""
+        """Begin a body that is chunked, too large, or incomplete. Returns where reading stopped."""
         limits = self._limits
         is_held_back = request.headers.expects_continue and at == len(data)
         if length > limits.max_body_bytes and (is_held_back or length > limits.max_discard_bytes):
@@ -342,7 +342,7 @@ class RequestReader:
         return at
 
     def _cut_short(self, request: Request, data: bytes, requests: list[Request]) -> int:
-        """Complete a request whose answer does not depend on the rest of its body."""
+        """Complete a request without the rest of its body. The connection ends after the answer."""
         request.body_too_large = True
         request.keep_alive = False
         requests.append(request)
@@ -367,12 +367,12 @@ class RequestReader:
 
 
 def _each_stands_once(names: list[bytes], text: bytes) -> bool:
-    """Whether each line that was cut out is the only one of its name, so not a list."""
+    """Whether each header name of `names` occurs only once in the header section `text`."""
     lines = text.lower()
     return all(lines.count(b"\r\n%b:" % name.lower()) == 1 for name in names)
 
 
 def _origin_form(target: bytes) -> bytes:
-    """Return the path of a target in absolute form, which we must accept (RFC 9112, 3.2.2)."""
+    """Return the path of a request target, which may be a full URL (RFC 9112 section 3.2.2)."""
     authority = _ABSOLUTE_FORM.match(target)
     return target if authority is None else target[authority.end() :] or b"/"

@@ -1,9 +1,9 @@
-"""Responses as bytes: prebuilt heads, one join per answer. Also answers that are sent later.
+"""Builds responses as bytes, from prebuilt heads. Also defines answers that are sent later.
 
-Makes status lines, framing headers and the cached `date`. Independent of the meaning of a body.
-When a connection closes is up to the protocol, which adds `connection` to a finished response.
-Header names are lower case, as in the reference (spec: selection.md section 1.1). No I/O and no
-clock: the owner of the loop calls `date_header.set` about once a second."""
+Makes status lines, framing headers and the cached `date` header. Independent of the meaning of a
+body. The protocol decides when a connection closes, and adds the `connection` header to a finished
+response. Header names are lower case, as in Dynamo (spec: selection.md section 1.1). No I/O
+and no clock: the owner of the event loop calls `date_header.set` about once a second."""
 
 from collections.abc import Callable
 from email.utils import formatdate
@@ -26,8 +26,8 @@ _LENGTH_ENDS: Final = tuple(b"content-length: %d\r\n\r\n" % length for length in
 
 
 class DateHeader:
-    """The `date` line of every response; one per process. Empty until the first `set`. When the
-    line changes, the heads built with the old line are dropped."""
+    """The `date` line of all responses; one object per process. Empty until the first `set`. When
+    the line changes, the prebuilt heads are dropped, because they contain the old line."""
 
     def __init__(self) -> None:
         self.line = b""
@@ -73,8 +73,8 @@ def encode_response(
 class GrowingResponse:
     """A 200 answer of unknown length, whose body is added in parts.
 
-    The length is written last, into a field of fixed width. So an answer of 100 MB need not be
-    copied again, which would take a quarter of a second."""
+    The content-length is written at the end, into a header field of fixed width. So the body is not
+    copied. Copying 100 MB would take a quarter of a second."""
 
     __slots__ = ("_data", "_head_bytes")
 
@@ -120,7 +120,7 @@ def with_connection(response: Response, option: bytes) -> bytes:
 
 
 class PendingReply:
-    """An answer that is sent later. The app stores and returns it, and calls `resolve` once.
+    """An answer that is sent later. The app returns this object, and calls its `resolve` once.
 
     If the client disconnects first, `on_disconnect` is called once, and `resolve` does nothing. A
     client that half-closes, as `nc -N` does after its request, counts as disconnected. But if
@@ -131,7 +131,7 @@ class PendingReply:
     def __init__(
         self, on_disconnect: Callable[[], object] | None = None, *, is_being_made: bool = False
     ) -> None:
-        """`is_being_made`: the app is already making the answer, in turns of the loop."""
+        """`is_being_made`: the app is already making the answer, over several loop iterations."""
         self.on_disconnect = on_disconnect
         self.is_being_made = is_being_made
         self.response: Response | None = None
@@ -142,17 +142,17 @@ class PendingReply:
     def observe(
         self, on_answer: Callable[[Response], None], on_hang_up: Callable[[], None]
     ) -> None:
-        """Call one of the two once, at the end: `on_answer` with the response (at once if it
-        exists), or `on_hang_up` after a disconnect. Observers are called in order, and before
-        `on_disconnect`."""
+        """Register two callbacks, of which one will be called once: `on_answer` with the response
+        (immediately if the response exists), or `on_hang_up` after a disconnect. Observers are
+        called in the order of registration, before `on_disconnect`."""
         if self.response is not None:
             on_answer(self.response)
         else:
             self._observers.append((on_answer, on_hang_up))
 
     def resolve(self, response: Response) -> None:
-        """Send the complete response. Requests that are queued behind it are handled later, not in
-        this call."""
+        """Send the complete response. Requests of the connection that are queued behind this one
+        are handled later, not in this call."""
         assert self.response is None, "a reply is resolved once"
         self.response = response
         self.on_disconnect = None
@@ -168,7 +168,7 @@ class PendingReply:
         self._send = send
 
     def hang_up(self) -> None:
-        """For the protocol: the client has disconnected."""
+        """For the protocol: report that the client has disconnected."""
         self._send = None
         on_disconnect, self.on_disconnect = self.on_disconnect, None
         observers, self._observers = self._observers, []

@@ -1,8 +1,8 @@
-"""The routes of one service: find the resource of a path, and whether it supports the method.
+"""The routes of one service: find the route for a path and a method.
 
-Also decodes the data in a request target: one path parameter, and the query. The values of routes
-are opaque. Paths are compared literally: no decoding, no case folding, no trailing slash (spec:
-selection.md 1.1, slot_tracker.md 1.2)."""
+Also decodes the path parameter and the query. A route's value is any object, such as a handler.
+Paths are compared literally: no decoding, no case folding, no trailing slash (spec: selection.md
+1.1, slot_tracker.md 1.2)."""
 
 from collections.abc import Iterable
 from typing import Final, Generic, TypeVar
@@ -18,7 +18,7 @@ Match = tuple[T, bytes | None]
 
 
 class MethodNotAllowed:
-    """The path exists without this method. `allow` is the header's value: b"POST,GET,HEAD"."""
+    """The path exists, but not with this method. `allow` is a header value: b"POST,GET,HEAD"."""
 
     def __init__(self, allow: bytes) -> None:
         self.allow = allow
@@ -44,9 +44,9 @@ class RouteTable(Generic[T]):
     """Routes, each declared once as (method, template, value): `("DELETE", "/workers/{worker_id}",
     ...)`.
 
-    A template may have one parameter in braces, as its second segment. `{path*}` at the end of a
-    template matches that segment and everything after it. GET routes also answer HEAD. Raises
-    ValueError for a route that is declared twice, and for a parameter elsewhere."""
+    A template may have one parameter in braces, as its second segment. `{path*}` as the last
+    segment matches the rest of the path. GET routes also answer HEAD. Raises ValueError for a route
+    that is declared twice, and for a parameter that is not the second segment."""
 
     def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
         self._literal: dict[bytes, _Resource[T]] = {}
@@ -70,7 +70,7 @@ class RouteTable(Generic[T]):
         return behind.setdefault(rest, _Resource())
 
     def match(self, method: bytes, path: bytes) -> Match[T] | MethodNotAllowed | None:
-        """Return a request's route; None if no route has the path. Literal paths come first."""
+        """Return a request's route; None if no route has the path. Exact paths are preferred."""
         resource = self._literal.get(path)
         if resource is not None:
             return resource.by_method.get(method) or resource.method_not_allowed
@@ -109,7 +109,7 @@ def percent_decode(segment: bytes) -> str:
 
 
 class RepeatedQueryField(ValueError):
-    """A known field is repeated in a query string."""
+    """A field that the route accepts occurs twice in a query string."""
 
     def __init__(self, field: str) -> None:
         super().__init__(f"duplicate field `{field}`")
@@ -117,10 +117,10 @@ class RepeatedQueryField(ValueError):
 
 
 def parse_query(query: bytes, known: frozenset[str]) -> dict[str, str]:
-    """Return the known fields of a query string. Other fields are ignored, even if repeated.
+    """Return the fields of a query string whose names are in `known`. Ignores other fields.
 
-    As in forms, `+` is a space. A key without value has an empty one, malformed escapes are kept,
-    and invalid UTF-8 becomes U+FFFD. Raises RepeatedQueryField."""
+    As in HTML forms, `+` is a space. A key without a value gets "". Malformed escapes are kept, and
+    invalid UTF-8 becomes U+FFFD. Raises RepeatedQueryField if a known field is repeated."""
     fields: dict[str, str] = {}
     for pair in query.split(b"&"):
         raw_name, _, raw_value = pair.partition(b"=")

@@ -14,12 +14,12 @@ CLOSE_LINE: Final = b"connection: close\r\n"
 
 
 class StreamedReply(PendingReply):
-    """A streamed answer. The app returns it, and later calls either `resolve` with a whole
-    response, or `begin`, then `write` any number of times, and finally `finish` or `break_off`.
+    """An answer that may be streamed, returned by the app. Later the app calls `resolve` with a
+    whole response; or `begin`, then `write` any number of times, then `finish` or `break_off`.
 
-    If the client disconnects earlier, `on_disconnect` is called once, and the app must not call
-    anything more. `is_paused`: the client does not read; changes are reported by `on_pause` and
-    `on_resume`."""
+    If the client disconnects first, `on_disconnect` is called once, and the app must make no
+    further call. `is_paused` is true while the client does not read. `on_pause` and `on_resume`
+    report changes of `is_paused`."""
 
     __slots__ = (
         "_closes",
@@ -50,8 +50,8 @@ class StreamedReply(PendingReply):
     # -- for the app ---------------------------------------------------------------------------
 
     def begin(self, *, closes: bool = False) -> bytes:
-        """Begin the answer. Returns the `connection` line for the head, or nothing. `closes`: the
-        answer ends where the connection ends."""
+        """Begin the answer. Returns the `connection` header line for its head, or b"". `closes`:
+        the client recognizes the end of the answer by the end of the connection."""
         assert self._protocol is not None, "the request is not parked yet"
         self.begun = True
         line = self._protocol.connection_line()
@@ -59,7 +59,7 @@ class StreamedReply(PendingReply):
         return CLOSE_LINE if closes else line
 
     def finish(self) -> None:
-        """End the answer, which is complete."""
+        """End the answer normally."""
         protocol = self._ended()
         if protocol is not None:
             protocol.finish(self._closes)
@@ -137,7 +137,7 @@ class StreamingProtocol(HttpProtocol):
             reply.attach(self)
 
     def connection_line(self) -> bytes:
-        """Return the `connection` line for an answer that begins now."""
+        """Return the `connection` header line for a streamed answer, or b"" if none is needed."""
         request = self._parked_request
         assert request is not None
         if self._is_last(request):
@@ -145,7 +145,7 @@ class StreamingProtocol(HttpProtocol):
         return _KEPT_LINE if request.headers.is_http10 else b""
 
     def finish(self, closes: bool) -> None:
-        """End a streamed answer, which is complete."""
+        """End a streamed answer normally. `closes`: then close the connection."""
         self._unpark()
         if not self.transport.is_closing():
             if closes:
@@ -153,7 +153,7 @@ class StreamingProtocol(HttpProtocol):
             self._after_parked()
 
     def break_off(self, resets: bool) -> None:
-        """End a streamed answer early. `resets`: reset the connection, do not just close it."""
+        """End a streamed answer early. `resets`: reset the connection instead of closing it."""
         self._unpark()
         if resets:
             self.transport.abort()

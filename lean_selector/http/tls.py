@@ -1,9 +1,9 @@
-"""TLS between a connection of the loop and the HTTP protocol. Imported only if enabled.
+"""TLS for HTTP connections, between the event loop's transport and the HTTP protocol.
 
-The protocol sees a transport that half-closes, continues to read and counts unwritten bytes as a
-plain one does; the loop's own TLS does not (D27, D46). Handshakes are deferred like other long
-input. A connection in its handshake counts as open, and `Connections.sweep` applies its timeout.
-Handles no files, and of HTTP only the answer to clients without TLS."""
+To the HTTP protocol, a TLS connection looks like a plain one: it can half-close and still be read,
+and it counts unwritten bytes. The loop's own TLS does not support this (D27, D46). Handshakes, like
+other long input, wait for a later turn of the loop. A connection counts as open during its
+handshake, and `Connections.sweep` applies its timeout. Plain HTTP is answered with a 400."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ _NOTHING_COMMON: Final = frozenset(
 
 
 def kind_of(error: ssl.SSLError) -> str:
-    """Return the metric label for a failure, one of `connections.REASONS`, by OpenSSL's name."""
+    """Map an OpenSSL error to a metric label, one of `connections.REASONS`."""
     reason = error.reason or ""
     if reason in _CLIENT_CERTIFICATE:
         return "client_certificate"
@@ -77,7 +77,7 @@ class TlsAcceptor:
         connections: Connections,
         new_protocol: Callable[[], asyncio.Protocol],
     ) -> None:
-        """`context` is used for each new handshake. It may be replaced at any time."""
+        """`context` is for new handshakes. The attribute `context` may be replaced at any time."""
         self.context = context
         self.connections: Final = connections
         self.new_protocol: Final = new_protocol
@@ -90,7 +90,7 @@ class TlsAcceptor:
 
 
 class TlsConnection(asyncio.Protocol):
-    """One connection: a protocol for the loop's transport, a transport for the inner protocol."""
+    """A TLS connection: an asyncio protocol for the socket, a transport for the HTTP protocol."""
 
     __slots__ = (
         "_door",
@@ -158,7 +158,7 @@ class TlsConnection(asyncio.Protocol):
             self._decrypt(inside, data)
 
     def eof_received(self) -> bool:
-        """Treat as end of input, even without a close_notify before it: requests have a length."""
+        """The client has half-closed: end the input, even without a TLS close_notify."""
         return self._inside is not None and self._end_of_input(self._inside)
 
     def pause_writing(self) -> None:
@@ -185,7 +185,7 @@ class TlsConnection(asyncio.Protocol):
     # called by Connections, during the handshake
 
     def expire(self, now: float) -> None:
-        """Drop the connection if its timeout (see Timeouts) has passed."""
+        """Drop the connection if the timeout of the handshake (see Timeouts) has passed."""
         connections = self._door.connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since
@@ -201,7 +201,7 @@ class TlsConnection(asyncio.Protocol):
             self.abort()
 
     def turn_away(self, reason: str) -> None:
-        """Drop the connection: no answer can be sent during a handshake."""
+        """Drop the connection, because no answer can be sent during a handshake."""
         self.abort()
 
     # the handshake
@@ -229,8 +229,8 @@ class TlsConnection(asyncio.Protocol):
         self._early = bytearray()
 
     def _go_on(self) -> None:
-        """Continue the handshake. OpenSSL takes 0.25 ms with an ECDSA key, and 0.5 ms with RSA of 2
-        048 bits. So one turn of deferred work can continue a few handshakes."""
+        """Continue the handshake with the stored input. OpenSSL takes 0.25 ms with an ECDSA key,
+        and 0.5 ms with a 2048-bit RSA key."""
         if self._is_deaf or self._raw.is_closing():
             return
         early, self._early = memoryview(self._early), bytearray()
@@ -248,7 +248,7 @@ class TlsConnection(asyncio.Protocol):
             self._fail("other", f"more than {_MAX_GREETING_BYTES} bytes in a TLS handshake")
 
     def _shake_hands(self) -> None:
-        """Continue the handshake with the input received so far."""
+        """Continue the handshake. At its end, start the HTTP protocol or count a failure."""
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
@@ -273,7 +273,7 @@ class TlsConnection(asyncio.Protocol):
             self._read(inside)
 
     def _fail(self, reason: str, text: str) -> None:
-        """Half-close only, because a reset could overtake the alert."""
+        """Count a failed handshake, and half-close. (A reset could overtake the TLS alert.)"""
         self._count(reason, text)
         self._is_deaf = True
         self._let_go()
@@ -293,8 +293,8 @@ class TlsConnection(asyncio.Protocol):
     # input
 
     def _decrypt(self, inside: asyncio.Protocol, data: bytes) -> None:
-        """Decrypt as much as a turn of the loop allows. Per byte, records of one byte cost a
-        hundred times as much as records of 16 KiB."""
+        """Decrypt input until TURN_S seconds are spent in this turn of the event loop. The rest of
+        the input is decrypted in a later turn."""
         connections = self._door.connections
         before, began = connections.spent_s, connections.clock()
         view = memoryview(data)
@@ -310,7 +310,7 @@ class TlsConnection(asyncio.Protocol):
             connections.spent_s = before + connections.clock() - began
 
     def _put_off(self) -> None:
-        """Decrypt the rest in a later turn of the loop. Until then, read nothing."""
+        """Decrypt the rest of the input in a later turn of the loop. Pause reading until then."""
         if not self._is_put_off:
             self._is_put_off = True
             self._raw.pause_reading()
@@ -329,7 +329,7 @@ class TlsConnection(asyncio.Protocol):
             self._raw.resume_reading()
 
     def _read(self, inside: asyncio.Protocol) -> None:
-        """Pass on all decrypted bytes in one piece."""
+        """Decrypt the received records. Pass their contents to the HTTP protocol in one piece."""
         tls, incoming = self._tls, self._incoming
         pieces: list[bytes] = []
         is_over = is_broken = False
@@ -364,7 +364,7 @@ class TlsConnection(asyncio.Protocol):
         return self._keeps_open
 
     def _hear_on(self, data: bytes) -> None:
-        """Count and drop further input. If there is an inner protocol, it does the counting."""
+        """Drop input after the last answer or a failed handshake. Abort if it becomes too large."""
         inside = self._inside
         if inside is not None:
             inside.data_received(data)
@@ -376,7 +376,7 @@ class TlsConnection(asyncio.Protocol):
     # called by the inner protocol
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Encrypt all of `data` at once; the caller may then reuse it."""
+        """Encrypt all of `data` before returning. The caller may then reuse the buffer."""
         if self._is_deaf or self._raw.is_closing():
             return
         tls, size = self._tls, len(data)
@@ -404,8 +404,8 @@ class TlsConnection(asyncio.Protocol):
             self._raw.write_eof()
 
     def close(self) -> None:
-        """Close once everything is written, without waiting for the client's close_notify (RFC
-        8446, 6.1)."""
+        """Close the connection when everything is written, without waiting for the client's
+        close_notify (RFC 8446, 6.1)."""
         if not self._raw.is_closing():
             if not self._is_deaf:
                 self._is_deaf = True

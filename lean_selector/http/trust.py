@@ -1,7 +1,7 @@
-"""Credentials for requests of our own: a bearer token, trusted CAs, a certificate.
+"""Credentials for the service's own requests: a bearer token, trusted CAs, a certificate.
 
-The credentials come from files that may be replaced at run time. Changed files are read again.
-While they are invalid, the last valid version is used."""
+The credentials come from files that may be replaced at run time. Changed files are read again. If
+the new content is invalid, the last valid version stays in use."""
 
 import logging
 import os
@@ -17,8 +17,8 @@ _MOST_TOKEN_BYTES: Final = 64 * 1024
 
 
 class WatchedFile:
-    """The current content of a file. Each check is one stat call that follows links, because
-    mounted secrets are links."""
+    """A file that may change while we run. Each check for a change is one stat call, which follows
+    symbolic links, because mounted Kubernetes secrets are links."""
 
     def __init__(self, path: str, most_bytes: int = MOST_FILE_BYTES, *, keeps: bool = True) -> None:
         """`keeps=False`: the content is not stored, and `read` returns it only after a change."""
@@ -29,8 +29,8 @@ class WatchedFile:
         self._bytes = b""
 
     def read(self) -> tuple[bytes, bool]:
-        """Return the content (empty if it is unchanged and not stored), and whether it changed
-        since the last read. Raises OSError."""
+        """Return the content (empty if it is unchanged and not stored), and whether the file
+        changed since the last read. Raises OSError."""
         status = os.stat(self.path)
         known = status.st_mtime_ns, status.st_ino, status.st_size
         if known == self._known:
@@ -45,16 +45,15 @@ class WatchedFile:
         return found, True
 
     def forget(self) -> None:
-        """Make the next `read` read the file, even if it looks unchanged."""
+        """Make the next `read` load the file, even if the file looks unchanged."""
         self._known = None
 
 
 class TokenFile:
-    """The current bearer token. While the file cannot be read, the last token is used."""
+    """The bearer token in a file. While the file cannot be read, the last token is used."""
 
     def __init__(self, path: str) -> None:
-        """Raises OSError or ValueError, with a one-line message, if the file has no valid token
-        now."""
+        """Raises OSError or ValueError, with a one-line message, if the file has no valid token."""
         self._file = WatchedFile(path, _MOST_TOKEN_BYTES)
         self._complains = False
         self._token = _token(path, self._file.read()[0])
@@ -80,14 +79,14 @@ def _token(path: str, text: bytes) -> bytes:
 
 
 class Trust:
-    """The TLS context. It is created on first use, and again after a file has changed. Thread-safe:
-    at worst, two threads both create it."""
+    """The TLS context for the service's own requests. It is created on first use, and again after a
+    file has changed. Two threads may both create the context, which does no harm."""
 
     def __init__(
         self, ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
     ) -> None:
-        """`ca_file` has PEM certificates, which replace the system's CAs. `cert_file` is our
-        certificate with its chain. `key_file` is its key, unless `cert_file` contains the key."""
+        """`ca_file` has PEM certificates, which replace the system's CAs. `cert_file` has our
+        certificate with its chain, and also the private key if `key_file` is not given."""
         self._ca_file: Final = ca_file
         self._cert_file: Final = cert_file
         self._key_file: Final = key_file
@@ -98,7 +97,7 @@ class Trust:
         self._complains = False
 
     def context(self) -> ssl.SSLContext:
-        """Return the current context. Raises OSError if the files have never been valid."""
+        """Return the current TLS context. Raises OSError if the files have never been valid."""
         try:
             held = [file.read()[0] for file in self._files]
             if self._context is None or held != self._held:
@@ -134,11 +133,11 @@ class Trust:
 
 
 class LockedKey(Exception):
-    """The private key has a passphrase."""
+    """The private key has a passphrase, so it cannot be loaded."""
 
 
 def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
-    """Load our certificate. Raises LockedKey for a passphrase: OpenSSL would prompt for it."""
+    """Load certificate and key into `context`. Raises LockedKey if the key has a passphrase."""
 
     def refuse() -> NoReturn:
         raise LockedKey(f"{key_file}: a key with a passphrase is not supported")
@@ -147,7 +146,7 @@ def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> 
 
 
 class Credentials:
-    """Token and TLS settings for requests. Reloaded when their files change."""
+    """Token and TLS settings for the service's own requests. Changed files are read again."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""SelectionService with the API of Dynamo 1.6's Python bindings, on this project's selector."""
+"""The selector as a library: SelectionService, with the API of Dynamo 1.6's Python bindings."""

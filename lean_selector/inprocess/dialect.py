@@ -1,7 +1,7 @@
-"""Arguments, results and exceptions of SelectionService: the HTTP API of 1.6 as Python objects.
+"""Arguments, results and exceptions of SelectionService: the HTTP API of Dynamo 1.6, in Python.
 
-Maps by rank have int keys. Any sequence is accepted as a list. Only Python types are checked here;
-values are checked by the code that serves HTTP."""
+In maps with a key per dp_rank, the keys are ints. Any sequence is accepted as a list. Only Python
+types are checked in this module; the code that serves HTTP checks the values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from lean_selector.core.selection.shapes import BY_RANK
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the cache of selections. None: the default (120 s, 4096, 256 MiB). 0: no cache."""
+    """Limits of the cache of `select`'s choices. None: default (120 s, 4096, 256 MiB). 0: off."""
 
     ttl_secs: float | None = None
     max_entries: int | None = None
@@ -22,10 +22,10 @@ class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelectionServiceError(Exception):
-    """The service cannot do this in its current state. `status_code` is the HTTP status.
+    """A request that the service cannot serve now. `status_code` is the status in the HTTP API.
 
-    `kind`: not_found, conflict, scheduler (no worker is free now), not_ready (there is no worker,
-    or the service is shut down), sequence (the worker has no such rank)."""
+    `kind`: not_found, conflict, scheduler (no worker is free now), not_ready (no worker exists, or
+    the service is shut down), sequence (the worker has no such rank), internal."""
 
     def __init__(self, message: str, status_code: int, kind: str) -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ _NO_SUCH_RANK = "Worker WorkerWithDpRank"
 
 
 def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
-    """Returns the exception for an error response."""
+    """Returns the exception for an HTTP error response with this status and message."""
     if status in (400, 413, 415, 422):
         return ValueError(message)
     kind = _KINDS.get(status, "internal")
@@ -52,7 +52,7 @@ def refusal_of(status: int, message: str) -> ValueError | SelectionServiceError:
 
 
 def refusal(error: SelectorError) -> ValueError | SelectionServiceError:
-    """Returns the exception for an error of the core."""
+    """Returns the exception that SelectionService raises for an error of the selector."""
     if isinstance(error, NoWorkers):
         return SelectionServiceError(error.message, error.status, "not_ready")
     return refusal_of(error.status, error.message)
@@ -103,14 +103,14 @@ def _plain(name: str, value: object) -> object:
 
 
 def _number(value: int | float) -> int | float:
-    """Returns the value as a plain int or float, in case its type is a subclass of these."""
+    """Returns the number as a plain int or float, if its type is a subclass."""
     if isinstance(value, bool) or type(value) in (int, float):
         return value
     return int(value) if isinstance(value, int) else float(value)
 
 
 def worker_fields(name: str, given: object) -> Fields:
-    """Returns a worker's description as a dict of JSON types. Raises ValueError."""
+    """Returns the description of a worker as a dict of JSON types. Raises ValueError."""
     fields = fields_of(name, given)
     for field in BY_RANK:
         by_rank = fields.get(field)
@@ -146,7 +146,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def record(decoded: Fields) -> Fields:
-    """Returns a worker's decoded record; the keys of its maps by rank become ints."""
+    """Returns a worker's decoded JSON record. In maps with a key per dp_rank, keys become ints."""
     for field in BY_RANK:
         if field in decoded:
             decoded[field] = {int(rank): value for rank, value in decoded[field].items()}
@@ -159,7 +159,7 @@ def readiness(decoded: Fields) -> Fields:
 
 
 def worker_id_of(value: object) -> int:
-    """Raises TypeError or OverflowError."""
+    """Returns a worker id. Raises TypeError, or OverflowError for an id outside of 64 bits."""
     worker_id = whole("worker_id", value)
     if not 0 <= worker_id <= U64_MAX:
         raise OverflowError(f"worker_id: expected 0 to {U64_MAX}, got {worker_id}")
@@ -167,7 +167,7 @@ def worker_id_of(value: object) -> int:
 
 
 def selection_id_of(value: object) -> str:
-    """Raises TypeError."""
+    """Returns a selection id. Raises TypeError for anything but a string."""
     if not isinstance(value, str):
         raise not_a("selection_id", "a str", value)
     return value

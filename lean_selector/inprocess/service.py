@@ -1,7 +1,7 @@
 """SelectionService: the selector in the calling program, without HTTP.
 
 A method converts its arguments to the body of an HTTP route, calls the route's handler, and returns
-the response as a dict. So both have the same results (spec selection_16.md 11.1)."""
+the response as a dict. So results are the same as over HTTP (spec selection_16.md 11.1)."""
 
 import asyncio
 import contextlib
@@ -64,8 +64,8 @@ ANSWERS_WITHIN_S = 10.0
 
 
 class _Context(zmq.asyncio.Context):
-    """A context with strong references to its sockets. pyzmq has only weak ones, which are cleared
-    before a finaliser runs; so it would close no socket, and then wait for them forever."""
+    """A ZMQ context with strong references to its sockets, so that a finaliser can close them.
+    (pyzmq's own references are weak. With an open socket, terminating a context waits forever.)"""
 
     kept: list[zmq.asyncio.Socket] = []
     looked_through_at: int = 64
@@ -89,10 +89,10 @@ _open: set["Running"] = set()
 
 
 class Running:
-    """A selector on the running loop, from construction to `stopped`. Raises StartError.
+    """A selector on the running loop. The constructor starts the selector, or raises StartError.
 
-    If the loop is closed without ending its tasks, the sockets stay open until the owner is
-    garbage-collected, or the next selector starts."""
+    If the loop is closed while tasks are unfinished, the sockets stay open until the
+    SelectionService is garbage-collected, or the next selector starts."""
 
     def __init__(self, config: SelectorConfig) -> None:
         for other in list(_open):
@@ -117,7 +117,7 @@ class Running:
     # -- calls from any thread -------------------------------------------------------------
 
     def at_once(self, work: Callable[[], T]) -> T:
-        """Calls `work` on the loop's thread, and returns its result."""
+        """Calls `work` on the thread of the selector's event loop, and returns the result."""
         if threading.get_ident() == self._thread:
             return work()
         done: Future[T] = Future()
@@ -134,8 +134,8 @@ class Running:
     async def in_time(
         self, work: Callable[[], Coroutine[Any, Any, T]], undo: Callable[[T], None] | None = None
     ) -> T:
-        """Runs `work` on the loop, and returns its result. If the caller is cancelled meanwhile,
-        `undo` reverts the result on the loop."""
+        """Runs `work` on the selector's event loop, and returns the result. If the caller is
+        cancelled, `work` is cancelled too; if `work` is already done, `undo` reverts its result."""
         if asyncio.get_running_loop() is self._loop:
             return await work()
         if threading.get_ident() == self._thread:
@@ -173,7 +173,7 @@ class Running:
     # -- the end -------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Refuses queued requests, and stops listening. Further calls have no effect."""
+        """Begins to stop the selector, and refuses queued requests. May be called repeatedly."""
         if self._loop.is_closed():
             self._destroy()
         elif self._stopping is None:
@@ -206,7 +206,7 @@ class Running:
             await asyncio.shield(self._stopping)
 
     def abandoned(self) -> None:
-        """Stops the selector without a user, perhaps in another thread or without a loop."""
+        """Stops the selector of a garbage-collected SelectionService. Works in any thread."""
         try:
             self._loop.call_soon_threadsafe(self.stop)
         except RuntimeError:  # the loop is closed
@@ -227,7 +227,7 @@ _ARGUMENTS = {
 
 
 class _Parser(OneLineParser):
-    """Raises errors to the caller instead of ending the process."""
+    """Parses flags. For an error, raises ValueError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         flag, colon, fault = message.removeprefix("argument ").partition(": ")
@@ -244,8 +244,8 @@ def config_of(
     selection_cache: SelectionCacheConfig | None,
     session_affinity_ttl_secs: float | None,
 ) -> SelectorConfig:
-    """Returns the configuration from arguments and environment. Raises ValueError, or TypeError for
-    a wrong type; both name the setting."""
+    """Returns the selector's configuration, from these arguments and environment variables. Raises
+    ValueError, or TypeError for a wrong type, with the name of the setting."""
     if not isinstance(selection_cache, SelectionCacheConfig | None):
         raise not_a("selection_cache", "a SelectionCacheConfig", selection_cache)
     cache = selection_cache or SelectionCacheConfig()
@@ -276,7 +276,7 @@ def _joined(name: str, values: Sequence[str] | None) -> str | None:
 
 
 def texts_of(name: str, values: object) -> list[str]:
-    """Returns a list of strings. Raises TypeError, also if `values` is a single string."""
+    """Returns `values` as a list of strings. Raises TypeError, also for a single string."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise not_a(name, "a sequence of str", values)
     for place, value in enumerate(values):
@@ -299,10 +299,10 @@ _PROJECTION: type[ProjectionRequest16] = binary_form(ProjectionRequest16)
 class SelectionService:
     """A selector on the caller's event loop.
 
-    It starts with the first call under a running loop (the constructor, if a loop runs then), and
-    stays on this loop. Calls from other threads and loops are forwarded to it. Router settings come
-    from the environment, as for the service. Requests and responses are those of HTTP with `--api
-    1.6`, except that maps by rank have int keys.
+    The selector starts in the constructor if a loop is running, or else with the first call under a
+    running loop. The selector stays on this loop; calls from other threads and loops are forwarded.
+    Router settings come from the HTTP service's environment variables. Requests and responses are
+    those of HTTP with `--api 1.6`, but in maps with a key per dp_rank, the keys are ints.
 
     Raises ValueError where HTTP answers 400 or 422, SelectionServiceError for other error
     responses, TypeError and OverflowError for an invalid id."""
@@ -317,10 +317,9 @@ class SelectionService:
         selection_cache: SelectionCacheConfig | None = None,
         session_affinity_ttl_secs: float | None = None,
     ) -> None:
-        """`indexer_threads` is accepted for compatibility; there is one thread.
-
-        Raises ValueError, also for an invalid environment variable; TypeError for a cache or peers
-        of a wrong type; and OSError if the replica port cannot be bound."""
+        """`indexer_threads` is accepted for compatibility; there is one thread. Raises ValueError,
+        also for an invalid environment variable; TypeError for a cache or peers of a wrong type;
+        and OSError if the replica port cannot be bound."""
         self._config = config_of(
             indexer_threads,
             indexer_peers,
@@ -335,7 +334,7 @@ class SelectionService:
             self._start()
 
     def _start(self) -> Running:
-        """Returns the selector. The first call creates it on the running loop."""
+        """Returns the running selector. The first call creates the selector on the running loop."""
         if self._running is None:
             try:
                 self._running = running = Running(self._config)
@@ -359,7 +358,7 @@ class SelectionService:
         *arguments: object,
         undo: Callable[[Fields], None] | None = None,
     ) -> Fields:
-        """Calls a handler, and returns its response as parsed JSON, even if it comes later."""
+        """Calls the handler of a route, waits for the response, and returns the parsed JSON."""
         running = self._start()
         answer: Fields = await running.in_time(lambda: _awaited(handler, arguments, undo), undo)
         return answer
@@ -367,8 +366,8 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """Returns the response of a handler that does not wait; `before` is the result if the
-        selector has not started yet."""
+        """Returns the response of a route's handler that does not wait. If the selector has not
+        started and no event loop is running, returns `before` instead."""
         if self._running is None and not _is_on_a_loop():
             return before
         running = self._start()
@@ -378,7 +377,7 @@ class SelectionService:
     # -- workers -------------------------------------------------------------------------------
 
     async def upsert_worker(self, worker: object) -> Fields:
-        """Registers or replaces a worker; returns its record."""
+        """Registers or replaces a worker; returns the worker's record."""
         self._check_open()
         body = _body(WorkerRequest16, worker_fields("worker", worker))
         return record(await self._asked(self._handlers.register, body))
@@ -391,14 +390,14 @@ class SelectionService:
         return record(await self._asked(self._handlers.patch, worker_id, body))
 
     async def delete_worker(self, worker_id: int) -> Fields:
-        """Removes a worker, its blocks and its reservations; returns its last record."""
+        """Removes a worker, its blocks and its reservations; returns the worker's last record."""
         worker_id = worker_id_of(worker_id)
         return record(await self._asked(self._handlers.remove, worker_id))
 
     def list_workers(
         self, *, model_name: str | None = None, routing_group: str | None = None
     ) -> list[Fields]:
-        """Returns the records of all workers, or of those of this model and routing group."""
+        """Returns the records of all workers, or only of workers that match the filters."""
         query = _query(model_name, routing_group)
         found = self._asked_at_once(lambda parts: parts.service.workers, query, before=[])
         return list(map(record, found))
@@ -411,14 +410,14 @@ class SelectionService:
     # -- selections and reservations -----------------------------------------------------------
 
     async def select(self, request: object) -> Fields:
-        """Chooses a rank. With a selection_id, the choice is cached for create_reservation."""
+        """Chooses a rank. A choice with a selection_id is cached for create_reservation."""
         self._check_open()
         body = _body(_SELECT, fields_of("request", request))
         return await self._asked(self._handlers.select, body)
 
     async def select_and_reserve(self, request: object) -> Fields:
-        """Chooses a rank and reserves it, in one step. May wait in the queue if that is enabled. If
-        the caller is cancelled, the request leaves the queue, and nothing stays reserved."""
+        """Chooses a rank and reserves it, in one step. If queueing is enabled, the call may wait.
+        If the caller is cancelled, the request leaves the queue, and nothing stays reserved."""
         self._check_open()
         body = _body(_SELECT_AND_RESERVE, fields_of("request", request))
         service = self._handlers
@@ -430,8 +429,8 @@ class SelectionService:
         return await self._asked(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
-        """Reserves what the selection with this selection_id chose or, with a worker_id and a
-        prompt, that rank."""
+        """Reserves the rank that `select` chose under this selection_id. If the request has a
+        worker_id and a prompt, reserves that worker's rank instead."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
         return await self._asked(self._handlers.reserve, body)
@@ -443,8 +442,8 @@ class SelectionService:
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
-        """Reports one more block of output; `decay_fraction` (0 to 1) scales all blocks of the
-        request."""
+        """Reports one more block of output. `decay_fraction` (0 to 1) scales the load of all blocks
+        of the request."""
         name = selection_id_of(selection_id)
         body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
         if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
@@ -469,18 +468,18 @@ class SelectionService:
         return loads
 
     async def potential_loads(self, request: object) -> list[Fields]:
-        """Returns, for every rank, the load that it would have with this prompt."""
+        """Returns the load that each rank would have with this prompt."""
         body = _body(_PROJECTION, fields_of("request", request))
         rows: Any = await self._asked(self._handlers.potential_loads, body)
         return list(rows)
 
     async def overlap_scores(self, request: object) -> Fields:
-        """Returns the number of this prompt's blocks that each rank has cached, by tier."""
+        """Returns how many blocks of this prompt each rank has cached, by tier."""
         body = _body(_PROJECTION, fields_of("request", request))
         return await self._asked(self._handlers.overlap_scores, body)
 
     async def indexer_snapshot(self) -> Fields:
-        """Returns the index in the format of GET /dump. The loop serves other calls meanwhile."""
+        """Returns the index in the format of GET /dump. Other calls can run during the export."""
         running = self._start()
 
         async def made() -> bytes:
@@ -496,13 +495,13 @@ class SelectionService:
     # -- replicas ------------------------------------------------------------------------------
 
     async def register_replica_peer(self, endpoint: str) -> bool:
-        """Subscribes to a replica. Returns False if it was a peer already. Raises ValueError, or
-        RuntimeError if replica sync is off."""
+        """Subscribes to the events of a replica. Returns False if the replica is a peer already.
+        Raises ValueError, or RuntimeError if replica sync is off."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.register_peer(endpoint))
 
     async def deregister_replica_peer(self, endpoint: str) -> bool:
-        """Removes a peer. Returns False if it was not one."""
+        """Removes a replica from the peers. Returns False if the endpoint is not a peer."""
         replication = self._replication()
         return self._start().at_once(lambda: replication.deregister_peer(endpoint))
 
@@ -519,7 +518,8 @@ class SelectionService:
         return replication
 
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
-        """Copies the index of the first peer that answers. `peers` are HTTP URLs."""
+        """Copies the index from the first peer that has a usable dump; returns False if no peer has
+        one. `peers` are HTTP URLs."""
         self._check_open()
         running, timeout_s = self._start(), self._config.index.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
@@ -531,7 +531,7 @@ class SelectionService:
 
     def shutdown(self) -> None:
         """Disconnects from engines and replicas, and refuses queued requests. Reservations can
-        still be freed. The loop then ends the remaining tasks; `shutdown_async` waits for that."""
+        still be freed. Background tasks end soon afterwards; `shutdown_async` waits for them."""
         self._is_shut_down = True
         if self._running is not None:
             self._running.at_once(self._running.stop)
@@ -553,7 +553,7 @@ def _is_on_a_loop() -> bool:
 
 
 def _body(kind: type[T], fields: Fields) -> T:
-    """Converts the fields to a body. Raises ValueError."""
+    """Converts the fields to a request body of this kind. Raises ValueError."""
     for name, value in fields.items():
         check_text("a field's name", name)
         check_text(name, value)
@@ -564,13 +564,13 @@ def _body(kind: type[T], fields: Fields) -> T:
 
 
 def _query(model_name: str | None, routing_group: str | None) -> dict[str, str]:
-    """Returns the query for the HTTP handlers, in which a routing group has its old name (D2)."""
+    """Returns query parameters. The HTTP handlers know a routing group as tenant_id (D2)."""
     filters = {"model_name": model_name, "tenant_id": routing_group}
     return {name: value for name, value in filters.items() if value is not None}
 
 
 def _called(handler: Handler, *arguments: object) -> object:
-    """Calls a handler. Raises the exceptions of SelectionService."""
+    """Calls the handler of a route. Raises the exceptions that SelectionService documents."""
     try:
         try:
             return handler(*arguments)
@@ -594,7 +594,7 @@ def _decoded(result: object) -> Any:
 async def _awaited(
     handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
 ) -> Any:
-    """Waits for a late response of a handler; `undo` reverts the result if the caller is gone."""
+    """Calls a route's handler, and waits for the response. If cancelled, calls `undo` with it."""
     result = _called(handler, *arguments)
     if not isinstance(result, LaterReply):
         return _decoded(result)

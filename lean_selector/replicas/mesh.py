@@ -1,14 +1,14 @@
-"""Replica sync on the network: one PUB socket of our own, and a link to every peer's PUB socket.
+"""Replica sync on the network: one PUB socket, and a subscription to every peer's PUB socket.
 
-Implements the rules for peers (slot_tracker.md 3.1 and 3.6); the links are in `peer_links`, the PUB
-in `pub_socket`. Decoded events are passed to `on_event`; this module does not interpret them.
+Adds and removes peers (spec: slot_tracker.md 3.1 and 3.6). `peer_links` has the subscriptions, and
+`pub_socket` has the PUB socket. Decoded events are passed to `on_event` uninterpreted.
 
-Events that are published in one turn of the loop are sent at the end of the turn, in the order of
-the calls. So HTTP responses go first, and libzmq's thread wakes once. `overflows` counts how often
-a peer's queue began to lose events, not how many events were lost (`pub_socket`).
+Events that are published in one turn of the loop are sent after the turn, in the order of the
+calls. So HTTP responses are sent before the events, and libzmq's thread wakes once. `overflows`
+counts how often a peer's queue became full, not how many events were lost (`pub_socket`).
 
-The receiver detects losses, because events are numbered. A heartbeat every second carries the last
-number, so that a loss at the end of a burst is detected too (decision D24)."""
+Events are numbered, so that receivers detect losses. A heartbeat every second carries the number of
+the last event, so that a loss at the end of a burst is detected too (decision D24)."""
 
 import asyncio
 import logging
@@ -86,12 +86,12 @@ class ReplicaSync:
     """The replica mesh of one process. Used only on the loop where it was started.
 
     `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` handles each
-    decoded event and returns a verdict; `now` is in monotonic seconds. `on_session` does so for
-    session events; with None, there is no subscription to these. `router_id` is the sender id of
-    published events. `advertise` is the endpoint by which peers reach this replica; it is refused
-    as a peer. `on_connected()` is called when a subscription is made or restored, `on_missed()`
-    when `heard` has a new gap. With a `gate`, peers must use CURVE with a key that the gate admits,
-    and the mesh closes the gate. Raises ReplicaSyncError if the mesh cannot be set up."""
+    decoded event and returns its outcome; `now` is in monotonic seconds. `on_session` does the same
+    for session events; if it is None, we do not subscribe to session events. `router_id` is the
+    sender id of published events. `advertise`, the endpoint at which peers reach us, is refused as
+    a peer. `on_connected()` is called when a subscription is made or restored, `on_missed()` when
+    events were missed. If `gate` is given, peers must use CURVE with a key that the gate admits.
+    `close` also closes the gate. Raises ReplicaSyncError if the mesh cannot be set up."""
 
     def __init__(
         self,
@@ -150,16 +150,16 @@ class ReplicaSync:
 
     @property
     def bound_endpoint(self) -> str:
-        """The endpoint where the PUB listens, with the actual port if port 0 was given."""
+        """The endpoint where the PUB socket listens, with the actual port if port 0 was given."""
         return self._pub.endpoint
 
     @property
     def waiting(self) -> int:
-        """How many events wait in the outbox."""
+        """How many published events wait to be sent."""
         return len(self._outbox)
 
     def start(self) -> None:
-        """Start to connect and to receive. Call it on the running loop."""
+        """Start to connect to peers and to receive events. Call this on the running event loop."""
         assert self._beating is None, "started twice"
         if self.gate is not None:
             self.gate.start()
@@ -167,7 +167,7 @@ class ReplicaSync:
         self._beating = supervise("replica heartbeat", self._beat)
 
     async def close(self) -> None:
-        """Stop at once, and drop the events that are queued for peers."""
+        """Stop at once, and drop the events that wait to be sent to peers."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -180,8 +180,8 @@ class ReplicaSync:
     # publishing ---------------------------------------------------------------------------------
 
     def publish(self, event: ReplicaEvent | SessionEvent) -> None:
-        """Queue an event, which is sent to all connected peers at the end of this turn of the loop,
-        in the order of the calls. Never waits and never fails."""
+        """Queue an event for all connected peers. The queued events are sent after this turn of the
+        loop, in order. Never waits and never fails."""
         if len(self._outbox) >= MAX_OUTBOX:
             self.refused += 1
             if isinstance(event, ReplicaEvent):
@@ -194,9 +194,9 @@ class ReplicaSync:
             self._call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send, oldest first, as many events as were queued since the last flush (but at most
-        MAX_DUE_PER_TURN), however long that takes: else the outbox would fill under sustained load.
-        Then go on until the time slice is over, up to MAX_EVENTS_PER_TURN in all."""
+        """Send queued events, oldest first. Sends at least as many as were queued since the last
+        flush (up to MAX_DUE_PER_TURN), so that the queue does not fill under sustained load. Sends
+        more until MAX_TURN_S is over, up to MAX_EVENTS_PER_TURN in total."""
         outbox = self._outbox
         if self._pub.socket.closed:  # reservations that are freed after the end are not published
             outbox.clear()
@@ -231,7 +231,7 @@ class ReplicaSync:
         self.published += 1
 
     async def _beat(self) -> None:
-        """Publish the last event's number periodically. (A single heartbeat could be lost.)"""
+        """Send a heartbeat with the number of the last event every HEARTBEAT_S seconds."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._pub.send(HEARTBEAT_TOPIC, encode_heartbeat(self._router_id, self.sequence))
@@ -239,7 +239,7 @@ class ReplicaSync:
     # peers --------------------------------------------------------------------------------------
 
     def register_peer(self, endpoint: str) -> bool:
-        """Connect to a peer's PUB; False if it is a peer already. Raises BadRequest or Conflict.
+        """Subscribe to a peer. Returns False for a registered peer. Raises BadRequest or Conflict.
 
         The connection is made in the background. Events of the next few hundred milliseconds may be
         missed."""
@@ -274,14 +274,14 @@ class ReplicaSync:
         return [peer.endpoint for peer in self.peer_states()]
 
     def peer_states(self) -> list[PeerState]:
-        """The state of each peer, sorted by endpoint."""
+        """Return the state of each peer, sorted by endpoint."""
         return self._links.states()
 
     # receiving ----------------------------------------------------------------------------------
 
     @property
     def dropped(self) -> int:
-        """How many messages were dropped unread because too many waited."""
+        """How many messages were dropped because too many messages of a peer were unread."""
         return self._links.dropped
 
     def _handle(self, frames: list[bytes], now: float) -> None:
@@ -349,7 +349,7 @@ class ReplicaSync:
 
 
 def _check(endpoint: str) -> None:
-    """Raise BadRequest if the endpoint is invalid, or if no peer can listen there."""
+    """Raise BadRequest if the endpoint is invalid, or has the TCP port 0."""
     try:
         check_endpoint(endpoint)
     except ValueError as error:
@@ -359,7 +359,7 @@ def _check(endpoint: str) -> None:
 
 
 class DropWarnings:
-    """Logs dropped events: at most one line per reason in WARN_EVERY_S."""
+    """Logs dropped replica events, per reason at most one line in WARN_EVERY_S seconds."""
 
     def __init__(self) -> None:
         # Reason -> (time of the last log line, number of events since then)
@@ -368,13 +368,13 @@ class DropWarnings:
     def judge(
         self, event: ReplicaEvent | SessionEvent, verdict: Verdict | SessionVerdict, now: float
     ) -> None:
-        """Warn if the verdict on an event indicates a configuration error."""
+        """Warn if an event was dropped for a reason that suggests a configuration error."""
         is_session = isinstance(event, SessionEvent)
         if verdict in (_SESSION_WORTH_A_WARNING if is_session else _WORTH_A_WARNING):
             self.warn(now, verdict.name.lower().replace("_", " "), name_of(event))
 
     def warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
-        """Count `events` dropped events; `detail` describes the last of them."""
+        """Count dropped events, and log when due. `detail` describes the last of these events."""
         last, count = self._said.get(reason, (-WARN_EVERY_S, 0))
         count += events
         if now - last < WARN_EVERY_S:
@@ -385,7 +385,7 @@ class DropWarnings:
 
 
 def name_of(event: ReplicaEvent | SessionEvent) -> str:
-    """Describe an event for a log line; text from peers is quoted."""
+    """Describe a replica event for a log line. Text that came from peers is quoted."""
     if isinstance(event, SessionEvent):
         return (
             f"session {event.session_id!r} of model={event.model_name!r} "

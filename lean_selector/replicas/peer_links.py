@@ -1,6 +1,6 @@
-"""Links to the peers of a replica. Messages are handled in bounded turns of the loop.
+"""Subscriptions to the events of other replicas. Received messages are handled in time slices.
 
-This module does not interpret messages. Spec: slot_tracker.md 3.1 and 3.6."""
+This module does not interpret the messages. Spec: slot_tracker.md 3.1 and 3.6."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 
 
 class ReplicaLinks:
-    """Receives from all added peers, from start() to close(). Used only on the loop's thread."""
+    """Subscribes to all added replicas, from start() to close(). Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class ReplicaLinks:
         on_connected: Callable[[], None],
         curve: CurveClient | None = None,
     ) -> None:
-        """`on_message(frames, now)` is called for each message with one of the topics, in each
-        peer's order. `on_connected()` is called when a subscription is made or restored."""
+        """Calls `on_message(frames, now)` for each message with one of `topics` (in order per
+        peer), and `on_connected()` when the connection to a peer is made or restored."""
         self._links = links
         self._curve = curve
         self._topics = topics
@@ -52,7 +52,7 @@ class ReplicaLinks:
         self._dropped = 0  # messages dropped by the links of removed peers
 
     def start(self) -> None:
-        """Start to connect. Call it on the running loop."""
+        """Start connecting to the added replicas. Call this on the running event loop."""
         self._is_started = True
         for link in self._peers.values():
             link.start()
@@ -99,11 +99,11 @@ class ReplicaLinks:
 
     @property
     def dropped(self) -> int:
-        """How many messages were dropped because too many waited."""
+        """How many messages were dropped because too many messages of a peer were unread."""
         return self._dropped + sum(link.dropped for link in self._peers.values())
 
     def states(self) -> list[PeerState]:
-        """The state of each peer, sorted by endpoint."""
+        """Return the state of the connection to each peer, sorted by the peers' endpoints."""
         now = time.monotonic()
         states = []
         for endpoint, link in sorted(self._peers.items()):
@@ -113,7 +113,7 @@ class ReplicaLinks:
         return states
 
     def _note(self, link: Link) -> None:
-        """Store the state of a peer's link, and log it if it has changed."""
+        """If the state of the connection to a peer has changed, store and log the new state."""
         if link.state is LinkState.CONNECTED:
             state = "connected"
         elif link.was_connected:
@@ -134,7 +134,7 @@ class ReplicaLinks:
     # receiving
 
     def _wake(self, link: Link) -> None:
-        """Handle all waiting messages. (The link signals only the first of them.)"""
+        """Start to handle a peer's unread messages in time slices, unless this has been started."""
         if link not in self._draining:
             self._draining.add(link)
             self._turns.start(partial(self._drain, link), partial(self._drained, link))

@@ -1,11 +1,11 @@
-"""The PUB socket that publishes events to replicas.
+"""The PUB socket that publishes events to other replicas.
 
-A PUB socket never blocks: it drops messages if a queue is full. So an HTTP handler can publish
-without awaiting.
+A PUB socket never blocks: it drops messages for a peer whose queue is full. So an HTTP handler can
+publish without awaiting.
 
-libzmq does not count messages that it drops for a slow peer. With XPUB_NODROP, a send fails for all
-peers (EAGAIN) if one queue is full. The send is then repeated without the option, which reaches the
-other peers. Afterwards libzmq silently skips the full queue until half of it has been read."""
+libzmq does not count dropped messages. With the option XPUB_NODROP, a send fails for all peers
+(EAGAIN) if the queue of one peer is full. We then send again without the option, and all other
+peers get the message. Afterwards libzmq silently skips the full queue until half of it was read."""
 
 import os
 from typing import Any, Final
@@ -30,11 +30,11 @@ _OPTIONS: Final = {
 
 
 class ReplicaSyncError(Exception):
-    """Replica sync cannot start; the message is one line."""
+    """Replica sync cannot start. The text of the exception has one line."""
 
 
 class ReplicaPub:
-    """A PUB socket, used only on the loop's thread. Raises ReplicaSyncError if it cannot bind."""
+    """A PUB socket for other replicas. Construction raises ReplicaSyncError if binding fails."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ReplicaPub:
         high_water_mark: int,
         gate: CurveGate | None = None,
     ) -> None:
-        """With a `gate`, only peers that the gate admits can subscribe."""
+        """With a `gate`, only replicas whose CURVE key the gate accepts can subscribe."""
         make: Any = context.socket
         plain: zmq.Socket[bytes] = make(zmq.PUB, socket_class=zmq.Socket)
         self.socket: Final = plain
@@ -69,8 +69,8 @@ class ReplicaPub:
         self.endpoint: Final = plain.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, topic: bytes, payload: bytes) -> bool:
-        """Send to all connected peers. Returns False if a peer did not get the message because the
-        peer's queue has just become full."""
+        """Send to all connected peers. Returns False if a peer did not get the message, because the
+        queue of messages for this peer has just become full."""
         is_for_all = True
         try:
             self.socket.send(topic, zmq.SNDMORE | zmq.DONTWAIT)

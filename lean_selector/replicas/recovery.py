@@ -1,11 +1,11 @@
-"""Start-up recovery: fetch a peer's KV index from the peer's /dump, and apply it to our index.
+"""Start-up recovery: fetch a peer's KV index from the peer's /dump, and copy it to our index.
 
-Peers are queried in order. The first usable dump is read completely, then applied. Both happen in
-time slices, between which the loop serves requests. Recovered blocks wait in a partition without
-workers until the first complete worker of the partition fixes the block size (decision D3). An
-engine's own events are newer than any dump: so if a rank's source has delivered events or has ended
-since the start, the rank is skipped. A source with a replay endpoint starts after the recovery,
-exactly at the dump's watermark (D34). Spec: indexer.md 4.2 and 7.5."""
+Peers are queried in order. The first usable dump is read completely, then applied, in time slices
+between which the loop serves requests. If the first worker of a partition registers later and has
+another block size, the partition's recovered blocks are discarded (D3). Events from an engine are
+newer than any dump. Therefore a rank is skipped if its engine has sent events, or our subscription
+to the engine has ended. A subscription with a replay endpoint starts after the recovery, at the
+number of the last event batch that the dump includes (D34). Spec: indexer.md 4.2 and 7.5."""
 
 import asyncio
 import logging
@@ -52,11 +52,11 @@ async def fetched(
     max_bytes: int,
     read: Callable[[bytes], T],
 ) -> T:
-    """GET `url` and return `read(body)`, within `left_s` seconds. Raises PeerFailed.
+    """GET `url` from a peer and return `read(body)`. Raises PeerFailed.
 
-    A peer that sends nothing in its share of the time is abandoned, so that the other peers get
-    their shares. A peer that keeps sending may use all of the time. `read` runs in a thread and
-    should be quick, because it holds the GIL."""
+    The request may take `left_s` seconds, as long as the peer keeps sending. If the peer sends
+    nothing for `left_s / peers_left` seconds, the request fails, to leave time for other peers.
+    `read` runs in a thread and should be quick, because it holds the GIL."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     ends, share_s = began + left_s, left_s / peers_left
@@ -104,9 +104,9 @@ RankEvents = dict[RankKey, list[DumpEvent]]
 
 
 class Recovery:
-    """One start-up recovery. Used only on the loop's thread.
+    """One start-up recovery of the KV index from a peer. Used only on the loop's thread.
 
-    `blocks`, `skipped_events` and `skipped_ranks` describe the dump that was used."""
+    `blocks`, `skipped_events` and `skipped_ranks` count what was recovered and what was skipped."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Recovery:
         timeout_s: float,
         client: OutboundClient,
     ) -> None:
-        """`timeout_s` bounds the total time in seconds for fetching from all peers."""
+        """`timeout_s` limits the total time for fetching the dumps of all `peers`."""
         self._client = client
         self.blocks = 0
         self.skipped_events = 0
@@ -129,7 +129,7 @@ class Recovery:
         self._ended: Set[RankKey] = frozenset()  # ranks whose source has ended during the recovery
 
     async def run(self) -> bool:
-        """Recover from the first peer with a usable dump. Returns False if no peer has one."""
+        """Copy the KV index of the first peer with a usable dump. Returns False if that fails."""
         try:
             with (
                 self._subscriptions.holding(MAX_HOLD_S),
@@ -170,7 +170,7 @@ class Recovery:
         return False
 
     async def forget_unclaimed(self, after_s: float = RECOVERED_LIFE_S) -> None:
-        """Wait `after_s` seconds, then drop recovered blocks that have no complete worker (D3)."""
+        """After `after_s` seconds, drop recovered blocks whose worker has not registered (D3)."""
         await asyncio.sleep(after_s)
         dropped, workers = 0, 0
         for partition in list(self._catalog.partitions.values()):
@@ -188,7 +188,7 @@ class Recovery:
     async def _read(
         self, peer: str, dumped: list[DumpedPartition], problems: list[str]
     ) -> list[tuple[DumpedPartition, RankEvents]]:
-        """Return the dump's events by partition and rank. Raises PeerFailed if all are unusable."""
+        """Decode a dump's events, by partition and rank. Raises PeerFailed if none is valid."""
         self.skipped_events = 0
         partitions: list[tuple[DumpedPartition, RankEvents]] = []
         events = 0
@@ -236,7 +236,7 @@ class Recovery:
     async def _apply_rank(
         self, dumped: DumpedPartition, rank: RankKey, events: list[DumpEvent]
     ) -> bool:
-        """Apply the events of a rank. Returns False if the rank was skipped, possibly midway."""
+        """Apply the dump's events of a rank to our index. Returns False if the rank is skipped."""
         waiting: dict[int, list[StoredBlocks]] = {}  # missing parent -> blocks below it
         ready = events[::-1]
         while ready:
@@ -266,17 +266,17 @@ class Recovery:
         return True
 
     def _is_ahead(self, rank: RankKey) -> bool:
-        """Whether the rank's own source has delivered events, which are newer than any dump."""
+        """Whether the rank's engine has sent us events, or our subscription has ended."""
         return rank in self._ended or self._subscriptions.is_ahead(rank)
 
     def _partition(self, dumped: DumpedPartition) -> Partition | None:
-        """Return the partition, if any, that can take the dump's blocks now."""
+        """Return or create our partition for `dumped`; None if our block size differs."""
         key = dumped.model_name, dumped.tenant_id
         return self._catalog.recovered_partition(key, dumped.block_size)
 
 
 def log_discarded(of: Partition | DumpedPartition) -> None:
-    """Log that recovered blocks are dropped because their block size does not fit (D3)."""
+    """Log that recovered blocks are dropped because the workers have another block size (D3)."""
     text = "recovered blocks of model=%s tenant=%s dropped: block size %d differs from the workers'"
     logger.warning(text, of.model_name, of.tenant_id, of.block_size)
 

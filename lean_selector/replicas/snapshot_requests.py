@@ -1,11 +1,11 @@
-"""Run a catch-up: fetch peers' live reservations and pass them to `core.replication.catch_up`.
+"""Catch-up: copy the live reservations of other replicas (with `core.replication.catch_up`).
 
-At the start, peers are queried until one returns a snapshot. After a subscription was made or
-restored, or events were missed, all peers are queried, because each is authoritative for the
-requests that it admitted (decision D24). Subscriptions must be made first, so that no release after
-a snapshot is missed. A peer without snapshots (404: the reference) is skipped. Reservations are
-read and booked in time slices. A reservation whose rank is not registered yet is retried until the
-catch-up ends."""
+At the start, peers are queried until one returns a snapshot of all reservations. When a connection
+to a peer was made or restored, or events of a peer were missed, all peers are queried, because only
+the replica that admitted a request knows exactly whether it is live (decision D24). We subscribe to
+peers before we fetch snapshots, so that no later release is missed. Dynamo's own service has no
+snapshots (404) and is skipped. Reservations are read and booked in time slices. If a reservation's
+rank is not registered here yet, booking is retried until the catch-up ends."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 class Occasion(Enum):
-    """Why snapshots are requested."""
+    """Why snapshots of the reservations are requested from peers."""
 
     START = 0
     CONNECTED = 1  # a subscription was made or restored
@@ -67,8 +67,8 @@ class Occasion(Enum):
 
 
 class CatchingUp:
-    """Catches up until `run` ends. `tell(event, now)` applies an event that a peer failed to
-    deliver."""
+    """Copies the live reservations of peers while `run` is running. Calls `tell(event, now)` to
+    apply an event that we missed, according to a peer's snapshot."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class CatchingUp:
         *,
         client: Callable[[str], OutboundClient],
     ) -> None:
-        """`client(url)` returns the HTTP client for a peer's URL. `urls` may change meanwhile."""
+        """`client(url)` returns the HTTP client for a peer. The caller may change `urls` later."""
         self._client = client
         self._catch_up = catch_up
         self._sync = sync
@@ -101,18 +101,18 @@ class CatchingUp:
         self._is_mending = False  # the current or next catch-up is to close a gap
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """Record a peer's event with its verdict, or our own event (without a verdict)."""
+        """Record an event. `verdict`: how a peer's event was applied; None for our own event."""
         if self._is_recording:
             self._catch_up.note(event, verdict, now)
 
     def connected(self) -> None:
-        """Call this when a subscription was made or restored."""
+        """Request a catch-up, because a subscription to a peer was made or restored."""
         if self._occasion is Occasion.MISSED:
             self._occasion = Occasion.CONNECTED
         self._again.set()
 
     def missed(self) -> None:
-        """Plan an attempt, as events were missed. It waits longer if the last one closed no gap."""
+        """Schedule a catch-up, because peers' events were missed. Failures double the delay."""
         if self._mending is None:
             left_s = self._mend_not_before - time.monotonic()
             self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
@@ -124,7 +124,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """Plan the next attempt after snapshots were read. `mended`: the snapshots closed a gap."""
+        """Schedule a catch-up if events are still missing. `mended`: the last one found some."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -139,7 +139,7 @@ class CatchingUp:
             self._mending.cancel()
 
     async def run(self) -> None:
-        """Catch up now, and again whenever `connected` or `missed` gives a reason."""
+        """Copy peers' reservations now, and again after each call of `connected` or `missed`."""
         self._occasion = Occasion.START
         while True:
             began = time.monotonic()
@@ -156,8 +156,8 @@ class CatchingUp:
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _run_once(self) -> None:
-        """Catch up once. Returns when every reservation is booked or dropped, or when the catch-up
-        must begin again."""
+        """Copy peers' reservations once. Returns when every copied reservation is booked or
+        dropped, or when another catch-up is due."""
         again = self._again
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())
@@ -200,8 +200,8 @@ class CatchingUp:
             await pause()
 
     async def _take_from_first(self) -> None:
-        """Book all reservations of the first peer that has a snapshot. For the start, when no
-        reservation is known here."""
+        """Book all reservations in the snapshot of the first peer that returns one. Used at the
+        start, while this replica has no reservations."""
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
             live, _ = await self._read(url, asked_at, snapshot)
             await self._take(live)
@@ -210,11 +210,11 @@ class CatchingUp:
         log.warning("catch-up: no peer had a snapshot; continuing without")
 
     async def _take_from_all(self, occasion: Occasion) -> bool:
-        """Book what each peer admitted, and what peers know of replicas that cannot be queried.
+        """Book each peer's own reservations. Returns True if this recovered missed events.
 
-        What others know of a replica may lack ends, so it is ignored if the replica answers, if its
-        events had no gap, or if it does not number its events and our connection to it cannot have
-        been lost. Returns True if a gap was closed."""
+        A peer's snapshot also lists reservations that other replicas admitted. If such a replica
+        did not answer us, and events of this replica may be missing here, these reservations are
+        booked too."""
         heard = self._sync.heard
         began = time.monotonic()
         told: list[tuple[int, int]] = []  # (router id, event number) of replicas that answered
@@ -247,7 +247,7 @@ class CatchingUp:
         return any(closed)
 
     async def _take_sessions(self, sessions: PeerSessions) -> None:
-        """Take each peer's sessions. Of two bindings of a session, the newer binding wins."""
+        """Copy all peers' bindings of sessions to ranks. A session's newest binding wins."""
         async for url, _, lines in self._answers(
             "list of sessions", SESSIONS_PATH, split_session_list
         ):
@@ -262,7 +262,7 @@ class CatchingUp:
     async def _answers(
         self, name: str, path: str, read: Callable[[bytes], T]
     ) -> AsyncIterator[tuple[str, float, T]]:
-        """Yield each answering peer's URL, the time of the request, and the decoded answer."""
+        """GET `path` from all peers. Yields (URL, request time, decoded answer) for each answer."""
         ends = time.monotonic() + TIMEOUT_S
         urls = list(self._urls)  # a copy, because peers may be added and removed meanwhile
         for at, url in enumerate(urls):
@@ -287,8 +287,8 @@ class CatchingUp:
     async def _read(
         self, url: str, asked_at: float, snapshot: SnapshotParts
     ) -> tuple[list[LiveBooking], bool]:
-        """Return the reservations of a snapshot, and whether all could be read. If so, also apply
-        those changes to the peer's reservations that we missed."""
+        """Return a snapshot's reservations, and whether every line was valid. If so, also apply the
+        ends of reservations and prefills that we missed, according to the snapshot."""
         fetched_at = time.monotonic()
         live: list[LiveBooking] = []
         if await self._each(

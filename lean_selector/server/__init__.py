@@ -1,1 +1,1 @@
-"""The processes: flags, wiring, start and shutdown, state across restarts."""
+"""The service processes: flags, creation of all objects, start and shutdown, saved state."""

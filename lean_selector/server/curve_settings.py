@@ -1,4 +1,4 @@
-"""Reads CURVE keys at start. Imported only if key files are set."""
+"""Reads the CURVE keys of ZMQ sockets at start. Imported only if flags name key files."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -26,7 +26,7 @@ _EVENTS_SECRET = "--kv-events-curve-secret-key-file"
 
 
 def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> CurveGate:
-    """Returns the gate that admits replicas to our PUB socket with our keys. Raises StartError."""
+    """Returns the check of the CURVE keys of replicas that subscribe to us. Raises StartError."""
     pair = _read(_REPLICA_SECRET, config.secret_key_file, read_pair)
     admitted: tuple[bytes, ...] = (pair.public,)
     if config.peer_keys_file is not None:
@@ -35,7 +35,7 @@ def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> Curv
 
 
 def engine_client_keys(config: EngineKeysFlags) -> CurveClient:
-    """Reads our key pair for engines, and the engines' public keys. Raises StartError."""
+    """Reads the engines' public CURVE keys; reads or creates our key pair. Raises StartError."""
     believed = _read(_EVENTS_SERVERS, config.server_keys_file, read_list)
     if config.secret_key_file is None:
         return CurveClient(new_pair(), believed)

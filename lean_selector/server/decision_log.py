@@ -1,8 +1,8 @@
 """`--decision-log PATH`: the candidates, the choice and the outcome of each request.
 
-`lean-selector simulate` and `replay` read this file; its format is in wire/decision_lines.py. It
-has no tokens and no text: a prompt is represented by one hash per 512 tokens. When a request ends,
-its line is queued for a thread that writes it. When the file reaches a given size, it is renamed to
+`lean-selector simulate` and `replay` read this file; its format is in wire/decision_lines.py. The
+file has no tokens and no text: a prompt is represented by one hash per 512 tokens. When a request
+ends, its line is queued for a writing thread. When the file reaches a given size, it is renamed to
 PATH.1, which replaces an older PATH.1."""
 
 import logging
@@ -44,9 +44,9 @@ _encoder = msgspec.json.Encoder()
 
 
 def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
-    """Returns one id per SPAN_TOKENS of a prompt, also for an incomplete last span: 32 bits of the
-    sequence hash of the block in which the span ends. 32 bits suffice, because prompts are compared
-    from their start: only spans that follow the same prefix could collide."""
+    """Returns one id per SPAN_TOKENS tokens of a prompt; the last id may stand for fewer tokens.
+    Prompts with the same first tokens have the same first ids. An id is 32 bits of the sequence
+    hash of the block in which the span ends."""
     words = memoryview(sequence_hashes).cast("I")[1::2]  # the upper halves
     blocks = len(words)
     spans = -(-blocks * block_size // SPAN_TOKENS)
@@ -61,7 +61,7 @@ def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
 
 
 def header_of(settings: RouterSettings, share: float) -> bytes:
-    """Returns a file's first line, which has those settings that a replay can change."""
+    """Returns a decision log's first line, with the router settings that are not the default."""
     default = RouterSettings()
     names = (name for name in settings.__struct_fields__ if name not in ("dialect", "sessions"))
     given = {name: getattr(settings, name) for name in names}
@@ -74,10 +74,10 @@ def header_of(settings: RouterSettings, share: float) -> bytes:
 
 
 class RotatingFile(LineWriter):
-    """A LineWriter that starts a new file, with a header, before the size limit is exceeded."""
+    """A log file that is renamed, and begun anew with a header, before it exceeds a size limit."""
 
     def __init__(self, path: str, most_bytes: int, header: bytes) -> None:
-        """Opens the file to append to it. Raises OSError."""
+        """Opens the file for appending. Raises OSError."""
         self._path = path
         self._most_bytes = most_bytes
         self._header = header
@@ -112,8 +112,8 @@ class RotatingFile(LineWriter):
         self._write_whole(self._header)
 
     def _write_whole(self, data: bytes) -> None:
-        """Writes all of `data`. If writing fails, removes the written part and raises OSError, so
-        that the file has only whole lines."""
+        """Writes all of `data`. If writing fails, removes the part that was written and raises
+        OSError, so that the file has only whole lines."""
         rest = memoryview(data)
         try:
             while rest:
@@ -125,8 +125,8 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Observes choices and the ledgers' events, and passes the events on to `then`. A prompt
-    without block hashes is not logged."""
+    """Writes the decision log. Is called for choices and for events of reservations, and passes
+    these events on to `then`. A prompt without block hashes is not logged."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class DecisionLog:
         then: LifecycleEvents | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`share` is the fraction of requests to log, sampled by id; `clock` must be the core's
-        clock. Opens the file to append to it. Raises StartError."""
+        """`share` is the fraction of requests to log, sampled by request id. `clock` must be the
+        clock of the reservations' times. Opens the file for appending. Raises StartError."""
         try:
             self._file = RotatingFile(path, most_bytes, header_of(settings, share))
         except OSError as error:
@@ -169,7 +169,7 @@ class DecisionLog:
         placement: Placement,
         now: float,
     ) -> None:
-        """Records that `placement` was chosen among `ranks`. `booked` is called afterwards."""
+        """Keeps the choice of `placement` from `ranks` (bit mask) until the request is reserved."""
         if self._share < 1.0 and not self._is_drawn(request.reservation_id):
             return
         tokens = request.prompt.isl_tokens
@@ -198,7 +198,7 @@ class DecisionLog:
     def reported(
         self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
     ) -> None:
-        """Adds those facts about a request that are not in the ledgers' events."""
+        """Adds the TTFT, and how many tokens the engine had cached, to the line of a request."""
         line = self._begun.get(reservation_id)
         if line is not None:
             if ttft_s is not None:
@@ -213,7 +213,7 @@ class DecisionLog:
         dp_rank: int | None,
         ttft_s: float | None,
     ) -> None:
-        """Records which worker served a request, according to an access log."""
+        """Records which worker served a request, according to a gateway's access log."""
         line = self._begun.get(reservation_id)
         if line is None:
             return
@@ -303,7 +303,7 @@ class DecisionLog:
         })  # fmt: skip
 
     def close(self) -> None:
-        """Waits until pending lines are written, for a few seconds at most."""
+        """Writes the pending lines. Waits for the writing thread a few seconds at most."""
         self.hand_over()
         self._file.flush(_FLUSH_S)
         dropped = self._file.dropped + self._file.failed

@@ -1,4 +1,4 @@
-"""Wires discovery. Imported only if a discovery target is set."""
+"""Creates the discovery of workers and replicas. Imported only if a flag enables discovery."""
 
 import importlib
 import os
@@ -34,7 +34,7 @@ def selector_discoveries(
     replication: Replication | None,
     links: Links,
 ) -> Discoveries:
-    """Creates and returns the discoveries of workers and peers. Raises StartError."""
+    """Creates the objects that discover workers and other replicas. Raises StartError."""
     finding, workers, others = _discoveries_of(
         config.finder, links.resolver.resolve, config.discover.targets, config.replica.discover
     )
@@ -74,7 +74,7 @@ def selector_discoveries(
 def tracker_discoveries(
     config: TrackerConfig, replication: Replication, links: Links
 ) -> Discoveries:
-    """Creates and returns the discoveries of peers. Raises StartError."""
+    """Creates the objects that discover other replicas. Raises StartError."""
     finding, _, targets = _discoveries_of(
         config.finder, links.resolver.resolve, [], config.replica.discover
     )
@@ -109,8 +109,8 @@ def discovery_families(finding: Discoveries) -> Families:
 def _discoveries_of(
     finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
-    """Creates the finders, and returns them with the targets for workers and for peers. Raises
-    StartError."""
+    """Parses the targets in the flags. Returns a Discoveries object without targets, and the parsed
+    targets for workers and for peers. Raises StartError."""
     worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
     targets = [*worker_targets, *peer_targets]
     for target in targets:
@@ -132,7 +132,7 @@ def _find_peers(
     replication: Replication,
     allowed: AllowedEndpoints | None,
 ) -> None:
-    """Adds and removes the peers found at `targets`, as HTTP requests would."""
+    """Makes `discoveries` register the peers found at `targets`, and deregister vanished peers."""
     http_port = config.replica.discover_http_port
     port = replication.sync.bound_endpoint.rpartition(":")[2]
     own_port = int(port) if port.isdigit() else 0
@@ -183,7 +183,7 @@ def _ask_service(target: Target) -> AskService:
 
 
 def _extra(module: str, target: Target) -> None:
-    """Checks that the pip extra that contains this module is installed. Raises StartError."""
+    """Raises StartError if `module`, which `target` needs, is not installed."""
     try:
         importlib.import_module(module)
     except ImportError:

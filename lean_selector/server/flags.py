@@ -6,8 +6,8 @@ environment, the TOML file, the help and the page of flags are generated from th
 
 The command line takes precedence over the environment, the environment over the file, the file over
 the default. An empty variable counts as unset. An invalid value stops the start with one line and
-status 2 (D15). A flag that has no effect because another flag is missing also stops the start, as
-does an empty value that would allow more than intended."""
+status 2 (D15). Two more mistakes stop the start: a flag that has no effect because another flag is
+missing, and an empty value that would lift a restriction."""
 
 import argparse
 import math
@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """How a field is set. `each`, if given, parses its text; otherwise the field's type does."""
+    """A flag's name, limits and parser. Without a parser (`each`), texts are parsed by type."""
 
     name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Flag:
 
 
 def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """Declares a field of a group; `more` are fields of Flag."""
+    """Declares a dataclass field that a flag sets. `more` are further attributes of the flag."""
     made: dict[str, Any] = {"metadata": {"flag": Flag(name=name, env=env, **more)}}
     if isinstance(default, list):
         return field(default_factory=default.copy, **made)
@@ -56,7 +56,7 @@ def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
 
 
 def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """Declares a flag that Dynamo has too; its first variable is `DYN_` and the flag's name."""
+    """Declares a flag that Dynamo has too. Its first variable is `DYN_` and the flag's name."""
     return flag(default, name, f"DYN_{name[2:].upper().replace('-', '_')}", *env, **more)
 
 
@@ -70,7 +70,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Field:
-    """A flag of a configuration, and the place where its value is stored."""
+    """A flag of a configuration, and the name and type of the dataclass field that it sets."""
 
     flag: Flag
     help: str
@@ -81,7 +81,7 @@ class Field:
     default: Any
 
     def read(self, text: str) -> Any:
-        """Parses the value. Raises ValueError that says what was expected."""
+        """Parses a value of the flag. Raises ValueError, which says what was expected."""
         flag, kind = self.flag, self.kind
         if flag.filled and not text.strip(", "):
             raise ValueError("expected a value")
@@ -131,7 +131,7 @@ class Field:
         return str(value).lower() if isinstance(value, bool) else f"{value}"
 
     def says(self, *, briefly: bool) -> str:
-        """Returns the help text. The brief one is cut at the first semicolon."""
+        """Returns the flag's help text. If `briefly`, the text is cut at the first semicolon."""
         default = f" (default {self.shown_default})" if self.shown_default else ""
         env = f" [env {', '.join(self.flag.env)}]" if self.flag.env else ""
         return self.help.partition(";")[0] + default if briefly else self.help + default + env
@@ -160,7 +160,7 @@ def fields_of(config: Any) -> Iterator[Field]:
 
 
 def whole_number(text: str) -> int:
-    """Parses ASCII digits only. (Python's int also accepts 1_0 and digits of other scripts.)"""
+    """Parses a whole number. (Python's int would also accept 1_0 and digits of other scripts.)"""
     if re.fullmatch(r"\s*[+-]?[0-9]+\s*", text, re.ASCII) is None:
         raise ValueError("expected a whole number")
     return int(text)
@@ -176,14 +176,14 @@ def _decimal(text: str) -> float:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line, and exits with status 2."""
+    """An argument parser that reports an error in one line, and exits with status 2."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: Any, *, briefly: bool = False) -> None:
-    """Adds a configuration's flags. If `briefly`, the help shows only common ones."""
+    """Adds a configuration's flags to `parser`. If `briefly`, the help shows only common flags."""
     parser.formatter_class = _Lines
     parser.add_argument(
         FILE, metavar="PATH", help="TOML file of flags, named without --; flags and "
@@ -223,7 +223,7 @@ def load(
     argv: Sequence[str],
     environ: Mapping[str, str],
 ) -> T:
-    """Returns the configuration. If it is invalid, ends the process through `parser.error`."""
+    """Reads the command line, environment and TOML file. Invalid values end the process."""
     args = vars(parser.parse_args(argv))
     found, file = list(fields_of(config)), args[FILE.removeprefix("--")]
     in_file = _read_file(parser, file, found)
@@ -267,7 +267,7 @@ def load(
 def _read_file(
     parser: argparse.ArgumentParser, path: str | None, found: Sequence[Field]
 ) -> dict[str, str]:
-    """Returns the values in a TOML file, as flag -> text."""
+    """Reads a TOML file. Returns its values as a map from flag names to texts."""
     if path is None:
         return {}
     try:
@@ -295,7 +295,7 @@ def _text(value: object) -> str:
 
 
 def made_of(kind: type[T], *groups: object, **more: Any) -> T:
-    """Creates a `kind` from equally named fields of the groups, and from `more`."""
+    """Creates a `kind` (a struct) from `more` and the fields of the same names in `groups`."""
     names = cast(Any, kind).__struct_fields__
     told = {name: value for group in groups for name, value in vars(group).items() if name in names}
     return kind(**told | more)

@@ -24,8 +24,7 @@ _TOUCHES = 3.0  # renewals per reservation expiry time
 
 
 def _url(value: str) -> str:
-    """Parses a worker's `http://host:port`, and removes a trailing /v1, which base URLs for
-    OpenAI's clients have."""
+    """Parses a worker's `http://host:port`. Removes a trailing /v1, as in OpenAI base URLs."""
     url = Url(value)
     if url.target.rstrip("/") not in ("", "/v1") or "?" in value or "#" in value:
         raise ValueError(f"`{value}`: expected http://HOST:PORT or http://HOST:PORT/v1")
@@ -33,7 +32,7 @@ def _url(value: str) -> str:
 
 
 def _collector(value: str) -> str:
-    """Parses `http://host:4318`, optionally with a path, for a collector behind a proxy."""
+    """Parses the URL of an OTLP collector, `http://host:4318`, with or without a path."""
     url = Url(value)
     return url.origin + url.target.rstrip("/")
 
@@ -76,7 +75,7 @@ class GatewayPromptsFlags(PromptsFlags):
 class GatewaySessionsFlags(SessionsFlags):
     """Sessions
 
-    mode: soft: prefer the session's rank; if another is chosen, that becomes the session's rank;
+    mode: soft: prefer the session's rank; if another rank is chosen, the session moves there;
       hard: always choose the session's rank, however busy (default soft)
     """
 
@@ -88,7 +87,7 @@ class GatewaySessionsFlags(SessionsFlags):
 class GatewayFlags:
     """The gateway
 
-    workers: workers: http://HOST:PORT or .../v1
+    workers: URLs of the workers, http://HOST:PORT or http://HOST:PORT/v1
     selector_port: HTTP port of the selector's own API and of the metrics; 0: any free port
     silence_s: fail a request if its worker sends nothing for this long
     pass_through: which requests are passed to workers besides inference requests, model lists,
@@ -96,7 +95,8 @@ class GatewayFlags:
       including administrative ones
     request_timeout_s: answer 504 if no response byte arrives within this time; unset: no limit
     max_body_mb: maximum size of a request body, in MiB
-    otlp_endpoint: send a span for each completion over OTLP/HTTP to this collector, http://HOST:4318
+    otlp_endpoint: send a span for each completion over OTLP/HTTP to this collector,
+      http://HOST:4318
     """
 
     workers: list[str] = flag([], "workers", each=_url, common=True)
@@ -136,12 +136,12 @@ class GatewayConfig(SelectorConfig):
 
     @property
     def touch_after_s(self) -> float:
-        """Returns the seconds between renewals of a reservation while its answer is streamed."""
+        """Returns how often, in seconds, to renew a reservation while its response is streamed."""
         return self.reservations.reservation_expiry_s / _TOUCHES
 
     @cached_property
     def selector(self) -> SelectorConfig:
-        """Returns the configuration of the selector in this process; its API has its own port."""
+        """Returns the configuration of the gateway's own selector, which has its own port."""
         gateway, discover = self.gateway, self.discover
         if gateway.workers:
             defaults = discover.defaults if "--discover-defaults" in self.given else _DEFAULTS

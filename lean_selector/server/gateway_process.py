@@ -1,7 +1,7 @@
 """Builds the gateway and runs it, with a selector in the same process.
 
-This module only wires. Two servers share the loop: the gateway's server, which handles signals, and
-the server of the selector's API, which answers until the gateway has drained."""
+Two HTTP servers share the event loop: the gateway's server, which handles signals, and the server
+of the selector's API, which keeps answering until the gateway has finished its open requests."""
 
 import asyncio
 import importlib
@@ -38,7 +38,7 @@ def run_gateway(config: GatewayConfig) -> None:
 
 
 def _spans(endpoint: str | None) -> Any:
-    """Returns the exporter of spans (`otlp_spans`); None if it is off. Raises StartError."""
+    """Returns the exporter of OTLP spans, or None without an endpoint. Raises StartError."""
     if endpoint is None:
         return None
     try:

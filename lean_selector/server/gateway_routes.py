@@ -1,4 +1,4 @@
-"""Wires POST /route, access logs, and the reader of prompts that /route and the gateway use."""
+"""Creates the handler of POST /route, the readers of access logs, and the prompt tokenizer."""
 
 import importlib
 import socket
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -> Prompts:
-    """Returns the reader of raw prompts for the gateway and /route. Raises StartError."""
+    """Returns the object that turns raw prompts into token ids. Raises StartError."""
     if settings.mode is not Mode.LOCAL:
         return Prompts(settings, fleet, client)
     assert settings.tokenizer is not None
@@ -56,7 +56,7 @@ def prompts_of(settings: PromptSettings, fleet: Fleet, client: OutboundClient) -
 
 
 class AccessLogReaders:
-    """Receives access logs on its own sockets, from construction until `close`."""
+    """Reads gateways' access logs from sockets, and ends the reservations of logged requests."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class AccessLogReaders:
         clock: Callable[[], float],
         decisions: "DecisionLog | None" = None,
     ) -> None:
-        """Raises StartError."""
+        """Opens the sockets. Raises StartError."""
         served = None if decisions is None else decisions.served
         self.ends = LogEnds(selector.free, selector.health.report, clock, served)
         self._paths: list[UnixPath] = []
@@ -113,7 +113,7 @@ class AccessLogReaders:
 
 
 class GatewayRoutes:
-    """POST /route, access logs, or both. Logs are received from construction until `close`."""
+    """Serves POST /route, receives gateways' access logs, or does both, until `close`."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class GatewayRoutes:
         new_client: Callable[[], OutboundClient],
         decisions: "DecisionLog | None" = None,
     ) -> None:
-        """`new_client` creates the client for engines. Raises StartError, and then leaves nothing
-        open."""
+        """`new_client` creates the client for requests to engines. If construction raises
+        StartError, no socket is left open."""
         selector = service.selector
         self._prompts: Prompts | None = None
         if prompts is not None:
@@ -162,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """Replaces `has_ended` if there are no access logs, which could report a request's end."""
+    """Returns False: without access logs, no log has reported the end of this request."""
     return False

@@ -1,4 +1,4 @@
-"""Hosts a service: log, listeners, periodic tick, signals, graceful shutdown."""
+"""Runs a service: log, listening sockets, periodic work, signals, graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def is_beyond_loopback(host: str) -> bool:
-    """Whether other machines can reach `host`, the value of --host. Any name except `localhost`
-    counts as reachable."""
+    """Whether other machines can reach `host`, the value of --host. Any name except `localhost` is
+    assumed to be reachable."""
     if host.lower().rstrip(".") == "localhost":
         return False
     try:
@@ -46,8 +46,8 @@ def is_beyond_loopback(host: str) -> bool:
 
 
 def exposure_warnings(host: str, *, asks_who: bool, has_allowed: bool) -> list[str]:
-    """Returns warnings of what any client that reaches `host` could do. `asks_who`: clients need a
-    token or a certificate. `has_allowed`: endpoints are checked against an allowlist."""
+    """Returns warnings about what any client that reaches `host` could do. `asks_who`: clients need
+    a token or a certificate. `has_allowed`: endpoints are checked against an allowlist."""
     if asks_who or not is_beyond_loopback(host):
         return []
     if has_allowed:
@@ -77,7 +77,7 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 
 class ExpirySweep:
-    """Expires overdue reservations in slices. Used only on the loop's thread."""
+    """Drops expired reservations in slices, between other work. Used only on the loop's thread."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class ExpirySweep:
         call_soon: CallSoon,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`expire(now, steps)` drops overdue reservations in at most `steps` steps and returns the
-        number of steps used; if all were used, more reservations may be left. `arrived` returns the
-        number of reservations ever booked. `call_soon` is the loop's."""
+        """`expire(now, steps)` drops at most `steps` expired reservations, and returns how many it
+        has dropped. `arrived` returns how many reservations were made so far; the more were made
+        since the last slice, the larger a slice is. `call_soon` is the event loop's method."""
         self._expire = expire
         self._arrived = arrived
         self._call_soon = call_soon
@@ -98,13 +98,13 @@ class ExpirySweep:
         self._is_stopped = False
 
     def begin(self) -> None:
-        """Runs the first slice now and schedules the next. Call it about every second."""
+        """Starts to drop expired reservations, unless in progress. Call this periodically."""
         if not self._is_scheduled:
             self._arrived_before = self._arrived()
             self._slice()
 
     def stop(self) -> None:
-        """Lets no further slice run."""
+        """Stops dropping reservations."""
         self._is_stopped = True
 
     def _slice(self) -> None:
@@ -137,15 +137,15 @@ LAST_CALL_S = 0.05
 
 
 class StartError(Exception):
-    """The service cannot start; the message has one line."""
+    """The service cannot start. The text of the exception has one line."""
 
 
 def run(
     config: ServiceConfig, serve: Callable[[logs.LogState], Coroutine[object, object, None]]
 ) -> None:
     """Sets up the log, and logs the build (pure or compiled) and the settings that differ from the
-    defaults. Then runs `serve` on a loop until it ends. Warnings are logged after the listening
-    addresses."""
+    defaults. Then runs `serve` on an event loop until `serve` returns. Warnings about the settings
+    are kept in `LogState.doubts`, for `serve` to log."""
     listen = config.listen
     log_state = logs.set_up(listen.log_level, listen.log_format)
     told = logs.flat(config)
@@ -168,7 +168,7 @@ async def _under_watch(service: Coroutine[object, object, None]) -> None:
 
 
 def new_zmq_context() -> zmq.asyncio.Context:
-    """Creates a ZMQ context, with enough file descriptors for the largest fleet."""
+    """Creates a ZMQ context. Before, raises the process's limit of open files as far as allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -205,7 +205,7 @@ class HttpServer:
         self._stop_now = asyncio.Event()
 
     async def start(self) -> None:
-        """Binds the listeners. Raises StartError."""
+        """Opens the listening sockets and begins to accept connections. Raises StartError."""
         date_header.set(time.time())
         self.connections.sweep(time.monotonic())
         listen = self._listen
@@ -255,8 +255,8 @@ class HttpServer:
         self._stop.set()
 
     def watch(self, look: Callable[[bool], object]) -> None:
-        """Registers `look`, which checks a file. It is called about every TICK_S, and with True on
-        SIGHUP to force a reload. Call `watch` before `serve`."""
+        """Makes the server call `look(False)` about every TICK_S, to reload a changed file, and
+        `look(True)` on SIGHUP, to force a reload. Call `watch` before `serve`."""
         self._looks.append(partial(look, False))
         self.on_reload.append(partial(look, True))
 
@@ -271,12 +271,12 @@ class HttpServer:
         close: Callable[[], Awaitable[None]],
         doubts: Iterable[str] = (),
     ) -> None:
-        """Logs the warnings in `doubts`, serves until a signal, then drains for at most `drain_s`
-        or until a second signal.
+        """Logs the warnings in `doubts`, serves until a signal, then drains until all connections
+        are idle, `drain_s` has passed, or a second signal arrives.
 
-        `tick` runs about every TICK_S, `refuse_new` when the shutdown begins, and `close` when it
-        ends. If `tick` fails MOST_TICKS_LOST times in a row, the service stops too, and at the end
-        raises the last exception."""
+        Calls `tick` about every TICK_S, `refuse_new` when the shutdown begins, and `close` at the
+        end of the shutdown. MOST_TICKS_LOST consecutive failures of `tick` also cause a shutdown;
+        then `serve` raises the last exception."""
         for doubt in doubts:
             log.warning(doubt)
         if self.on_reload:
@@ -302,7 +302,7 @@ class HttpServer:
 
     def sweep(self, now: float) -> None:
         """Applies timeouts of connections, logs refused clients, and reloads changed files. `serve`
-        calls this; the owner of a second server must call it."""
+        calls `sweep`. For a server that runs without `serve`, call `sweep` about every TICK_S."""
         self.connections.sweep(now)
         self._log_refusals()
         if self._tls is not None:
@@ -389,7 +389,7 @@ def os_reason(error: OSError) -> str:
 
 
 def tokens_of(listen: ListenFlags) -> AccessTokens | None:
-    """Returns the accepted tokens, or None if no token is required. Raises StartError."""
+    """Returns the accepted bearer tokens, or None if no token is required. Raises StartError."""
     path = listen.auth_token_file
     if path is None:
         return None

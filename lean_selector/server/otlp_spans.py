@@ -23,10 +23,10 @@ _CLOSING_MS: Final = 2_000  # time for pending spans at exit
 
 
 class OtlpSpans:
-    """Traces of requests. Used on the loop's thread, except for `close`, which blocks."""
+    """Traces requests as OTLP spans. `close` blocks; call other methods on the loop's thread."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` is the collector's `http://HOST:4318`."""
+        """`endpoint` is the collector's base URL, such as `http://HOST:4318`."""
         named = Resource({SERVICE_NAME: "lean-selector"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
@@ -37,8 +37,8 @@ class OtlpSpans:
         self._open: dict[ProxiedRequest, tuple[trace.Span, int]] = {}  # (span, start time)
 
     def begin(self, proxied: ProxiedRequest) -> None:
-        """Starts a span for the request. Its parent is the client's span, if any; the worker is
-        told to make its span a child of the new one."""
+        """Starts a span for the request, as a child of the span in the client's header
+        `traceparent` (if present). The worker gets a `traceparent` that names the new span."""
         given = traceparent_of(proxied.request.section)
         parent = self._propagator.extract({} if given is None else {"traceparent": given})
         began = time.time_ns()

@@ -1,4 +1,4 @@
-"""Credentials for requests to engines and other replicas, from the flags."""
+"""Credentials for requests to engines and replicas; the check of workers' endpoints."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -12,7 +12,7 @@ from lean_selector.server.service_flags import AccessFlags
 
 
 def credentials_of(access: AccessFlags) -> Credentials:
-    """Reads the credentials that the flags name. Raises StartError."""
+    """Reads the credentials from the files that the flags name. Raises StartError."""
     flag = "token"
     try:
         token = None if access.token_file is None else TokenFile(access.token_file)
@@ -33,8 +33,8 @@ def credentials_of(access: AccessFlags) -> Credentials:
 
 
 def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
-    """Returns a check of a worker's endpoints: it raises BadRequest, naming the field, for an
-    endpoint that is not allowed."""
+    """Returns a function that checks the endpoints in a worker's registration. If an endpoint is
+    not on the allowlist, the function raises BadRequest with the name of the field."""
 
     def check(spec: WorkerSpec) -> None:
         for field, endpoint in _endpoints(spec):
@@ -46,7 +46,7 @@ def worker_check(allowed: AllowedEndpoints) -> Callable[[WorkerSpec], None]:
 
 
 def _endpoints(spec: WorkerSpec) -> Iterator[tuple[str, str]]:
-    """Yields (field, endpoint) for each endpoint of this worker that we may connect to."""
+    """Yields (field, endpoint) for each HTTP or ZMQ endpoint in a worker's registration."""
     if spec.endpoint:
         yield "endpoint", spec.endpoint
     if spec.kv_events_endpoint:

@@ -1,7 +1,6 @@
-"""Wires the replica sync of a service: sockets, receivers and publishers.
+"""Creates the replica sync of a service: its sockets, receivers and publishers.
 
-Both services use this module. They differ in how a partition is found, and in what happens after a
-peer's event was applied."""
+The selector and the slot tracker use this module."""
 
 import asyncio
 import logging
@@ -55,9 +54,8 @@ def _curve_state(gate: CurveGate | None) -> CurveState | msgspec.UnsetType:
 
 
 class Replication:
-    """The replica sync of a service. Raises StartError if it cannot be set up.
-
-    `on_applied(event, now)` is called for each peer's event that has changed state here."""
+    """Exchanges events about reservations with other replicas. Construction may raise StartError.
+    Calls `on_applied(event, now)` after a peer's event has changed this replica's state."""
 
     def __init__(
         self,
@@ -70,10 +68,10 @@ class Replication:
         *,
         tells_sessions: bool = False,
     ) -> None:
-        """`targets` returns all partitions that `lookup` can find. `links` are those of the
-        process. If `tells_sessions` is true, set `sessions` before `start`.
-
-        The callables are not called during construction, so what they use may be created later."""
+        """`lookup` returns the partition of a model and tenant; `targets` returns all partitions.
+        `links` holds the process's outgoing ZMQ connections. If sessions are exchanged too
+        (`tells_sessions`), set the attribute `sessions` before `start`. The functions are called
+        only after construction, so they may use objects that are created later."""
         self._lookup = lookup
         self._credentials = credentials_of(config.peers)  # for HTTP requests to peers
         self._allowed = links.allowed
@@ -121,7 +119,7 @@ class Replication:
         self.events = ReplicaEvents(self.router_id, self._publish)
 
     def start(self) -> None:
-        """Starts to receive from peers. Call it on the running loop."""
+        """Starts to receive events of peers. Call this on the running event loop."""
         self.sync.start()
         log.info(
             "replica sync is on at %s, process_id=%d", self.sync.bound_endpoint, self.router_id
@@ -131,7 +129,8 @@ class Replication:
             self._begin_catch_up()
 
     def catch_up_from(self, urls: list[str]) -> None:
-        """Sets the URLs of the discovered peers. The first call with URLs starts a catch-up."""
+        """Sets the URLs of discovered peers. Starts the task that copies reservations from peers,
+        unless the task was started before or no URL is known."""
         self._catch_up_urls[:] = dict.fromkeys((*self._given_urls, *urls))
         if self._catch_up_urls and self._catching_up is None:
             self._begin_catch_up()
@@ -186,7 +185,7 @@ class Replication:
         return SessionVerdict.OFF if self.sessions is None else self.sessions.hear(event, now)
 
     def session_list(self) -> Answer:
-        """Returns the bindings of sessions (perhaps none) for a replica that catches up."""
+        """Returns the answer to a replica that requests our bindings of sessions to ranks."""
         return self._session_lists.answer(at_once=self.sessions is None)
 
     def _session_list(self) -> Iterator[bytes]:
@@ -203,7 +202,7 @@ class Replication:
         return self.sync.peers()
 
     def snapshot(self) -> Answer:
-        """Returns the live reservations, for a replica that catches up."""
+        """Returns the answer to a replica that requests our live reservations."""
         live = sum(len(target.slots.reservations) for target in self._targets())
         return self._snapshots.answer(at_once=live <= _SMALL_SNAPSHOT)
 

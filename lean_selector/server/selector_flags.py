@@ -1,5 +1,5 @@
-"""The flags of the selector. Names, defaults and variables follow selection.md 7 and
-selection_16.md 10."""
+"""The flags of the selector. Flag names, defaults and environment variables follow selection.md 7
+and selection_16.md 10."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,13 +92,13 @@ class DialectFlags:
     """API version
 
     name: version of the HTTP API; 1.3: as in Dynamo 1.3; 1.6: as in Dynamo 1.6
-    decode_busy_threshold: report decode_busy above this fraction of a worker's total_kv_blocks
-      (1.6); unset: never
-    prefill_busy_threshold: advisory selects report prefill_busy above this fraction of a worker's
-      max_num_batched_tokens; unset: never
-    assume_kv_reuse: off: assume that a prompt shares no block with active requests (1.6)
+    decode_busy_threshold: report decode_busy if a rank's active blocks, with the prompt, exceed
+      this fraction of its total_kv_blocks (1.6); unset: never
+    prefill_busy_threshold: answers to advisory selections report prefill_busy if the rank has
+      more active prefill tokens than its max_num_batched_tokens times this value; unset: never
+    assume_kv_reuse: assume that active requests share equal blocks; off: no block is shared (1.6)
     no_assume_kv_reuse: alias of --router-assume-kv-reuse false
-    tracking_hash: only public-xxh3-v1; anything else stops the start
+    tracking_hash: only public-xxh3-v1 is accepted
     """
 
     name: Literal["1.3", "1.6"] = flag("1.3", "--api", common=True)
@@ -124,8 +124,8 @@ class SelectionCacheFlags:
     """Selections reserved later by id
 
     ttl_s: how long a selection made by /select can be reserved by its selection_id alone
-    max_entries: maximum number of cached selections; the oldest is dropped first; 0: none
-    max_bytes: maximum bytes of hashes and names in all cached selections; 0: none
+    max_entries: maximum number of cached selections; the oldest is dropped first; 0: no caching
+    max_bytes: maximum size of all cached selections, in bytes; 0: no caching
     """
 
     ttl_s: float = flag(_CACHE.ttl_s, "--selection-cache-ttl-secs", ge=0, le=1e9)
@@ -144,8 +144,8 @@ def _model_policy(text: str) -> str:
 class RouterFlags:
     """Choosing a worker
 
-    policy: cost function of a rank; dynamo: the reference's; latency: time to first token, and the
-      cost of evictions for the prompt (default dynamo; the gateway: latency)
+    policy: cost function of a rank; dynamo: as in Dynamo; latency: time to first token, plus the
+      cost of the evictions that the prompt causes (default dynamo; gateway: latency)
     model_policies: cost function for one model, as MODEL=latency; may be repeated
     use_kv_events: learn from the workers' KV events; off: workers need no event endpoints, and
       overlap is 0 unless --router-ttl-secs is set
@@ -155,13 +155,13 @@ class RouterFlags:
       events arrive; gateway: 10 by default
     approximate_cache_policy: accepted for compatibility; lru is treated as ttl, and refused while
       KV events are on
-    overlap_score_credit: blocks of prefill that a cached device block saves in the cost; above 1
-      only with --api 1.6
+    overlap_score_credit: reduction of a rank's cost, in prefill blocks, for each block cached on
+      the device; above 1 only with --api 1.6
     overlap_score_credit_decay: how fast the overlap credit falls as a rank's waiting prefill grows
     prefill_load_scale: weight of prefill against decode in the cost
-    overlap_score_weight: deprecated; sets the prefill load scale, and if 0 also the overlap credit
-    active_request_weight: blocks added to a rank's cost for each active request, besides the blocks
-      it holds
+    overlap_score_weight: deprecated; sets the prefill load scale; 0 also makes the overlap credit 0
+    active_request_weight: blocks that each active request adds to the cost of its rank, besides
+      the blocks of the request
     host_weight: value of a block cached in host memory, in device blocks
     disk_weight: value of a block on disk or external storage, in device blocks
     temperature: 0: choose the cheapest rank; above 0: sample ranks by cost
@@ -199,10 +199,10 @@ class RouterFlags:
 class QueueFlags:
     """Queueing
 
-    queue_threshold: queue requests while every eligible rank has more prefill tokens than this many
-      times its max_num_batched_tokens; unset: never
-    queue_policy: which queued request goes first; fcfs: the oldest, lcfs: the newest, wspt: the one
-      with the least prefill left, least-work: like wspt, with aging (default fcfs; with
+    queue_threshold: queue requests while each eligible rank has more prefill tokens than its
+      max_num_batched_tokens times this value; unset: never
+    queue_policy: which queued request goes first; fcfs: the oldest, lcfs: the newest, wspt: the
+      request with the least prefill left, least-work: like wspt, with aging (default fcfs; with
       --policy latency: least-work)
     queue_max_wait_s: answer 503 to a request queued this long; unset: no limit
     overlap_refresh_after_s: look up a queued request's overlap again after this time; 0 or less:
@@ -228,8 +228,8 @@ class BusyFlags:
     active_decode_blocks: a rank is busy if its active blocks exceed this fraction of its
       total_kv_blocks; unset: never
     active_prefill_tokens: a rank is busy above this many active prefill tokens; unset: never
-    active_prefill_tokens_frac: a rank is busy if its active prefill tokens exceed this many times
-      its max_num_batched_tokens; unset: never
+    active_prefill_tokens_frac: a rank is busy if it has more active prefill tokens than its
+      max_num_batched_tokens times this value; unset: never
     overload_status: HTTP status of a request that is shed because all workers are busy; unset: 503,
       and 429 with --api 1.6
     """
@@ -252,11 +252,11 @@ class BusyFlags:
 class SessionsFlags:
     """Sessions
 
-    ttl_s: keep a session's requests on one rank, until this long after its last reservation has
-      ended; unset: sessions are ignored
-    mode: hard: always choose the session's rank, however busy; soft: prefer it; if another is
-      chosen, that becomes the session's rank (default hard)
-    bonus_blocks: cost advantage of a soft session's rank, in blocks (default 64)
+    ttl_s: keep a session's requests on one rank, until this long after the session's last
+      reservation has ended; unset: sessions are ignored
+    mode: hard: always choose the session's rank, however busy; soft: prefer the session's rank; if
+      another rank is chosen, the session moves to that rank (default hard)
+    bonus_blocks: with mode soft, cost advantage of the session's rank, in blocks (default 64)
     """
 
     default_mode: ClassVar = "hard"
@@ -276,7 +276,7 @@ class SessionsFlags:
 
     @property
     def settings(self) -> SessionSettings | None:
-        """Returns the settings, or None if sessions are off."""
+        """Returns the settings for sessions, or None if sessions are off."""
         if self.ttl_s is None:
             return None
         bonus = DEFAULT_BONUS_BLOCKS if self.bonus_blocks is None else self.bonus_blocks
@@ -287,11 +287,11 @@ class SessionsFlags:
 class IndexFlags:
     """The KV index and its events
 
-    recover_from: comma-separated HTTP URLs to recover the KV index from at start, through /dump
+    recover_from: comma-separated HTTP URLs of peers whose KV index (/dump) is copied at start
     recovery_timeout_s: maximum duration of start-up recovery
-    source_grace_s: warn after a worker's KV events have been unreachable, silent or without a
-      replay for this long
-    device_blocks: maximum device blocks indexed per rank that does not report total_kv_blocks
+    source_grace_s: warn if, for this long, a worker's KV events endpoint is unreachable or silent,
+      or a replay fails
+    device_blocks: maximum device blocks indexed for a rank that does not report total_kv_blocks
     lower_tier_blocks: maximum blocks indexed per rank on each lower tier
     """
 
@@ -310,7 +310,7 @@ class EngineKeysFlags:
 
     server_keys_file: encrypt engines' events and replays (CURVE); file with the engines' public
       keys, one per line
-    secret_key_file: key pair that engines admit, made by `lean-selector keys`; unset: a new pair at
+    secret_key_file: the selector's key pair, made by `lean-selector keys`; unset: a new pair at
       each start
     """
 
@@ -329,8 +329,8 @@ class DiscoverFlags:
 
     targets: find workers at file:PATH, dns:NAME:PORT, dns:_SERVICE._tcp.NAME,
       kubernetes:NAMESPACE/SERVICE or url:URL; may be repeated
-    defaults: JSON object of registration fields for found workers, used where neither the discovery
-      nor the engine reports them; also events_port and replay_port
+    defaults: JSON object with registration fields, events_port and replay_port for found workers;
+      a value is used if neither the discovery nor the engine reports that field
     refresh_s: interval at which found engines are checked for changes
     """
 
@@ -364,10 +364,10 @@ class HealthFlags:
 
     failures: eject a rank temporarily after this many consecutive failed or refused requests; 0:
       never
-    base_s: base ejection time; multiplied by consecutive ejections
+    base_s: base ejection time; multiplied by the number of consecutive ejections
     longest_s: maximum ejection time
-    most_percent: maximum share of a model's ranks that are ejected, in percent; the ranks of one
-      worker may always be ejected
+    most_percent: maximum percentage of a model's ranks that are ejected; may be exceeded while only
+      one worker's ranks are ejected
     interval_s: interval of HTTP health checks of every worker; unset: no health checks
     path: path of the health check at the worker's endpoint; any 2xx is healthy
     timeout_s: timeout of a health check
@@ -393,12 +393,12 @@ class HealthFlags:
 class PromptsFlags:
     """Raw prompts
 
-    mode: source of the token ids of raw prompts: tokenize, local, off; unset: there is no /route
+    mode: who tokenizes text prompts: engines (tokenize), we (local), nobody (off); unset: no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
-    memory_mb: maximum memory for known prompts, in MiB
-    ask_from_bytes: tokenize only if at least this many bytes of a prompt are unknown; `none`:
+    memory_mb: maximum memory for learned prompt prefixes, in MiB
+    ask_from_bytes: tokenize only if at least this many bytes follow the learned prefix; `none`:
       never; unset: 0, or 16384 with --prompts learn if the response carries the token ids
-    ask_timeout_s: timeout of tokenization by an engine; then a prompt is routed by its known part
+    ask_timeout_s: timeout of tokenization by an engine; if exceeded, learned blocks are matched
     """
 
     mode: str | None = flag(None, "--prompts", each=_mode)
@@ -421,7 +421,7 @@ class PromptsFlags:
 
     @property
     def settings(self) -> "PromptSettings | None":
-        """Returns the settings, or None if raw prompts are not accepted."""
+        """Returns the settings for text prompts, or None if text prompts are not accepted."""
         if self.mode is None:
             return None
         from lean_selector.gateway.prompt_shapes import Mode, PromptSettings
@@ -443,8 +443,8 @@ class PromptsFlags:
 class AccessLogsFlags:
     """Gateways' access logs
 
-    places: receive gateways' access logs here, and free the reservations that they report as ended;
-      syslog:HOST:PORT or unixgram:PATH; may be repeated
+    places: receive gateways' access logs at this address, and free each logged request's
+      reservation; syslog:HOST:PORT or unixgram:PATH; may be repeated
     allowed: networks besides loopback from which logs are accepted, such as 10.0.0.0/8; may be
       repeated
     """
@@ -469,9 +469,9 @@ class PageFlags:
 class DecisionLogFlags:
     """Decision log
 
-    path: append a line per request to this file, for lean-selector simulate and replay: lengths,
-      times, hashes and the choice, but no text
-    most_mb: at this size, in MiB, rename the file to PATH.1, replacing an older one
+    path: append a line per request to this file, for lean-selector simulate and replay; a line has
+      lengths, times, hashes and the choice, but no text
+    most_mb: at this size, in MiB, rename the file to PATH.1, replacing an older PATH.1
     share: fraction of requests that are logged, sampled by id
     """
 
@@ -485,7 +485,7 @@ class IgnoredFlags:
     """For compatibility
 
     threads: accepted, without effect: one thread serves everything
-    policy_config: not supported: stops the start
+    policy_config: not supported: with this flag, the service does not start
     track_active_blocks: accepted, without effect
     track_output_blocks: accepted, without effect
     replica_sync: accepted, without effect
@@ -578,7 +578,7 @@ class SelectorConfig(ServiceConfig):
 
     @property
     def thresholds(self) -> BusyThreshold:
-        """Returns the busy thresholds for models that have none of their own."""
+        """Returns the busy thresholds for models without thresholds of their own."""
         return made_of(BusyThreshold, self.busy)
 
     @property

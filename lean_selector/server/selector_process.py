@@ -1,7 +1,7 @@
 """Builds, starts and stops the parts of the selector, and its listener.
 
-Everything runs on one uvloop loop in one thread. This module only wires: it creates the objects,
-and passes to each object the few others that it uses (decision D14)."""
+Everything runs on one uvloop loop in one thread. This module only creates the objects, and passes
+to each object the other objects that it uses (decision D14)."""
 
 import asyncio
 import random
@@ -70,14 +70,14 @@ SESSION_STEPS = 1_000
 
 
 class SelectorParts:
-    """A selector on the running loop, without a listener: event sources, replication, discovery,
-    recovery and route handlers.
+    """A selector on the running loop, without an HTTP listener: event sources, replication,
+    discovery, recovery and route handlers.
 
     Call `start` to begin outbound work, `tick` every TICK_S, and `refuse_new` when a shutdown
-    begins; await `close` at its end. If construction raises StartError, nothing is left running."""
+    begins; then await `close`. If construction raises StartError, nothing is left running."""
 
     def __init__(self, config: SelectorConfig, context: zmq.asyncio.Context) -> None:
-        """`context` must not have any sockets yet."""
+        """`context` is the process's ZMQ context, and must not have any sockets yet."""
         loop = asyncio.get_running_loop()
         allowed = self.allowed = config.endpoints.rules
         engine_keys = None
@@ -239,14 +239,14 @@ class SelectorParts:
             self._forget(max(0.01, min(0.5, config.settings.routed_ttl_s / 40)))
 
     def engine_client(self) -> "OutboundClient":
-        """Returns the client for requests to engines. Raises StartError."""
+        """Returns the HTTP client for requests to engines. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
         from lean_selector.server.peer_access import credentials_of
 
         return OutboundClient(self.resolve, credentials_of(self._config.engines), self.allowed)
 
     def peer_client(self) -> "OutboundClient":
-        """Returns the client for requests to peers. Raises StartError."""
+        """Returns the HTTP client for requests to other replicas. Raises StartError."""
         from lean_selector.http.outbound import OutboundClient
         from lean_selector.server.peer_access import credentials_of
 
@@ -263,8 +263,8 @@ class SelectorParts:
         return len(expired)
 
     def _forget(self, every_s: float) -> None:
-        """Expires routed prompts every `every_s` seconds. A tick would be too coarse: clients can
-        see lifetimes of a few seconds (recorded case predicted_ttl)."""
+        """Every `every_s` seconds, forgets routed prompts that are assumed to be evicted by now.
+        (`tick` is called too rarely for prompts that stay cached for only a few seconds.)"""
         loop = asyncio.get_running_loop()
         self._forgetting = loop.call_later(every_s, self._forget, every_s)
         now = time.monotonic()
@@ -307,7 +307,7 @@ class SelectorParts:
         return self._page
 
     def begin_no_links(self) -> None:
-        """Cancels pending connects, because the loop may end before they run."""
+        """Prevents new outgoing ZMQ connections, because the event loop is about to end."""
         self._links.is_ending = True
 
     async def close(self) -> None:
@@ -368,7 +368,7 @@ async def _selector(config: SelectorConfig, log_state: logs.LogState) -> None:
 
 
 def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
-    """Returns the protocol class for the selector's API, with its limits; it can stream answers."""
+    """Returns the HTTP protocol class of the selector's API: with streaming if /ui is enabled."""
     if config.page.is_off:
         return HttpProtocol
     from lean_selector.http.streaming import StreamingProtocol
@@ -377,7 +377,7 @@ def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
 
 
 def gateway_routes_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayRoutes | None":
-    """Returns the routes for gateways, or None if they are off. Raises StartError."""
+    """Returns what serves gateways (POST /route, access logs); None if off. Raises StartError."""
     if not config.access_logs.places and config.prompts.settings is None:
         return None
     from lean_selector.server.gateway_routes import GatewayRoutes
@@ -410,8 +410,8 @@ def selector_app(
     tokens: AccessTokens | None = None,
     meters: Sequence[RouteMeter] = (),
 ) -> App:
-    """Returns the application of the selector's API. `more` are metrics of other parts of the
-    process, `meters` those of selections made without a route, `tokens` the accepted ones."""
+    """Returns the function that answers requests to the selector's API. `more`: metrics of other
+    parts of the process. `meters`: counters of selections made without HTTP."""
     is_16 = config.settings.dialect == API_1_6
     return observed(
         (*parts.routes, *(() if gateways is None else gateways.routes())),

@@ -24,7 +24,7 @@ Marks = tuple[tuple[int, int, int] | None, ...]  # (time of change, inode, size)
 
 
 class ServerTls:
-    """Creates the protocol for each TLS connection of a TCP listener."""
+    """Creates the protocol object of each TLS connection of a TCP listener."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ServerTls:
         connections: Connections,
         new_protocol: Callable[[], asyncio.Protocol],
     ) -> None:
-        """Raises ValueError with one line that names the flag and the file."""
+        """Loads the files. Raises ValueError with one line that names the flag and the file."""
         self._files: Final = files
         self._counts: Final = connections.tls
         self._door: Final = TlsAcceptor(self._context(), connections, new_protocol)
@@ -43,7 +43,7 @@ class ServerTls:
         return self._door.new_connection()
 
     def look(self, now: float) -> None:
-        """Reloads changed files, and logs failures. Call it periodically.
+        """Reloads changed files, and logs failed handshakes. Call it periodically.
 
         A certificate and its key are not replaced in one step, so a change is loaded only when two
         consecutive calls find the same files."""
@@ -78,8 +78,8 @@ class ServerTls:
 
 
 class HandshakeLog:
-    """Logs failed handshakes. Any client can cause failures, so there is at most one line in
-    several seconds."""
+    """Logs failed handshakes. Any client can cause failures, so at most one line is logged per
+    HANDSHAKE_LOG_S seconds."""
 
     def __init__(self, counts: TlsCounts) -> None:
         self._counts: Final = counts
@@ -87,7 +87,7 @@ class HandshakeLog:
         self._not_before = 0.0  # monotonic seconds
 
     def look(self, now: float) -> None:
-        """Logs the failures since the last line, if the next line is due. Call it periodically."""
+        """Logs the handshakes that failed since the last line, at most every HANDSHAKE_LOG_S."""
         failures, known = self._counts.failures, self._known
         if now < self._not_before or failures == known:
             return
@@ -100,8 +100,8 @@ class HandshakeLog:
 
 
 def server_context(files: TlsFiles) -> ssl.SSLContext:
-    """Creates a context for TLS 1.2 and later. Raises ValueError with one line that names the flag
-    and the file."""
+    """Creates the server's SSL context, for TLS 1.2 and later. Raises ValueError with one line that
+    names the flag and the file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # Otherwise a TLS 1.2 client could force repeated costly renegotiations.

@@ -21,7 +21,7 @@ _ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount/"
 
 
 def path(value: str) -> str:
-    """Parses a path. An empty path is refused, because the kernel would choose a socket address."""
+    """Parses a path that is not empty. (A UNIX socket with an empty path gets a random address.)"""
     if not value:
         raise ValueError("expected a path")
     return value
@@ -60,7 +60,7 @@ def _peer(value: str) -> str:
 
 
 def pattern(value: str) -> str:
-    """Checks a pattern of allowed endpoints."""
+    """Checks and returns a pattern of allowed endpoints. Raises ValueError."""
     _allowed([value])
     return value
 
@@ -72,7 +72,7 @@ def _allowed(patterns: list[str]) -> "AllowedEndpoints":
 
 
 def checked_by(module: str, name: str, metavar: str) -> Callable[[str], str]:
-    """Returns a parser that calls a function of `module`, which is imported at its first call."""
+    """Returns a parser of flag values that checks them with `name`, a function in `module`."""
 
     def check(value: str) -> str:
         getattr(importlib.import_module(module), name)(value)
@@ -108,13 +108,13 @@ class ListenFlags:
     tls_key: key of that certificate (PEM)
     tls_client_ca: require client certificates issued by these authorities (PEM)
     drain_s: maximum duration of a shutdown
-    max_connections: maximum number of HTTP connections; further ones are answered 503 and closed
+    max_connections: maximum HTTP connections; further connections are answered 503 and closed
     log_level: minimum severity of log lines
     log_format: format of log lines on stderr
     access_log: log every request
-    auth_token_file: require a bearer token from this file; one `ROLE TOKEN` per line, ROLE one of
-      read, write, admin; required for every request except /health and /ready; reread when it
-      changes, and on SIGHUP
+    auth_token_file: require a bearer token from this file; each line is `ROLE TOKEN`, where ROLE is
+      read, write or admin; required for every request except /health and /ready; the file is
+      reread when it changes, and on SIGHUP
     """
 
     port: int = flag(8092, "--port", ge=0, le=65535, common=True)
@@ -141,7 +141,7 @@ class ListenFlags:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether a client of the port needs a token or a certificate."""
+        """Whether a client of the HTTP port needs a token or a certificate."""
         return self.tls_client_ca is not None or self.auth_token_file is not None
 
 
@@ -164,14 +164,14 @@ class ReplicaFlags:
 
     port: ZMQ PUB port for load events to other replicas; bound on every IPv4 interface
     bind: ZMQ endpoint to bind instead of a port, such as tcp://*:9092
-    advertise: the endpoint at which other replicas reach this one; refused as a peer
+    advertise: the endpoint at which other replicas reach this replica; must not be listed as a peer
     peers: comma-separated ZMQ PUB endpoints of other replicas; may be repeated
-    catch_up: comma-separated HTTP URLs of replicas whose live reservations are copied; at start
-      from the first that answers, and after missed events from all of them; may be repeated
-    discover: find the other replicas: dns:NAME:PORT or kubernetes:NAMESPACE/SERVICE:PORT; may be
+    catch_up: comma-separated HTTP URLs of replicas to copy live reservations from; at start, the
+      first replica that answers is used; after missed events, all are used; may be repeated
+    discover: find other replicas at dns:NAME:PORT or kubernetes:NAMESPACE/SERVICE:PORT; may be
       repeated
-    discover_http_port: HTTP port of found replicas, to copy live reservations from; unset: as
-      --port
+    discover_http_port: HTTP port at which found replicas' live reservations are copied; unset: the
+      same as --port
     """
 
     port: int | None = flag(None, "--replica-sync-port", each=port, common=True)
@@ -210,8 +210,8 @@ class ReplicaKeysFlags:
     """Encryption of replica sync
 
     secret_key_file: encrypt replica sync (CURVE) with this key pair, made by `lean-selector keys`
-    peer_keys_file: public keys of the trusted replicas, one per line; unset: all replicas share
-      the key pair of this one
+    peer_keys_file: public keys of the trusted replicas, one per line; unset: all replicas use
+      the same key pair
     """
 
     secret_key_file: str | None = flag(None, _REPLICA_SECRET, each=path, needs=_REPLICA)
@@ -240,7 +240,7 @@ class FinderFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AccessFlags:
-    """Credentials and certificates for our outbound requests."""
+    """Flags for the credentials and certificates of our outbound requests."""
 
     whose: ClassVar[str]  # the flags begin with --WHOSE, as in --WHOSE-token-file
     token_file: str | None
@@ -274,8 +274,8 @@ class PeersFlags(AccessFlags):
 class EndpointsFlags:
     """Allowed endpoints
 
-    allowed: allowlist for connections to workers, events, replays and peers; SCHEME://HOST:PORT,
-      HOST a name with wildcards, a network such as 10.0.0.0/8, or *; may be repeated; unset: all
+    allowed: allowlist for connections to workers, events, replays and peers; SCHEME://HOST:PORT;
+      HOST is a name with wildcards, a network such as 10.0.0.0/8, or *; may be repeated; unset: all
     """
 
     allowed: list[str] = flag([], "--allow-endpoint", each=pattern, filled=True, common=True)
@@ -298,7 +298,7 @@ class EndpointsFlags:
 class ReservationsFlags:
     """Reservations
 
-    reservation_expiry_s: drop a reservation this long after its last lifecycle call
+    reservation_expiry_s: drop a reservation this long after the last API call for this reservation
     """
 
     reservation_expiry_s: float = flag(

@@ -1,4 +1,4 @@
-"""Builds the slot tracker and runs it. This module only wires."""
+"""Builds the slot tracker and runs it. This module only creates and connects objects."""
 
 import asyncio
 from typing import TYPE_CHECKING

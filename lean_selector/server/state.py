@@ -56,14 +56,14 @@ _NO_WORKERS = b"[]}"
 
 
 def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
-    """Returns the text of the file. `workers` fill the empty last field of `head`."""
+    """Returns the text of the file `catalog`: `head`, with `workers` as the field `workers`."""
     text = _encode(head)
     assert text.endswith(_NO_WORKERS)
     return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
 
 
 def read_catalog(text: bytes) -> CatalogFile:
-    """Parses the file. Raises Damaged, also for the file of a release with another format."""
+    """Parses the file `catalog`. Raises Damaged if invalid, or if another release wrote it."""
     try:
         return _decode_file(text)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -73,7 +73,7 @@ def read_catalog(text: bytes) -> CatalogFile:
 def read_rows(
     rows: Sequence[msgspec.Raw], decode: Callable[[bytes], T], problems: list[str]
 ) -> list[T]:
-    """Returns the readable rows, and appends the faults of the others to `problems`."""
+    """Decodes a state file's workers. Adds an error text to `problems` for each invalid worker."""
     found: list[T] = []
     for row in rows:
         try:
@@ -88,7 +88,7 @@ def read_rows(
 
 @dataclass
 class PeersByHttp:
-    """The peers added and removed over HTTP. They take precedence over the flags."""
+    """The peers added and removed over HTTP. These changes take precedence over the flags."""
 
     mesh: "Replication | None"  # None: restored peers are kept unchanged
     given: Collection[str]  # from flags
@@ -96,15 +96,15 @@ class PeersByHttp:
     restored: tuple[list[str], list[str]] = ([], [])
 
     def changes(self) -> tuple[list[str], list[str]]:
-        """Returns the added and the removed peers, each list sorted."""
+        """Returns the peers added and the peers removed over HTTP, each list sorted."""
         if self.mesh is None:
             return self.restored
         peers = set(self.mesh.peers())
         return sorted(peers - {*self.given, *self.found()}), sorted({*self.given} - peers)
 
     def restore(self, added: list[str], removed: list[str]) -> list[str]:
-        """Applies saved changes; call it before the mesh is started. Returns the peers that could
-        not be added, with reasons."""
+        """Adds and removes peers as saved in a state file. Call this before replica sync starts.
+        Returns one line, with the reason, for each peer that could not be added."""
         self.restored = added, removed
         mesh, problems = self.mesh, list[str]()
         if mesh is None:
@@ -128,8 +128,8 @@ _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 
 @dataclass
 class SelectorCatalog:
-    """The saved state of a selector. `roster` has the discovered workers; `discoveries` are the
-    names of the running discoveries."""
+    """A selector's part of the file `catalog`. `roster` has the discovered workers. `discoveries`
+    has the names of the running discoveries of workers."""
 
     selector: Selector
     peers: PeersByHttp
@@ -140,11 +140,11 @@ class SelectorCatalog:
 
     @property
     def revision(self) -> int:
-        """A number that increases with each change of a worker."""
+        """A number that increases with each change of a registered worker."""
         return self.selector.catalog.revision
 
     def text(self) -> bytes:
-        """Returns the current text of the file. Only changed workers are encoded again."""
+        """Returns the current text of the file `catalog`. Encodes only changed workers again."""
         found = [] if self.roster is None else self.roster.kept()
         selector, before, self.lines = self.selector, self.lines, {}
         for worker_id, worker in selector.catalog.workers.items():
@@ -171,7 +171,7 @@ class SelectorCatalog:
         return catalog_text(head, [text for _, text in self.lines.values()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Restores the file into a new selector. Returns what could not be restored."""
+        """Restores `file` into a new selector. Returns one line of text for each failure."""
         problems = self.peers.restore(file.peers_added, file.peers_removed)
         selector = self.selector
         for row in file.thresholds:
@@ -214,8 +214,8 @@ class SelectorCatalog:
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
-        """Removes a worker that could not be registered from its partition's members, so that the
-        worker does not fix the block size."""
+        """From the partition of `spec` (model and tenant), removes the worker, whose registration
+        failed. A partition without members is removed, so that no old block size remains."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -230,7 +230,7 @@ _decode_row = msgspec.json.Decoder(WorkerRow).decode
 
 @dataclass
 class TrackerCatalog:
-    """The saved state of a slot tracker."""
+    """A slot tracker's part of the file `catalog`."""
 
     trackers: Trackers
     peers: PeersByHttp
@@ -238,11 +238,11 @@ class TrackerCatalog:
 
     @property
     def revision(self) -> int:
-        """A number that increases with each change of a worker."""
+        """A number that increases with each change of a registered worker."""
         return self.trackers.revision
 
     def text(self) -> bytes:
-        """Returns the current text of the file."""
+        """Returns the current text of the file `catalog`."""
         added, removed = self.peers.changes()
         head = CatalogFile(
             version=1, service=self.service, peers_added=added, peers_removed=removed
@@ -250,7 +250,7 @@ class TrackerCatalog:
         return catalog_text(head, [_encode(row) for row in self.trackers.workers()])
 
     def restore(self, file: CatalogFile, now: float) -> list[str]:
-        """Restores the file into new trackers. Returns what could not be restored."""
+        """Restores `file` into new trackers. Returns one line of text for each failure."""
         problems = self.peers.restore(file.peers_added, file.peers_removed)
         for row in read_rows(file.workers, _decode_row, problems):
             try:
@@ -270,13 +270,13 @@ _AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # delays before retries of a read that failed
 
 
 class OtherService(Exception):
-    """The directory is intact, but belongs to the other service (selector or slot tracker)."""
+    """The state directory is intact, but is the other service's (selector or slot tracker)."""
 
 
 def restore_catalog(
     directory: StateDirectory, contents: SelectorCatalog | TrackerCatalog, now: float
 ) -> None:
-    """Restores the catalog. Raises OtherService, and then has restored nothing."""
+    """Restores everything except reservations. If OtherService is raised, nothing was restored."""
     file = _read(directory, CATALOG, lambda text, _: read_catalog(text))
     if file is None:
         return
@@ -311,10 +311,10 @@ def restore_reservations(
     wall_now: float,
 ) -> tuple[int, int]:
     """Restores reservations. Returns how many were restored, and how many were dropped because they
-    have expired or their rank is gone.
+    have expired or because their rank is gone.
 
-    `book` is called for each, oldest first, with the peer that admitted the request (None: this
-    replica). `now` is in monotonic seconds, `wall_now` is the same moment on the wall clock."""
+    Calls `book(reservation, peer)` for each reservation, sorted by last use. `peer`: id of the
+    admitting replica (None: this one). `now` (monotonic) and `wall_now` are the same moment."""
     problems: list[str] = []
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:
@@ -349,7 +349,7 @@ def restore_reservations(
 
 
 def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T]) -> T | None:
-    """Reads a file. Returns None if the file does not exist or was moved aside."""
+    """Reads a state file. Returns None if the file does not exist or is damaged."""
     try:
         sealed = _tried(lambda: directory.read(name))
         if sealed is None:
@@ -367,7 +367,7 @@ def _read(directory: StateDirectory, name: str, read: Callable[[bytes, float], T
 
 
 def _tried(read: Callable[[], T]) -> T:
-    """Reads, and retries if reading fails, because a disk may fail once. Raises OSError."""
+    """Calls `read`. Retries after disk errors (EIO), which may be temporary. Raises OSError."""
     for pause_s in _AGAIN_AFTER_S:
         try:
             return read()
@@ -404,7 +404,7 @@ def keep_selector(
     finding: "Discoveries | None",
     state: ServiceState,
 ) -> Persister:
-    """Locks the directory, restores the state from it, and saves changes to it after `start`.
+    """Locks the state directory and restores a selector. Returns a Persister for later changes.
 
     Call this before anything else is added to the selector, and before replica sync starts. Raises
     StartError."""
@@ -475,7 +475,7 @@ def _kept(
 
 
 def _taken(directory: StateDirectory, patience_s: float) -> str | None:
-    """Locks the directory. Returns what prevents locking, or None. Raises StartError."""
+    """Locks the directory. Returns None, or a disk error that may pass. Raises StartError."""
     gives_up_at = time.monotonic() + patience_s
     while True:
         try:
@@ -493,7 +493,7 @@ def _taken(directory: StateDirectory, patience_s: float) -> str | None:
 
 
 def _found_peers(finding: "Discoveries | None") -> Callable[[], Collection[str]]:
-    """Returns a function that returns the endpoints which discovery has added to the mesh."""
+    """Returns a function that returns the endpoints of the peers that discovery has added."""
     roster = None if finding is None else finding.peers
     if roster is None:
         return lambda: ()

@@ -24,7 +24,7 @@ _Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
-    """A partition with a fixed block size, and the workers that fix it."""
+    """A saved partition (model and tenant): its block size and its workers."""
 
     model_name: str
     tenant_id: str
@@ -34,7 +34,7 @@ class PartitionRow(msgspec.Struct, frozen=True):
 
 
 class StoredThreshold(msgspec.Struct, frozen=True):
-    """The busy thresholds of a model and tenant."""
+    """The saved busy thresholds of a model and tenant."""
 
     model_name: str
     tenant_id: str
@@ -42,8 +42,8 @@ class StoredThreshold(msgspec.Struct, frozen=True):
 
 
 class CatalogFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The file `catalog`: everything except live reservations. A worker is a WorkerSpec (selector)
-    or a WorkerRow (slot tracker)."""
+    """The file `catalog`: all saved state except live reservations. A worker is a WorkerSpec
+    (selector) or a WorkerRow (slot tracker)."""
 
     version: Literal[1]
     service: Literal["selector", "slot_tracker"]
@@ -73,7 +73,7 @@ class Damaged(ValueError):
 
 
 class Checksum:
-    """The checksum of a file: `add` each part while writing the file, then write `end` to it."""
+    """The checksum of a state file: `add` each part of the file, then append `end` to the file."""
 
     def __init__(self) -> None:
         self._sum = xxh3_64()
@@ -88,8 +88,8 @@ class Checksum:
 
 
 def opened(sealed: bytes) -> tuple[bytes, float]:
-    """Verifies the checksum. Returns the text and the wall-clock time at which it was written.
-    Raises Damaged."""
+    """Verifies the checksum of a file's content. Returns the text in it, and the wall-clock time at
+    which the file was written. Raises Damaged."""
     at = len(sealed) - len(_END) - _SUM_BYTES
     if at <= 0 or not sealed.endswith(_END):
         raise Damaged("its end is missing")
@@ -114,7 +114,7 @@ _PID: Final = b"%-19d\n"  # of fixed size, so that another id fits even if the d
 
 
 class DirectoryHeld(Exception):
-    """Another process owns the directory. The message names the process if it is known."""
+    """Another process has locked the directory. The message names the process if it is known."""
 
 
 class StateDirectory:
@@ -132,13 +132,13 @@ class StateDirectory:
     # -- the lock --------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Creates a missing directory. Raises OSError; a later `write` then tries again."""
+        """Creates the directory if missing. Raises OSError; a later `write` will try again."""
         self._is_missing = True
         os.makedirs(self.path, mode=0o700, exist_ok=True)
         self._is_missing = False
 
     def take(self) -> None:
-        """Locks the directory. Raises DirectoryHeld, or OSError; then `write` tries again."""
+        """Locks the directory. Raises DirectoryHeld or OSError; a later `write` will try again."""
         fd = self._locked()
         try:
             os.pwrite(fd, _PID % os.getpid(), 0)
@@ -180,8 +180,8 @@ class StateDirectory:
         return os.path.samestat(at_path, os.fstat(fd))
 
     def _hold(self) -> None:
-        """Locks the directory again if another directory is at the path now, as after a mount.
-        Raises OSError."""
+        """Locks the directory if this is necessary, for example because another directory is
+        mounted at the path now. Raises OSError."""
         with self._holding:
             if self._fd is not None and self._is_at_path(self._fd):
                 return
@@ -194,7 +194,7 @@ class StateDirectory:
                 raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Checks the lock; if a file is missing, changes `generation`. Raises OSError."""
+        """Renews a lost lock. If a file is missing, changes `generation`. Raises OSError."""
         self._hold()
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1
@@ -210,7 +210,7 @@ class StateDirectory:
             return None
 
     def set_aside(self, name: str) -> str:
-        """Renames a file, replacing an older renamed one. Returns its new path. Raises OSError."""
+        """Renames a file to NAME.damaged. Returns the new path. Raises OSError."""
         aside = os.path.join(self.path, f"{name}.damaged")
         os.rename(os.path.join(self.path, name), aside)
         return aside
@@ -227,8 +227,8 @@ class StateDirectory:
     def write(self, name: str, parts: Iterable[bytes], written_at: float) -> int:
         """Replaces a file by these parts and their checksum. Returns the size of the file in bytes.
 
-        On return the file is on disk. If it raises OSError or an error of `parts`, the old file is
-        unchanged."""
+        On return the file is on disk. Raises OSError, and errors of `parts`. After an error the old
+        file is unchanged, unless only the final fsync of the directory failed."""
         path = os.path.join(self.path, name)
         new = f"{path}.new"
         self._hold()
@@ -304,7 +304,7 @@ class DiskThread:
         return None if self._job is None or self._job.done() else self._moved_at
 
     async def run(self, work: Callable[[], T], patience_s: float | None = None) -> T:
-        """Runs `work` in a thread. Raises the errors of `work`, and DiskHangs."""
+        """Runs `work` in a thread. Raises errors of `work`, and DiskHangs after `patience_s`."""
         assert self.moved_at is None, "one at a time"
 
         def timed() -> T:

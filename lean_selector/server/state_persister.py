@@ -1,4 +1,4 @@
-"""Saves state: writes the catalog after each change, and reservations at an interval.
+"""Saves workers, thresholds and peers after each change, and reservations at an interval.
 
 Work on the loop is done in slices; blocking disk operations run in the threads of `DiskThread`."""
 
@@ -28,7 +28,7 @@ Revision = list[tuple[Slots, int]]
 
 
 class LiveBookings:
-    """The live reservations of all partitions that `targets` returns."""
+    """The live reservations of all partitions, as the text of a state file."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class LiveBookings:
         router_id: int,
         sequence: Callable[[], int],
     ) -> None:
-        """`router_id` and `sequence()` are the replica's; both are 0 without replica sync."""
+        """`router_id` is this replica's id; `sequence()`, the number of its last event."""
         self._targets: Final = targets
         self._router_id: Final = router_id
         self._sequence: Final = sequence
@@ -47,7 +47,7 @@ class LiveBookings:
         return [(target.slots, target.slots.revision) for target in self._targets()]
 
     def parts(self, now: float) -> Iterator[bytes]:
-        """Yields the text, one part per reservation, with ages as of `now`."""
+        """Yields the text of the state file, one part per reservation, with ages as of `now`."""
         lines = self._lines
         lines.begin()
         yield snapshot_head(self._router_id, self._sequence())
@@ -74,7 +74,7 @@ LAST_S: Final = 2.0
 
 
 class Contents(Protocol):
-    """The catalog of a service, as the text of a state file."""
+    """What the file `catalog` contains: workers, thresholds and peers, but no reservations."""
 
     @property
     def revision(self) -> int: ...
@@ -123,21 +123,21 @@ class Persister:
 
     @property
     def fault(self) -> str | None:
-        """Why changes cannot be written, or None if they can."""
+        """Why changes cannot be written; None if there is no fault."""
         return next((f"{name}: {why}" for name, why in self._faults.items()), None)
 
     def spent_s(self) -> float:
-        """Returns the processor time spent on the loop and in threads, in seconds."""
+        """Returns the processor time spent on saving, on the loop and in threads, in seconds."""
         return self._loop_spent_s + sum(file.spent_s for file in self._files.values())
 
     def age_s(self) -> float:
-        """Returns how many seconds of changes a crash would lose now; 0 if nothing has changed."""
+        """Returns how many seconds of reservation changes a crash would lose; 0 without changes."""
         if self._bookings.revision() == self._saved_revision:
             return 0.0
         return time.monotonic() - self._saved_at
 
     def families(self) -> Families:
-        """Metrics of the state directory."""
+        """Returns the metrics of the state directory."""
         return table({
             "state_failing": (lambda: int(self.fault is not None),
                 "1 while the state directory cannot be written."),
@@ -160,14 +160,14 @@ class Persister:
     # -- the catalog -----------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Notes that the catalog may have changed."""
+        """Schedules saving, because workers, thresholds or peers may have changed."""
         self._change += 1
         self._seen_revision = self._catalog.revision
         self._changed.set()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
-        """Calls `then` when all noted changes are on disk, or writing them has failed. If no change
-        is waiting to be written, does not call `then` and returns False."""
+        """Calls `then` when all catalog changes are on disk, or writing them has failed. If there
+        is no change to write, or the last write failed, returns False and never calls `then`."""
         if self._saved_change == self._change or CATALOG in self._faults:
             return False
         self._waiting.append((self._change, then))
@@ -247,8 +247,8 @@ class Persister:
     # -- any file --------------------------------------------------------------------------------
 
     async def _write(self, file: DiskThread, parts: Iterable[bytes]) -> None:
-        """Encodes the text in slices between other work of the loop, then writes it. Raises OSError
-        and DiskHangs."""
+        """Encodes the text in slices between other work of the loop, then writes the file. Raises
+        OSError and DiskHangs."""
         written_at = time.time()
         slices: list[bytes] = []
         made: list[bytes] = []
@@ -283,8 +283,8 @@ class Persister:
             self._on_fault(self.fault)
 
     def look(self, now: float) -> None:
-        """Notes changes that no call reported, such as those by discovery. Answers requests that
-        wait for a disk that has hung for HANGS_AFTER_S. Call it about every second."""
+        """Schedules saving of unreported changes, such as discovered workers. If the disk hangs for
+        HANGS_AFTER_S, calls the callbacks of `when_saved`. Call `look` periodically."""
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():
@@ -294,7 +294,7 @@ class Persister:
                     self._tell_waiting(self._change)
 
     def begin_with(self, fault: str | None) -> None:
-        """Notes why the directory could not be locked yet; None if it was locked."""
+        """Schedules the first save. `fault`: why the directory could not be locked, or None."""
         if fault is not None:
             self._say(CATALOG, fault)
         self.note()
@@ -308,7 +308,7 @@ class Persister:
         ]
 
     async def close(self) -> None:
-        """Writes everything, then unlocks the directory. Gives up if the disk accepts nothing for
+        """Saves everything, then unlocks the directory. Gives up if the disk accepts nothing for
         LAST_S; then the end of the process unlocks the directory."""
         for task in self._tasks:
             task.cancel()

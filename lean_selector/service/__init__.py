@@ -1,2 +1,2 @@
-"""Routes and handlers of both services, and the parts that every request passes: gate, access
-check, metrics, logs."""
+"""Routes and handlers of both services, and the parts that every request passes: routing by path,
+access check, metrics, logs."""

@@ -9,7 +9,7 @@ from lean_selector.http.head import digest_of
 
 
 class Role(IntEnum):
-    """Roles, lowest first. Each role includes the lower ones. OPEN needs no token."""
+    """Roles of tokens, lowest first. Each role includes the lower ones. OPEN needs no token."""
 
     OPEN = 0  # whether the service is up
     READ = 1  # inspect
@@ -49,7 +49,7 @@ UNKNOWN_TOKEN: Final = Refusal(401, "the bearer token is unknown", b', error="in
 
 
 def refusal_of(credential: bytes | None, role: Role, needed: Role) -> Refusal:
-    """Returns the refusal of a request whose `role` is below the `needed` role."""
+    """Returns the 401 or 403 for a request whose `role` is below the `needed` role."""
     if role == OPEN:
         return UNKNOWN_TOKEN if credential else NO_TOKEN
     name = NAMES[needed]
@@ -74,12 +74,12 @@ class AccessTokens:
     """The roles of the current tokens, read from the token file. If the file becomes invalid, the
     tokens read last stay valid.
 
-    `roles` maps the digest of a token to its role. The gate holds this dict, so a reload changes
-    the dict in place."""
+    `roles` maps the digest of a token to its role. Other objects keep a reference to this dict, so
+    a reload changes it in place."""
 
     def __init__(self, path: str) -> None:
-        """Reads the file. Raises OSError or ValueError, with a message of one line, if the file is
-        unreadable or invalid."""
+        """Reads the token file. Raises OSError or ValueError, with a message of one line, if the
+        file is unreadable or invalid."""
         from lean_selector.http.trust import WatchedFile
 
         self._file = WatchedFile(path, _MOST_BYTES, keeps=False)
@@ -92,7 +92,7 @@ class AccessTokens:
         return self.roles.get(credential, OPEN)
 
     def look(self, again: bool = False) -> None:
-        """Reads the file again if the file has changed or `again` is true."""
+        """Reads the token file again if the file has changed or `again` is true."""
         if again:
             self._file.forget()
         try:
@@ -110,7 +110,7 @@ class AccessTokens:
 
 
 def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
-    """Returns digest -> role. Raises a ValueError that gives the number of the invalid line."""
+    """Parses a token file to digest -> role. Raises ValueError with the invalid line's number."""
     roles: dict[bytes | None, Role] = {}
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,7 +1,7 @@
-"""The access log: one line per request. If the log is enabled, it wraps the gate.
+"""The access log, which has one line per request. `with_access_log` adds the log to an application.
 
 Ids of workers and reservations are taken from the path, the body and the answer; a body that is not
-a JSON object yields no ids. Text from clients is truncated here, and escaped by `logs`."""
+a JSON object yields no ids. Text from clients is truncated here."""
 
 import logging
 import re
@@ -60,7 +60,7 @@ def with_access_log(
 
 
 def _said_in(table: RouteTable[str], request: Request) -> dict[str, object]:
-    """Returns the fields that are known before the answer, in the order of the line."""
+    """Returns the log fields that are known before the answer, in the order of the log line."""
     found = table.match(request.method, request.path)
     fields: dict[str, object] = {
         "method": request.method.decode("latin-1")[:MAX_ID_CHARACTERS],
@@ -96,7 +96,7 @@ def _write(fields: dict[str, object], status: bytes, response: Response, seconds
 
 
 def _told_in(head: bytes | bytearray) -> dict[str, object]:
-    """Returns the fields that an answer's headers contain."""
+    """Returns the log fields that are taken from an answer's headers."""
     return {
         _IN_HEADERS[bytes(name)]: value.decode("latin-1")[:MAX_ID_CHARACTERS]
         for name, value in _HEADERS.findall(head)

@@ -1,5 +1,5 @@
-"""The application of a server: the gate with all routes of a service. It adds /metrics,
-/openapi.json, the page and, if enabled, the access log."""
+"""Builds the HTTP application of a server from the routes of its service. Adds the routes /metrics,
+/openapi.json and those of the page /ui, and, if enabled, the access log."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ def metrics_route(
     call_soon: CallSoon,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Route:
-    """Returns the route GET /metrics. `families` is called for each scrape."""
+    """Returns the route GET /metrics. `families` is called for each scrape, to get all metrics."""
 
     def parts() -> Iterator[bytes]:
         pieces = exposition_text(families())
@@ -56,8 +56,8 @@ def metrics_route(
 
 
 def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False) -> Route:
-    """The route GET /openapi.json. `document` names the service, as in `openapi_text`. The answer
-    describes `routes` and this route; if the service `asks_tokens`, also each route's role."""
+    """Returns the route GET /openapi.json, which describes `routes` and itself. `document` names
+    the file with the descriptions. If `asks_tokens`, the answer has the role of each route."""
     served = {(method.lower(), path.replace("*}", "}")) for method, path, *_ in routes}
     served.add(("get", "/openapi.json"))
     made: list[bytes] = []
@@ -76,7 +76,7 @@ def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool
 
 
 def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
-    """The page's routes. `page` is called for each request; the first call creates the page."""
+    """Returns the routes of the page /ui. `page` returns the object with their handlers."""
     return (
         ("GET", "/ui", OPEN, plain(lambda: page().ui())),
         ("GET", "/events", READ, Endpoint(lambda request, param: page().events.answer(request))),
@@ -102,11 +102,11 @@ def observed(
     meters: Sequence[RouteMeter] = (),
     connections: Connections,
 ) -> App:
-    """Returns the application for `routes`, for use on the running loop.
+    """Returns the HTTP application for `routes`. Must be called while the event loop runs.
 
-    `families_of` gets the meters of all routes and those in `meters`. `service` is the service's
-    name in metrics, and `document` the file that describes it. `lines` is passed to the gate. If
-    `tokens` are given, requests need one. `connections` are those of the server."""
+    `families_of` gets the meters of all routes, then `meters`, and returns metrics. `service` is
+    the service's name in metrics; `document` names the file that describes its routes. `lines` is
+    passed to `Gate`. If `tokens` is given, a request needs a token with the role of the route."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))

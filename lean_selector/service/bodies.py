@@ -1,6 +1,6 @@
 """Reads the parts of a request: its body, its query, and the id in its path.
 
-Checks content type and size, decodes, and reports what is wrong with a body. The checks run in the
+Checks a body's content type and size, decodes the body, and reports what is wrong with it, in the
 order of spec selection.md 1.1. Decision D8 says how strictly JSON is parsed."""
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ _WORDS = {"": True, "true": True, "1": True, "false": False, "0": False}
 
 
 class BadBody(SelectorError):
-    """The body is not acceptable to its route."""
+    """The error for a request body that the route does not accept."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -59,8 +59,8 @@ class BadQuery(BadRequest):
 
 
 def body_reader(body_type: type[T]) -> Callable[[Request], T]:
-    """Returns a decoder for a route's body: JSON, or MessagePack too if the body has a prompt. The
-    decoder raises BadBody, or msgspec.ValidationError, which `shape_fault` converts."""
+    """Returns a decoder for a route's body. All bodies may be JSON; bodies with a prompt may also
+    be MessagePack. The decoder raises BadBody, or msgspec's ValidationError."""
     decode: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(body_type).decode
     if issubclass(body_type, PromptFields):
         return _prompt_reader(body_type, decode)
@@ -76,7 +76,7 @@ def body_reader(body_type: type[T]) -> Callable[[Request], T]:
 def _prompt_reader(
     body_type: type[T], decode: Callable[[bytes | bytearray], T]
 ) -> Callable[[Request], T]:
-    """Returns a decoder for bodies with a prompt. Its parser depends on content type and length."""
+    """Returns a decoder for bodies with a prompt: JSON or MessagePack, short or long."""
     read_binary = _binary_reader(body_type)
     read_long = long_json_reader(body_type)
     decode_short: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(
@@ -154,7 +154,7 @@ def _read_json(decode: Callable[[bytes | bytearray], T], body: bytes | bytearray
 
 
 def shape_fault(request: Request, error: msgspec.ValidationError) -> BadBody:
-    """Returns the error for a body of a wrong shape: 400 if it is malformed (D8), otherwise 422."""
+    """Converts a decoder's error: status 400 for a malformed body (D8), 422 for a wrong field."""
     is_binary = names_msgpack(request.headers.content_type)
     form = "MessagePack" if is_binary else "JSON"
     fault = messagepack_fault(request.body) if is_binary else json_fault(request.body)
@@ -171,7 +171,7 @@ def _not_parsed(form: str, fault: object) -> BadBody:
 
 
 def query_of(request: Request, known: frozenset[str] = SCOPE_FIELDS) -> Query:
-    """Returns the known fields of a query, with `routing_group` renamed to `tenant_id`."""
+    """Returns the `known` fields of the query. The field `routing_group` becomes `tenant_id`."""
     if not request.query:
         return {}
     try:
@@ -196,7 +196,7 @@ def wants_detail(query: Query) -> bool:
 
 
 def worker_id_param(param: bytes) -> int:
-    """Parses a u64 from a path: decimal digits after percent-decoding. Leading zeros and a plus
+    """Parses the worker id in a path: a decimal u64. Percent-encoding, leading zeros and a plus
     sign are accepted."""
     text = _text_param("worker_id", param)
     digits = text[1:] if text.startswith("+") else text

@@ -1,9 +1,9 @@
 """Building blocks of metrics: counters for the hot path, and their text in Prometheus' format.
 
-The hot path only increments ints. A sample costs about a microsecond, and large fleets have
-thousands of samples. So a scrape is a generator of text that its caller runs in slices, and values
-from different slices may be a few milliseconds apart. Label values are bounded: route templates,
-registered models and workers, never ids chosen by clients."""
+The hot path only increments ints. Writing a sample takes about a microsecond, and large fleets have
+thousands of samples. Therefore the event loop writes the answer to a scrape in slices, and samples
+of different slices may be a few milliseconds apart. Label values are route templates, registered
+models and workers, but never ids chosen by clients, so the number of series is bounded."""
 
 import os
 import re
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Histogram:
-    """The number of values in each bucket. `bounds` are upper bounds; the last bucket has none."""
+    """Counts values per bucket. `bounds` are the upper bounds of all buckets but the last."""
 
     __slots__ = ("bounds", "buckets", "total")
 
@@ -56,8 +56,8 @@ class Histogram:
 class RouteMeter:
     """Durations and statuses of the answers of one route.
 
-    The hot path does not count answers with status 200: these are the answers not in `others`. The
-    gate inlines `add`, because to call `add` would cost as much as the rest."""
+    `others` counts the answers with another status than 200, by status. Class Gate has a copy of
+    the code of `add`, because a function call would double the time that counting takes."""
 
     __slots__ = (
         "fastest",
@@ -94,7 +94,7 @@ class RouteMeter:
             self.others[status] = self.others.get(status, 0) + 1
 
     def refused(self, error: Exception) -> None:
-        """Counts a request that got no worker, under the reason `error`."""
+        """Counts a failed request if all workers were busy or none serves its model and tenant."""
         if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
             self.shed += 1
         elif isinstance(error, UnknownModel):
@@ -118,7 +118,7 @@ class RouteMeter:
 
 
 class LoopLag:
-    """Measures by how many seconds the loop runs a timer late."""
+    """Measures by how many seconds the event loop runs a timer too late, 20 times a second."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class LoopLag:
 
 class Family:
     """One metric. Each scrape calls `samples`, which returns a number (a metric without labels) or
-    an iterable of samples. An iterator runs across slices, so it must iterate over copies."""
+    an iterable of samples. The iterable must be a copy, since the scrape reads it in slices."""
 
     __slots__ = ("help", "kind", "name", "samples")
 
@@ -169,7 +169,7 @@ class Family:
 
 
 class FamilyGroup(Generic[T]):
-    """Several metrics of the same objects. A scrape enumerates the objects once for all of them."""
+    """Several metrics with the same labels. A scrape lists the labelled objects only once."""
 
     __slots__ = ("families", "things")
 
@@ -178,8 +178,8 @@ class FamilyGroup(Generic[T]):
         things: Callable[[], Iterable[tuple[str, T]]],
         families: Iterable[tuple[str, str, str, Callable[[T], Value]]],
     ) -> None:
-        """`things` returns (labels, object) pairs. Each family is (name, kind, help, function that
-        returns the value for an object)."""
+        """`things` returns (labels, object) pairs. A family is one metric: (name, kind, help,
+        function that returns the metric's value for an object)."""
         self.things = things
         self.families = tuple(families)
 
@@ -205,7 +205,7 @@ class FamilyGroup(Generic[T]):
 
 
 class HistogramFamily:
-    """A metric that has histograms as (labels, bounds, buckets, sum)."""
+    """A histogram metric. `histograms` returns (labels, bounds, buckets, sum) per series."""
 
     __slots__ = ("help", "histograms", "name")
 
@@ -241,14 +241,14 @@ def _head(name: str, kind: str, help: str) -> str:
 
 
 def labels(**values: Any) -> str:
-    """Returns the labels of a sample as text, `{a="1",b="x"}`, escaped as the format requires."""
+    """Returns label names and values as text, `{a="1",b="x"}`, escaped as Prometheus requires."""
     return "{" + ",".join(f'{name}="{escaped(str(value))}"' for name, value in values.items()) + "}"
 
 
 def escaped(value: str) -> str:
-    """Escapes a label value, and replaces invalid UTF-8. The format allows control characters, but
-    a terminal or a parser may interpret them, so they become JSON escapes such as `\\u001b`. Names
-    that differ only in such characters remain different series."""
+    """Escapes a label value, and replaces invalid UTF-8. Control characters become JSON escapes
+    such as `\\u001b`: Prometheus' format allows control characters, but a terminal may interpret
+    them."""
     if not value.isprintable():
         value = value.encode("utf-8", "replace").decode()
         value = _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", value)
@@ -268,7 +268,7 @@ def table_of(
     things: Callable[[], Iterable[tuple[str, T]]],
     rows: Mapping[str, tuple[Callable[[T], Value], str]],
 ) -> FamilyGroup[T]:
-    """Returns metrics with the same labels. `rows`: name -> (source of the value, help)."""
+    """Returns metrics of the same objects. `rows`: name -> (function to get the value, help)."""
     return FamilyGroup(
         things, [(*_named(name), help, value) for name, (value, help) in rows.items()]
     )
@@ -289,8 +289,8 @@ def by(label: str, counts: Mapping[str, Number]) -> list[Sample]:
 
 
 def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample]:
-    """Adds `label` to the labels in `text`, and yields one sample per entry of `counts`; an entry's
-    key is the value of `label`. Keys are words of this program, so need no escaping."""
+    """Yields one sample per entry of `counts`, with the labels in `text` and one more: `label`,
+    whose value is the entry's key. The keys must not need escaping."""
     for key, count in counts.items():
         yield f'{text[:-1]},{label}="{key}"}}', count
 
@@ -299,14 +299,14 @@ def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample
 
 
 def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:
-    """Yields the answer in small pieces, some of them empty. The process metrics come last."""
+    """Yields the answer to a scrape in small pieces. Some pieces are empty strings."""
     for family in families:
         yield from family.text()
     yield _process_text()
 
 
 def _process_text() -> str:
-    """Returns the process metrics that Prometheus clients usually export, or "" without /proc."""
+    """Returns metrics such as process_cpu_seconds_total as text, or "" if there is no /proc."""
     process = Path("/proc/self")
     try:
         stat = (process / "stat").read_bytes().rpartition(b")")[2].split()

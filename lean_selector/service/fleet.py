@@ -1,7 +1,7 @@
-"""The state of the fleet for the page: ranks, findings, and the trees of prompt prefixes.
+"""The state of the fleet for the page /ui: ranks, findings, and the trees of prompt prefixes.
 
-To compute it for 512 ranks takes some milliseconds. This is therefore done in steps, which the
-caller runs in slices between other work of the loop."""
+For 512 ranks, computing the state takes some milliseconds. Therefore it is computed in steps, and
+the event loop does other work between two steps."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -29,13 +29,13 @@ _JUDGED_ANEW_S: Final = 10.0  # interval of new findings while no state changes
 
 
 class FleetSources(KvSources, Protocol):
-    """The sources of KV events, one per rank."""
+    """Lists the sources of KV events, one per rank, with their states."""
 
     def each_source(self) -> Iterator[KvSource]: ...
 
 
 class FleetView:
-    """Reads the selector's state for the page. Used only on the loop's thread."""
+    """Reads the selector's state for the page /ui. Used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class FleetView:
         self._judged_at = 0.0
 
     def empty(self) -> Fleet:
-        """A Fleet for `look` to fill."""
+        """Returns a Fleet without workers, models and ranks. Method `look` adds them."""
         return Fleet(__version__, self._wall(), [], [], [], [])
 
     def look(self, fleet: Fleet) -> Iterator[None]:
-        """Fills `fleet` with the current state, in steps. A change made between two steps may be
-        missing."""
+        """Fills `fleet` with the current state of workers, ranks and models, in steps. A change of
+        the state between two steps may be missing."""
         catalog, now = self._selector.catalog, self.clock()
         revision = catalog.revision
         workers = catalog.matching(None, None)
@@ -191,8 +191,8 @@ class FleetView:
         self._findings = findings
 
     def prefixes(self, hits: Hits | None) -> Iterator[PrefixTree | None]:
-        """Yields the prefix tree of each model and tenant, and None after each step. `hits`: how
-        many prompts matched each run; None if that is not counted."""
+        """Yields the tree of cached prefixes of each model and tenant, and None after each step.
+        `hits`: number of prompts that matched each run (tree node); None: not counted."""
         partitions = list(established(self._selector.catalog, None, None))
         most = max(_LEAST_RUNS, MOST_RUNS // max(1, len(partitions)))
         for partition in partitions[: MOST_RUNS // _LEAST_RUNS]:

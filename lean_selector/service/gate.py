@@ -1,7 +1,6 @@
-"""The gate, which every request passes: it finds the route, checks the role, and counts the answer.
-
-`bodies` reads requests and `replies` encodes answers; handlers translate between wire and core. An
-error becomes its status and `{"error": ...}`."""
+"""The gate, which every request passes: it finds the route, checks the role of the access token,
+calls the route's handler, and counts the answer. An exception of a handler becomes an answer with a
+status and the body `{"error": ...}`."""
 
 import logging
 from bisect import bisect_left
@@ -37,9 +36,9 @@ Run = Callable[[Request, bytes | None], Served]  # the second argument is the pa
 
 
 class Endpoint:
-    """The handler `run` of a route, and the types that describe its input. If tokens are enabled,
-    `brief` answers requests without a token. `refused` encodes a 401 or 403 for routes whose errors
-    have another format."""
+    """The handler `run` of a route, and the types of its input. If tokens are enabled, `brief`
+    answers requests without a token. `refused` encodes the answer 401 or 403, for routes whose
+    errors are not `{"error": ...}`."""
 
     __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
 
@@ -81,8 +80,8 @@ HUNG_UP = b"499"  # in counts only: the client disconnected before its answer
 
 
 class Gate:
-    """The application, which the HTTP protocol calls with each request, and which never raises.
-    `meters` count answers per route; the last meter counts requests without a route."""
+    """The application, which the HTTP protocol calls with each request. A call never raises.
+    `meters` count answers per route; the last meter counts requests whose path has no route."""
 
     def __init__(
         self,
@@ -92,8 +91,8 @@ class Gate:
         tokens: AccessTokens | None = None,
     ) -> None:
         """`overload_status` is the status for requests that are shed because all workers are busy.
-        `lines` returns header lines for the answer to a failed request; its last argument is the
-        set of the body's fields. If `tokens` are given, each route requires its role."""
+        `lines` returns header lines for the answer to a failed request; its last argument has the
+        field names of the route's body. Without `tokens`, no request needs a token."""
         self._tokens = tokens
         metered: list[tuple[str, str, tuple[Run, RouteMeter, int, Endpoint]]] = []
         for method, path, role, endpoint in routes:
@@ -146,7 +145,8 @@ class Gate:
         return answer
 
     def refuses(self, request: Request) -> bool:
-        """Whether the token's role is below the route's role. If so, the body is not read."""
+        """Whether the request's token lacks the role that the route requires. Called before the
+        body of the request is read."""
         if self._tokens is None:
             return False
         found = self._table.match(request.method, request.path)
@@ -161,7 +161,7 @@ class Gate:
         return answer
 
     def _refused(self, request: Request, needed: int, endpoint: Endpoint | None = None) -> bytes:
-        """Returns the answer to a request whose token's role is too low."""
+        """Returns the answer 401 or 403 to a request whose token lacks the role `needed`."""
         role = self._roles.get(request.credential, OPEN)
         refusal = refusal_of(request.credential, role, Role(needed))
         if endpoint is not None and endpoint.refused is not None:
@@ -197,7 +197,7 @@ class Gate:
 
 
 def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
-    """Counts a pending answer when it is sent or when its client disconnects."""
+    """Counts an answer that follows later, once it is sent or the client disconnects."""
 
     def told(response: Response) -> None:
         if answer.fault is not None:
@@ -215,7 +215,7 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """A route without input. `brief` answers requests that have no token with less information."""
+    """Returns the endpoint of a route without input. `brief` answers requests without a token."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(status, handler())
@@ -226,7 +226,7 @@ def plain(
 def with_query(
     handler: Callable[[Query], object], known: frozenset[str] = SCOPE_FIELDS
 ) -> Endpoint:
-    """A route with a query string. `routing_group` is renamed to `tenant_id`."""
+    """Returns the endpoint of a route with a query. `routing_group` is renamed to `tenant_id`."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(200, handler(query_of(request, known)))
@@ -237,7 +237,7 @@ def with_query(
 def with_param(
     parse: Callable[[bytes], T], handler: Callable[[T], object], status: int = 200
 ) -> Endpoint:
-    """A route with a path parameter. The request's body is not read."""
+    """Returns the endpoint of a route whose handler gets only the path parameter."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         assert param is not None
@@ -251,8 +251,8 @@ def with_param_and_optional_body(
     body_type: type[T],
     handler: Callable[[Any, T | None], object],
 ) -> Endpoint:
-    """A route with a path parameter and an optional JSON body. The reference ignores the body of
-    such a route. So an invalid body is ignored too, with a warning in the answer."""
+    """Returns the endpoint of a route with a path parameter and an optional JSON body. An invalid
+    body is ignored, as in Dynamo, but the answer has a warning."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -274,7 +274,7 @@ def with_param_and_optional_body(
 
 
 def with_body(body_type: type[T], handler: Callable[[T], object], status: int = 200) -> Endpoint:
-    """A route with a JSON body; a body with a prompt may also be MessagePack."""
+    """Returns the endpoint of a route with a JSON body; a body with a prompt may be MessagePack."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -295,7 +295,7 @@ def with_param_and_body(
     handler: Callable[[Any, T], object],
     status: int = 200,
 ) -> Endpoint:
-    """A route with a path parameter and a JSON body. The parameter is checked first."""
+    """Returns the endpoint of a route with a path parameter and a JSON body."""
     read = body_reader(body_type)
 
     def answer(request: Request, param: bytes | None) -> Answer:
@@ -310,7 +310,7 @@ def with_param_and_body(
 
 
 class Saving(Protocol):
-    """Persists changes to disk."""
+    """Writes changes of workers and settings to the state directory (--state-dir)."""
 
     def note(self) -> None: ...
 
@@ -318,8 +318,8 @@ class Saving(Protocol):
 
 
 def durable(routes: Sequence[Route], saving: Saving) -> tuple[Route, ...]:
-    """Wraps the routes that change the catalog (role ADMIN). They then answer when the change is on
-    disk or could not be written; or at once if there is nothing to write."""
+    """Wraps the routes that need the role ADMIN, which change workers and settings. Their answers
+    are delayed until the change has been written to disk or could not be written."""
     return tuple(
         (method, path, role, _durable(endpoint, saving) if role == ADMIN else endpoint)
         for method, path, role, endpoint in routes

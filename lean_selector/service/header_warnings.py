@@ -1,8 +1,8 @@
-"""The headers `x-known-models` and `x-warning`, for answers whose bodies must not change. They list
-known models, unknown fields, and endpoints of a registration that are probably wrong.
+"""The headers `x-known-models` and `x-warning` of answers. They list the known models, unknown
+fields of the body, and endpoints of a registration that are probably wrong.
 
-The headers are computed only for failed requests, registrations and reports, so a request that gets
-a worker costs no more."""
+The headers are computed for failed requests, registrations and reports of outcomes, but not for
+requests that get a worker."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -59,8 +59,8 @@ _read_keys: Final = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def known_models_line(models: Iterable[str]) -> bytes:
-    """Returns the header line `x-known-models`: JSON strings joined by ", ". If not all models fit,
-    "..." follows. Returns nothing if there are no models."""
+    """Returns the header line `x-known-models`: model names as JSON strings, joined by ", ", and
+    "..." if not all fit. Returns b"" if there are no models."""
     shown: list[str] = []
     size = 0
     for model in models:
@@ -74,7 +74,7 @@ def known_models_line(models: Iterable[str]) -> bytes:
 
 
 def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
-    """Returns header lines for an error. `fields` are the body fields of the request's route."""
+    """Returns header lines for a failed request. `fields` are all fields that its body may have."""
     lines, warnings = b"", unread_fields(request, fields)
     if isinstance(error, NoWorkers):
         lines = known_models_line(error.known_models)
@@ -84,7 +84,7 @@ def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) ->
 
 
 def with_warnings(endpoint: Endpoint) -> Endpoint:
-    """Changes an endpoint so that successful answers, too, warn of unknown fields in the body."""
+    """Changes an endpoint: successful answers, too, get a warning of unknown fields in the body."""
     run, fields = endpoint.run, endpoint.fields()
 
     def answer(request: Request, param: bytes | None) -> Served:
@@ -100,7 +100,7 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
-    """Returns those unknown fields of a JSON body that resemble an absent known field."""
+    """Warns of unknown fields in a JSON body, such as `model` if `model_name` is probably meant."""
     body = request.body
     if (
         not body
@@ -141,7 +141,7 @@ _NAMED: Final = 4  # endpoints or workers listed in a warning; a worker may have
 
 
 class Sources(Protocol):
-    """Finds the ranks that use an endpoint, by its `zmq_key`; the checked worker is included."""
+    """Finds the ranks that use an endpoint for KV events (`listeners`) or replays (`askers`)."""
 
     def listeners(self, key: str) -> Sequence[RankKey]: ...
 
@@ -151,9 +151,9 @@ class Sources(Protocol):
 def registration_warnings(
     worker: Worker, places: HttpPlaces, sources: Sources, *, listens: bool = True
 ) -> list[str]:
-    """Returns at most a few warnings of one line each, in the order of the ranks. `places` and
-    `sources` include the worker itself. If not `listens`, events are not subscribed to, so only the
-    worker's HTTP endpoint is checked."""
+    """Returns one-line warnings about the endpoints of a worker that was just registered. `places`
+    and `sources` have the endpoints of all workers, including this worker. `listens` is false if KV
+    events are off: then only the worker's HTTP endpoint is checked."""
     judgement = _Judgement(worker, places, sources)
     warnings = list(judgement.of_http())
     room = len(warnings) + _NAMED
@@ -168,7 +168,7 @@ def registration_warnings(
 
 
 class _Judgement:
-    """Checks the endpoints of one worker by themselves and against those of other workers."""
+    """Checks a worker's endpoints: their syntax, and whether other workers use them, too."""
 
     def __init__(self, worker: Worker, places: HttpPlaces, sources: Sources) -> None:
         self._worker = worker
@@ -216,8 +216,8 @@ class _Judgement:
         return self._asked_there(key) or self._served_there(key)
 
     def _of_replay(self, key: str) -> str | None:
-        """Checks a replay endpoint. The ranks of one worker may share the endpoint, since their
-        engine may answer for all of them."""
+        """Returns what is wrong with a replay endpoint, or None. The ranks of one worker may share
+        a replay endpoint."""
         if key in self._events and key != self._served:
             return "is where the worker's events are expected"
         others = self._of_others(self._sources.askers(key))
@@ -250,7 +250,7 @@ class _Judgement:
 
 
 def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
-    """Returns (field, endpoint, rank) for each event endpoint of a worker, valid or not."""
+    """Returns (field, endpoint, rank) for each KV-event endpoint in a worker's registration."""
     if not spec.kv_events_endpoints and spec.kv_events_endpoint is not None:
         return [("kv_events_endpoint", spec.kv_events_endpoint, spec.ranks.start)]
     return [
@@ -260,7 +260,7 @@ def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
 
 
 def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
-    """Yields (field, endpoint) for each replay endpoint, also those derived for further ranks."""
+    """Yields (field, endpoint) for a worker's replay endpoints, also those of single ranks."""
     spec = worker.spec
     if spec.replay_endpoint is not None:
         yield "replay_endpoint", spec.replay_endpoint

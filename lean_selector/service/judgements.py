@@ -1,4 +1,4 @@
-"""Findings about a selector, with advice, derived from its own answers without a request."""
+"""Findings about a selector, with advice, from answers of the selector's API. Sends no requests."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ from lean_selector.wire.selection_bodies import KvSource, RankHealthRow
 
 
 class Level:
-    """Severity of a finding. Only `error` makes `lean-selector check` fail."""
+    """Severity of a finding. `lean-selector check` fails if it has a finding of level `error`."""
 
     OK: Final = "ok"
     NOTE: Final = "note"  # for information
@@ -94,7 +94,7 @@ _REPLAY_MENDS: Final[dict[tuple[str, bool], str]] = {
 
 
 def judge_source(source: KvSource) -> Finding:
-    """Returns the finding for the event source of one rank, from its reported state."""
+    """Returns the finding about the source of KV events of one rank."""
     level, meaning, mend = _STATES.get(
         source.state, (Level.WARNING, "a state unknown to this check", None)
     )
@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """A rank's use of an endpoint. `publisher`: the engine and rank that may publish there."""
+    """A rank's use of an endpoint. Uses with different `publisher`s cannot all be right."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]
@@ -141,7 +141,7 @@ class _Use:
 def judge_shared_endpoints(
     workers: Sequence[WorkerRecord], sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """Yields one finding per endpoint that several ranks use, about the first of these ranks."""
+    """Yields a finding for each endpoint that must be wrong for some of the ranks that use it."""
     engines = {worker.worker_id: worker.endpoint for worker in workers}
     uses: dict[str, list[_Use]] = {}
     for source in sources:
@@ -179,7 +179,7 @@ _MENDS: Final = {
 
 
 def judge_discoveries(found: DiscoveryReport) -> Iterator[Finding]:
-    """Yields findings for failing discoveries, then for found workers that are not registered."""
+    """Yields findings about discoveries that fail, discovered workers, and peers with errors."""
     for discovery in found.discoveries:
         yield from _judge_discovery(discovery)
     for worker in found.workers:
@@ -233,8 +233,8 @@ _Alike = dict[tuple[str, str], list[WorkerRecord]]  # by model and tenant
 
 
 def can_be_chosen(workers: list[WorkerRecord]) -> int:
-    """Returns the number of workers that can be chosen. If all workers of a model are ejected, they
-    still get requests, so they are counted."""
+    """Returns the number of workers that can be chosen. Ejected workers count only if all workers
+    of their model and tenant are ejected, because then they still get requests."""
     return sum(
         sum(not _is_out(worker) for worker in alike) or len(alike)
         for alike in _alike(filter(_is_schedulable, workers)).values()
@@ -242,7 +242,7 @@ def can_be_chosen(workers: list[WorkerRecord]) -> int:
 
 
 def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
-    """Yields findings for workers that cannot be chosen, and for problems of other workers."""
+    """Yields findings about workers: missing fields, ejections, and different block sizes."""
     for (model_name, tenant_id), alike in _alike(filter(_is_schedulable, workers)).items():
         if all(map(_is_out, alike)):
             yield Finding(
@@ -275,7 +275,7 @@ def judge_workers(workers: list[WorkerRecord]) -> Iterator[Finding]:
 
 
 def _alike(workers: Iterable[WorkerRecord]) -> _Alike:
-    """Groups workers by model and tenant. A request may go to any worker of one group."""
+    """Groups workers by model and tenant."""
     found: _Alike = {}
     for worker in workers:
         found.setdefault((worker.model_name, worker.tenant_id), []).append(worker)
@@ -297,7 +297,7 @@ def _is_out(worker: WorkerRecord) -> bool:
 
 
 def _judge_health(worker: WorkerRecord) -> Iterator[Finding]:
-    """Yields one finding per health state of a worker's ranks, with the first rank's reason."""
+    """Yields a finding if the worker has ejected ranks, and one if it has ranks on probation."""
     subject = f"worker {worker.worker_id}"
     if ejected := _ranks_that_are(worker, "ejected"):
         which = "" if _is_out(worker) else f"{_named(ejected)} "
@@ -327,7 +327,7 @@ def _why(rank: RankHealthRow) -> str:
 
 
 def judge_selector(facts: SelectorFacts) -> Iterator[Finding]:
-    """Yields findings about the service as a whole, its discoveries, workers and sources."""
+    """Yields all findings: readiness, discoveries, workers and sources of KV events."""
     yield _judge_readiness(facts)
     if facts.readiness.recovering:
         yield Finding(

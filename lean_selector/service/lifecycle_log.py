@@ -1,7 +1,7 @@
 """Log lines for workers added, removed or ejected, for expired reservations, and for shedding.
 
-The state is periodically compared with the previous one. So requests cost no more, and a worker
-that keeps changing causes at most one line per period."""
+About once a second, the state is compared with the state a second before. So a worker that changes
+often causes at most one line per second."""
 
 import logging
 from collections import Counter
@@ -16,7 +16,7 @@ _log = logging.getLogger("lean_selector.lifecycle")
 
 
 class SelectorLog:
-    """Writes the log lines of the selection service. Call `look` about every second."""
+    """Logs changes of the selection service's state. Call method `look` about every second."""
 
     def __init__(self, selector: Selector) -> None:
         self._selector = selector
@@ -28,12 +28,12 @@ class SelectorLog:
         self._ejected: set[tuple[tuple[str, str], int]] = set()  # workers, by partition
 
     def expired(self, expired: Iterable[tuple[Partition, Reservation]]) -> None:
-        """Counts a slice of expired reservations; the next `look` logs them."""
+        """Counts reservations that expired. The next call of `look` logs their number."""
         for partition, _ in expired:
             self._expired[partition.model_name, partition.tenant_id] += 1
 
     def look(self) -> None:
-        """Logs one line per change, and one per model and tenant that had expired reservations."""
+        """Logs changes of workers, shedding and ejections since the last call, and expirations."""
         self._look_at_workers(self._selector.catalog.workers)
         self._look_at_shedding(self._selector.catalog.partitions)
         self._look_at_health(self._selector.catalog.partitions)
@@ -60,8 +60,8 @@ class SelectorLog:
         self._workers = dict(workers)
 
     def _look_at_health(self, partitions: Mapping[tuple[str, str], Partition]) -> None:
-        """Logs a line when the first rank of a worker is ejected, and a line when no rank of it is
-        ejected any more."""
+        """Logs a line when the first rank of a worker is ejected, and a line when none of its ranks
+        is ejected any more."""
         if not self._ejected and not any(each.health.out for each in partitions.values()):
             return
         now: set[tuple[tuple[str, str], int]] = set()

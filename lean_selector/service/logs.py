@@ -3,8 +3,8 @@
 A log call passes fields as `extra`. Lines that peers or clients can cause are limited per kind
 (`RateLimit`), except in the access log, which has one line per request.
 
-A thread writes the lines, so a pipe that nobody reads blocks only this thread. The bytes of waiting
-lines are limited. Lines beyond the limit are dropped; the next line gives their number."""
+A thread writes the lines, so if nobody reads stderr, only this thread blocks. The bytes of waiting
+lines are limited. Lines beyond the limit are dropped; the next line has their number."""
 
 import logging
 import os
@@ -25,8 +25,8 @@ FLUSH_S = 1.0  # seconds allowed for the waiting lines at exit
 
 
 class LineWriter:
-    """A queue of lines, and the thread that writes them. Only one thread at a time may use `write`
-    and `dropped`."""
+    """A queue of lines, and the thread that writes them to a file descriptor. Only one thread at a
+    time may use `write` and `dropped`."""
 
     def __init__(self, descriptor: int, most_waiting_bytes: int = MOST_WAITING_BYTES) -> None:
         self.dropped = 0  # total lines
@@ -39,11 +39,11 @@ class LineWriter:
         threading.Thread(target=self._run, name="log writer", daemon=True).start()
 
     def write(self, line: str) -> bool:
-        """Queues a line with a line end. Returns False if the line was dropped."""
+        """Queues `line` with a line end. Returns False if the line was dropped (full queue)."""
         return self.write_lines(line.encode("utf-8", "backslashreplace") + b"\n", 1)
 
     def write_lines(self, data: bytes, lines: int) -> bool:
-        """Queues `data`, which has this many complete lines. Returns False if they were dropped."""
+        """Queues `data`, which has `lines` complete lines. Returns False if the queue is full."""
         if self._taken_bytes - self._done_bytes + len(data) > self._most_waiting_bytes:
             self.dropped += lines
             return False
@@ -52,7 +52,7 @@ class LineWriter:
         return True
 
     def flush(self, timeout_s: float) -> bool:
-        """Waits until the lines so far are written. Returns False after `timeout_s` seconds."""
+        """Waits until all queued lines are written. Returns False after `timeout_s` seconds."""
         written = threading.Event()
         self._queue.put(written)
         return written.wait(timeout_s)
@@ -74,7 +74,7 @@ class LineWriter:
                 event.set()
 
     def _waiting(self) -> list[bytes | threading.Event]:
-        """Empties the queue, and returns what was in it."""
+        """Empties the queue, and returns what was in the queue."""
         items = []
         try:
             while True:
@@ -96,7 +96,7 @@ class LineWriter:
 
 
 class QueuedLines(logging.Handler):
-    """Formats a record on the thread that logs it, and passes the text to a LineWriter."""
+    """Formats log records on the thread that logs, and passes the text to a LineWriter."""
 
     def __init__(self, writer: LineWriter) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class QueuedLines(logging.Handler):
         self._untold = 0 if self.writer.write(line) else self._untold + 1
 
     def flush(self) -> None:
-        """Waits for the queued lines; logging.shutdown calls this at exit."""
+        """Waits up to a second until the queued lines are written. Python calls this at exit."""
         self.writer.flush(FLUSH_S)
 
 
@@ -139,7 +139,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class LogState:
-    """The log writer, and the numbers of lines that were not written."""
+    """The writer of log lines, and the numbers of log lines that were left out."""
 
     def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
         # Configuration warnings, to be logged once the server listens.
@@ -170,8 +170,8 @@ def set_up(level: str, form: str) -> LogState:
 
 
 def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
-    """Returns a hook that writes a crash's traceback after the queued lines. Python writes a
-    traceback in pieces, which would otherwise be mixed with these lines."""
+    """Returns a hook for sys.excepthook that waits until queued log lines are written, and then
+    writes the traceback of the crash. Without the hook, both would be mixed."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         handler.flush()
@@ -181,7 +181,7 @@ def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
 
 
 def flat(config: object) -> dict[str, object]:
-    """Flattens a configuration struct: a nested field becomes, say, `listen.port`."""
+    """Flattens a configuration struct to a dict: field `port` of `listen` becomes `listen.port`."""
     fields: dict[str, object] = {}
 
     def walk(prefix: str, values: Mapping[str, object]) -> None:
@@ -208,7 +208,7 @@ def _utc(created: float) -> str:
 
 
 class TextLines(logging.Formatter):
-    """Formats `2026-01-31T12:00:00.000Z INFO lean_selector.server listening address=[::]:8092`."""
+    """Formats lines like `2026-01-31T12:00:00.000Z INFO lean_selector.server listening port=80`."""
 
     def format(self, record: logging.LogRecord) -> str:
         event = record.getMessage()
@@ -233,13 +233,13 @@ def _quoted(text: str) -> str:
 
 
 def _one_line(json: bytes) -> str:
-    """Escapes characters that a terminal or a line reader may interpret. Such characters occur only
-    in strings."""
+    """Returns JSON text in which characters that a terminal or a line reader may interpret are
+    escaped."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
 
 
 class JsonLines(logging.Formatter):
-    """Formats a line as a JSON object: time, level, logger, event, and the fields."""
+    """Formats a log record as a JSON object: time, level, logger, event, and its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -257,7 +257,7 @@ class JsonLines(logging.Formatter):
 
 
 class LineAllowance:
-    """The state of the rate limit for lines of one kind."""
+    """How many lines of one kind may still be written now, and how many were suppressed."""
 
     __slots__ = ("at", "lines", "suppressed")
 
@@ -268,8 +268,8 @@ class LineAllowance:
 
 
 class RateLimit(logging.Filter):
-    """Limits the lines of each kind to BURST, refilled with LINES_PER_S. The next line of the kind
-    that passes gives the number of suppressed lines."""
+    """A token bucket for each kind of line (logger and unformatted message): size BURST, rate
+    LINES_PER_S. The next line of the kind has the number of suppressed lines."""
 
     def __init__(self, burst: float = BURST, lines_per_s: float = LINES_PER_S) -> None:
         super().__init__()

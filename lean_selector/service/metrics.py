@@ -1,8 +1,8 @@
-"""The metrics of both services: tables with the name, source and meaning of each metric.
+"""Metrics that both services have: tables with the name, source and meaning of each metric.
 
-The metrics of optional parts are in those modules of `server/` that wire the parts. A scrape reads
-counters of other modules in slices, so iterators iterate over copies. Labels are registered models
-and workers, never ids that clients choose."""
+Metrics of optional parts are in the modules of `server/` that create these parts. A scrape runs in
+slices, so samples are made from copies of other modules' counters. Labels are registered models and
+workers, never ids that clients choose."""
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ WORKERS: Final = "Registered workers by lifecycle."
 
 
 class LoadScope(Protocol):
-    """The in-flight load of one model and tenant."""
+    """A model and tenant, and the reservations and load of its ranks."""
 
     model_name: str
     tenant_id: str
@@ -95,7 +95,7 @@ def process_families(
 
 
 def connection_families(connections: Connections) -> Families:
-    """Metrics of HTTP connections: their number, the bytes that they hold, and refusals (D27)."""
+    """Returns metrics of HTTP connections: their number, failures, held bytes (D27), and TLS."""
     tls = connections.tls
 
     def reloads() -> list[Sample]:
@@ -131,7 +131,7 @@ def connection_families(connections: Connections) -> Families:
 
 
 def load_families(scopes: Callable[[], Sequence[LoadScope]]) -> Families:
-    """Metrics of active load, per model and per rank."""
+    """Returns metrics of active load, per model and tenant and per rank."""
 
     def ranks() -> Iterator[tuple[str, RankLoad]]:
         for scope in scopes():
@@ -180,7 +180,7 @@ def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
 
 
 def prompt_families(unknown: Mapping[str, int]) -> Families:
-    """`unknown` counts, by reason, raw requests for which not all prompt blocks are known."""
+    """Returns metrics of text prompts. `unknown`: prompts not hashed completely, by reason."""
     return table({
         "unknown_prompts_total": (lambda: by("reason", dict(sorted(unknown.items()))),
             "Prompts of raw requests with unknown blocks, by reason."),

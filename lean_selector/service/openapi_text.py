@@ -2,8 +2,8 @@
 the structs of bodies and answers; each service has a file that describes its routes.
 
 The files are written by hand, and tests compare them with the routes and the structs. A schema
-lists the fields that its struct declares; `allOf` names the schema of the base struct. In the 1.6
-dialect, a schema `...16` replaces the schema of the same name without `16`."""
+lists the fields that its struct declares; `allOf` names the schema of the base struct. With `--api
+1.6`, a schema `...16` replaces the schema of the same name without `16`."""
 
 from importlib.resources import files
 from typing import Any, Final
@@ -18,8 +18,8 @@ _DIALECT: Final = "_16"
 
 
 def openapi_text(document: str, served: set[tuple[str, str]], asks_tokens: bool) -> bytes:
-    """Returns the description of the `served` routes, given as (method, path). `document` is the
-    name of the service's file, with `_16` appended for the 1.6 dialect."""
+    """Returns the OpenAPI document for the routes `served`, given as (method, path). `document` is
+    the name of the service's file in `openapi/`, followed by `_16` for the API of Dynamo 1.6."""
     described = _file(document.removesuffix(_DIALECT))
     described["info"]["version"] = __version__
     paths = described["paths"]
@@ -47,7 +47,7 @@ def _file(name: str) -> dict[str, Any]:
 
 
 def _add_schemas(node: Any, known: Schemas, dialect: str, found: Schemas) -> None:
-    """Adds to `found` the schemas that `node` refers to, directly or indirectly."""
+    """Adds to `found` the schemas to which `node` refers, directly or through other schemas."""
     if isinstance(node, list):
         for each in node:
             _add_schemas(each, known, dialect, found)
@@ -60,7 +60,7 @@ def _add_schemas(node: Any, known: Schemas, dialect: str, found: Schemas) -> Non
 
 
 def _whole(schema: dict[str, Any], known: Schemas) -> dict[str, Any]:
-    """Returns the schema with all fields: first those of its base schemas, then its own."""
+    """Returns the schema with the fields of its base schemas (`allOf`) added."""
     schema = dict(schema)
     for base in schema.pop("allOf", ()):
         extended = _whole(known[base["$ref"].removeprefix(_PLACE)], known)

@@ -1,5 +1,5 @@
-"""Encodes complete responses, mostly JSON. Large answers such as dumps are made in slices; requests
-that arrive meanwhile share the next answer."""
+"""Encodes complete responses, mostly JSON. Large answers such as dumps are made in slices. Requests
+that arrive while such an answer is being made all get the next answer."""
 
 import logging
 import time
@@ -37,7 +37,7 @@ _log = logging.getLogger("lean_selector.http")
 
 
 class Reply:
-    """A handler's result with a status of its own or with warnings, which are sent in the header
+    """A handler's result with its own status or with warnings, which are sent in the header
     `x-warning`."""
 
     __slots__ = ("body", "status", "warnings")
@@ -49,8 +49,8 @@ class Reply:
 
 
 class LaterReply(PendingReply):
-    """A handler's result that is answered once, later. In-process callers set `take`, which is then
-    called with the status and the body, or an error, instead of a response."""
+    """The result of a handler that cannot answer at once. If a caller in the same process sets
+    `take`, `take(status, body or error)` is called, and no response is sent."""
 
     __slots__ = ("fault", "take")
 
@@ -62,8 +62,7 @@ class LaterReply(PendingReply):
         self.take: Callable[[int, object], None] | None = None
 
     def answer_with(self, shape: Callable[[Found], object], found: Found) -> None:
-        """Answers 200 with `shape(found)`. If `shape` raises, answers the error as the gate would,
-        because the caller must go on with other queued requests."""
+        """Answers 200 with the body `shape(found)`, or with the error that `shape` raises."""
         try:
             body = shape(found)
         except Exception as error:
@@ -72,8 +71,8 @@ class LaterReply(PendingReply):
             self.answer(200, body)
 
     def refuse(self, error: Exception) -> None:
-        """Answers with an error. An in-process caller gets a SelectorError unchanged. Any other
-        exception is logged, and answered as an internal error."""
+        """Answers with `error`: a SelectorError with its status and message; any other exception is
+        logged and answered with 500. A `take` callback gets a SelectorError unchanged."""
         if not isinstance(error, SelectorError):
             _log.error("a request that waited could not be answered", exc_info=error)
             self.answer(500, INTERNAL_ERROR)
@@ -95,8 +94,8 @@ Answer = bytes | LaterReply
 
 
 def sent(status: int, result: object) -> Answer:
-    """Returns the response for a handler's result: a body, a Reply or a LaterReply. Bytes are a
-    complete response already."""
+    """Returns the response for a handler's result: a body, a Reply, a LaterReply, or bytes, which
+    are a complete response already."""
     # Separate checks: mypyc compiles each one to a comparison of types.
     if isinstance(result, bytes) or isinstance(result, LaterReply):  # noqa: SIM101
         return result
@@ -107,13 +106,13 @@ def sent(status: int, result: object) -> Answer:
 
 
 def reply(status: int, body: object, extra: bytes = b"") -> bytes:
-    """Encodes a complete response; `extra` as in `encode_response`."""
+    """Encodes a complete response with a JSON body; `extra` has further header lines."""
     return encode_response(status, json_form(body), JSON, extra)
 
 
 def warning_line(warnings: Sequence[str]) -> bytes:
-    """Returns the header line `x-warning` with the warnings joined by "; ", for `extra` of `reply`.
-    Characters outside printable ASCII become `\\u00e9`, and a long text is cut off with "..."."""
+    """Returns the header line `x-warning`: the warnings joined by "; ". Characters outside
+    printable ASCII are escaped, and a text that is too long ends with "..."."""
     pieces: list[str] = []
     room = _LONGEST_WARNING
     for letter in "; ".join(warnings):
@@ -127,7 +126,7 @@ def warning_line(warnings: Sequence[str]) -> bytes:
 
 
 def printable(text: str) -> str:
-    """Makes a text fit for a header: characters outside printable ASCII become `\\u00e9`."""
+    """Escapes characters outside printable ASCII (as in `\\u00e9`), for use in a header."""
     return "".join(letter if " " <= letter <= "~" else f"\\u{ord(letter):04x}" for letter in text)
 
 
@@ -139,7 +138,7 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 
 class SlicedAnswers:
-    """Makes a large answer in slices, for all waiting requests. For the loop's thread only."""
+    """Makes a large answer in slices, once for all waiting requests. Only for the loop's thread."""
 
     def __init__(
         self,
@@ -149,8 +148,8 @@ class SlicedAnswers:
         content_type: bytes = JSON,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`name` is for the log; `parts` returns an iterator over the parts of a body; `call_soon`
-        is the loop's."""
+        """`name` names the answer in the log. `parts` is called for each answer, and returns an
+        iterator over the parts of its body. `call_soon` is the event loop's method."""
         self._name = name
         self._new_parts = parts
         self._call_soon = call_soon
@@ -162,7 +161,7 @@ class SlicedAnswers:
         self._made: GrowingResponse | None = None  # set together with _parts
 
     def answer(self, *, at_once: bool) -> Answer:
-        """Returns the answer, which may come later. `at_once`: the body is known to be small."""
+        """Returns a complete answer if `at_once` (for small bodies), and otherwise a LaterReply."""
         if at_once:
             return encode_response(200, b"".join(self._new_parts()), self._content_type)
         pending = LaterReply(is_being_made=True)
@@ -184,7 +183,7 @@ class SlicedAnswers:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Encodes parts for SLICE_S seconds, then returns to the loop."""
+        """Encodes parts for SLICE_S seconds. Sends the answer after the last part."""
         assert self._parts is not None
         assert self._made is not None
         slice_ends = self._clock() + SLICE_S

@@ -1,8 +1,8 @@
-"""The selection service: routes and handlers, as in the source document (`--api 1.3`).
+"""The selection service: routes and handlers as in Dynamo's documents (`--api 1.3`).
 
-A handler gets a struct, makes one call into the core, and returns a struct. Rules are in `core`,
-and checks common to all routes in `bodies`. `selection_16` has the differences of 1.6,
-`worker_handlers` the routes for workers. Spec: selection.md."""
+A handler gets a struct, makes one call into the core, and returns a struct. The rules are in
+`core`; `bodies` has the checks common to all routes. `selection_16` has what differs with `--api
+1.6`; `worker_handlers` has the routes for workers. Spec: selection.md."""
 
 import time
 import uuid
@@ -87,7 +87,7 @@ Watermarks = Callable[[Partition], dict[RankKey, int]]
 
 
 class DumpAnswers:
-    """Makes the answers of GET /dump. Used only on the loop's thread."""
+    """Makes the answers of GET /dump. Used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class DumpAnswers:
         call_soon: CallSoon,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`call_soon` is the loop's."""
+        """`call_soon` is the event loop's method."""
         self._catalog = catalog
         self._watermarks = watermarks
         self._sliced = SlicedAnswers("a dump", self.parts, call_soon, clock=clock)
@@ -108,7 +108,7 @@ class DumpAnswers:
         return self._sliced.answer(at_once=self._is_small())
 
     def answer_16(self) -> Answer:
-        """Returns the dump in the form of 1.6, without the fields that only our replicas read."""
+        """Returns the dump as in Dynamo 1.6, without the fields that lean-selector adds."""
         return self._sliced_16.answer(at_once=self._is_small())
 
     def _is_small(self) -> bool:
@@ -116,7 +116,7 @@ class DumpAnswers:
         return sum(partition.index.total_blocks for partition in partitions) <= _SMALL_BLOCKS
 
     def parts(self, *, as_1_6: bool = False) -> Iterator[bytes]:
-        """Yields the body in small parts; `as_1_6` omits the fields that 1.6 lacks."""
+        """Yields the dump in small parts; `as_1_6` omits the fields that Dynamo 1.6 lacks."""
         from lean_selector.wire.dump import encode_dump
         from lean_selector.wire.dump_shapes import PartitionDump
 
@@ -153,7 +153,7 @@ _MATCH_BYTES: Final = 200  # memory of one rank's match
 
 
 def _held_by(request: SelectionRequest) -> int:
-    """Returns the approximate memory of a queued request, in bytes."""
+    """Returns about how many bytes of memory a queued request takes."""
     prompt, allowed = request.prompt, request.allowed_worker_ids
     hashes = len(prompt.local_hashes) + len(prompt.sequence_hashes())
     ids = 0 if allowed is None else 64 * len(allowed)
@@ -161,13 +161,13 @@ def _held_by(request: SelectionRequest) -> int:
 
 
 class Timer(Protocol):
-    """A scheduled call that can be cancelled."""
+    """A scheduled call, as returned by the event loop's call_later."""
 
     def cancel(self) -> None: ...
 
 
 class SelectionService(WorkerHandlers):
-    """The handlers of the 1.3 dialect and their state."""
+    """The handlers of the API of Dynamo 1.3 (`--api 1.3`), and their state."""
 
     def __init__(
         self,
@@ -182,8 +182,8 @@ class SelectionService(WorkerHandlers):
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`call_later` is needed only if the time in the queue is limited. `bare_dump` answers
-        `/dump` without our fields, as in 1.6. `books_at`: the route of `select_and_reserve`."""
+        """`call_later` is needed only if queue time is limited. `bare_dump` answers `/dump` as
+        Dynamo 1.6 does. `books_at` is the route under which metrics count `select_and_reserve`."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
@@ -192,7 +192,7 @@ class SelectionService(WorkerHandlers):
         self._base_terms = base_terms(selector.settings)
 
     def routes(self) -> tuple[Route, ...]:
-        """Returns all routes of the selector in this dialect."""
+        """Returns all routes of the selector."""
         bodies = self.bodies
         patch = with_param_and_body(worker_id_param, bodies["/workers/{worker_id}"], self.patch)
         return (
@@ -237,7 +237,7 @@ class SelectionService(WorkerHandlers):
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None
     ) -> Prompt:
-        """Returns the prompt for a route that matches prompts against the index."""
+        """Returns the prompt in a request's body, hashed with the block size of the partition."""
         return prompt_to_select(body, partition.block_size, partition.is_eagle)
 
     # -- selection -----------------------------------------------------------------------------
@@ -316,8 +316,8 @@ class SelectionService(WorkerHandlers):
     def _placed_or_parked(
         self, partition: Partition, request: SelectionRequest, shape: Shape
     ) -> object:
-        """Chooses a rank, or queues the request, and returns the answer: `shape(placement)`, now or
-        later. `shape` may have side effects; it is called at most once."""
+        """Chooses a rank and returns the answer `shape(placement)`, or queues the request and
+        returns a LaterReply. `shape` is called at most once; it may cache the choice."""
         pending: LaterReply | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:
@@ -346,7 +346,7 @@ class SelectionService(WorkerHandlers):
         return pending
 
     def _unclaim(self, request: SelectionRequest) -> None:
-        """Releases the reservation id of a request that has left the queue."""
+        """Lets other requests use the reservation id of a request that has left the queue."""
         if request.books:
             self.selector.bookings.claimed.discard(request.reservation_id)
 
@@ -433,7 +433,7 @@ class SelectionService(WorkerHandlers):
         request: SelectionRequest,
         placement: Placement,
     ) -> None:
-        """Caches the choice of `/select`, so that a later request can reserve it by its id."""
+        """Caches the choice of `/select`, for a later reservation by `selection_id`."""
         cached = CachedSelection(
             placement.worker_id,
             placement.dp_rank,
@@ -447,8 +447,8 @@ class SelectionService(WorkerHandlers):
         self.selector.selections.put(key, selection_id, cached, self._clock())
 
     def _replayed(self, key: PartitionKey, selection_id: str, reservation_id: str) -> Booked:
-        """Reserves what an earlier `/select` chose. If reserving fails, the choice stays cached for
-        a retry, unless its session is bound elsewhere."""
+        """Reserves the rank that an earlier `/select` chose. If this fails, the choice stays
+        cached, except if the request's session is now bound to another rank."""
         selections, now = self.selector.selections, self._clock()
         cached = selections.get(key, selection_id, now)
         if cached is None:

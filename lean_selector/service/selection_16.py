@@ -1,8 +1,8 @@
-"""The selection service for clients of 1.6 (`--api 1.6`): routes and the handlers that differ.
+"""The selection service for clients of Dynamo 1.6 (`--api 1.6`): routes and handlers that differ.
 
-In 1.6 a reservation's id is `selection_id`, which is claimed when its request arrives. A prompt may
-be empty, and its incomplete last block counts. Answers have more fields. See spec selection_16.md.
-The other handlers are in `selection`."""
+A reservation's id is called `selection_id`. While a request is queued, no other request can use its
+id. A prompt may be empty. `potential_decode_blocks` counts the prompt's incomplete last block.
+Answers have more fields. Spec: selection_16.md. Other handlers: `selection`."""
 
 import secrets
 import uuid
@@ -59,7 +59,7 @@ BODIES: Final[dict[str, Any]] = {
 
 
 class SelectionService16(SelectionService):
-    """The handlers of the 1.6 dialect."""
+    """The handlers of the API of Dynamo 1.6 (`--api 1.6`)."""
 
     bodies: ClassVar[dict[str, Any]] = BODIES
 
@@ -84,7 +84,7 @@ class SelectionService16(SelectionService):
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
-        """Replaces derived sequence hashes by random ones if KV reuse is off."""
+        """If KV reuse is off, replaces sequence hashes derived from tokens by random hashes."""
         reuses = None if override is None else override.assume_kv_reuse
         if reuses is None:
             reuses = self.selector.settings.assume_kv_reuse
@@ -141,7 +141,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """Returns the answer for a placement, with the prompt of `booked` if that is given."""
+        """Returns the answer for a chosen rank, with the prompt's hashes if it was reserved."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET
@@ -173,7 +173,8 @@ class SelectionService16(SelectionService):
         )
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
-        """Whether the rank would have too many blocks with this prompt; UNSET if unknown."""
+        """Whether this prompt would make the rank busy: too many active blocks. UNSET if
+        unknown."""
         threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
         if threshold is None or blocks is None:
             return UNSET
@@ -219,6 +220,5 @@ class SelectionService16(SelectionService):
 
 
 def _outlook_of(placement: Placement) -> RankOutlook:
-    """Returns the loads at the rank before the booking; the request must have asked for them."""
     assert not isinstance(placement.outlook, UnsetType)
     return placement.outlook

@@ -1,4 +1,4 @@
-"""The metrics of the selector: tables in the format of `metrics`."""
+"""The metrics that only the selector has. Module `metrics` has those of both services."""
 
 import time
 from collections import Counter
@@ -62,8 +62,8 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """`meters` has the meters of all routes and of the gateway. `overload_status` is the status of
-    shed requests."""
+    """Returns the metrics of the selector. `meters` count answers per route, also at the gateway.
+    `overload_status` is the status of shed requests."""
     issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
     def partitions() -> list[Partition]:
@@ -218,7 +218,7 @@ def _kv_families(sources: KvSourceStates) -> Families:
 
 
 class WorkerFigures:
-    """The values of one worker, summed over its ranks."""
+    """The values of one worker's metrics, summed over its ranks."""
 
     __slots__ = (
         "counts",
@@ -338,8 +338,8 @@ def worker_families(
 
 
 def model_outcomes(selector: Selector, partitions: list[Partition]) -> Iterator[Sample]:
-    """Yields placed, shed and no_worker by model and tenant. Requests for a model whose tenant has
-    no worker are unknown_tenant; those for unknown models are unknown_model, all in one series."""
+    """Yields the number of selections by model, tenant and outcome. With outcome unknown_tenant,
+    only other tenants have workers for the model. All unknown models share one series."""
     refusals = selector.catalog.refusals
     counts = {key: (0, 0, refused) for key, refused in refusals.known.items()}
     for partition in partitions:
@@ -366,7 +366,7 @@ def _three(label: str, placed: int, shed: int, refused: int) -> Iterator[Sample]
 def session_families(
     partitions: Callable[[], list[Partition]], peers: PeerSessions | None
 ) -> Families:
-    """Metrics of sessions; none if sessions are off (`peers` is None)."""
+    """Returns metrics of sessions (requests kept on one worker); none if sessions are off."""
     if peers is None:
         return []
 
@@ -402,7 +402,7 @@ def session_families(
 
 
 def selection_cache_families(cache: SelectionCache) -> Families:
-    """Metrics of the choices of `/select` that are cached by id."""
+    """Returns metrics of cached choices of `/select`, which a later request can reserve by id."""
 
     def ended() -> list[Sample]:
         counts = {"booked": cache.used, "expired": cache.expired, "evicted": cache.evicted}

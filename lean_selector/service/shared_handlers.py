@@ -1,4 +1,4 @@
-"""Routes of both services: peers, the snapshot for replicas, and discovery.
+"""Routes of the selector and the slot tracker for replicas and discovery.
 
 Spec slot_tracker.md 3.6. Details of peers and the snapshot are extensions (decision D22)."""
 
@@ -18,7 +18,7 @@ OK: Final = Ok()
 
 
 class Replication(Protocol):
-    """The part of replica sync that these routes use."""
+    """Synchronisation with other replicas, as far as HTTP handlers use it."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 
@@ -34,7 +34,7 @@ class Replication(Protocol):
 
 
 class ReplicaHandlers:
-    """The routes for replicas. `replication` is None if replica sync is off."""
+    """The handlers of /replica_sync routes. `replication` is None if replica sync is off."""
 
     def __init__(self, replication: Replication | None) -> None:
         self._replication = replication
@@ -59,8 +59,8 @@ class ReplicaHandlers:
         return OK
 
     def list_peers(self, query: Query) -> object:
-        """Returns the endpoints of the peers; with `?detail=true` also the peers' states, and the
-        number of dropped events by reason."""
+        """Returns the endpoints of the peers (other replicas); with `?detail=true` also their
+        states, and the number of dropped events by reason."""
         if wants_detail(query):
             return {} if self._replication is None else self._replication.state()
         return [] if self._replication is None else self._replication.peers()
@@ -79,5 +79,5 @@ NOTHING = DiscoveryReport([], [], [])
 
 
 def discovery_routes(report: Callable[[], DiscoveryReport] | None) -> tuple[Route, ...]:
-    """The route GET /discovery; `report` is None if nothing is discovered."""
+    """Returns the route GET /discovery. `report` is None if no discovery is configured."""
     return (("GET", "/discovery", READ, plain(report if report is not None else lambda: NOTHING)),)

@@ -1,8 +1,8 @@
 """The slot tracker: routes and handlers, metrics and log lines.
 
-A handler gets a struct, makes one call into the core, and returns a struct. Rules are in
-`core.trackers`, checks common to all routes in `bodies`. API: the source document, slot_tracker.md
-1.3, and both families of peer routes (decision D18)."""
+A handler gets a struct, makes one call into the core, and returns a struct. The rules are in
+`core.trackers`; `bodies` has the checks common to all routes. API: slot_tracker.md 1.3. Routes for
+peers exist with and without the prefix /replica_sync (decision D18)."""
 
 import logging
 import time
@@ -34,7 +34,7 @@ _log = logging.getLogger("lean_selector.lifecycle")
 
 
 class SlotTrackerService(ReplicaHandlers):
-    """The handlers and their state."""
+    """The handlers of the slot tracker's routes, and their state."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class SlotTrackerService(ReplicaHandlers):
 
 
 def tracker_families(trackers: Trackers) -> Families:
-    """All metrics of the slot tracker."""
+    """Returns the metrics of workers and load for the slot tracker."""
 
     def workers() -> list[Sample]:
         return [
@@ -130,7 +130,7 @@ def tracker_families(trackers: Trackers) -> Families:
 
 
 class TrackerLog:
-    """Writes the log lines of the slot tracker. Call `look` about every second."""
+    """Logs workers added or removed, and expirations. Call method `look` about every second."""
 
     def __init__(self, trackers: Trackers) -> None:
         self._trackers = trackers
@@ -138,7 +138,7 @@ class TrackerLog:
         self._expired = 0
 
     def expired(self, count: int) -> None:
-        """Counts a slice of expired requests; the next `look` logs them."""
+        """Adds `count` to the number of expired requests that the next call of `look` logs."""
         self._expired += count
 
     def look(self) -> None:

@@ -1,7 +1,7 @@
-"""The page `GET /ui` and its data: `GET /fleet`, `GET /prefixes`, and `GET /events` with changes.
+"""The page `GET /ui` and its data: `GET /fleet`, `GET /prefixes`, and the stream `GET /events`.
 
-If no client listens, nothing runs. One round collects the changes for all clients, in slices. A
-client that reads too slowly misses events; then it gets the whole state again."""
+While a client reads the stream, the changes of the state are sent to all clients every second or
+two. A client that reads too slowly misses changes, and then gets the whole state."""
 
 import re
 import time
@@ -38,7 +38,7 @@ _BLOCKS: Final = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def page() -> tuple[bytes, bytes]:
-    """Returns the page, and header lines that allow only its own scripts, styles and requests."""
+    """Returns the page's HTML, and header lines that allow only the page's scripts and styles."""
     text = files("lean_selector.service").joinpath("ui.html").read_bytes()
     hashes = {
         kind: b"'sha256-%b'" % b64encode(sha256(block).digest())
@@ -59,7 +59,7 @@ def page() -> tuple[bytes, bytes]:
 
 
 class Listener:
-    """A client of GET /events."""
+    """A client that reads the stream GET /events."""
 
     __slots__ = ("is_behind", "reply")
 
@@ -69,7 +69,7 @@ class Listener:
 
 
 class Events:
-    """Sends the events of GET /events to all clients. Used only on the loop's thread."""
+    """Sends changes to all clients of GET /events. Used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Events:
         call_later: Callable[[float, Callable[[], None]], object],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`call_soon` and `call_later` are the loop's."""
+        """`call_soon` and `call_later` are the event loop's methods."""
         self._selector = selector
         self._view = view
         self._call_soon = call_soon
@@ -109,7 +109,7 @@ class Events:
         return reply
 
     def close(self) -> None:
-        """Ends all streams when a shutdown begins."""
+        """Ends the streams of all clients, for a shutdown."""
         self._is_over = True
         for listener in list(self._listeners):
             self._leave(listener)
@@ -145,7 +145,7 @@ class Events:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Runs one slice of a round."""
+        """Runs one slice of computing and sending the changes."""
         ends, going = self._clock() + SLICE_S, self._round
         if going is None:
             return
@@ -172,7 +172,7 @@ class Events:
             self._start()
 
     def _tell(self) -> Iterator[None]:
-        """Runs one round: collects the changes, and sends them to each client."""
+        """Computes the changes since the last call, and sends them to each client, in steps."""
         fleet, whole, news = self._view.empty(), b"", b""
         yield from self._view.look(fleet)
         watch, told, before = self.choices, self._told, self._ranks
@@ -233,10 +233,10 @@ class Events:
 
 
 class Page:
-    """The handlers of `page_routes`."""
+    """The handlers of the routes of the page /ui."""
 
     def __init__(self, view: FleetView, events: Events, call_soon: CallSoon) -> None:
-        """`call_soon` is the loop's."""
+        """`call_soon` is the event loop's method."""
         self._view = view
         self.events: Final = events
         self._text, self._lines = page()
@@ -247,7 +247,7 @@ class Page:
         return encode_response(200, self._text, b"text/html; charset=utf-8", self._lines)
 
     def close(self) -> None:
-        """Ends all streams when a shutdown begins."""
+        """Ends all streams of GET /events, for a shutdown."""
         self.events.close()
 
     def _fleet_parts(self) -> Iterator[bytes]:

@@ -1,5 +1,5 @@
-"""Handlers for workers in both dialects: registration, changes, lists, reports of outcomes; and
-readiness.
+"""Handlers for readiness and for workers: registration, changes, lists and reports of outcomes. The
+APIs of Dynamo 1.3 and 1.6 share them.
 
 A handler gets a struct, makes one call into the core, and returns a struct. Rules are in
 `core.selection`. Spec: selection.md, selection_16.md."""
@@ -47,9 +47,9 @@ from lean_selector.wire.selection_bodies import (
 
 
 class ServiceState:
-    """The state on which readiness depends. While `is_recovering`, the index is being recovered
-    from a peer. While `is_draining`, the service shuts down but still answers. `state_fault` says
-    why the state directory cannot be written."""
+    """What GET /ready tells about the service. `is_recovering`: the index is being copied from a
+    peer. `is_draining`: the service shuts down, but still answers. `state_fault`: why the state
+    directory cannot be written."""
 
     __slots__ = ("is_draining", "is_recovering", "state_fault")
 
@@ -65,12 +65,12 @@ class ServiceState:
 
 
 class WorkerRecords:
-    """Encoded records of the workers. Used only on the loop's thread."""
+    """Caches each worker's record as JSON. Used only on the event loop's thread."""
 
     def __init__(
         self, catalog: Catalog, record: Callable[[Worker], object] = Worker.record
     ) -> None:
-        """`record` returns a worker as the API shows it."""
+        """`record` returns a worker in the form in which the API shows it."""
         self._catalog = catalog
         self._record = record
         self._encoded: dict[Worker, bytes] = {}  # some may have been removed
@@ -78,14 +78,14 @@ class WorkerRecords:
         self._revision = catalog.revision  # of `_all`; a new catalog is empty
 
     def one(self, worker: Worker) -> JsonText:
-        """Returns a worker's record. It is encoded once: a changed worker is a new object."""
+        """Returns a worker's record as JSON."""
         if len(self._encoded) > 2 * len(self._catalog.workers):  # most are gone
             self._encoded.clear()
         text = self._encoded[worker] = self._text(worker)
         return JsonText(text)
 
     def all(self) -> JsonText:
-        """Returns all records in the catalog's order. They are encoded only after a change."""
+        """Returns a JSON array of all workers' records, which is cached until a worker changes."""
         if self._revision != self._catalog.revision:
             workers = self._catalog.matching(None, None)
             self._encoded = {worker: self._text(worker) for worker in workers}
@@ -109,7 +109,7 @@ DETAILED_FIELDS: Final = SCOPE_FIELDS | DETAIL
 
 
 def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetail:
-    """Returns the current health of a worker's ranks."""
+    """Returns the current health of a worker and of each of its ranks, for answers of the API."""
     partition = catalog.partitions.get(worker.spec.key)
     rows: list[RankHealthRow] = []
     if partition is None:
@@ -138,7 +138,7 @@ def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetai
 
 
 def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType:
-    """Returns the workers that have an ejected rank, sorted; UNSET if there are none."""
+    """Returns the workers that have at least one ejected rank, by id; UNSET if there are none."""
     found: dict[int, EjectedWorker] = {}
     for partition in catalog.partitions.values():
         for worker_id, dp_rank in sorted(partition.health.out):
@@ -154,7 +154,7 @@ def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType
 
 
 class KvSources(Sources, Protocol):
-    """The sources of KV events."""
+    """Tells the state of the sources of KV events, by model and tenant or by worker."""
 
     def statuses(self, model_name: str | None, tenant_id: str | None) -> Sequence[object]: ...
 
@@ -162,7 +162,7 @@ class KvSources(Sources, Protocol):
 
 
 class WorkerHandlers(ReplicaHandlers):
-    """The handlers for workers, and their state."""
+    """The handlers of the routes for workers, and their state."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class WorkerHandlers(ReplicaHandlers):
         self._clock = clock
 
     def worker_routes(self) -> tuple[Route, ...]:
-        """Returns the routes whose bodies and answers are equal in all dialects."""
+        """Returns the routes that are the same in `--api 1.3` and `--api 1.6`."""
         report = with_warnings(with_param_and_body(worker_id_param, WorkerReport, self.report))
         return (
             ("GET", "/health", OPEN, plain(lambda: OK)),
@@ -196,7 +196,7 @@ class WorkerHandlers(ReplicaHandlers):
         return worker.record()
 
     def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
-        """Returns a worker with its current health and event sources."""
+        """Returns a worker's record with its health and the state of its KV-event sources."""
         fields = worker.shown(WorkerRecord.__struct_fields__)
         health = health_of(worker, self.selector.catalog, now)
         return WorkerDetail(**fields, health=health, kv_sources=[*sources])
@@ -207,7 +207,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._ready(self._records.all(), ejected_workers(self.selector.catalog))
 
     def ready_in_brief(self) -> Reply:
-        """Returns readiness without naming workers."""
+        """Returns the answer of GET /ready without workers, for requests without a token."""
         return self._ready(UNSET, UNSET)
 
     def _ready(

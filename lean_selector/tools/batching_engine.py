@@ -1,8 +1,8 @@
-"""An engine in virtual time: continuous batching, chunked prefill, a bounded cache.
+"""A simulated engine in virtual time: continuous batching, chunked prefill, a bounded cache.
 
 Scheduling is as in vLLM. In each iteration, every running request decodes one token, and a bounded
-number of prompt tokens is computed in order of arrival. A prompt starts when the cache has room for
-it beside the running requests. Output is not cached, because a trace lacks its tokens."""
+number of prompt tokens is computed, in order of arrival. A prompt starts when its blocks fit in the
+cache beside the blocks in use. Output is not cached, because traces have no output tokens."""
 
 import heapq
 import math
@@ -15,7 +15,7 @@ from lean_selector.tools.simulated_engines import BlockCache
 
 
 class IterationTimes(msgspec.Struct, frozen=True):
-    """Parameters of an iteration's duration. The defaults fit an 8B model on one large GPU."""
+    """How long an iteration of an engine takes. The defaults fit an 8B model on one large GPU."""
 
     base_s: float = 0.008
     prompt_token_s: float = 1 / 14_000
@@ -77,12 +77,12 @@ class SimulatedRequest:
 
     @property
     def token_gap_s(self) -> float:
-        """The mean time between output tokens, in seconds."""
+        """The mean time between two output tokens, in seconds."""
         return (self.ended_at - self.first_token_at) / max(1, self.output_tokens - 1)
 
 
 class Iteration(msgspec.Struct):
-    """The results of one iteration, or of several iterations in a row that only decoded."""
+    """The results of one iteration of an engine, or of several in a row without prefill."""
 
     evicted: list[int] = []
     first_tokens: list[SimulatedRequest] = []
@@ -90,7 +90,7 @@ class Iteration(msgspec.Struct):
 
 
 class BatchingEngine:
-    """One engine. `due` is the time at which its iteration ends; None while it is idle."""
+    """A simulated engine. `due`: when the current iteration ends; None if the engine is idle."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class BatchingEngine:
         times: IterationTimes,
         slowness: float = 1.0,
     ) -> None:
-        """`slowness` multiplies all durations of this engine."""
+        """`slowness` multiplies the duration of each iteration of this engine."""
         self.worker_id = worker_id
         self.cache = BlockCache(capacity_blocks)
         self.due: float | None = None
@@ -120,14 +120,14 @@ class BatchingEngine:
         self._is_decoding_only = False
 
     def submit(self, request: SimulatedRequest, now: float) -> None:
-        """Queues a request. If the engine only decodes, the prefill starts at the next token."""
+        """Queues a request. If the engine only decodes, prefill starts after the current token."""
         self._waiting.append(request)
         if self.due is not None and self._is_decoding_only:
             self._count = min(self._count, max(1, math.ceil((now - self._began_at) / self._each_s)))
             self.due = self._began_at + self._count * self._each_s
 
     def start(self, now: float) -> None:
-        """Begins an iteration if there is work."""
+        """Starts an iteration, if a request is queued or running."""
         times, made = self._times, Iteration()
         left = times.most_prompt_tokens
         while self._waiting and left:
@@ -156,7 +156,7 @@ class BatchingEngine:
         self.due = now + self._count * self._each_s
 
     def _admit(self, request: SimulatedRequest, made: Iteration) -> bool:
-        """Places a prompt in the cache. Returns False if the cache has no room for it."""
+        """Stores a prompt in the cache. Returns False if running requests leave no room."""
         busy = len(self._running) + len(made.first_tokens)
         if busy and (
             busy >= self._times.most_running or not self.cache.has_room_for(request.chain)
@@ -171,7 +171,7 @@ class BatchingEngine:
         return True
 
     def finish(self, now: float) -> Iteration:
-        """Ends the iteration that is due, and returns its results. Call `start` next."""
+        """Ends the current iteration, and returns its results. Call method `start` next."""
         made = self._now
         self._iterations += self._count
         self._context_tokens += self._count * len(self._running)

@@ -1,8 +1,8 @@
-"""Estimates simulated engines from a decision log, as far as the log has the data.
+"""Estimates cache size and speed of engines from a decision log, to simulate these engines.
 
-The capacity is chosen so that caches would have had as many hits with the recorded choices as the
-index predicted. The speeds are chosen so that a simulation of the recorded choices has the observed
-mean time to first token, and the observed mean time from the first token to the end."""
+The cache capacity is chosen so that simulated caches have as many hits as the selector's index
+predicted. The speeds are chosen so that the simulation has the observed mean time to first token,
+and the observed mean time from the first token to the end."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _DEFAULT = IterationTimes()
 
 
 class Engines(msgspec.Struct, frozen=True):
-    """Engines estimated from a log, and the estimated lengths of its answers."""
+    """Engines estimated from a log, and the estimated number of output tokens of each request."""
 
     fleet: Fleet
     output_tokens: list[int]
@@ -40,7 +40,7 @@ def calibrated(
     prefill_tokens_per_s: float | None = None,
     token_s: float | None = None,
 ) -> Engines:
-    """Estimates the values that are not given. Raises ServiceError if the log lacks the data."""
+    """Returns engines with the given values; estimates values that are None from the log."""
     chains = [request.chain for request in requests_of(recording.lines, 1.0)]
     if capacity is None:
         capacity = capacity_of(recording, chains)
@@ -77,7 +77,7 @@ def _times(prompt_token_s: float, pace: float) -> IterationTimes:
 
 
 def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
-    """Returns the capacity in blocks of 512 tokens, by bisection: larger caches have more hits."""
+    """Returns the estimated cache capacity per engine, in blocks of 512 tokens."""
     lines = recording.lines
     observed = sum(found_tokens(line) or 0 for line in lines)
     steps: list[tuple[float, int, int]] = []  # (time, 0: look up or 1: store, index of the request)
@@ -118,7 +118,7 @@ def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
 
 
 def _ratios(recording: Recording) -> dict[int, list[float]]:
-    """Returns seconds to first token / tokens computed until then, for each request by engine."""
+    """Returns, by engine, the seconds of prefill per computed token for each request."""
     waiting: dict[int, list[tuple[float, float]]] = {}  # engine -> (end of prefill, tokens)
     ratios: dict[int, list[float]] = {}
     for line in recording.lines:
@@ -148,8 +148,8 @@ def _slowness(
 
 
 def _gap_s(recording: Recording) -> float | None:
-    """Returns the median time between output tokens in seconds; None if too few requests reported
-    their output."""
+    """Returns the median time between output tokens in seconds; None if too few lines of the log
+    have a number of output tokens."""
     gaps = [
         decode_s(line) / line.output_length
         for line in recording.lines
@@ -161,7 +161,7 @@ def _gap_s(recording: Recording) -> float | None:
 def play_recorded(
     recording: Recording, engines: Engines, most: int | None = None
 ) -> tuple[Simulation, list[SimulatedRequest]]:
-    """Simulates the recorded choices at their recorded times."""
+    """Simulates each request on the engine that the log names, at the recorded time."""
     requests = requests_of(recording.lines, 1.0)[:most]
     for request, line, tokens in zip(
         requests, recording.lines, engines.output_tokens, strict=False
@@ -179,7 +179,7 @@ def play_recorded(
 def _fitted(
     recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
 ) -> Fleet:
-    """Returns a fleet with speeds that reproduce both means, found by the secant method."""
+    """Returns `fleet` with speeds that reproduce the observed mean times (secant method)."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)

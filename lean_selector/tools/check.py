@@ -1,7 +1,7 @@
 """`lean-selector check URL`: queries a selector, its engines and their event ports, and prints
 findings.
 
-It changes nothing, except that a probe adds a prompt to the cache of each engine."""
+It changes nothing, except that `--probe` adds a prompt to the cache of each engine."""
 
 import argparse
 import asyncio
@@ -53,8 +53,8 @@ MOST_AT_ONCE: Final = 16  # engines queried at a time
 
 @dataclass(eq=False)
 class Examination:
-    """The check of one selector. `patience_s`: how long to wait for each answer, and for the events
-    that follow a completion."""
+    """The check of one selector. `patience_s`: how many seconds to wait for each answer, and for
+    the KV events that follow a completion."""
 
     selector: AskedSelector
     engines: OutboundClient
@@ -67,7 +67,7 @@ class Examination:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def run(self) -> list[Finding]:
-        """Returns the findings. Raises NotASelector."""
+        """Runs the check, and returns its findings. Raises NotASelector."""
         facts = await self.selector.facts()
         probed: list[Finding] = []
         if self.may_probe:
@@ -148,8 +148,8 @@ _LEAST_WIDTH: Final = 60
 
 
 def table(findings: Sequence[Finding], width: int) -> Iterator[str]:
-    """Yields lines of at most `width` characters (more only for a longer word). Errors come first;
-    the advice is below each finding."""
+    """Yields findings as lines of about `width` characters, errors first. Advice follows each
+    finding, and the last line has the number of findings per level."""
     subject_width = max((len(finding.subject) for finding in findings), default=0)
     margin = len(Level.WARNING) + 2 + subject_width + 2
     room = max(width, _LEAST_WIDTH, margin + 30)
@@ -182,7 +182,7 @@ DEFAULT_URL = "http://127.0.0.1:8092"
 
 
 def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds arguments for the URL of a selector, and for credentials."""
+    """Adds command-line arguments for the URL of a selector, and for credentials."""
     parser.add_argument(
         "url",
         nargs="?",
@@ -197,8 +197,8 @@ def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selector_credentials(args: argparse.Namespace) -> Credentials:
-    """Returns the credentials given by the arguments of `add_selector_arguments`. Raises OSError
-    and ValueError for unusable files."""
+    """Returns the credentials in the arguments of `add_selector_arguments`. Raises OSError or
+    ValueError if a file is unusable."""
     if args.key_file is not None and args.cert_file is None:
         raise ValueError("--key-file requires --cert-file")
     trust = Trust(args.ca_file, args.cert_file, args.key_file)
@@ -239,8 +239,8 @@ patience = within(float, 0.001, 3600)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 if there are no errors (warnings are not errors), 1 if there are, 2 if no selector
-    answers."""
+    """Runs the check. Returns 0 if no finding is an error (warnings do not count), 1 if there are
+    errors, 2 if no selector answers, and 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector check",
         description=(
@@ -276,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _client_keys(servers_file: str | None, secret_file: str | None) -> CurveClient | None:
-    """Returns our CURVE keys; None: no encryption is used. Raises OSError and ValueError."""
+    """Returns the CURVE keys in these files; None without files. Raises OSError and ValueError."""
     if servers_file is None:
         if secret_file is not None:
             raise ValueError(f"{SECRET} requires {SERVERS}")

@@ -1,5 +1,5 @@
-"""Findings from comparing what an engine reports about itself with its registration. Nothing here
-sends a request."""
+"""Compares what an engine reports about itself with the registration of its worker. Sends no
+requests."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +10,7 @@ from lean_selector.workers.particulars import Particulars
 
 
 def judge_engine(worker: WorkerRecord, told: Particulars) -> Iterator[Finding]:
-    """Compares a worker's registration with `told`, what the engine at its endpoint reports."""
+    """Compares a worker's registration with what its engine reports about itself (`told`)."""
     subject = f"worker {worker.worker_id}"
     faults = list(_faults(worker, told, subject))
     yield from faults
@@ -59,10 +59,10 @@ def _faults(worker: WorkerRecord, told: Particulars, subject: str) -> Iterator[F
 def judge_ports(
     worker: WorkerRecord, told: Particulars, sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """Compares the endpoints that an engine reports for events and replay with the registered ones.
+    """Compares a worker's registered event and replay endpoints with those in its engine's report.
 
-    A different port may be right, for example if a container's port is mapped. The port of another
-    engine is wrong."""
+    A different port may be correct, for example if a container's port is mapped. An endpoint that
+    is registered for another worker is an error."""
     for source in sources:
         if source.worker_id == worker.worker_id:
             rank = str(source.dp_rank)

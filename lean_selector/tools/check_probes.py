@@ -1,9 +1,9 @@
-"""`check --probe`: sends a completion to each engine, then checks where the events for its blocks
-arrive.
+"""`lean-selector check --probe`: sends a completion to each engine, then checks whether the KV
+events for its blocks reach the selector.
 
-The prompts differ, which reveals events, replays or endpoints that are registered for the wrong
-engine. Only the first block is the same in all prompts, to compare the hashes that engines give it.
-Token ids are small, so that every vocabulary has them."""
+Each engine gets a different prompt, which shows whether an event or replay endpoint is registered
+for the wrong engine. Only the first block is the same in all prompts. This block shows whether all
+engines give a block the same hash. Token ids are small, so that every vocabulary has them."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ _MOST_ASKED: Final = 16  # engines whose batches are requested from a replay end
 
 @dataclass(frozen=True)
 class Asked:
-    """Settings of the probes. `patience_s`: how long to wait for an answer, and for the events."""
+    """The services to query. `patience_s`: how long to wait for each answer, and for KV events."""
 
     selector: AskedSelector
     engines: OutboundClient
@@ -40,8 +40,8 @@ class Asked:
 
 
 class Probe:
-    """The prompt for one worker: the common first block, blocks of its own, and one more token, so
-    that an engine caches all these blocks."""
+    """The prompt for one worker: a first block that all prompts share, random blocks, and one more
+    token, so that engines cache all blocks before this token."""
 
     def __init__(self, worker: WorkerRecord, first: list[int]) -> None:
         self.worker = worker
@@ -56,12 +56,12 @@ class Probe:
         return f"worker {self.worker.worker_id}"
 
     def is_in(self, stored: list[BlockStored]) -> bool:
-        """Whether these events stored the tokens of this prompt, apart from the common block."""
+        """Whether the events store this prompt's tokens, apart from the first block."""
         tokens = b"".join([_packed(list(event.token_ids)) for event in stored])
         return _packed(self.own) in tokens
 
     def first_hash(self, stored: list[BlockStored]) -> int | None:
-        """Returns the engine's hash of the first block."""
+        """Returns the hash that the engine gave the prompt's first block, or None."""
         for event in stored:
             if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
                 return event.block_hashes[0]
@@ -73,7 +73,7 @@ def _packed(tokens: list[int]) -> bytes:
 
 
 class Probes:
-    """The probes of all workers whose engine and block size are known. Use an object once."""
+    """A prompt for each worker that has an endpoint and a block size. Call `run` only once."""
 
     def __init__(self, asked: Asked, facts: SelectorFacts) -> None:
         self._asked = asked
@@ -87,7 +87,7 @@ class Probes:
         self._probes = {each.worker_id: Probe(each, firsts[each.block_size or 1]) for each in known}
 
     async def run(self) -> list[Finding]:
-        """Returns the findings. Raises NotASelector."""
+        """Sends the prompts, and returns findings about the events. Raises NotASelector."""
         probes = list(self._probes.values())
         found = dict(
             zip(self._probes, await asyncio.gather(*map(self._probe, probes)), strict=True)
@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """Sends a probe. Returns None if its blocks are not in the index in time."""
+        """Sends a prompt to its engine. Returns None if its blocks do not reach the index."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)
@@ -182,8 +182,8 @@ class Probes:
     # -- replays -----------------------------------------------------------------------------------
 
     async def _replays(self) -> list[Finding]:
-        """Returns findings about replay endpoints of the wrong engine, and about engines that hash
-        the same block differently."""
+        """Returns findings about replay endpoints that belong to another engine, and about engines
+        that give the same block different hashes."""
         sources = [
             each
             for each in self._sources
@@ -212,8 +212,8 @@ class Probes:
         return [*findings, *(each for each in alike if each is not None)]
 
     async def _replay(self, source: KvSource) -> tuple[int | None, int | None]:
-        """Returns the worker whose prompt is in the source's replay, and its hash of the first
-        block."""
+        """Requests a replay. Returns the worker whose prompt is in the replay, and the hash of the
+        prompt's first block. Each may be None."""
         own = self._probes[source.worker_id]
         starts = [source, *(each for each in self._sources if each.worker_id != source.worker_id)]
         firsts = dict.fromkeys(0 if each.last_seq is None else each.last_seq + 1 for each in starts)
@@ -262,7 +262,7 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
 
 
 def judge_hashes(hashes: dict[str, int]) -> Finding | None:
-    """Compares the hashes that engines gave the same block. `hashes`: engine -> hash."""
+    """Says whether all engines gave the same block the same hash. `hashes`: engine -> hash."""
     if len(hashes) < 2:
         return None
     if len(set(hashes.values())) == 1:

@@ -1,4 +1,4 @@
-"""The requests of `check`: to the selector, to event ports and to replay endpoints."""
+"""Requests of `lean-selector check` to the selector, event ports and replay endpoints."""
 
 import asyncio
 from typing import Final, TypeVar
@@ -23,7 +23,7 @@ from lean_selector.wire.selection_bodies import KvSource
 
 
 class OverlapRow(msgspec.Struct):
-    """The row of one rank in the answer of POST /overlap_scores, in either dialect."""
+    """A row (one rank) of the answer of POST /overlap_scores, as in Dynamo 1.3 or 1.6."""
 
     worker_id: int
     device_blocks: int = 0
@@ -40,11 +40,11 @@ _NOT_SERVED: Final = (404, 405)
 
 
 class NotASelector(Exception):
-    """No selection service answers; the message says why."""
+    """The URL does not answer as a selection service does. The message says why."""
 
 
 class AskedSelector:
-    """The running selection service at `url`: this project's or the reference."""
+    """The selection service that is checked: lean-selector or Dynamo's. `url` is its address."""
 
     def __init__(self, client: OutboundClient, url: str, timeout_s: float) -> None:
         self.url: Final = url.rstrip("/")
@@ -52,7 +52,7 @@ class AskedSelector:
         self._timeout_s = timeout_s
 
     async def facts(self) -> SelectorFacts:
-        """Queries what the findings need. Raises NotASelector."""
+        """Queries readiness, workers, sources and discoveries. Raises NotASelector."""
         try:
             ready = await self._client.get(f"{self.url}/ready", timeout_s=self._timeout_s)
             if ready.status in _NOT_SERVED:
@@ -75,14 +75,14 @@ class AskedSelector:
             raise NotASelector(error.message) from None
 
     async def fleet(self) -> Fleet:
-        """Returns the data of the page. Raises NotASelector."""
+        """Returns the answer of GET /fleet. Raises NotASelector."""
         try:
             return await self._told("/fleet", Fleet)
         except OutboundFailed as error:
             raise NotASelector(error.message) from None
 
     async def _told_if_served(self, path: str, kind: type[T]) -> T | None:
-        """Returns an answer; None without such a route. Raises OutboundFailed and NotASelector."""
+        """Returns the answer of GET `path`, or None if the service does not have this route."""
         try:
             return await self._told(path, kind)
         except OutboundFailed as error:
@@ -91,7 +91,7 @@ class AskedSelector:
             raise
 
     async def _told(self, path: str, kind: type[T]) -> T:
-        """Returns an answer. Raises OutboundFailed and NotASelector."""
+        """Returns the decoded answer of GET `path`. Raises OutboundFailed and NotASelector."""
         url = f"{self.url}{path}"
         try:
             text = await self._client.text(url, timeout_s=self._timeout_s, most_bytes=_MOST_BYTES)
@@ -104,8 +104,8 @@ class AskedSelector:
     async def cached_blocks(
         self, worker: WorkerRecord, token_ids: list[int], is_eagle: bool | None = None
     ) -> dict[int, int]:
-        """Returns worker_id -> number of cached blocks of this prompt, according to the selector's
-        index. `is_eagle` overrides the registered value.
+        """Returns worker_id -> number of blocks of the prompt `token_ids` that the selector
+        believes to be cached. `is_eagle` overrides the registered value.
 
         Raises OutboundFailed, and msgspec's DecodeError."""
         body: dict[str, object] = {
@@ -134,7 +134,7 @@ class AskedSelector:
 async def judge_port(
     resolve: Resolve, subject: str, field: str, endpoint: str, timeout_s: float
 ) -> Finding:
-    """Returns whether ZMQ listens at `endpoint`; `field` is the worker's field that has it."""
+    """Judges whether ZMQ listens at `endpoint`, which a worker's field `field` names."""
     level, what, mend = await _judged_port(resolve, endpoint, timeout_s)
     return Finding(level, subject, f"{field} {endpoint}{what}", mend)
 
@@ -191,19 +191,19 @@ _MOST_BATCHES: Final = 10_000
 
 
 class NoReplay(Exception):
-    """A replay did not end; the message says why in a few words."""
+    """An engine's replay of KV events stopped before its end. The message says why."""
 
 
 class Replays:
-    """Requests replays, on sockets of its own. Used only on the loop's thread."""
+    """Requests replays of KV events from engines. Used only on the event loop's thread."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._turns = IngestTurns()
 
     async def stored_since(self, endpoint: str, first: int, idle_s: float) -> list[BlockStored]:
-        """Returns the blocks stored by the batches from number `first` on. Waits at most `idle_s`
-        for the engine's next message.
+        """Requests a replay. Returns the blocks that batches from sequence number `first` stored.
+        Waits at most `idle_s` seconds for each message of the engine.
 
         Raises NoReplay."""
         payloads: list[bytes] = []

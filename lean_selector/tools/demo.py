@@ -1,7 +1,7 @@
-"""`lean-selector demo`: the service as a child process, with simulated engines and live traffic.
+"""`lean-selector demo`: the service as a child process, with simulated engines and traffic.
 
-Registers the engines, plays traffic until the time is over or a signal arrives, drains, stops, and
-prints a summary. The child process and the sockets are closed in any case."""
+Registers the engines, plays traffic until the time is over or a signal arrives, ends the running
+requests, stops the service, and prints a summary."""
 
 import argparse
 import asyncio
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the demo. Returns 0 if there were no errors, even if Ctrl-C or SIGTERM ended it;
-    otherwise 1."""
+    """Runs the demo. Returns 1 if there were errors, and otherwise 0, also after one Ctrl-C or
+    SIGTERM."""
     parser = argparse.ArgumentParser(
         prog="lean-selector demo",
         description=(
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Demo:
-    """One run. A signal only sets `_stop`; everything else checks `_stop`."""
+    """One run of the demo. The first Ctrl-C or SIGTERM ends the run early, with a summary."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -93,7 +93,7 @@ class Demo:
         self._engines: dict[int, SimulatedEngine] = {}
 
     async def run(self) -> tuple[list[str], int]:
-        """Returns the lines of the summary, and the number of errors. Raises ServiceError."""
+        """Runs the demo. Returns its summary and the number of errors. Raises ServiceError."""
         self._catch_signals()
         options, stopping = self._options, self._stop.is_set
         port = check_port(options.port)
@@ -118,7 +118,7 @@ class Demo:
         return ["", *player.report(left)], player.error_count
 
     def _catch_signals(self) -> None:
-        """Lets the first signal end the traffic, and the second one cancel running requests."""
+        """Makes the first signal end the traffic, and a second signal cancel the run."""
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
         assert running is not None
 
@@ -153,7 +153,7 @@ class Demo:
     async def _watch(
         self, player: Player, service: ServiceProcess, tasks: Sequence[asyncio.Task[None]]
     ) -> None:
-        """Redraws until the time is over. Raises the error of the service or of a user's task."""
+        """Redraws the output until the time is over. Raises errors of the service and `tasks`."""
         loop, seconds = asyncio.get_running_loop(), self._options.seconds
         started = drawn = loop.time()
         calls = 0
@@ -171,7 +171,7 @@ class Demo:
             await self._draw(player, now - started, rate)
 
     async def _draw(self, player: Player, elapsed_s: float, calls_per_s: float) -> None:
-        """Draws the totals; on a terminal also the fleet, as `lean-selector top` does."""
+        """Prints the totals. On a terminal, also draws the fleet as `lean-selector top` does."""
         recent = sorted(list(player.latency_s["select_and_reserve"])[-1_000:])
         p50_ms, p99_ms = percentile(recent, 0.50) * 1e3, percentile(recent, 0.99) * 1e3
         totals = (
@@ -195,7 +195,7 @@ class Demo:
         self._screen.draw([*(line[:columns] for line in head), *fleet])
 
     async def _pause(self, seconds: float) -> None:
-        """Sleeps this long, or until the run ends."""
+        """Sleeps for `seconds`; shorter if the demo is stopped in this time."""
         try:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()

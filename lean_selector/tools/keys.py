@@ -1,4 +1,4 @@
-"""`lean-selector keys`: creates a key pair for CURVE."""
+"""`lean-selector keys`: creates a key pair for CURVE, the encryption of ZeroMQ."""
 
 import argparse
 import os
@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes both files with mode 0600, and prints the public key. If that fails, returns 1 with
-    nothing written."""
+    """Writes the two key files with mode 0600, and prints the public key. Returns 0. After an
+    error, writes neither file and returns 1."""
     parser = argparse.ArgumentParser(
         prog="lean-selector keys",
         description=(
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_pair(name: str, pair: KeyPair) -> None:
-    """Writes NAME.key and NAME.key_secret, or neither. Raises OSError if one of them exists."""
+    """Writes NAME.key and NAME.key_secret, or neither. Raises OSError if either file exists."""
     public, secret = pair.public.decode(), pair.secret.decode()
     written: list[str] = []
     try:

@@ -1,4 +1,4 @@
-"""Reads a decision log for a replay: requests, the workers that served them, and observations."""
+"""Reads a decision log for a replay: requests, the workers that served them, and observed times."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +17,8 @@ _LEAST_REQUESTS = 20
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The requests of one model in a log. Engine number n of a simulation (from 1) stands for the
-    nth of `workers`."""
+    """The requests of one model in a decision log. In a simulation, engine number 1 stands for the
+    first of `workers`, engine number 2 for the second, and so on."""
 
     lines: list[DecisionLine]  # by arrival
     settings: RouterSettings
@@ -27,7 +27,7 @@ class Recording(msgspec.Struct, frozen=True):
 
     @property
     def is_shadow(self) -> bool:
-        """Whether another load balancer made the choices."""
+        """Whether another load balancer, and not lean-selector, chose the workers in the log."""
         return any(line.selected is not None for line in self.lines)
 
     def engine_of(self, line: DecisionLine) -> int:
@@ -35,7 +35,7 @@ class Recording(msgspec.Struct, frozen=True):
         return self.workers.index((line.worker, line.rank)) + 1
 
     def requests(self, output_tokens: Sequence[int]) -> list[SimulatedRequest]:
-        """Returns the requests with their original constraints, to be placed again."""
+        """Returns the log's requests for a simulation, with the workers that they may go to."""
         made = requests_of(self.lines, 1.0)
         for request, line, output in zip(made, self.lines, output_tokens, strict=True):
             request.output_tokens = output
@@ -48,24 +48,24 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def ttft_s(line: DecisionLine) -> float | None:
-    """Returns the observed time to first token in seconds, or None."""
+    """Returns the time to first token in seconds, or None if the log does not have it."""
     at_ms = line.prefill_ms if line.ttft_ms is None else line.ttft_ms
     return None if at_ms is None else at_ms / 1e3
 
 
 def decode_s(line: DecisionLine) -> float:
-    """Returns the seconds from the first token to the end; 0 if they were not observed."""
+    """Returns the seconds from the first token to the end; 0 if the log lacks either time."""
     first = ttft_s(line)
     return 0.0 if first is None or line.ended_ms is None else max(0.0, line.ended_ms / 1e3 - first)
 
 
 def found_tokens(line: DecisionLine) -> int | None:
-    """Returns how many prompt tokens the chosen rank had cached when the request was placed."""
+    """Returns how many prompt tokens the chosen rank had cached, according to the index."""
     return None if line.cached is None else min(line.cached, line.input_length)
 
 
 def read_log(paths: Sequence[Path], model: str | None) -> Recording:
-    """Returns the requests of a model in all files. Raises ServiceError, which names a bad line."""
+    """Returns the requests of a model in all files. Raises ServiceError if a line is bad."""
     headers: list[LogHeader] = []
     lines: list[DecisionLine] = []
     settings = RouterSettings()

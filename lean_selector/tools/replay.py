@@ -1,6 +1,5 @@
-"""`lean-selector replay LOG`: how other settings would have served the traffic of a decision log.
-
-The traffic is simulated in virtual time, on engines that are estimated from the log."""
+"""`lean-selector replay LOG`: shows how other settings would have served the traffic of a decision
+log. Simulates the traffic in virtual time, on engines whose speed is estimated from the log."""
 
 import argparse
 import random
@@ -30,7 +29,7 @@ NONE = "none"
 
 
 class Row(msgspec.Struct, frozen=True):
-    """The results for a set of requests. Token counts are of prompt tokens."""
+    """One line of the table of results. Token counts are of prompt tokens."""
 
     name: str
     ttft_s: list[float]  # in order of arrival
@@ -54,8 +53,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> Change:
-    """Returns the change and its interval, by a bootstrap over parts of the log. For each of its
-    requests, a part has both values."""
+    """Returns the relative change from `others` to `ours`. Both have one value per request, in the
+    same order. The confidence interval is computed by a bootstrap over parts of the log."""
     size = -(-len(ours) // PARTS)
     pairs = [
         (sum(ours[at : at + size]), sum(others[at : at + size])) for at in range(0, len(ours), size)
@@ -82,7 +81,7 @@ def _made(name: str, ttft_s: list[float], hits: int, work: Sequence[int]) -> Row
 
 
 def _average(rows: Sequence[Row]) -> Row:
-    """Averages the rows of several simulations of the same requests."""
+    """Averages the results of several simulations of the same requests."""
     return Row(
         rows[0].name,
         [fmean(each) for each in zip(*(row.ttft_s for row in rows), strict=True)],
@@ -95,7 +94,7 @@ def _average(rows: Sequence[Row]) -> Row:
 
 
 def observed(recording: Recording) -> Row:
-    """Returns the results that the log recorded."""
+    """Returns the results that the log itself has: the traffic as it was served."""
     work = [0] * len(recording.workers)
     hits = 0
     for line in recording.lines:
@@ -107,7 +106,7 @@ def observed(recording: Recording) -> Row:
 
 
 def infinite_cache_tokens(requests: Sequence[SimulatedRequest]) -> int:
-    """Returns how many prompt tokens must be computed if engines share one unbounded cache."""
+    """Returns how many prompt tokens one unbounded cache, shared by all engines, would not have."""
     seen, computed = set[int](), 0
     for request in requests:
         hit = next((n for n, each in enumerate(request.chain) if each not in seen), None)
@@ -125,8 +124,8 @@ def play(
     seed: int = 0,
     on_request: Callable[[int], None] | None = None,
 ) -> tuple[Row, list[SimulatedRequest]]:
-    """Places the requests of the log under these settings. Ties are broken at random, so this is
-    repeated, and the row is an average. Also returns the requests of the last repetition."""
+    """Simulates the log's requests with `settings`, several times, because ties are broken at
+    random. Returns the average results, and the requests of the last simulation."""
     rows, requests = list[Row](), list[SimulatedRequest]()
     for play_seed in range(seed, seed + _PLAYS):
         requests = recording.requests(engines.output_tokens)
@@ -140,7 +139,7 @@ def play(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `replay` and `tune` share."""
+    """Adds the command-line arguments that `replay` and `tune` share."""
     parser.add_argument("log", metavar="LOG", type=Path, nargs="+", help="files of a decision log")
     parser.add_argument("--model", help="the model, if the log has several")
     parser.add_argument(
@@ -170,7 +169,8 @@ def run(
     argv: Sequence[str],
     report: Callable[[argparse.Namespace, Recording, Engines], object],
 ) -> int:
-    """Runs a command. Returns its exit status, as `status_of` does."""
+    """Reads the log that `argv` names, estimates its engines, and calls `report`. Returns an exit
+    status."""
     options = parser.parse_args(argv)
 
     def work() -> None:
@@ -187,7 +187,7 @@ def run(
 
 
 def settings_of(base: RouterSettings, given: Sequence[str]) -> RouterSettings:
-    """Returns `base` with the settings in `NAME=VALUE` texts. Raises ServiceError."""
+    """Returns `base` with the settings in texts `NAME=VALUE`. Raises ServiceError."""
     fields: dict[str, object] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -231,7 +231,7 @@ def table_line(row: Row, prompt_tokens: int) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints tables. Returns 0; 1 if the log or a setting is unusable; 130 after Ctrl-C."""
+    """Prints the results. Returns 0; 1 if the log or a setting is unusable; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector replay",
         description=(
@@ -253,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The results of a replay."""
+    """The results of a replay, for the file of `--json`."""
 
     rows: list[Row]
     ttft_change: Change  # of the other settings relative to the recorded ones
@@ -307,7 +307,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
 
 
 def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
-    """Says what the choices of `base` cost, compared with `other` and with an unbounded cache."""
+    """Returns by how much `base` cost more than `other` and than an unbounded cache, as text."""
     tokens = base.computed_tokens - other.computed_tokens
     waited_s = sum(base.ttft_s) - sum(other.ttft_s)
     more = base.computed_tokens - best

@@ -1,4 +1,4 @@
-"""The selection service as a child process: starts, queries and stops it."""
+"""Runs the selection service as a child process: starts, queries and stops it."""
 
 import argparse
 import asyncio
@@ -26,7 +26,7 @@ _MOST_ANSWER_BYTES = 1 << 30  # for dumps
 
 
 class ServiceError(Exception):
-    """No answer from the service, or one with an unexpected status. The message has one line."""
+    """The service gave no answer, or an unexpected status. The message has one line."""
 
 
 Number = TypeVar("Number", int, float)
@@ -35,7 +35,7 @@ Number = TypeVar("Number", int, float)
 def within(
     kind: Callable[[str], Number], least: Number, most: float = math.inf
 ) -> Callable[[str], Number]:
-    """Returns a parser for an argument that is a finite number from `least` to `most`."""
+    """Returns a parser for a command-line argument: a finite number from `least` to `most`."""
 
     def read(text: str) -> Number:
         try:
@@ -51,7 +51,7 @@ def within(
 
 
 class HttpClient:
-    """Requests to one service. Each request that runs at the same time has its own connection."""
+    """Sends requests to one service. Concurrent requests use separate connections."""
 
     def __init__(self, url: str) -> None:
         """`url` has the form `http://host:port`."""
@@ -118,7 +118,7 @@ _PORTS = range(31_000, 32_768)
 
 
 def check_port(port: int) -> int:
-    """Returns the port, or a free one if it is 0. Raises ServiceError if the port is in use."""
+    """Returns `port`, or a free port if `port` is 0. Raises ServiceError if `port` is in use."""
     if not port:
         for candidate in random.sample(_PORTS, 100):
             with suppress(ServiceError):
@@ -134,15 +134,14 @@ def check_port(port: int) -> int:
 
 
 class ServiceProcess:
-    """A child process. Its output goes to a file: a pipe that nobody reads would block the
-    child."""
+    """A child process. Its output goes to a file, so that the child need not wait for a reader."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: IO[bytes]) -> None:
         self._process = process
         self._output = output
 
     def check(self) -> None:
-        """Raises ServiceError if the child has ended, with the last line of its output."""
+        """Raises ServiceError, with the child's last line of output, if the child has ended."""
         code = self._process.returncode
         if code is not None:
             end = self._output.seek(0, os.SEEK_END)
@@ -153,9 +152,9 @@ class ServiceProcess:
             raise ServiceError(f"the service ended with exit code {code}{words}")
 
     async def stop(self) -> None:
-        """Sends SIGTERM to the child and its own children, and SIGKILL if they take too long.
+        """Sends SIGTERM to the child's process group, waits some seconds, then sends SIGKILL.
 
-        Leaves nothing running, even if it is cancelled."""
+        Leaves nothing running, even if `stop` is cancelled."""
         self._signal(signal.SIGTERM)
         try:
             with suppress(TimeoutError):
@@ -173,7 +172,7 @@ class ServiceProcess:
 
 @asynccontextmanager
 async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProcess]:
-    """Starts a child in its own process group, so that Ctrl-C reaches only this process."""
+    """Starts the child process `command`, which Ctrl-C does not reach; stops it at the end."""
     with tempfile.TemporaryFile() as output:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -203,7 +202,7 @@ async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProces
 async def answering_service(
     port: int, stopping: Callable[[], bool]
 ) -> AsyncIterator[tuple[HttpClient, ServiceProcess]]:
-    """Starts our service on this port of loopback, and waits until it answers or `stopping()`."""
+    """Starts lean-selector on 127.0.0.1. Waits until it is healthy or `stopping()` is true."""
     command = [sys.executable, "-m", "lean_selector", "--host", HOST, "--port", str(port)]
     async with running_service(command) as service:
         with closing(HttpClient(f"http://{HOST}:{port}")) as client:
@@ -214,8 +213,8 @@ async def answering_service(
 async def wait_until_healthy(
     client: HttpClient, service: ServiceProcess, stopping: Callable[[], bool]
 ) -> None:
-    """Waits until /health answers 200, or stopping() is true. Raises ServiceError if the service
-    ends or takes too long."""
+    """Waits until GET /health answers 200, or `stopping()` is true. Raises ServiceError if the
+    service ends, or does not answer in time."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + START_TIMEOUT_S
     while not stopping():

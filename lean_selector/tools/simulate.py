@@ -1,4 +1,4 @@
-"""`lean-selector simulate TRACE`: compares policies on a trace, in virtual time."""
+"""`lean-selector simulate TRACE`: compares routing policies on a trace, in virtual time."""
 
 import argparse
 import os
@@ -38,7 +38,7 @@ _PROGRESS_S = (0.5, 10.0)  # interval of progress lines, on a terminal and elsew
 
 
 def policy_of(text: str) -> Policy:
-    """Parses `NAME` or `NAME:setting=value,...`. Raises ArgumentTypeError."""
+    """Parses a policy: `NAME` or `NAME:setting=value,...`. Raises ArgumentTypeError."""
     name, _, given = text.partition(":")
     if name in RULES:
         if given:
@@ -58,7 +58,7 @@ def policy_of(text: str) -> Policy:
 
 
 def settings_with(base: RouterSettings, given: Mapping[str, object]) -> RouterSettings:
-    """Returns `base` with these settings, whose values may be text. Raises ValueError."""
+    """Returns `base` with the settings in `given`, whose values may be text. Raises ValueError."""
     for field in given:
         if field not in RouterSettings.__struct_fields__:
             known = ", ".join(RouterSettings.__struct_fields__)
@@ -145,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table. Returns 0; 1 if the trace is unreadable; 130 after Ctrl-C."""
+    """Prints a table of policies. Returns 0; 1 if the trace is unreadable; 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="lean-selector simulate",
         description="Serve a trace in virtual time with each policy in turn: the selector's own "
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def status_of(prog: str, work: Callable[[], None]) -> int:
-    """Runs `work`. Returns 0; 1 (with a reason) for unusable data; 130 after Ctrl-C."""
+    """Runs `work`. Returns 0; 1 after a ServiceError or OSError (printed); 130 after Ctrl-C."""
     try:
         work()
     except (ServiceError, OSError) as error:
@@ -170,8 +170,8 @@ def status_of(prog: str, work: Callable[[], None]) -> int:
 
 
 class Progress:
-    """Shows progress on stderr: on a terminal a line that is updated, elsewhere a new line now and
-    then."""
+    """Shows progress on stderr: on a terminal in one line that is updated, otherwise in a new line
+    from time to time."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -192,7 +192,7 @@ class Progress:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Prints each row as soon as it is known. Raises ServiceError and OSError."""
+    """Prints each policy's results as soon as they are known. Raises ServiceError and OSError."""
     lines = list(trace_lines(options.trace, options.requests))
     if not lines:
         raise ServiceError("the trace has no request")
@@ -219,7 +219,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def header(options: argparse.Namespace, width: int, requests: int) -> list[str]:
-    """Returns a description of the simulation, and the head of a Markdown table."""
+    """Returns a description of the simulation, and the header of a Markdown table."""
     name = "made up" if options.trace is None else os.path.basename(options.trace)
     more = (
         ""

@@ -1,8 +1,7 @@
 """Simulated inference engines: requests, a bounded KV cache, a timing model, and real KV events.
 
-`EngineModel` is pure: it computes what an engine does with a request and how long that takes; `now`
-is an argument. `SimulatedEngine` runs the model in real time, and publishes changes of the cache as
-vLLM does."""
+`EngineModel` only computes what an engine does with a request and how long that takes.
+`SimulatedEngine` runs the model in real time, and publishes changes of the cache as vLLM does."""
 
 import asyncio
 import struct
@@ -20,11 +19,11 @@ _ENGINE_BITS = 0x2545_F491_4F6C_DD1D
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
-    """A prompt and the output generated for it.
+    """A prompt, and the output that an engine generates for it.
 
-    tokens: the prompt, then the output as far as it is known beforehand. The lists of hashes have
-    one signed 64-bit number per full block of tokens; the first prompt_blocks are those of the
-    prompt. output_blocks: number of blocks that decoding fills."""
+    tokens: the prompt, followed by the output tokens that are known in advance. block_hashes and
+    sequence_hashes have one signed 64-bit hash per full block of tokens; the first prompt_blocks
+    blocks belong to the prompt. output_blocks: how many blocks the output fills."""
 
     request_id: str
     tokens: Sequence[int]
@@ -38,7 +37,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
 def make_request(
     request_id: str, tokens: list[int], isl_tokens: int, output_blocks: int, block_size: int
 ) -> EngineRequest:
-    """Hashes the tokens, of which the first isl_tokens are the prompt."""
+    """Returns a request with hashed tokens. The first isl_tokens of `tokens` are the prompt."""
     local = local_hashes(tokens, block_size)
     layout = f"<{len(local) // 8}q"
     return EngineRequest(
@@ -56,9 +55,9 @@ def make_request(
 
 
 class HeldChain(msgspec.Struct, frozen=True):
-    """The result of `hold`: `hit` blocks of the chain were cached, `stored` more are cached now.
+    """How many of a request's blocks were cached already (`hit`) or were added (`stored`).
 
-    For the rest of the chain there was no room. evicted: the evicted hashes, in order."""
+    The remaining blocks did not fit. evicted: hashes of the evicted blocks, in order."""
 
     hit: int
     stored: int
@@ -66,11 +65,11 @@ class HeldChain(msgspec.Struct, frozen=True):
 
 
 class BlockCache:
-    """A paged KV cache: blocks by their chained hash, never more than `capacity`.
+    """A paged KV cache of at most `capacity` blocks, which are identified by their chained hashes.
 
-    A block is in `_users` while a sequence holds it, and otherwise in `_idle`, oldest first. A
-    chain is released from its end to its start. So in `_idle` a parent never precedes its child,
-    and a parent in `_idle` has no child in `_users`: the oldest idle block is always a leaf."""
+    A block that no request uses can be evicted. These blocks are evicted in the order in which
+    requests released them. A request releases its last block first, so a block is evicted only
+    after the blocks that follow it."""
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0, "an engine has at least one block"
@@ -85,15 +84,16 @@ class BlockCache:
         return block in self._users or block in self._idle
 
     def has_room_for(self, chain: Sequence[int]) -> bool:
-        """Whether `hold` can store the whole chain."""
+        """Whether all blocks of `chain` fit into the cache, beside the blocks in use."""
         users = self._users
         return sum(block not in users for block in chain) <= self.capacity - len(users)
 
     def hold(self, chain: Sequence[int]) -> HeldChain:
-        """Pins the cached prefix of a chain, and stores the rest as far as there is room.
+        """Pins the cached prefix of a request's blocks, and stores the other blocks while there is
+        room.
 
-        chain: distinct chained hashes, beginning with the first block of a sequence or continuing a
-        chain that the caller holds."""
+        chain: distinct chained hashes. They begin with the first block of a sequence, or continue a
+        chain on which the caller has already called `hold`."""
         users, idle = self._users, self._idle
         hit = 0
         for block in chain:
@@ -112,7 +112,7 @@ class BlockCache:
         return HeldChain(hit, stored, evicted)
 
     def release(self, chain: Sequence[int]) -> None:
-        """Releases a held chain. Its blocks stay cached until they are evicted."""
+        """Unpins blocks that `hold` has pinned. The blocks stay cached until they are evicted."""
         for block in reversed(chain):
             self._users[block] -= 1
             if not self._users[block]:
@@ -131,7 +131,7 @@ class EngineSpeed(msgspec.Struct, frozen=True):
 
 
 class RunningRequest(msgspec.Struct):
-    """A request in an engine. held: how many of its leading blocks are in the cache."""
+    """A request in an engine. held: how many of the request's first blocks are in the cache."""
 
     request: EngineRequest
     held: int
@@ -140,7 +140,7 @@ class RunningRequest(msgspec.Struct):
 
 
 class EngineModel:
-    """One engine. For each request, call admit, then decode_block per output block, then finish."""
+    """An engine. For each request, call admit, then decode_block per output block, then finish."""
 
     def __init__(self, capacity_blocks: int, block_size: int, speed: EngineSpeed) -> None:
         self.cache = BlockCache(capacity_blocks)
@@ -153,11 +153,11 @@ class EngineModel:
 
     @property
     def decode_block_s(self) -> float:
-        """The seconds that one block of one request's output takes."""
+        """The time in seconds that an engine needs to generate one block of a request's output."""
         return self.block_size / self.speed.decode_tokens_per_s
 
     def admit(self, request: EngineRequest, now: float) -> tuple[RunningRequest, HeldChain]:
-        """Places the prompt in the cache, and queues its uncached part for prefill."""
+        """Stores the prompt in the cache, and queues its uncached part for prefill."""
         placed = self.cache.hold(request.sequence_hashes[: request.prompt_blocks])
         uncached = request.isl_tokens - placed.hit * self.block_size
         started = max(now, self._prefill_free_at)
@@ -171,7 +171,7 @@ class EngineModel:
         return running, placed
 
     def decode_block(self, running: RunningRequest, index: int) -> HeldChain | None:
-        """Caches output block `index` if its tokens are known and all before it are cached."""
+        """Caches output block `index` if its tokens are known and all earlier blocks are cached."""
         at = running.request.prompt_blocks + index
         if running.held != at or at >= len(running.request.sequence_hashes):
             return None
@@ -180,20 +180,20 @@ class EngineModel:
         return placed
 
     def finish(self, running: RunningRequest) -> None:
-        """Releases the request's blocks. They stay cached until they are evicted."""
+        """Unpins the blocks of a request that has ended. The blocks stay cached until evicted."""
         self.cache.release(running.request.sequence_hashes[: running.held])
         self.active -= 1
 
 
 def hit_rate(engines: Sequence[EngineModel]) -> float:
-    """Returns the fraction of all prompt blocks that were cached; 0 if there are none."""
+    """Returns the fraction of all requests' prompt blocks that were cached; 0 without prompts."""
     return sum(e.hit_blocks for e in engines) / max(1, sum(e.prompt_blocks for e in engines))
 
 
 class SimulatedEngine(EngineModel):
-    """An EngineModel that waits in real time, and publishes events on its own sockets.
+    """An engine that takes real time for requests, and publishes KV events on its own sockets.
 
-    sleep waits for the given seconds, or less if the program stops; None: no waiting at all."""
+    sleep: waits the given seconds, or less if the program stops. None: requests take no time."""
 
     def __init__(
         self,
@@ -217,11 +217,11 @@ class SimulatedEngine(EngineModel):
 
     @property
     def published_batches(self) -> int:
-        """The number of event messages sent. They are numbered from 0."""
+        """The number of batches of KV events that the engine has sent. They are numbered from 0."""
         return self._publisher.sequence
 
     def registration(self) -> dict[str, object]:
-        """Returns the body that registers this engine as a worker."""
+        """Returns the body of POST /workers that registers this engine."""
         return {
             "worker_id": self.worker_id,
             "endpoint": f"http://127.0.0.1:{9_000 + self.worker_id}",  # never connected to
@@ -233,13 +233,13 @@ class SimulatedEngine(EngineModel):
         }
 
     def begin(self, request: EngineRequest, now: float) -> RunningRequest:
-        """Admits a request, and publishes the changes of the cache."""
+        """Admits a request at the time `now`, and publishes the changes of the cache."""
         running, placed = self.admit(request, now)
         self._publish(request, 0, placed)
         return running
 
     async def prefill(self, request: EngineRequest) -> RunningRequest:
-        """Calls `begin` now, then waits until the prompt is computed."""
+        """Admits a request, and waits until the request's prompt is computed."""
         now = asyncio.get_running_loop().time()
         running = self.begin(request, now)
         if self._sleep is not None:
@@ -247,7 +247,7 @@ class SimulatedEngine(EngineModel):
         return running
 
     async def decode(self, running: RunningRequest, index: int) -> None:
-        """Waits until output block `index` is full, then publishes it."""
+        """Waits until output block `index` is full, then publishes the block."""
         if self._sleep is not None:
             await self._sleep(self.decode_block_s)
         placed = self.decode_block(running, index)
@@ -255,8 +255,8 @@ class SimulatedEngine(EngineModel):
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
     def _publish(self, request: EngineRequest, first: int, placed: HeldChain) -> None:
-        """Publishes in one message what has changed by placing blocks of the request from `first`
-        on."""
+        """Publishes the changes of the cache in `placed` as one batch. first: how many of the
+        request's blocks come before the blocks that were passed to `hold`."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit
         stop = start + placed.stored

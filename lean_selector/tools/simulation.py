@@ -1,8 +1,8 @@
-"""Plays a trace in virtual time, with the selector's core or a simple rule and simulated engines.
+"""Plays a trace in virtual time on simulated engines, which a selector or a simple rule chooses.
 
-The core is driven as by the service: each choice is reserved, KV events change the index when an
-iteration ends, the first token calls `prefill_complete`, the last one `free`. A rule chooses from
-the same loads and index; its choice is reserved too."""
+The selector's core gets the same calls as in the service. Each choice is reserved. When an engine's
+iteration ends, the core gets KV events, `prefill_complete` for first tokens, and `free` for ended
+requests."""
 
 import heapq
 import random
@@ -48,9 +48,9 @@ _SPREAD = 0x9E37_79B9_7F4A_7C15  # odd, so that distinct ids stay distinct modul
 def requests_of(
     lines: Sequence[DecisionLine], load: float, spread: bool = False
 ) -> list[SimulatedRequest]:
-    """Returns the requests of a trace, `load` times as fast. Partial blocks are never cached.
+    """Returns a trace's requests, with their arrival times divided by `load`.
 
-    `spread`: requests with equal arrival times are spread until the next arrival time."""
+    `spread`: requests with equal arrival times are spread evenly until the next arrival time."""
     made = []
     times = sorted(line.timestamp for line in lines)
     times = [at - times[0] for at in times]
@@ -71,7 +71,7 @@ _timestamp = attrgetter("timestamp")
 
 
 def _spread(times: Sequence[float]) -> list[float]:
-    """Returns the sorted times with equal ones spread. Those at the last time stay equal."""
+    """Spreads equal times evenly until the next time. Equal times at the end stay equal."""
     spread: list[float] = []
     for at, later in pairwise(dict.fromkeys(times)):
         equal = bisect_right(times, at) - bisect_left(times, at)
@@ -91,7 +91,7 @@ def round_robin(partition: Partition, request: SimulatedRequest, turn: int, now:
 
 
 def _cheapest(partition: Partition, turn: int, cost: Callable[[tuple[int, int]], float]) -> int:
-    """Returns the worker with the lowest cost; among equals, the next in turn."""
+    """Returns the worker with the lowest cost. Workers with equal costs take turns."""
     keys = list(partition.slots.ranks)
     size = len(keys)
     return keys[min(range(size), key=lambda at: (cost(keys[at]), (at - turn) % size))][0]
@@ -104,8 +104,8 @@ def least_loaded(partition: Partition, request: SimulatedRequest, turn: int, now
 
 
 def lmetric(partition: Partition, request: SimulatedRequest, turn: int, now: float) -> int:
-    """Returns the worker with the lowest product of prefill tokens and active requests. This
-    request is included in both."""
+    """Returns the worker for which (prefill tokens x active requests), including this request, is
+    lowest."""
     ranks, matches = partition.slots.ranks, match_by_rank(partition, request.local_hashes)
 
     def cost(key: tuple[int, int]) -> float:
@@ -124,7 +124,7 @@ RULES: dict[str, Rule] = {
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """A row of the comparison: the core with these settings, or a rule instead of the core."""
+    """A policy that is compared with others: a simple `rule`, or the core with `settings`."""
 
     name: str
     settings: RouterSettings = RouterSettings()
@@ -135,7 +135,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """The engines of a run. They are assigned the values of `slowness` in turn."""
+    """The engines of a simulation. The values of `slowness` are assigned to the engines in turn."""
 
     engines: int = 8
     capacity_blocks: int = 3_000
@@ -160,7 +160,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _NoSources:
-    """Subscribes to nothing, because KV events are applied to the index directly."""
+    """Ignores subscriptions to KV events, because the simulation changes the index directly."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
@@ -175,7 +175,7 @@ class _NoSources:
 
 
 class _Router:
-    """One of the selectors. `publish` sends its events to the others."""
+    """A selector in a simulation. `publish` sends its reservations to the other selectors."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class _Router:
 
 
 class Simulation:
-    """A simulation of one policy with one fleet on one trace. It is deterministic."""
+    """The simulation of one policy on engines. The same seed gives the same results."""
 
     def __init__(self, policy: Policy, fleet: Fleet, seed: int = 0) -> None:
         self._rule = policy.rule
@@ -242,8 +242,8 @@ class Simulation:
     def run(
         self, requests: Sequence[SimulatedRequest], on_request: Callable[[int], None] | None = None
     ) -> None:
-        """Serves all requests in order of arrival. `on_request` is called with the number of
-        requests that have arrived."""
+        """Serves all requests in order of arrival. Calls `on_request` when a request arrives, with
+        the number of requests that have arrived."""
         for number, request in enumerate(requests, 1):
             while self._next_tick < request.arrived_at:
                 self._advance(self._next_tick)
@@ -351,7 +351,7 @@ def outcome(
     engines: Iterable[BatchingEngine],
     within_s: float,
 ) -> Outcome:
-    """Returns the results of a finished run."""
+    """Returns the results of a finished simulation. within_s: limit of TTFT for within_share."""
     ttft = sorted(request.ttft_s for request in requests)
     gaps = sorted(request.token_gap_s for request in requests if request.output_tokens > 1)
     work = [engine.computed_tokens for engine in engines]

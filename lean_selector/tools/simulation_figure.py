@@ -1,6 +1,4 @@
-"""Draws simulated runs as SVG: time to first token, cache hits and load over time.
-
-It needs no plotting library, so nothing must be installed."""
+"""Draws simulations as SVG, without a library: time to first token, cache hits and load."""
 
 import math
 from bisect import bisect_right
@@ -21,7 +19,7 @@ Points = list[tuple[float, float]]
 
 
 class Curves(msgspec.Struct, frozen=True):
-    """The curves of one run: a list of points for each panel."""
+    """The curves of one simulation: the points of one line in each of the three diagrams."""
 
     policy: str
     ttft: Points  # (seconds, share of requests)
@@ -30,7 +28,7 @@ class Curves(msgspec.Struct, frozen=True):
 
 
 def curves_of(policy: str, requests: Sequence[SimulatedRequest]) -> Curves:
-    """Returns the curves of a finished run. `requests` must be in order of arrival."""
+    """Returns the curves of a simulation that has ended, from its requests in order of arrival."""
     ttft = sorted(request.ttft_s for request in requests)
     step = max(1, len(ttft) // 400)
     shares = [(ttft[at], (at + 1) / len(ttft)) for at in range(0, len(ttft), step)]
@@ -57,7 +55,7 @@ def curves_of(policy: str, requests: Sequence[SimulatedRequest]) -> Curves:
 
 
 def draw(runs: Sequence[Curves]) -> str:
-    """Returns an SVG document."""
+    """Returns an SVG document with three diagrams. Each has one line per simulation."""
     parts = []
     for number, run in enumerate(runs):
         x, y = 12 + 290 * (number % 3), 20 + 18 * (number // 3)
@@ -109,8 +107,8 @@ def _panel(
     y_ticks: Sequence[tuple[float, str]],
     scaled: Callable[[float], float] = float,
 ) -> list[str]:
-    """Returns the axes from the first tick to the last, and a line for each run. `scaled` scales
-    the x axis."""
+    """Returns the SVG of a diagram: axes, which reach from the first to the last tick, and lines.
+    `scaled` transforms the values on the x axis, for example to logarithms."""
     first, last = scaled(x_ticks[0][0]), scaled(x_ticks[-1][0])
     highest = y_ticks[-1][0]
     bottom = top + 20 + _PANEL_HEIGHT

@@ -1,7 +1,7 @@
 """`lean-selector top URL`: shows the fleet of a running selector in a terminal, worst ranks first.
 
-It shows the same data as the page, from `GET /fleet`. If stdout is not a terminal, it prints all
-ranks once."""
+It shows the same data as the web page at /ui, from `GET /fleet`. If stdout is not a terminal, it
+prints all ranks once."""
 
 import argparse
 import asyncio
@@ -41,14 +41,14 @@ RankKey = tuple[int, int]
 
 
 class Screen:
-    """Lines on a terminal that are redrawn in place. `close` moves the cursor below them."""
+    """Lines on a terminal that are redrawn in place. While they are shown, the cursor is hidden."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._drawn = 0  # lines of the last drawing
 
     def draw(self, text: Sequence[str]) -> None:
-        """Replaces the previous drawing by these lines, which must fit into the terminal."""
+        """Replaces the previous drawing by the lines `text`, which must fit into the terminal."""
         back = f"\x1b[{self._drawn}A\r" if self._drawn else ""
         body = "".join(f"{line}{_CLEAR_LINE_END}\n" for line in text)
         self._out.write(f"{_HIDE_CURSOR}{back}{body}{_CLEAR_BELOW}")
@@ -62,14 +62,14 @@ class Screen:
 
 
 def printed(text: str) -> str:
-    """Replaces those characters of a received text that a terminal may interpret."""
+    """Replaces characters of a received text that a terminal might take for commands."""
     return "".join(
         letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text
     )
 
 
 def verdicts(findings: Sequence[Finding]) -> dict[tuple[int, int | None], Finding]:
-    """Returns the worst finding per worker (rank None) and per rank."""
+    """Returns the worst finding of each worker and rank. Keys: (worker, rank), (worker, None)."""
     found: dict[tuple[int, int | None], Finding] = {}
     for finding in sorted(findings, key=lambda each: _LEVELS.index(each.level), reverse=True):
         if about := _SUBJECT.fullmatch(finding.subject):
@@ -89,8 +89,8 @@ def level_of(rank: FleetRank, finding: Finding | None) -> str:
 def drawing(
     fleet: Fleet, before: dict[RankKey, FleetRank], columns: int, lines: int | None, colours: bool
 ) -> list[str]:
-    """Returns the fleet as lines of at most `columns` characters. Hit rates and times are those
-    since `before`."""
+    """Returns the fleet as lines of at most `columns` characters. Hit rates and times to first
+    token are those of the requests since the earlier state `before`."""
     worst = verdicts(fleet.findings)
     blocks = {worker.worker_id: worker.total_kv_blocks for worker in fleet.workers}
     most = max((rank.prefill_tokens for rank in fleet.ranks), default=0) or 1
@@ -146,8 +146,8 @@ def _row(rank: FleetRank, before: FleetRank | None, total: int | None, most: int
 def _sums(
     ranks: Sequence[FleetRank], before: dict[RankKey, FleetRank]
 ) -> tuple[int, int, float, int]:
-    """Returns prompt tokens, how many were cached, the sum of times to first token (s) and their
-    number: since `before`, or in total if there were no requests since."""
+    """Returns prompt tokens, cached prompt tokens, sum of TTFTs in s, and number of TTFTs: the
+    increases since `before`, or the totals if no request came after `before`."""
     now = _total(ranks)
     then = _total([before[_key(rank)] for rank in ranks if _key(rank) in before])
     if now[0] <= then[0]:
@@ -184,7 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Shows the fleet until Ctrl-C. Returns 0, or 2 if no selector answers."""
+    """Shows the fleet until Ctrl-C, or once. Returns 0, or 2 if no selector answers."""
     parser = argparse.ArgumentParser(
         prog="lean-selector top",
         description="Show the fleet of a running selector, the worst ranks first; Ctrl-C ends it.",

@@ -1,4 +1,4 @@
-"""Traces in the Mooncake format, and decision logs, which extend it."""
+"""Reads traces in the Mooncake format, and decision logs (the same format with more fields)."""
 
 import gzip
 import random
@@ -17,7 +17,7 @@ MADE_UP_REQUESTS = 12_000  # about as many as in the published conversation trac
 
 
 def prompt_tokens(line: DecisionLine) -> list[int]:
-    """Returns the tokens of the prompt. Equal hash ids get equal tokens."""
+    """Returns made-up tokens for the prompt: equal hash ids get equal tokens."""
     tokens: list[int] = []
     for hash_id in line.hash_ids:
         first = hash_id * TRACE_BLOCK_TOKENS % 2**32
@@ -26,8 +26,8 @@ def prompt_tokens(line: DecisionLine) -> list[int]:
 
 
 def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[DecisionLine]:
-    """Yields the first `limit` requests of a trace or log, which may be gzipped. Without a path,
-    generates requests.
+    """Yields the first `limit` requests of a trace or decision log, which may be gzipped. Without a
+    path, yields generated requests.
 
     Raises ServiceError, which names an unreadable line."""
     if path is None:
@@ -38,7 +38,7 @@ def trace_lines(path: Path | None, limit: int | None = None) -> Iterator[Decisio
 
 
 def log_lines(path: Path) -> Iterator[tuple[int, LogHeader | DecisionLine]]:
-    """Yields all lines with their numbers. Raises ServiceError as `trace_lines` does."""
+    """Yields (line number, decoded line) for a trace or decision log. Raises ServiceError."""
     decode = msgspec.json.Decoder(DecisionLine).decode
     decode_header = msgspec.json.Decoder(LogHeader).decode
     try:
@@ -64,7 +64,7 @@ def log_lines(path: Path) -> Iterator[tuple[int, LogHeader | DecisionLine]]:
 
 
 def made_up_lines() -> Iterator[DecisionLine]:
-    """Yields the same conversations each time, with lengths like those of the published trace."""
+    """Yields generated requests, the same at each call. Lengths resemble Mooncake's trace."""
     rng = random.Random("versus")
     fresh = 1
     talks: list[list[int]] = []
@@ -82,9 +82,9 @@ def made_up_lines() -> Iterator[DecisionLine]:
 def read_trace(
     path: Path, block_size: int, limit: int | None = None
 ) -> Iterator[tuple[float, EngineRequest]]:
-    """Yields (arrival in seconds, request) for the first `limit` lines, one at a time.
+    """Yields (arrival in seconds, request) for the first `limit` lines of a trace, one at a time.
 
-    A trace lacks the tokens of the output, so no engine caches the output. Raises ServiceError."""
+    A trace lacks the tokens of the output, so engines do not cache output. Raises ServiceError."""
     for number, line in enumerate(trace_lines(path, limit), 1):
         tokens = prompt_tokens(line)
         name, output_blocks = f"trace-{number}", line.output_length // block_size

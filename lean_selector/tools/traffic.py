@@ -1,4 +1,4 @@
-"""Traffic for the demo: conversations, played against the service."""
+"""Traffic for `lean-selector demo`: generated conversations, and a client that plays them."""
 
 import time
 from collections import deque
@@ -34,14 +34,14 @@ THINKING_S = (0.1, 0.6)
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A request, and the user's pause before the request."""
+    """One request of a conversation, and the pause of the user before the request."""
 
     thinking_s: float
     request: EngineRequest
 
 
 def conversations(seed: int, user: int) -> Iterator[Turn]:
-    """Yields the turns of one user without end; they do not depend on other users."""
+    """Yields the turns of one user without end. The turns depend only on `seed` and `user`."""
     for number in count():
         rng = Random(f"{seed}/{user}/{number}")
         system = f"{seed}/system/{rng.randrange(SYSTEM_PROMPTS)}"
@@ -75,7 +75,7 @@ class Selection(msgspec.Struct):
 
 
 class PartitionLoad(msgspec.Struct):
-    """The load of one model and tenant in the answer of /loads, with its queue."""
+    """An entry of the answer of GET /loads: load and queue of one model and tenant."""
 
     loads: list[RankLoadRow]
     pending_count: int
@@ -94,8 +94,8 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 class Player:
-    """Plays requests as a router does: select_and_reserve, prefill on the chosen engine,
-    prefill_complete, output_block per decoded block, DELETE. Views read its counters."""
+    """Plays requests as a gateway would: select_and_reserve, prefill on the chosen engine,
+    prefill_complete, output_block per decoded block, DELETE. Counts calls, results and errors."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class Player:
         stopping: Callable[[], bool],
         model_name: str,
     ) -> None:
-        """model_name: separates our workers from others that the service may have.
+        """model_name: name under which the engines are registered.
 
-        stopping: when it returns True, decoding ends early, and reservations are freed."""
+        stopping: if it returns True, decoding ends early, and reservations are freed."""
         self._client = client
         self._engines = engines
         self._stopping = stopping
@@ -122,8 +122,8 @@ class Player:
         }
 
     async def register_workers(self) -> None:
-        """Registers every engine as a worker of our model. Raises ServiceError if one is not
-        schedulable after that."""
+        """Registers every engine as a worker. Raises ServiceError if a worker then cannot be
+        chosen."""
         for engine in self._engines.values():
             body = {"model_name": self._model_name, **engine.registration()}
             answer = await self._client.call("POST", "/workers", body)
@@ -133,19 +133,19 @@ class Player:
                 raise ServiceError(f"worker {worker.worker_id} is {worker.lifecycle}: {why}")
 
     async def fleet(self) -> Fleet:
-        """Returns the fleet as the page shows it."""
+        """Returns the answer of GET /fleet."""
         return msgspec.json.decode(await self._client.call("GET", "/fleet"), type=Fleet)
 
     async def loads(self) -> list[PartitionLoad]:
-        """Returns the loads of our model from GET /loads."""
+        """Returns the load of the engines' model from GET /loads."""
         query = f"/loads?model_name={quote(self._model_name, safe='')}"
         answer = await self._client.call("GET", query)
         return msgspec.json.decode(answer, type=list[PartitionLoad])
 
     async def load_left(self) -> int:
-        """Returns the sum of requests, prefill tokens and decode blocks that /loads still counts.
+        """Returns the sum of requests, prefill tokens and decode blocks that GET /loads reports.
 
-        It is 0 if every reservation was freed and no request is queued."""
+        The sum is 0 if every reservation was freed and no request is queued."""
         return sum(
             part.pending_count
             + sum(
@@ -202,7 +202,7 @@ class Player:
             await self._timed("free", "DELETE", reservation)
 
     async def _serve(self, request: EngineRequest, selection: Selection, reservation: str) -> None:
-        """Computes the request on the chosen engine, and reports each step."""
+        """Runs the request on the chosen engine, and reports each step to the service."""
         engine = self._engines.get(selection.worker_id)
         if engine is None:
             raise ServiceError(f"the service chose worker {selection.worker_id}, which is not ours")

@@ -42,7 +42,7 @@ class Tuned(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table and the recommended settings. Returns an exit status like `replay`."""
+    """Prints a table and the recommended settings. Returns an exit status."""
     parser = argparse.ArgumentParser(
         prog="lean-selector tune",
         description=(

@@ -1,1 +1,1 @@
-"""Codecs: msgspec structs with typed encoders and decoders, which check shapes and ranges only."""
+"""Codecs of HTTP bodies, KV events and replica messages: msgspec structs that check ranges too."""

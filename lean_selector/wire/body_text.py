@@ -1,7 +1,7 @@
-"""Work on undecoded request bodies: why one is invalid (D8, D32), and fast reading of long prompts.
+"""Checks the syntax and the limits of request bodies (D8, D32), and reads long prompts fast.
 
-If a body has the wrong shape and is malformed too, the latter is reported. Checking 8 MiB of any
-content takes a fraction of a second and creates no object per value: all loops run in C."""
+A body with a syntax error is reported as malformed, even if fields have wrong types too. Checking 8
+MiB takes a fraction of a second: all loops run in C, and create no object per value."""
 
 import re
 import secrets
@@ -43,7 +43,7 @@ _COSTLY_NUMBER = re.compile(rb"[eE](?<=[0-9].)[+-]?+0*+[1-9][0-9]{2}")
 
 
 def messagepack_fault(body: bytes | bytearray) -> str:
-    """Return why `body` is not MessagePack; "" if it is, whatever its shape."""
+    """Return why `body` is not valid MessagePack, or "" if it is. Checks the syntax only."""
     try:
         _skip_messagepack(body)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -52,7 +52,7 @@ def messagepack_fault(body: bytes | bytearray) -> str:
 
 
 def json_fault(text: bytes | bytearray) -> str:
-    """Return why `text` is not JSON by the rules of D8; "" if it is, whatever its shape."""
+    """Return why `text` is not valid JSON (D8), or "" if it is. Checks the syntax only."""
     try:
         _skip_json(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -75,7 +75,7 @@ def _may_be_beyond_f64(text: bytes) -> bool:
 
 
 def _without_strings(text: bytes) -> bytes:
-    """Return a JSON text without the strings in it."""
+    """Return a JSON text with all string literals cut out."""
     if b"\\" in text:
         text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside: list[bytes] = []
@@ -88,15 +88,15 @@ def _without_strings(text: bytes) -> bytes:
 
 
 def has_costly_numbers(text: bytes | bytearray) -> bool:
-    """Whether a JSON text has more than MOST_COSTLY_NUMBERS numbers that are slow to parse. For a
-    body of token ids, two searches for a rare character suffice."""
+    """Whether a JSON text has more than MOST_COSTLY_NUMBERS (1000) numbers with an exponent of
+    three digits, which are slow to parse. The check is fast for a text without exponents."""
     if not _has_many(text, b"e") and not _has_many(text, b"E"):
         return False
     return _has_many_costly(text) and _has_many_costly(_without_strings(bytes(text)))
 
 
 def _has_many(text: bytes | bytearray, byte: bytes) -> bool:
-    """Whether `byte` occurs at least MOST_COSTLY_NUMBERS / 2 times. Fast if `byte` is rare."""
+    """Whether `byte` occurs at least MOST_COSTLY_NUMBERS / 2 (500) times. Fast for a rare byte."""
     at = -1
     for _ in range(MOST_COSTLY_NUMBERS // 2):
         at = text.find(byte, at + 1)
@@ -127,7 +127,7 @@ _read_fields = msgspec.msgpack.Decoder(dict[str, Raw]).decode
 
 
 def json_excess(body: bytes | bytearray) -> str:
-    """Return the limit that a JSON body exceeds, so that it must not be decoded; "" if none."""
+    """Return which limit (escapes, strings, lists, values) a JSON body exceeds; "" if none."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     values, lists, strings = body.count(b","), body.count(b"["), body.count(b'"') // 2
@@ -148,7 +148,7 @@ def json_excess(body: bytes | bytearray) -> str:
 
 
 def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
-    """Like `json_excess`, for a MessagePack body. Each field in `names` has a limit in bytes."""
+    """Return which limit a MessagePack body exceeds, or "". Fields in `names` have a size limit."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that encode the number of fields
@@ -207,8 +207,8 @@ _WIDE: Final = b"\xcf\xd3"  # tags of 8-byte integers, which nearly all hashes a
 
 
 def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """Return a decoder for long JSON bodies with PromptFields, which packs the lists of numbers.
-    The decoder returns None for a body that it does not support."""
+    """Return a decoder for long JSON bodies of `body_type` (a PromptFields) that packs the prompt's
+    hashes or tokens to bytes. The decoder returns None for a body that it does not support."""
     decode = msgspec.json.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:
@@ -236,7 +236,7 @@ def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _list_after(body: Body, key: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return the span of the flat list after `key`, between `start` and `end`; else (0, 0)."""
+    """Return the span of the list that follows `key` in body[start:end], or (0, 0) if none does."""
     at = body.find(key, start, end) + len(key)
     if at < len(key):
         return 0, 0
@@ -247,14 +247,14 @@ def _list_after(body: Body, key: bytes, start: int, end: int) -> tuple[int, int]
 
 
 def _list_text(name: str, body: Body, at: int, end: int) -> bytes:
-    """Return the text of a flat list. Raises BadRequest if it has more than MOST_PACKED values."""
+    """Return body[at:end], the text of list `name`. Raises BadRequest above MOST_PACKED values."""
     if end - at > 2 * MOST_PACKED and body.count(b",", at, end) >= MOST_PACKED:
         raise BadRequest(f"{name} has more than {MOST_PACKED} values")
     return bytes(body[at:end])
 
 
 def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
-    """Return the body with placeholders for the lists at `spans`; an empty span means no list."""
+    """Return the body with `cut` in place of each list in `spans`. Empty spans are skipped."""
     pieces: list[Body] = []
     done = 0
     for at, end in spans:
@@ -266,7 +266,7 @@ def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
 
 
 def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """Like `_decoded`, for JSON. Also None for non-ASCII text and for too many slow numbers."""
+    """Decode a JSON text. None: invalid, too long, not ASCII, or many numbers that parse slowly."""
     if not rest.isascii():
         return None
     if _SHORT_REST_BYTES < len(rest) <= _MOST_REST_BYTES and has_costly_numbers(rest):
@@ -275,7 +275,7 @@ def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """Decode the rest of a body, after lists were cut out; None if it is too long or invalid."""
+    """Decode a body whose long lists were cut out; None for a body that is too long or invalid."""
     if len(rest) > _MOST_REST_BYTES:
         return None
     try:
@@ -285,8 +285,8 @@ def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) -> T | None:
-    """Put the lists that were cut out back into the fields. None if a placeholder is missing,
-    because a list was part of another field or its key is repeated."""
+    """Replace the placeholders in the decoded fields by the lists that were cut out of the body.
+    Return None if a field has no placeholder: its key is repeated, or in another field's value."""
     if not isinstance(fields, PromptFields):
         return None
     if block is not None:
@@ -307,7 +307,7 @@ def _is_cut(hashes: HashList) -> bool:
 
 
 def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
-    """Decode a JSON body with a token prompt; tokens are packed to 4 bytes each."""
+    """Decode a JSON body whose prompt is a list of tokens; pack the tokens to 4 bytes each."""
     at, end = _list_after(body, _TOKEN_IDS, 0, len(body))
     tokens = packed_u32(_list_text("token_ids", body, at, end)) if end else None
     if tokens is None:
@@ -320,7 +320,7 @@ def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
 
 
 def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """MessagePack variant of `long_json_reader`; the lists must be arrays of 8-byte integers."""
+    """Return a decoder for long MessagePack bodies of `body_type` with hashes of 8 bytes each."""
     decode = msgspec.msgpack.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:
@@ -340,7 +340,7 @@ def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
 
 
 def _array_after(body: Body, key: bytes, start: int) -> tuple[int, int]:
-    """Return the span of the array after `key`, if 8-byte integers fit into it; (0, 0) if none."""
+    """Return the span of the array of 8-byte integers after `key`, or (0, 0) if none follows."""
     at = body.find(key, start, start + _HEAD_BYTES) + len(key)
     if at < len(key) or at >= len(body):
         return 0, 0
@@ -351,7 +351,7 @@ def _array_after(body: Body, key: bytes, start: int) -> tuple[int, int]:
 
 
 def array_packed(body: Body, at: int, end: int) -> bytes | None:
-    """Pack an array of 8-byte integers; None if the array has other elements."""
+    """Pack body[at:end], an array of 8-byte integers; None if the array has other elements."""
     elements = bytearray(body[at + 1 + _SIZES[body[at]] : end])
     if elements[::9].translate(None, _WIDE):
         return None

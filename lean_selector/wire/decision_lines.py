@@ -1,9 +1,9 @@
-"""The lines of a decision log: JSON objects, one per request that has ended.
+"""The lines of a decision log: JSON objects, one for each request that has ended.
 
-A line starts with the fields of a Mooncake trace (timestamp, lengths, and hash_ids of 512-token
-blocks). So a Mooncake trace is a log without the other fields. Fields ending in `_ms` count
-milliseconds from the request's arrival. A file begins with a line of settings. A process that
-continues a file of an earlier process writes another line of settings."""
+The first fields of a line are those of a Mooncake trace: timestamp, lengths, and hash_ids of
+512-token blocks. The other fields may be missing, so a Mooncake trace can be read as a log. Fields
+ending in `_ms` count milliseconds from the request's arrival. A file begins with a line of
+settings. A process that appends to an existing file also begins with a line of settings."""
 
 import msgspec
 
@@ -13,7 +13,7 @@ HEADER_START = b'{"decision_log":'
 
 
 class LogHeader(msgspec.Struct):
-    """The first line of a log file."""
+    """A line with the settings of the process that writes the lines after it."""
 
     decision_log: int  # VERSION
     share: float  # share of the requests that are logged, drawn by their ids
@@ -21,7 +21,7 @@ class LogHeader(msgspec.Struct):
 
 
 class LoggedCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The cost of a candidate rank with its terms, computed before the request was booked."""
+    """A candidate rank's cost and the cost's terms, from before the request was reserved."""
 
     worker: int
     rank: int
@@ -35,7 +35,7 @@ class LoggedCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
 
 
 class DecisionLine(msgspec.Struct, omit_defaults=True, gc=False):
-    """One request. `timestamp` is the arrival in ms; in a log, since 1970."""
+    """One request that has ended. `timestamp`: its arrival in ms (in our own logs, since 1970)."""
 
     timestamp: float
     input_length: int  # tokens

@@ -1,5 +1,5 @@
-"""The answer of GET /discovery: all discoveries, and the state of each discovered worker and peer
-(decision D22)."""
+"""The answer of GET /discovery: the state of each target of --discover and --replica-sync-discover,
+and of each discovered worker and peer (decision D22)."""
 
 from typing import Final
 
@@ -10,7 +10,7 @@ EVENTS_PORT: Final = """--discover-defaults '{"events_port":5557}'"""
 
 
 class DiscoveryState(msgspec.Struct, frozen=True):
-    """A discovery, which a flag of the service enables."""
+    """The state of one target of --discover or --replica-sync-discover."""
 
     discovery: str
     finds: str  # "workers" or "peers"
@@ -22,7 +22,7 @@ class DiscoveryState(msgspec.Struct, frozen=True):
 
 
 class DiscoveredWorker(msgspec.Struct, frozen=True):
-    """A worker that a discovery lists, or listed until a short while ago."""
+    """A worker that --discover finds, or found until a short while ago."""
 
     endpoint: str
     worker_id: int
@@ -33,7 +33,7 @@ class DiscoveredWorker(msgspec.Struct, frozen=True):
 
 
 class DiscoveredPeer(msgspec.Struct, frozen=True):
-    """A peer that a discovery lists, or listed until a short while ago."""
+    """A peer that --replica-sync-discover finds, or found until a short while ago."""
 
     endpoint: str
     # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "refused" or "itself"
@@ -51,10 +51,10 @@ class DiscoveryReport(msgspec.Struct, frozen=True):
 
 
 class KeptWorker(msgspec.Struct, frozen=True):
-    """A discovered worker as stored in the state directory: which `--discover` source found it, and
-    whether it was deleted over HTTP while that source listed it."""
+    """A discovered worker as stored in the state directory: which --discover targets found the
+    worker, and whether the worker was deleted over HTTP while a target listed it."""
 
-    key: str  # hash of its endpoint
+    key: str  # the normalized endpoint
     worker_id: int
     discoveries: list[str]
     is_removed: bool

@@ -1,9 +1,9 @@
 """The text of GET /dump: events from which a partition's index can be rebuilt.
 
-The text is written in parts of bounded work. The reader accepts dumps of any selector or standalone
-indexer. Our entries also have the model_name and tenant_id (the key alone is ambiguous if a name
-contains a colon) and the watermarks of the sources; peers ignore unknown keys. Independent of HTTP
-and of the index. Spec: indexer.md 4.1, 4.2 and 7.5."""
+The text is written in parts, so that no part blocks the event loop for long. The reader accepts
+dumps of any selector or standalone indexer. Our entries (one per partition) have three more fields,
+which the reference ignores: `model_name` and `tenant_id`, because a key MODEL:TENANT may have more
+colons, and `watermarks`, each rank's last batch number. Spec: indexer.md 4.1, 4.2, 7.5."""
 
 import struct
 from array import array
@@ -45,11 +45,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_dump(partitions: Sequence[PartitionDump], *, as_1_6: bool = False) -> Iterator[bytes]:
-    """Yield the whole text in parts, entries in the given order. With `as_1_6`, only fields of 1.6.
+    """Yield the text of GET /dump in parts. `as_1_6` selects the layout of Dynamo 1.6.
 
-    Partitions with equal keys (model `a:b` of tenant `c`, model `a` of tenant `b:c`) all appear:
-    the first has the key, and the others have the key with colons added. The names in an entry
-    distinguish them. A peer that reads only keys applies the first one correctly."""
+    Two partitions can have the same key MODEL:TENANT: model `a:b` of tenant `c`, and model `a` of
+    tenant `b:c`. The first one keeps the key, and colons are added to the other keys. The fields
+    `model_name` and `tenant_id` tell the partitions apart."""
     if not partitions:
         yield b"{}"
         return
@@ -89,7 +89,7 @@ def _keys(partitions: Sequence[PartitionDump]) -> list[str]:
 
 
 def _events(runs: Iterator[list[StoredRun]], as_1_6: bool) -> Iterator[bytes]:
-    """Yield events joined by commas. Event ids count from 0 within each tier."""
+    """Yield the runs as JSON events, joined by commas. Event ids count from 0 within each tier."""
     ids = dict.fromkeys(Tier, 0)
     part: list[bytes] = []
     blocks = 0
@@ -123,11 +123,11 @@ def _tier_event(run: StoredRun, event_id: int, as_1_6: bool) -> TierEvent | Doma
 
 
 class NotADump(ValueError):
-    """The text as a whole cannot be read; the message says why."""
+    """A text is not a valid dump; the error's message says why."""
 
 
 class BadEvent(ValueError):
-    """One event cannot be read. The other events of the entry can still be used."""
+    """One event of a dump cannot be read. The other events of its partition can still be used."""
 
 
 _decode_keys = msgspec.json.Decoder(dict[str, Raw]).decode
@@ -139,8 +139,8 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str]]:
-    """Return the entries of a dump, and for each skipped entry the reason. If an entry has no
-    names, its key is split at the last colon. Raises NotADump."""
+    """Return the partitions in a dump, and why other partitions were skipped. If the names of model
+    and tenant are missing, the key MODEL:TENANT is split at the last colon. Raises NotADump."""
     try:
         entries = _decode_keys(body)
     except _UNREADABLE as error:
@@ -168,7 +168,7 @@ def split_dump(body: bytes | bytearray) -> tuple[list[DumpedPartition], list[str
 
 
 def _watermarks(raw: Raw | UnsetType) -> dict[RankKey, int]:
-    """Return the valid watermarks. A missing watermark only costs a replay."""
+    """Return each rank's last applied batch number from a dump. Invalid numbers are left out."""
     if raw is UNSET:
         return {}
     try:
@@ -184,7 +184,7 @@ def _watermarks(raw: Raw | UnsetType) -> dict[RankKey, int]:
 
 
 def decode_event(raw: Raw) -> DumpEvent:
-    """Decode one event of an entry. Raises BadEvent."""
+    """Decode one event of a dump. Raises BadEvent."""
     try:
         return _event(_decode_tier_event(raw))
     except (*_UNREADABLE, OverflowError) as error:
@@ -218,5 +218,5 @@ def _event(read: ReadTierEvent) -> DumpEvent:
 
 
 def _hashes(hashes: list[int]) -> "array[int]":
-    """Pack hashes as unsigned 64-bit. Raises OverflowError if one is out of range."""
+    """Pack hashes as unsigned 64-bit integers. Raises OverflowError if a hash is out of range."""
     return array("Q", hashes)

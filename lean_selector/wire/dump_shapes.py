@@ -1,4 +1,4 @@
-"""The structs of a dump: the writer's input, the JSON, and what the reader accepts.
+"""The structs of GET /dump: the input of the writer, the JSON, and what the reader accepts.
 
 Reading and writing have separate types, because the reader accepts more than we ever write."""
 
@@ -15,8 +15,8 @@ from lean_selector.wire.scalars import U32, NonNegative
 
 
 class PartitionDump(msgspec.Struct, frozen=True):
-    """A partition to write. `watermarks` are the positions of the partition's sources when `runs`
-    began. `runs` may include later events; a replay applies those again, which is harmless."""
+    """One partition to write to GET /dump. `watermarks` has the number of each rank's last batch
+    before the dump. `runs` may contain blocks of later batches too."""
 
     model_name: str
     tenant_id: str
@@ -26,7 +26,7 @@ class PartitionDump(msgspec.Struct, frozen=True):
 
 
 class Block(msgspec.Struct, frozen=True, gc=False):
-    """One block that a rank holds."""
+    """One block that a rank has cached, in an event of GET /dump."""
 
     block_hash: int
     tokens_hash: int
@@ -34,7 +34,7 @@ class Block(msgspec.Struct, frozen=True, gc=False):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive blocks that a rank stores."""
+    """Consecutive blocks that a rank has cached, in an event of GET /dump."""
 
     parent_hash: int | None
     start_position: None
@@ -42,13 +42,13 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class StoredData(msgspec.Struct, frozen=True, gc=False):
-    """The content of an event. A dump stores blocks, and never removes them."""
+    """The content of an event in GET /dump: blocks that a rank has cached."""
 
     stored: Stored
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
-    """An event of one rank."""
+    """An event of one rank in GET /dump."""
 
     event_id: int
     data: StoredData
@@ -56,7 +56,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 
 
 class TierEvent(msgspec.Struct, frozen=True, gc=False):
-    """An event together with the tier of its blocks."""
+    """An event in GET /dump, together with its worker and the tier of its blocks."""
 
     worker_id: int
     storage_tier: str
@@ -64,7 +64,7 @@ class TierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
-    """A `TierEvent` of the 1.6 dialect. `residency_domain` is always "worker"."""
+    """A `TierEvent` in the layout of Dynamo 1.6. `residency_domain` is always "worker"."""
 
     worker_id: int
     storage_tier: str
@@ -73,7 +73,7 @@ class DomainTierEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Names(msgspec.Struct, frozen=True):
-    """Fields of an entry that the reference does not write; encoded without braces."""
+    """Fields that we write for each partition of a dump, and the reference does not."""
 
     model_name: str
     tenant_id: str
@@ -81,7 +81,7 @@ class Names(msgspec.Struct, frozen=True):
 
 
 class DumpedPartition(msgspec.Struct, frozen=True):
-    """One entry as it was read. `decode_event` decodes its events."""
+    """One partition, as read from a dump. `decode_event` decodes an element of `events`."""
 
     model_name: str
     tenant_id: str
@@ -91,7 +91,7 @@ class DumpedPartition(msgspec.Struct, frozen=True):
 
 
 class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive blocks that a rank holds. `local_hashes` has 8 bytes per block, little-endian."""
+    """Consecutive cached blocks of a rank. `local_hashes`: 8 bytes per block, little-endian."""
 
     worker_id: int
     dp_rank: int

@@ -1,5 +1,5 @@
-"""Findings of `lean-selector check` and of the page, and the answers from which they are
-derived."""
+"""The findings that `lean-selector check` and the web page show, and the parts of a selector's
+answers from which findings are derived."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ from lean_selector.wire.selection_bodies import KvSource, WorkerHealthDetail
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of the report."""
+    """One line in the report of `lean-selector check`."""
 
     level: str  # ok, note, warning or error
     subject: str  # "selector", "worker 3", "worker 3 rank 1"
@@ -40,14 +40,14 @@ class WorkerRecord(msgspec.Struct):
 
 
 class Readiness(msgspec.Struct):
-    """The body of GET /ready. `status` is the HTTP status."""
+    """The fields of GET /ready that `lean-selector check` reads."""
 
     recovering: bool = False
     state_fault: str | None = None  # why the state directory cannot be written
 
 
 class SelectorFacts(msgspec.Struct):
-    """What a selector reports about itself. The reference reports no sources and no discoveries."""
+    """What `lean-selector check` fetches. The reference reports no event sources or discoveries."""
 
     is_ready: bool
     workers: list[WorkerRecord]

@@ -1,4 +1,4 @@
-"""The state of the fleet, as in `GET /fleet` and the events of `GET /events`."""
+"""The state of all workers and ranks, as in `GET /fleet` and the events of `GET /events`."""
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -21,7 +21,7 @@ class FleetWorker(msgspec.Struct, frozen=True):
 
 
 class FleetRank(msgspec.Struct, frozen=True, gc=False):
-    """A rank's state, its load, and counts since the rank was registered."""
+    """A rank's state and load, and totals of its requests and tokens since its registration."""
 
     worker_id: int
     dp_rank: int
@@ -68,7 +68,7 @@ class Fleet(msgspec.Struct):
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """The changes since the previous event; if `whole` is true, the whole state."""
+    """One event of GET /events: the changes since the previous event, or all if `whole` is true."""
 
     whole: bool
     version: str
@@ -84,7 +84,7 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixTree(msgspec.Struct, frozen=True):
-    """An item of GET /prefixes: the longest prefixes in the index of a model and tenant."""
+    """An item of GET /prefixes: the runs of a partition's index with the most cached blocks."""
 
     model_name: str
     tenant_id: str

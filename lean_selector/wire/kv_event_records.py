@@ -1,8 +1,7 @@
-"""Convert a decoded event of any layout into the record that the index applies.
+"""Convert a decoded KV event of any layout into the record that the index applies.
 
-Interprets the event's fields: tiers, unsigned hashes, flat tokens, and the salt and multimodal
-hashes among the extra keys. Handles no batches, and no bytes except keys. Spec: indexer.md 1.4 and
-2.2; D26."""
+Determines the tier, makes hashes unsigned, flattens the token pairs of EAGLE, and finds the cache
+salt and the multimodal hashes among the extra keys. Spec: indexer.md 1.4 and 2.2; D26."""
 
 import re
 from typing import cast
@@ -66,14 +65,14 @@ _TIERS: dict[str | None, Tier] = {
 
 
 class Skips:
-    """Counts the events of a slice that could not be decoded, and keeps the last error text of each
-    kind. A message can have a million such events, so no object is created per event."""
+    """Counts the KV events of a batch that could not be decoded, by event type and reason. Keeps
+    one error text for each type and reason, and no object per event."""
 
     def __init__(self) -> None:
         self._by_kind: dict[tuple[str, str], SkippedEvent] = {}
 
     def add(self, tag: object, error: Exception) -> None:
-        """Count an event with this tag, because it could not be decoded."""
+        """Count an event that could not be decoded. `tag` is the event's type."""
         event_type = _EVENT_TYPES.get(tag) if isinstance(tag, str) else None
         is_unknown = event_type is None and isinstance(tag, str)
         reason = "unknown_type" if is_unknown else "malformed"
@@ -92,7 +91,7 @@ class Skips:
 
 
 def record_of(event: ArrayEvent | MapEvent) -> Event | None:
-    """Return the record for a typed event; ValueError if its fields contradict each other."""
+    """Return the record of a KV event, or None to ignore it. Raises ValueError if it is invalid."""
     if isinstance(event, ArrayStored):
         return stored_record(event)
     if isinstance(event, MapStored):
@@ -116,7 +115,7 @@ def stored_record(
     salt: str | None = None,
     infos: MultimodalInfos | None = None,
 ) -> BlockStored:
-    """Return the record for a stored event. Only the map form can have `salt` and `infos`."""
+    """Return the record of a BlockStored event. Only events in map form have `salt` and `infos`."""
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
@@ -155,7 +154,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """Return the token that follows the first `blocks` blocks, if known."""
+    """Return the token after the first `blocks` blocks, if it is among the lookahead tokens."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None
@@ -163,13 +162,13 @@ def _token_behind(lookahead: object, blocks: int) -> int | None:
 
 
 def _u64(value: Hash) -> int:
-    """Return a hash as unsigned 64-bit integer. A negative int keeps its bits. Of bytes, the last
-    eight are used, big-endian, as vLLM itself computes ints from them."""
+    """Return a hash as an unsigned 64-bit integer. A negative integer keeps its bits. A hash in
+    bytes is reduced to its last eight bytes (big-endian), as in vLLM."""
     return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value & U64_MAX
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:
-    """Return how many blocks have a hash and all their tokens (a bigram of EAGLE is one)."""
+    """Count an event's blocks with a hash and all their tokens. An EAGLE pair is one token."""
     size = event.block_size
     return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
 
@@ -185,7 +184,7 @@ def u64s(values: list[Hash]) -> list[int]:
 
 
 def _flattened(pairs: list[Token]) -> list[int]:
-    """Flatten token pairs: [(a, b), (b, c), ...] -> [a, b, c, ...]."""
+    """Flatten the token pairs of EAGLE: [(a, b), (b, c), ...] -> [a, b, c, ...]."""
     tokens: list[int] = []
     second = 0
     for pair in pairs:
@@ -204,8 +203,8 @@ def tier_of(medium: str | None) -> Tier | None:
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Whether the blocks are outside of the worker. A text in `locality` decides: LOCAL means no,
-    any other yes. Otherwise any text in `ownership` means yes. Other types are ignored (D26)."""
+    """Whether an event's blocks are outside of the worker (D26). If `locality` is a text, only
+    LOCAL means inside. Otherwise, a text in `ownership` means outside. Other types are ignored."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""
@@ -221,9 +220,9 @@ def _salt_of(keys: list[object] | None) -> str | None:
 def _mm_hashes_of_keys(
     event: ArrayStored | MapStored,
 ) -> tuple[list[list[int] | None] | None, dict[str, int] | None]:
-    """Return the multimodal hashes per block, and the counts of unknown kinds of keys. An unknown
-    key is hashed to a number that no prompt has. So the block and those below it match nothing
-    (D26)."""
+    """Return the multimodal hashes in each block's extra keys, and how many extra keys were of an
+    unknown kind, by kind. An unknown key becomes a hash that no prompt has, so that no prompt
+    matches the block or its descendants (D26)."""
     extra_keys = event.extra_keys[: _blocks(event)] if event.extra_keys else []
     if not any(extra_keys):
         return None, None
@@ -240,10 +239,10 @@ def _mm_hashes_of_keys(
 def _mm_hashes_of_block(
     keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
 ) -> list[int] | None:
-    """Return the multimodal hashes among a block's extra keys. A multimodal identifier is any text
-    with an offset, or a text of 64 hex digits that is not the adapter's name. Of 64 hex digits the
-    first 16 are the hash. Other texts, bytes and integers name things that are hashed otherwise,
-    such as an adapter."""
+    """Return the hashes of multimodal objects among a block's extra keys. An object's key is
+    [identifier, offset], or an identifier of 64 hex digits that is not the LoRA adapter's name. Of
+    64 hex digits, the first 16 are the hash; any other identifier is hashed. Offsets from `end` on
+    are skipped, and so are other keys. Keys of unknown types are counted in `unknown`."""
     hashes = []
     others = []
     for key in keys:
@@ -271,14 +270,14 @@ def _mm_hashes_of_block(
 
 
 def _mm_hashes_of_infos(infos: MultimodalInfos) -> list[list[int] | None]:
-    """Return the multimodal hashes per block; these replace the extra keys, even if empty."""
+    """Return the multimodal hashes of each block, from an event's field `block_mm_infos`."""
     return [[o.mm_hash for o in info.mm_objects] or None if info else None for info in infos]
 
 
 def rearranged(event: object) -> dict[str, object]:
-    """Return the fields of an untyped event, named as in the map form. Names and texts may be bin.
-    In the tail of an array, a field of the wrong type is omitted. Raises ValueError if `event` is
-    not an event."""
+    """Return name -> value of the fields of an event that was decoded without types. Names and
+    texts may be MessagePack bin. Optional fields at the end of an array are left out if their type
+    is wrong. Raises ValueError if `event` is neither a map nor an array."""
     if isinstance(event, list):
         fields = _by_position(event)
     elif isinstance(event, dict):

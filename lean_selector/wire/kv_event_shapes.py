@@ -1,11 +1,11 @@
-"""KV events on the wire, as typed structs: the layouts of all engines, and that of our publisher.
+"""KV events on the wire, as typed structs, in the layouts of all engines and of our publisher.
 
-Fields that are not read are left out: decoding skips other map keys, and later array positions.
-Positions of the array form, from vLLM's and SGLang's history (spec: indexer.md 1.4):
+Only the fields that we use are declared. Decoding skips other keys of a map, and later positions of
+an array. Positions in an array, from vLLM's and SGLang's history (spec: indexer.md 1.4):
 
     BlockStored   0 tag  1 block_hashes  2 parent  3 token_ids  4 block_size  5 lora_id (unused)
                   6 medium  7 lora_name, or a map with cache_salt (SGLang)  8 extra_keys
-                  9 group_idx, or block_mm_infos and the rest one further  10 kind
+                  9 group_idx (or block_mm_infos, which moves the rest by one)  10 kind
                   11 sliding window  12 locality  13 ownership  14 session id
                   15 lookahead_token_ids
     BlockRemoved  0 tag  1 block_hashes  2 medium  3 group_idx  4 kind or locality  5 ownership"""
@@ -109,7 +109,7 @@ MapEvent = MapStored | MapRemoved | MapCleared | MapIgnored
 
 
 class ArrayEvents(Struct, array_like=True, gc=False):
-    """The usual batch, `[ts, events, rank]`; the oldest vLLM and SGLang omit the rank."""
+    """The usual batch of KV events, `[ts, events, rank]`; old vLLM and SGLang omit the rank."""
 
     ts: float
     events: list[ArrayEvent]
@@ -164,7 +164,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class LoadStat(Struct, array_like=True, tag=True, gc=False):
-    """The load of SGLang, published on its own socket. Before 0.5.23 it ended with the rank."""
+    """The load that an SGLang rank publishes. SGLang before 0.5.23 ends it with `dp_rank`."""
 
     running_requests: Count
     waiting_requests: Count

@@ -1,11 +1,10 @@
 """Decode event batches of vLLM, SGLang and TRT-LLM, in all their layouts, into records.
 
 An event that cannot be decoded is skipped and counted by reason; the other events of the batch are
-used. msgspec has no union of maps and arrays, so the first event selects one of two typed decoders.
-A batch is decoded at once if it fits into a window and the typed decoder accepts it. Any other
-batch is decoded in slices of bounded work: an event that the typed decoders refuse is decoded
-untyped and normalized, and an event larger than a window becomes several records. Independent of
-the index. Spec: indexer.md 1.3 and 1.4; D25."""
+used. A small batch is decoded at once, by a typed decoder for events that are arrays or by another
+for events that are maps. A batch that is large, or that the typed decoder refuses, is decoded in
+steps of bounded work. An event of unknown layout is decoded without types. An event of more than
+WINDOW_BYTES becomes several records. Spec: indexer.md 1.3 and 1.4; D25."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -98,16 +97,16 @@ Slices = Iterator[EventBatch | None]  # in order; None: nothing to apply yet
 
 
 class NotABatch(ValueError):
-    """The payload is not an event batch, so nothing in it can be attributed to a rank."""
+    """A message is not a batch of KV events, so nothing in the message can be used."""
 
 
 class TooManyEvents(NotABatch):
-    """The message has more than MAX_BATCH_EVENTS events; none of them was decoded."""
+    """A message has more than MAX_BATCH_EVENTS KV events; no event was decoded."""
 
 
 def decode_small(payload: Bytes) -> EventBatch | None:
-    """Decode an ordinary batch at once; None if it needs `batch_slices`. Bytes after the first
-    MessagePack value are ignored."""
+    """Decode a small, ordinary batch of KV events at once. Return None for any other batch, which
+    `batch_slices` decodes. Bytes after the first MessagePack value are ignored."""
     if len(payload) > WINDOW_BYTES:
         return None
     try:
@@ -120,8 +119,8 @@ def decode_small(payload: Bytes) -> EventBatch | None:
 
 
 def batch_slices(payload: Bytes) -> Slices:
-    """Decode any batch of at most MAX_BATCH_BYTES in slices of bounded work. Raises NotABatch
-    before the first slice, and nothing else."""
+    """Decode a batch of KV events in steps of bounded work, which yield None if nothing can be
+    applied yet. Raises NotABatch at the first step, or not at all."""
     try:
         dp_rank, pieces = _rank_and_pieces(memoryview(payload))
     except NotABatch:
@@ -139,8 +138,8 @@ def batch_slices(payload: Bytes) -> Slices:
 
 
 def _rank_and_pieces(data: memoryview) -> tuple[int | None, list[tuple[memoryview, int]]]:
-    """Split a batch without decoding its events. A batch is an array; one vLLM revision sent
-    maps."""
+    """Return the rank of a batch, and its events in undecoded pieces, each with its number of
+    events. A batch is an array; one revision of vLLM sent a map."""
     count, at = count_of(data)
     if count > _MAX_FIELDS:
         raise NotABatch(f"a batch of more than {_MAX_FIELDS} fields")
@@ -178,8 +177,8 @@ def _pieces(events: ListReader[Raw]) -> list[tuple[memoryview, int]]:
 
 
 def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[bytes, Raw]:
-    """Return the undecoded fields of a large event. Raises ValueError if it is neither array nor
-    map, or has too many fields."""
+    """Return the undecoded fields of a large event. Raises ValueError if `data` is neither array
+    nor map, or has too many fields."""
     count, _ = count_of(data)
     if count > _MAX_FIELDS:
         raise ValueError(f"more than {_MAX_FIELDS} fields")
@@ -192,7 +191,7 @@ def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[byt
 
 
 def _value(data: memoryview, most: int) -> object:
-    """Decode a value. If it has more than `most` bytes, return (), which no value decodes to."""
+    """Decode a value; return () for one of more than `most` bytes. No value decodes to ()."""
     return _untyped(data) if len(data) <= most else ()
 
 
@@ -201,8 +200,8 @@ def _typed(payload: Bytes) -> ArrayEvents | MapEvents:
 
 
 def _first_event_is_array(payload: Bytes) -> bool:
-    """Guess from the byte after `[float64 ts, [`, with which all known engines start. A wrong guess
-    costs time only."""
+    """Guess whether the first event is an array, from the byte after `[float64 ts, [`. All known
+    engines start a batch in this way. A wrong guess only costs time."""
     if len(payload) < 16:
         return False
     start = 11 + {0xDC: 2, 0xDD: 4}.get(payload[10], 0)
@@ -245,7 +244,7 @@ def _batch(dp_rank: int | None, typed: Iterable[ArrayEvent | MapEvent]) -> Event
 
 
 def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | None:
-    """Return the event if it is a removal with only blocks and a tier; otherwise None."""
+    """Return `event` if it is a removal that has only block hashes and a tier; otherwise None."""
     if isinstance(event, ArrayRemoved):
         is_plain = event.group_idx is None and event.kind_or_locality is None
         return event if is_plain and event.ownership is None else None
@@ -257,7 +256,7 @@ def _plain_removal(event: ArrayEvent | MapEvent) -> ArrayRemoved | MapRemoved | 
 
 
 def _apart(dp_rank: int | None, raw_events: list[Raw]) -> EventBatch:
-    """Decode a piece with unusual content, event by event."""
+    """Decode events one by one, so that an invalid event is skipped alone."""
     events: list[Event] = []
     skips = Skips()
     for raw in raw_events:
@@ -268,8 +267,8 @@ def _apart(dp_rank: int | None, raw_events: list[Raw]) -> EventBatch:
 
 
 def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
-    """Decode one event: typed if its layout is known, otherwise untyped and normalized. None for
-    `Ignored`."""
+    """Decode one event, without types if the typed decoder refuses the event. Return None if the
+    event is ignored, or is invalid and counted in `skips`."""
     decode = _array_event if is_array(raw[0]) else _map_event
     try:
         return record_of(decode(raw))
@@ -286,11 +285,11 @@ def _read_apart(raw: memoryview, skips: Skips) -> Event | None:
 
 
 def _slices_of_large(dp_rank: int | None, data: memoryview) -> Slices:
-    """Yield the records of an event that is larger than a window, part by part.
+    """Yield the records of an event of more than WINDOW_BYTES, part by part.
 
-    All hashes are decoded before the first part, so an event that refers to itself is skipped as a
-    whole. At an invalid token the event ends: the blocks before the token are used, as if the
-    engine had sent only those."""
+    All hashes are decoded before the first part, so that an event with a repeated hash is skipped
+    as a whole. An invalid token ends the event: the parts before this token are used, as if the
+    engine had sent no other blocks."""
     tag: object = None
     try:
         fields, lists = _large_fields(data)
@@ -320,7 +319,7 @@ def _slices_of_large(dp_rank: int | None, data: memoryview) -> Slices:
 
 
 def _large_fields(data: memoryview) -> tuple[dict[str, object], dict[str, Raw]]:
-    """Return the fields of a large event by name, and apart from them its undecoded lists."""
+    """Return the fields of a large event by name, and separately its lists, still undecoded."""
     unread = _fields_of(data)
     fields: dict[str, object] = {}
     if isinstance(unread, list):
@@ -343,7 +342,7 @@ def _unless_array(raw: Raw) -> object:
 
 
 def _bound_of(event: MapStored | MapRemoved, blocks: int) -> SkippedEvent | None:
-    """Return why an event exceeds a limit and must be skipped; None if it does not."""
+    """Return a SkippedEvent if `event` has too many blocks or tokens per block, and None if not."""
     event_type = "stored" if isinstance(event, MapStored) else "removed"
     if blocks > MAX_EVENT_BLOCKS:
         return SkippedEvent(event_type, "too_many_blocks", f"it has {blocks} blocks")
@@ -399,8 +398,8 @@ def _stored_parts(event: MapStored, hashes: list[int], lists: dict[str, Raw]) ->
 
 
 def _checked_rank(rank: object) -> int | None:
-    """Return the rank. Negative means None, like nil; so does a rank beyond i32, which fits no
-    worker (as in the reference)."""
+    """Return the rank of a batch; None if it is nil or negative. Raises NotABatch if the value is
+    not a 32-bit integer."""
     if rank is None:
         return None
     if type(rank) is not int or rank not in _I32:

@@ -1,4 +1,4 @@
-"""Additions to msgspec: read a list in windows, and read a value that other bytes follow."""
+"""Additions to msgspec: read a list in pieces, and read a value followed by other bytes."""
 
 import re
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def first_value(decode: Callable[[Bytes], _T], data: Bytes) -> _T:
 
 
 def size_of(data: Bytes) -> int:
-    """Return the length in bytes of the first value; other bytes may follow."""
+    """Return the length in bytes of the first value in `data`."""
     try:
         return len(memoryview(_skip(data)))
     except msgspec.DecodeError as error:
@@ -62,16 +62,16 @@ def size_of(data: Bytes) -> int:
 
 
 def _first_end(error: msgspec.DecodeError) -> int | None:
-    """Return where the first value ends, if the error says that bytes follow the value."""
+    """Return the offset of the first value's end, if msgspec's error says that bytes follow."""
     found = _TRAILING.search(str(error))
     return int(found[1]) if found else None
 
 
 class ListReader(Generic[_T]):
-    """Reads an array in pieces, from the first value to the last."""
+    """Reads a MessagePack array in pieces, from the first value to the last."""
 
     def __init__(self, data: Bytes, decode: Callable[[bytes], list[_T]]) -> None:
-        """`decode` decodes an array of values. Raises ValueError if `data` is not an array."""
+        """`decode` decodes a MessagePack array. Raises ValueError if `data` is not an array."""
         self._data = memoryview(data)
         self._decode = decode
         self.left, self._at = count_of(self._data)
@@ -80,7 +80,7 @@ class ListReader(Generic[_T]):
             raise ValueError("not an array")
 
     def take(self, count: int) -> list[_T]:
-        """Return the next `count` values, fewer at the end; ValueError if they exceed a window."""
+        """Decode up to `count` next values. Raises ValueError for more than WINDOW_BYTES."""
         count = min(count, self.left)
         head = array_header(count)
         end = self._end_of(count)
@@ -96,8 +96,8 @@ class ListReader(Generic[_T]):
         return self._data[self._at :]
 
     def piece(self, most: int) -> tuple[memoryview, int]:
-        """Return the bytes of the next values and their number: at most `most` values that fit into
-        a window, or one larger value. Requires that values are left, and valid MessagePack."""
+        """Return the next values (at most `most`) as undecoded bytes, and their number. The bytes
+        exceed WINDOW_BYTES only for a single value. Call this only while values are left."""
         count = min(2 * self._step, most, self.left)
         end = self._end_of(count)
         while end is None and count > 1:
@@ -112,7 +112,7 @@ class ListReader(Generic[_T]):
         return found, count
 
     def _end_of(self, count: int) -> int | None:
-        """Return the offset where this many values end; None if it is beyond the window."""
+        """Return the offset where the next `count` values end; None if beyond WINDOW_BYTES."""
         window = self._data[self._at : self._at + WINDOW_BYTES]
         head = array_header(count)
         try:

@@ -1,10 +1,10 @@
-"""Decode event batches in their usual layouts into packed lists. For the compiled form.
+"""Decode event batches in their usual layouts into packed lists. Meant to be compiled.
 
-Supports events as tagged maps (what vLLM and SGLang send now) and as arrays, with hashes as numbers
-or digests, u32 tokens, an adapter and a salt. Nothing else may enter the hash. Any other batch is
-left to `kv_events.py`, and both modules produce equivalent records. No Python object is created per
-token or hash. Compiled, this saves most of the work; interpreted, this module is slower than
-`kv_events.py`. Independent of the index. Spec: indexer.md 1.4."""
+Supports events as tagged maps (what vLLM and SGLang send now) and as arrays. Hashes may be numbers
+or digests, tokens must be u32, and extra keys may be an adapter and a salt. Any other batch is left
+to `kv_events.py`; both modules produce equivalent records. No Python object is created per token or
+hash. When compiled, this module saves most of the work; when interpreted, it is slower than
+`kv_events.py`. Spec: indexer.md 1.4."""
 
 from typing import Final
 
@@ -80,12 +80,12 @@ _FIELDS: Final = {
 
 
 class _Unusual(Exception):
-    """Raised if `kv_events.py` must decode the batch."""
+    """Raised for a batch of unusual layout, which `kv_events.py` must decode."""
 
 
 def packed_batch(payload: bytes) -> EventBatch | None:
-    """Decode a whole batch; None if the layout is unusual. An event of more than PART_BLOCKS blocks
-    becomes several records. Bytes after the first value are ignored."""
+    """Decode a batch of KV events; None for an unusual layout, which `kv_events.py` must decode. An
+    event of more than PART_BLOCKS blocks becomes several records."""
     try:
         return _Reader(payload).batch()
     except (_Unusual, IndexError, UnicodeDecodeError):  # IndexError: truncated
@@ -93,7 +93,7 @@ def packed_batch(payload: bytes) -> EventBatch | None:
 
 
 class _Reader:
-    """Decodes a message from its start to its end."""
+    """Decodes one batch of KV events, from the first byte to the last."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -180,7 +180,7 @@ class _Reader:
             raise _Unusual
 
     def _fields(self, count: i64, is_stored: bool) -> i64:
-        """Read the fields of a map, in any order. Returns a bit mask of those present."""
+        """Read an event's fields from a map, in any order. Return a bit mask of the fields read."""
         seen: i64 = 0
         while count > 0:
             count -= 1
@@ -365,7 +365,7 @@ class _Reader:
             write_i64_le(out, self._hash())
 
     def _hash(self) -> i64:
-        """Read a hash: a 64-bit number (as signed), or a digest (its last eight bytes)."""
+        """Read a hash as a signed 64-bit number. A digest is cut to its last eight bytes."""
         data, at = self._data, self._at
         tag: i64 = data[at]
         if tag == 0xCF or tag == 0xD3:
@@ -458,14 +458,14 @@ class _Reader:
         return self._data[start : self._at].decode()
 
     def _here(self) -> None:
-        """Read a locality. Raises _Unusual unless it is LOCAL or nil."""
+        """Read the locality of an event's blocks. Raises _Unusual unless it is LOCAL or nil."""
         word = self._text()
         if word is not None and word.upper() != "LOCAL":
             raise _Unusual
 
     def _plain_keys(self) -> None:
-        """Read extra keys that are short texts: an adapter, a salt. The first block's keys may
-        include a salt with our prefix. Other texts name things that are hashed elsewhere."""
+        """Read an event's extra keys, which must be short texts. Stores the cache salt: the first
+        text that begins with ENGINE_SALT_PREFIX, in the first block. Skips other texts."""
         count: i64 = self._array()
         is_first = True
         while count > 0:
@@ -485,7 +485,7 @@ class _Reader:
             is_first = False
 
     def _step_over(self, left: i64 = 1) -> None:
-        """Skip this many values of any kind, with everything nested in them."""
+        """Skip `left` values of any kind, with everything nested in them."""
         data, size = self._data, i64(len(self._data))
         while left > 0:
             left -= 1
@@ -517,7 +517,7 @@ class _Reader:
                 raise _Unusual
 
     def _unused(self) -> None:
-        """Skip a value that is not used. Raises _Unusual for a text or a list."""
+        """Skip a field that is not used. Raises _Unusual if the value is a text or a list."""
         tag: i64 = self._data[self._at]
         is_fixed: bool = tag >= 0x90 and tag < 0xC0
         if is_fixed or (tag >= 0xC4 and tag <= 0xC6) or (tag >= 0xD9 and tag <= 0xDD):
@@ -540,7 +540,7 @@ class _Reader:
 
 
 def _differ(names: bytes, parent: int | None) -> bool:
-    """Whether all hashes differ, from each other and from the parent."""
+    """Whether all block hashes differ from each other and from the parent's hash."""
     count: i64 = i64(len(names)) >> 3
     others = names
     if parent is not None:

@@ -1,8 +1,8 @@
-"""The forms in which a request can give its prompt, and how they are normalised.
+"""The forms in which a request can give its prompt, and their conversion to a `Prompt`.
 
-The order of the checks and their texts follow spec selection.md 1.4: multimodal routing info, then
-token ids, then hashes with `isl_tokens`. The first form that is present is used; the others are
-only validated. Independent of workers."""
+The order of the checks and the error texts follow spec selection.md 1.4: multimodal routing info,
+then token ids, then hashes with `isl_tokens`. The first form that is present is used; the others
+are only validated."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ from lean_selector.wire.selection_bodies import PromptFields
 
 
 def binary_form(body_type: type[Any]) -> type[Any]:
-    """MessagePack variant of a body: hash lists are arrays (integers of either sign) or `bin`."""
+    """Return the variant of a body's type for MessagePack: hash lists are int arrays or `bin`."""
     return _with_hash_lists(body_type, "Binary", bytes | tuple[int, ...] | None)
 
 
 def short_form(body_type: type[Any]) -> type[Any]:
-    """Return the variant of a body for short JSON: hash lists are decoded directly."""
+    """Return the variant of a body's type for short JSON: hash lists become Python lists."""
     return _with_hash_lists(body_type, "Short", list[int] | None)
 
 
@@ -43,9 +43,9 @@ def _with_hash_lists(body_type: type[Any], prefix: str, hashes: object) -> type[
 def prompt_to_select(
     fields: PromptFields, block_size: int, is_eagle: bool, *, may_be_empty: bool = False
 ) -> Prompt:
-    """Return the prompt for a route that matches prompts against the index. Raises BadRequest with
-    the documented text (unless `may_be_empty`, also for an empty prompt), and
-    msgspec.ValidationError for a wrong shape."""
+    """Return the prompt of a request whose blocks are looked up in the index. Raises BadRequest for
+    an invalid prompt, and msgspec.ValidationError for a field of wrong type. `may_be_empty` allows
+    an empty list of tokens."""
     if fields.token_ids is not None or fields.mm_routing_info is not None:
         prompt = _from_tokens(fields, block_size, is_eagle)
         if prompt is not None:
@@ -58,8 +58,8 @@ def prompt_to_select(
 def prompt_to_book(
     fields: PromptFields, block_size: int, is_eagle: bool, *, is_learned: bool = False
 ) -> Prompt:
-    """Return the prompt for `/reservations`, which may be empty. Block hashes are read only if
-    `is_learned` is set: booked prompts are then assumed cached."""
+    """Return the prompt, which may be empty, of a request to POST /reservations. Block hashes are
+    read only if `is_learned`, which means that reserved prompts are assumed to be cached."""
     prompt = _from_tokens(fields, block_size, is_eagle)
     if prompt is not None:
         return prompt
@@ -70,7 +70,7 @@ def prompt_to_book(
 
 
 def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
-    """Return a prompt given as hashes. `with_local`: it needs as many block hashes."""
+    """Return a prompt that is given as hashes. `with_local` requires `block_hashes` too."""
     local = b""
     if with_local:
         if is_absent(fields.block_hashes):
@@ -96,7 +96,7 @@ def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
 
 
 def _from_tokens(fields: PromptFields, block_size: int, is_eagle: bool) -> Prompt | None:
-    """Return a prompt given as tokens; None if there are none."""
+    """Return a prompt given as tokens, or None if the request has no tokens."""
     info = fields.mm_routing_info
     if info is not None and info.routing_token_ids:
         tokens: list[int] | bytes = info.routing_token_ids

@@ -1,14 +1,14 @@
 """Replica-sync messages: the frames that selectors and slot trackers publish to each other.
 
-Implements the MessagePack layout of slot_tracker.md section 3.2, and section 3.4: which input is
-accepted. Independent of sockets, and of the effect of an event. Frames contain the group under both
-of its names, because 1.3 receivers need `tenant_id` and later ones `routing_group`; the decoder
-accepts either one. Our events also carry a number (decision D24), in a key that the reference
+The MessagePack layout follows slot_tracker.md section 3.2; section 3.4 says which input is
+accepted. This module opens no sockets and applies no events. Frames contain the tenant under two
+names: 1.3 receivers need `tenant_id`, and later receivers `routing_group`. The decoder accepts
+either name. Our events also have a sequence number (decision D24), in a key that the reference
 ignores. The reference also ignores our heartbeat, which has another topic.
 
-The typed decoder accepts keys in any order, unknown keys, and missing keys that have a default. It
-reads only maps, since every sender writes maps; the reference also accepts positional arrays,
-integer keys, and bytes for text. The frames of sessions follow selection_16.md section 6.1."""
+The decoder accepts keys in any order and unknown keys; keys with a default may be missing. It reads
+only maps, since every sender writes maps; the reference also accepts positional arrays, integer
+keys, and bytes for text. Messages about sessions follow selection_16.md section 6.1."""
 
 import struct
 from collections.abc import Sequence
@@ -51,11 +51,11 @@ NANOS = 1_000_000_000
 
 
 class UndecodableFrames(ValueError):
-    """The message is not a replica event; the error text says why."""
+    """A message from another replica cannot be decoded; the error text says why."""
 
 
 class TooBig(UndecodableFrames):
-    """The message is larger than any event."""
+    """A message from another replica is larger than any valid message."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -75,7 +75,7 @@ _KIND: dict[str, EventKind] = {name: kind for kind, name in _KIND_NAME.items()}
 
 
 def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
-    """Return the second frame of an event, with its number if given. The first is always TOPIC."""
+    """Return the second ZMQ frame of a replica event, with its number. The first frame is TOPIC."""
     booking = event.booking
     data: Literal["MarkPrefillCompleted", "Free"] | AddVariant
     if event.kind is EventKind.ADD:
@@ -117,8 +117,8 @@ def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
 def _token_sequence(hashes: bytes) -> msgspec.Raw:
     """Encode hashes (8 bytes LE each) as a MessagePack array of integers in their shortest form.
 
-    Via Python integers, a million hashes take 160 ms. Usually no hash is below 2^32, which one
-    comparison of all upper halves shows. Then each is encoded as `cf` and 8 bytes, in 15 ms."""
+    A hash of at least 2^32 takes 9 bytes: `cf` and the number. If all hashes are that large, as
+    usual, a million hashes take 15 ms. Otherwise a million hashes take 160 ms."""
     count = len(hashes) // 8
     if count >= _MANY_HASHES:
         upper = 0
@@ -136,7 +136,7 @@ def _token_sequence(hashes: bytes) -> msgspec.Raw:
 
 
 def encode_heartbeat(router_id: int, sequence: int) -> bytes:
-    """Return the second frame of a heartbeat; the first is HEARTBEAT_TOPIC."""
+    """Return the second ZMQ frame of a replica's heartbeat; the first is HEARTBEAT_TOPIC."""
     return _encode(Heartbeat(router_id, sequence))
 
 
@@ -151,7 +151,7 @@ def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
 
 
 def encode_session(event: SessionEvent) -> bytes:
-    """Return the second frame of a session event; the first is always SESSION_TOPIC."""
+    """Return the second ZMQ frame of a session's binding; the first frame is SESSION_TOPIC."""
     return _encode(
         SessionEnvelope(
             model_name=event.model_name,
@@ -166,7 +166,7 @@ def encode_session(event: SessionEvent) -> bytes:
 
 
 def decode_session(frames: Sequence[bytes]) -> SessionEvent:
-    """Decode the session binding in a received message. Raises UndecodableFrames."""
+    """Decode a session's binding from a received message. Raises UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
     payload = frames[1]
@@ -188,7 +188,7 @@ def decode_session(frames: Sequence[bytes]) -> SessionEvent:
 
 
 def payload_of(frames: Sequence[bytes]) -> bytes:
-    """Return the payload of a received message. Raises UndecodableFrames."""
+    """Return the second of the two ZMQ frames of a replica event. Raises UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
     if frames[0] != TOPIC:  # a subscription is for a prefix, so longer topics arrive too
@@ -199,7 +199,7 @@ def payload_of(frames: Sequence[bytes]) -> bytes:
 
 
 def decode_event(payload: bytes) -> ReplicaEvent:
-    """Decode the event in a second frame. Raises UndecodableFrames."""
+    """Decode a replica event from its second ZMQ frame. Raises UndecodableFrames."""
     try:
         envelope = first_value(_decode_envelope, payload)  # bytes after the map are ignored
         data = envelope.event.data
@@ -260,11 +260,11 @@ def _event_of(envelope: Envelope, hashes: bytes) -> ReplicaEvent:
 
 
 def _hashes(raw: msgspec.Raw) -> bytes:
-    """Pack an array of u64 (or nil) to 8 bytes LE per hash.
+    """Pack a MessagePack array of u64 (or nil) to 8 bytes LE per hash.
 
-    Nearly all hashes are above 2^32, so every element is `cf` and 8 bytes. If the header agrees
-    with the length, and each ninth byte is `cf`, eight strided copies reverse the bytes. This takes
-    6 us for 815 blocks, against 23 us via integers."""
+    A hash of at least 2^32 takes 9 bytes: `cf` and the number. If all hashes are that large, as
+    usual, slices of the array are copied, which takes 6 us for 815 blocks. Otherwise each hash is
+    decoded, which takes 23 us."""
     data = bytes(raw)
     if data == _NIL:
         return b""

@@ -1,5 +1,5 @@
-"""Messages between replicas, as typed structs: events, heartbeats, snapshots. Also the bodies of
-the routes for peers, where an endpoint may have either of its two names (D18, D22)."""
+"""Messages between replicas, as typed structs: events, heartbeats, snapshots. Also the bodies and
+answers of the routes for peers (D18, D22)."""
 
 from typing import Annotated, Literal
 
@@ -55,14 +55,14 @@ class Envelope(msgspec.Struct, gc=False, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, gc=False):
-    """How many events a replica has published so far."""
+    """The heartbeat of a replica: how many events it has published so far."""
 
     router_id: U64
     lean_sequence: U64
 
 
 class SessionEnvelope(msgspec.Struct, gc=False, kw_only=True):
-    """The binding of a session to a rank; fields in the reference's order."""
+    """A replica's message that binds a session to a worker or rank. Field order as in Dynamo."""
 
     model_name: str
     routing_group: str
@@ -107,7 +107,7 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """A SnapshotLine in encoded form, without the age and the other fields that can change."""
+    """An encoded SnapshotLine without its age, and the values of its two fields that can change."""
 
     before: bytes  # the encoded text after the age
     after: bytes
@@ -121,7 +121,7 @@ class SessionListHead(msgspec.Struct):
 
 
 class SessionLine(msgspec.Struct, gc=False):
-    """One bound session, in GET /replica_sync/sessions."""
+    """A session that is bound to a worker or rank, in GET /replica_sync/sessions."""
 
     model_name: str
     tenant_id: str
@@ -147,7 +147,7 @@ class PeerRequest(msgspec.Struct):
 
 
 class PeerUrlRequest(PeerRequest):
-    """POST /register_peer and /deregister_peer, as in the slot tracker's source document."""
+    """The body of POST /register_peer and /deregister_peer, where the endpoint is named `url`."""
 
     endpoint: str = msgspec.field(name="url")
 
@@ -163,7 +163,7 @@ class PeerState(msgspec.Struct, frozen=True):
 
 
 class PublisherState(msgspec.Struct, frozen=True):
-    """The state of one replica that numbers its events."""
+    """What this replica knows about another replica that numbers its events."""
 
     router_id: int
     sequence: int  # number of the last event that we know this replica published
@@ -173,7 +173,7 @@ class PublisherState(msgspec.Struct, frozen=True):
 
 
 class CurveState(msgspec.Struct, frozen=True):
-    """The state of CURVE encryption. Public keys are Z85 text."""
+    """The state of CURVE encryption between replicas. Public keys are Z85 text."""
 
     public_key: str  # public key of this replica
     peer_keys: int  # number of peer keys that are admitted

@@ -27,7 +27,7 @@ _Head = TypeVar("_Head")
 
 
 class BadSnapshot(ValueError):
-    """The text is not a snapshot; the message says why."""
+    """A text is not a valid snapshot or list of sessions; the error's message says why."""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -40,8 +40,8 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
-    """Yield the text in parts. `clock` returns monotonic seconds, from which ages are computed.
-    `sequence`: how many events this replica has published; `listed` must include their effects."""
+    """Yield the text of GET /replica_sync/snapshot in parts. `clock` returns monotonic seconds, for
+    ages. `listed` must reflect the first `sequence` events that this replica published."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:
@@ -51,8 +51,8 @@ def encode_snapshot(
 
 
 def snapshot_head(router_id: int, sequence: int) -> bytes:
-    """Return the text before the first line. Each line starts with a line feed; a comma separates
-    lines."""
+    """Return the start of a snapshot's text, up to the first reservation. Each reservation is on a
+    new line; a comma separates reservations."""
     return b'{"version":1,"router_id":%d,"sequence":%d,"reservations":[' % (router_id, sequence)
 
 
@@ -85,7 +85,7 @@ _NO_AGE = b'"age_s":0.0'  # cannot be part of a string, where quotes are escaped
 
 
 class SnapshotLines:
-    """Caches encoded lines between snapshots, because most of a line does not change.
+    """Caches each reservation's text for the next snapshot, because most text stays the same.
 
     Call `begin` for each snapshot, then `line` for each reservation. A reservation is dropped from
     the cache if it got no `line` call since the last `begin`. The cache takes some 400 bytes per
@@ -115,7 +115,7 @@ class SnapshotLines:
 
 
 class SnapshotParts(NamedTuple):
-    """A snapshot that is split into lines; the reservations are not decoded yet."""
+    """A snapshot split into lines, one per reservation; the reservations are not decoded yet."""
 
     router_id: int
     sequence: int  # how many events the replica had published; 0: not given
@@ -123,13 +123,13 @@ class SnapshotParts(NamedTuple):
 
 
 def split_snapshot(text: bytes) -> SnapshotParts:
-    """Split a snapshot into lines. Raises BadSnapshot."""
+    """Split a snapshot into lines, one per reservation. Raises BadSnapshot."""
     about, lines = _split(text, _decode_head, "snapshot")
     return SnapshotParts(about.router_id, about.sequence, lines)
 
 
 def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_Head, list[bytes]]:
-    """Return the decoded head of a text, and its lines, one per item."""
+    """Return the decoded fields before the list in `text`, and the list's lines, one per item."""
     head, *lines = text.rstrip().split(b"\n")
     try:
         about = decode(head + b"]}")
@@ -141,8 +141,8 @@ def _split(text: bytes, decode: Callable[[bytes], _Head], what: str) -> tuple[_H
 
 
 def decode_line(line: bytes, clock: float) -> LiveBooking:
-    """Decode one reservation. `clock` is the current time of a clock; the times returned are on
-    that clock. Raises BadSnapshot."""
+    """Decode one reservation of a snapshot. `clock` is the current time in seconds. The time of the
+    reservation's last event is `clock` minus the age in the line. Raises BadSnapshot."""
     try:
         read = _decode_line(line.removesuffix(b","))
         hashes = hashes_from_json("sequence_hashes", read.sequence_hashes)
@@ -194,13 +194,13 @@ def encode_session_list(sessions: Iterable[LiveSession]) -> Iterator[bytes]:
 
 
 def split_session_list(text: bytes) -> list[bytes]:
-    """Split a list of sessions into lines. Raises BadSnapshot."""
+    """Split GET /replica_sync/sessions into lines, one per session. Raises BadSnapshot."""
     _, lines = _split(text, _decode_session_head, "list of sessions")
     return lines
 
 
 def decode_session_line(line: bytes) -> LiveSession:
-    """Decode one session. Raises BadSnapshot."""
+    """Decode one session from GET /replica_sync/sessions. Raises BadSnapshot."""
     try:
         read = _decode_session_line(line.removesuffix(b","))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,7 +1,7 @@
 """Scalars on the wire: integers and lists of them, hashes, and the names of a partition.
 
 In JSON, hashes are signed 64-bit integers. Internally a list of hashes is `bytes`, 8 per block,
-little-endian (signed and unsigned have the same bits). Only this module converts the two."""
+little-endian, whether signed or not. Only this module converts between these two forms."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ DEFAULT_GROUP = "default"
 
 
 def group_of(tenant_id: str | UnsetType, routing_group: str | UnsetType) -> str:
-    """Return the tenant under either name. Raises BadRequest if both are given and differ."""
+    """Return the tenant from either of its two names; BadRequest if both are given and differ."""
     if tenant_id is UNSET:
         return DEFAULT_GROUP if routing_group is UNSET else routing_group
     if routing_group is not UNSET and routing_group != tenant_id:
@@ -46,7 +46,7 @@ _decode_integers = msgspec.json.Decoder(list[int]).decode
 
 
 def _simdjson_parse() -> Callable[[bytes], Any] | None:
-    """Return simdjson's JSON parser; None if simdjson is not installed."""
+    """Return simdjson's JSON parser; None if it is not installed or cannot be used."""
     try:
         parse: Callable[[bytes], Any] = import_module("simdjson").Parser().parse
     except ImportError:
@@ -58,15 +58,15 @@ _parse = _simdjson_parse()
 
 
 def packed_signed(text: bytes) -> bytes | None:
-    """Pack a JSON list of integers from -(2**63) to 2**63 - 1 to 8 bytes little-endian each. None
-    for any other text."""
+    """Pack a JSON list of signed 64-bit integers, 8 bytes little-endian each. Return None for any
+    other text."""
     if _parse is not None:
         return packed_with(_parse, text, "i")
     return packed_by_msgspec(text, "q")
 
 
 def packed_u32(text: bytes) -> bytes | None:
-    """Pack a JSON list of integers from 0 to 2**32 - 1 to 4 bytes little-endian each. None for any
+    """Pack a JSON list of unsigned 32-bit integers, 4 bytes little-endian each. Return None for any
     other text."""
     if _parse is None or len(text) < _SHORT_BYTES:
         return packed_by_msgspec(text, "I")
@@ -80,7 +80,7 @@ def packer(count: int, kind: str = "q") -> Callable[..., bytes]:
 
 
 def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
-    """Pack a JSON list of integers in the `struct` format `kind`. None for any other text."""
+    """Pack a JSON list of integers in `struct` format `kind`. Return None for any other text."""
     try:
         integers = _decode_integers(text)
         return packer(len(integers), kind)(*integers)
@@ -91,7 +91,7 @@ def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
 def packed_with(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """Parse a list by simdjson, and pack it: signed to 8 bytes each, or unsigned to 4."""
+    """Parse and pack a list with simdjson: signed integers to 8 bytes each, unsigned to 4."""
     if text[:1] != b"[":  # simdjson accepts a leading byte order mark
         text = text.lstrip(_BLANKS)
     if text[:1] != b"[" or text.rfind(b"[") > 0:  # simdjson flattens nested lists
@@ -114,8 +114,8 @@ def _packed_piece(
 def _packed_pieces(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """Parse and pack a long text in pieces. If the text is not a list of integers, one of the
-    pieces is invalid too."""
+    """Parse and pack a long list in pieces, split at commas. Return None if any piece is
+    invalid."""
     end = text.rfind(b"]")
     if end < 0 or text[end + 1 :].strip(_BLANKS):
         return None
@@ -135,7 +135,7 @@ def _packed_pieces(
 
 
 def _halved(wide: bytes) -> bytes | None:
-    """Pack unsigned 8-byte integers to 4 bytes each. None if one is too large."""
+    """Pack unsigned 8-byte integers to 4 bytes each; None if an integer is too large."""
     zeros = bytes(len(wide) >> 3)
     narrow = bytearray(len(wide) >> 1)
     for byte in range(4):
@@ -175,9 +175,8 @@ _decode_hashes = msgspec.json.Decoder(list[int]).decode
 
 
 def hashes_from_json(field: str, raw: msgspec.Raw) -> bytes:
-    """Pack a JSON list of signed 64-bit integers. Raises msgspec.ValidationError naming `field` for
-    anything else. The caller then checks the whole body, to distinguish invalid JSON from a wrong
-    shape."""
+    """Pack a JSON list of signed 64-bit integers, 8 bytes each. Raises msgspec.ValidationError,
+    which names `field`, for any other text."""
     read = packed_signed(bytes(raw))
     if read is not None:
         return read
@@ -198,7 +197,7 @@ def hashes_from_signed(field: str, hashes: list[int]) -> bytes:
 
 
 def hashes_from_integers(field: str, hashes: Sequence[int]) -> bytes:
-    """Pack 64-bit hashes of either sign. Raises msgspec.ValidationError beyond the range."""
+    """Pack 64-bit hashes, signed or unsigned. Raises msgspec.ValidationError above 64 bits."""
     try:
         return packer(len(hashes))(*hashes)
     except struct.error:
@@ -254,7 +253,7 @@ HashList = object
 
 
 def packed(name: str, hashes: HashList) -> bytes:
-    """Return the hashes packed, 8 bytes each. Raises msgspec.ValidationError for anything else."""
+    """Return a hash list packed, 8 bytes per hash. Raises msgspec.ValidationError if invalid."""
     if isinstance(hashes, Raw):
         return hashes_from_json(name, hashes)
     if isinstance(hashes, bytes):
@@ -276,7 +275,8 @@ def is_absent(hashes: HashList) -> bool:
 
 
 def check_ignored(fields: msgspec.Struct, name: str) -> None:
-    """Validate a hash list that is unused because the prompt has another form."""
+    """Validate a hash list that is not used because the request gives its prompt in another
+    form."""
     hashes: HashList = getattr(fields, name)
     if not is_absent(hashes):
         packed(name, hashes)
@@ -307,7 +307,7 @@ def check_count(name: str, count: int, most: int) -> None:
 
 
 def allowed_workers(ids: list[int]) -> frozenset[int]:
-    """Return the ids as a set. Raises msgspec.ValidationError for an id above 2**64 - 1, and
+    """Return the worker ids as a set. Raises msgspec.ValidationError for an id above 2**64 - 1, and
     BadRequest for too many ids."""
     check_count("allowed_worker_ids", len(ids), _MOST_WORKERS)
     if _FEW_WORKERS < len(ids) <= MAX_RANKS:
@@ -317,7 +317,7 @@ def allowed_workers(ids: list[int]) -> frozenset[int]:
 
 @functools.lru_cache(maxsize=_KEPT_SETS)
 def _kept(ids: tuple[int, ...]) -> frozenset[int]:
-    """Return the cached set of these ids. A cached set need not be hashed again."""
+    """Return the worker ids as a set, which is cached because large sets take time to build."""
     return _checked(ids)
 
 
@@ -331,8 +331,8 @@ def _checked(ids: list[int] | tuple[int, ...]) -> frozenset[int]:
 
 
 class JsonText:
-    """JSON text that is sent unchanged, as an answer or as a part of one. For text that is sent
-    often and rarely changes."""
+    """JSON text that is sent unchanged, as an answer or a part of an answer. Meant for text that is
+    sent often and rarely changes."""
 
     __slots__ = ("text",)
 
@@ -341,7 +341,7 @@ class JsonText:
 
 
 def _as_it_is(part: JsonText) -> Raw:
-    """Encode JsonText, the only type in answers that msgspec does not know."""
+    """Encode JsonText, the only type in answers that msgspec cannot encode itself."""
     return Raw(part.text)
 
 

@@ -1,7 +1,7 @@
-"""Bodies of the selection service in the 1.6 dialect, where they differ from `selection_bodies`.
+"""Bodies of the selection service for `--api 1.6`, where they differ from `selection_bodies`.
 
-The tenant is called `routing_group` and a reservation's id `selection_id`; `tenant_id` is accepted
-as well (D2). Spec: selection_16.md 1 to 5, 8."""
+The tenant is called `routing_group`, and a reservation's id is called `selection_id`. `tenant_id`
+is accepted as well (D2). Spec: selection_16.md 1 to 5, 8."""
 
 import math
 from typing import Self
@@ -37,7 +37,7 @@ from lean_selector.wire.selection_bodies import (
 
 
 class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
-    """The fields of 1.3 with wider ranges. The first invalid field is reported."""
+    """Router settings that a request overrides, with the wider ranges of Dynamo 1.6."""
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -56,7 +56,7 @@ class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
 
 
 class WorkerRequest16(Registration, kw_only=True):
-    """The body of POST /workers."""
+    """The body of POST /workers with `--api 1.6`."""
 
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[RankText, str] = {}
@@ -72,7 +72,7 @@ class WorkerRequest16(Registration, kw_only=True):
 
 
 class WorkerPatch16(Change, kw_only=True):
-    """The body of PATCH /workers/{worker_id}."""
+    """The body of PATCH /workers/{worker_id} with `--api 1.6`."""
 
     router_hint_worker_type: str | None = None
     router_hint_source_control_endpoints: dict[RankText, str] | None = None
@@ -80,20 +80,20 @@ class WorkerPatch16(Change, kw_only=True):
 
 
 class SelectRequest16(SelectFields, kw_only=True):
-    """The body of POST /select."""
+    """The body of POST /select with `--api 1.6`."""
 
     router_config_override: RouterOverride16 | None = None
     advisory: bool = False
 
 
 class SelectAndReserveRequest16(SelectFields, kw_only=True):
-    """The body of POST /select_and_reserve."""
+    """The body of POST /select_and_reserve with `--api 1.6`."""
 
     router_config_override: RouterOverride16 | None = None
 
 
 class ReservationRequest16(PromptFields, kw_only=True):
-    """POST /reservations. Without `worker_id`, books the earlier choice with this selection_id."""
+    """POST /reservations. Without `worker_id`, reserves what /select chose for `selection_id`."""
 
     selection_id: str
     worker_id: NonNegative | None = None
@@ -111,7 +111,7 @@ class ReservationRequest16(PromptFields, kw_only=True):
 
 
 class ProjectionRequest16(PromptFields, kw_only=True):
-    """The body of POST /potential_loads and /overlap_scores."""
+    """The body of POST /potential_loads and /overlap_scores with `--api 1.6`."""
 
     router_config_override: RouterOverride16 | None = None
 
@@ -120,14 +120,14 @@ class ProjectionRequest16(PromptFields, kw_only=True):
 
 
 class FetchPayload(msgspec.Struct, frozen=True):
-    """Blocks that the worker can fetch, and from where."""
+    """Blocks that the chosen engine can fetch, and the control endpoint of the blocks' source."""
 
     block_hashes: tuple[int, ...]
     source_control_endpoint: str
 
 
 class FetchAction(msgspec.Struct, frozen=True):
-    """An action that the engine should take."""
+    """One action in a `KvHint`: the engine should fetch the blocks in `payload`."""
 
     action_id: str
     action_type: str
@@ -149,8 +149,8 @@ class KvHint(msgspec.Struct, frozen=True):
 
 
 class Selection16(msgspec.Struct, frozen=True, gc=False):
-    """The answer to /select and /select_and_reserve. The latter always has the first four fields.
-    The JSON keys have the order of the fields."""
+    """The answer to /select and /select_and_reserve. The fields before `model_name` are absent only
+    in answers to /select. The JSON keys have the order of the fields."""
 
     selection_id: str | UnsetType
     sequence_hashes: tuple[int, ...] | UnsetType  # as signed integers
@@ -172,7 +172,7 @@ class Selection16(msgspec.Struct, frozen=True, gc=False):
 
 
 class Booked16(msgspec.Struct, frozen=True, gc=False):
-    """The answer of POST /reservations."""
+    """The answer of POST /reservations with `--api 1.6`."""
 
     selection_id: str
     model_name: str
@@ -194,7 +194,7 @@ class Booked16(msgspec.Struct, frozen=True, gc=False):
 
 
 class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
-    """One entry of the answer of GET /loads."""
+    """A partition in the answer of GET /loads with `--api 1.6`."""
 
     model_name: str
     routing_group: str
@@ -210,7 +210,7 @@ class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
-    """A row of /overlap_scores, in blocks; host_pinned_blocks and disk_blocks are cumulative."""
+    """A rank's row in /overlap_scores. Each tier's count includes blocks of all faster tiers."""
 
     worker_id: int
     dp_rank: int
@@ -223,7 +223,7 @@ class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapScores16(msgspec.Struct, frozen=True, gc=False):
-    """The answer of POST /overlap_scores."""
+    """The answer of POST /overlap_scores with `--api 1.6`."""
 
     block_size: int
     num_blocks: int
@@ -240,7 +240,7 @@ class OverlapScores16(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerRecord16(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as the API shows it. The JSON keys have the order of the fields."""
+    """A registered worker in an answer. The JSON keys have the order of the fields."""
 
     worker_id: int
     model_name: str
@@ -274,7 +274,7 @@ class WorkerRecord16(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerDetail16(WorkerRecord16, frozen=True, kw_only=True):
-    """A worker in GET /workers?detail=true: record, health, and sources of KV events."""
+    """A worker in GET /workers?detail=true: registration, health, and sources of KV events."""
 
     health: WorkerHealthDetail
     kv_sources: list[SourceCondition]  # one per rank; empty without a subscription

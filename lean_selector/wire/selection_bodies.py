@@ -1,7 +1,7 @@
-"""Bodies of the selection service in the 1.3 dialect, and answers that the core does not define.
+"""Request bodies of the selection service for `--api 1.3`, and some of its answers.
 
-Unknown fields are ignored. For optional fields, `null` counts as absent. Spec selection.md: 1.3
-describes the bodies, 1.4 the forms of a prompt and which form is used."""
+Unknown fields are ignored. For optional fields, `null` counts as absent. In the spec selection.md,
+section 1.3 describes the bodies, and section 1.4 the forms of a prompt."""
 
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -45,7 +45,7 @@ else:
 
 
 class Scoped(msgspec.Struct, kw_only=True):
-    """The partition (model and tenant) that a body names."""
+    """The partition (model and tenant) that a request body names."""
 
     model_name: str = DEFAULT_GROUP
     tenant_id: str | UnsetType = UNSET
@@ -74,14 +74,14 @@ class BlockMmInfo(msgspec.Struct, frozen=True):
 
 
 class MmRoutingInfo(msgspec.Struct, frozen=True):
-    """A prompt with multimodal objects, in hashed form."""
+    """A prompt with multimodal objects: its tokens, and the objects in each block."""
 
     routing_token_ids: list[U32]
     block_mm_infos: list[BlockMmInfo | None] = []
 
 
 class PromptFields(Scoped, kw_only=True):
-    """The prompt fields, which the bodies of five routes share. `null` counts as absent."""
+    """The fields that give a request's prompt, in bodies of five routes. `null` means absent."""
 
     token_ids: _Tokens | None = None
     mm_routing_info: MmRoutingInfo | None = None
@@ -94,8 +94,8 @@ class PromptFields(Scoped, kw_only=True):
     is_eagle: bool | None = None
 
     def check_shape(self) -> None:
-        """Raise msgspec.ValidationError for what decoding does not check: hash lists, and integers
-        beyond 2**64 - 1. For requests that fail; a successful request checks these later anyway."""
+        """Raise msgspec.ValidationError for invalid hash lists, and for integers beyond 2**64 - 1.
+        Called after another check failed, so that a field of wrong type is reported first."""
         check_ignored(self, "block_hashes")
         check_ignored(self, "sequence_hashes")
         if self.isl_tokens is not None:
@@ -106,7 +106,7 @@ class PromptFields(Scoped, kw_only=True):
 
 
 class SourceCondition(msgspec.Struct, frozen=True):
-    """The state of one rank's source of KV events; a part of the fields of `GET /kv_sources`."""
+    """The state of one rank's source of KV events, in GET /workers?detail=true."""
 
     dp_rank: int
     state: str
@@ -115,7 +115,7 @@ class SourceCondition(msgspec.Struct, frozen=True):
 
 
 class SourceStatus(msgspec.Struct, frozen=True):
-    """One source of KV events, in `GET /kv_sources`."""
+    """The state of one rank's source of KV events, as in `GET /kv_sources`."""
 
     worker_id: int
     dp_rank: int
@@ -144,7 +144,7 @@ class SourceStatus(msgspec.Struct, frozen=True):
 
 
 class KvSource(SourceStatus, frozen=True, kw_only=True):
-    """An item of the answer of GET /kv_sources."""
+    """A rank's source of KV events in the answer of GET /kv_sources, with its partition."""
 
     model_name: str
     tenant_id: str
@@ -158,7 +158,7 @@ TokenCount = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class WorkerReport(msgspec.Struct, kw_only=True):
-    """POST /workers/{worker_id}/report. Without `dp_rank`, the report is about the whole worker."""
+    """The body of POST /workers/{worker_id}/report, about a rank or (no `dp_rank`) the worker."""
 
     outcome: Outcome
     dp_rank: U32 | None = None
@@ -167,14 +167,14 @@ class WorkerReport(msgspec.Struct, kw_only=True):
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    """The optional body of DELETE /reservations/{reservation_id}."""
+    """The optional body of DELETE /reservations/{reservation_id}: how the request ended."""
 
     outcome: Outcome | None = None
     cached_tokens: TokenCount | None = None
 
 
 class RankHealthRow(msgspec.Struct, frozen=True):
-    """A rank with failures or ejections. Times are in seconds from now."""
+    """The health of a rank that had failures or ejections."""
 
     dp_rank: int
     state: str  # in_service, probation or ejected
@@ -187,14 +187,14 @@ class RankHealthRow(msgspec.Struct, frozen=True):
 
 
 class WorkerHealthDetail(msgspec.Struct, frozen=True):
-    """`state` is that of the worst rank; `ranks` lists only ranks with failures or ejections."""
+    """A worker's health: the worst state of its ranks, and the ranks with failures or ejections."""
 
     state: str
     ranks: list[RankHealthRow]
 
 
 class WorkerDetail(WorkerRecord, frozen=True, kw_only=True):
-    """A worker in GET /workers?detail=true: record, health, and sources of KV events."""
+    """A worker in GET /workers?detail=true: registration, health, and sources of KV events."""
 
     health: WorkerHealthDetail
     kv_sources: list[SourceCondition]  # by rank; empty without a subscription
@@ -216,7 +216,7 @@ Enforcement = Literal["required", "preferred"]
 
 
 class WorkerFields(msgspec.Struct, kw_only=True):
-    """The fields that registration and PATCH of a worker share."""
+    """The fields that POST /workers and PATCH /workers/{worker_id} share."""
 
     endpoint: str | None = None
     kv_events_endpoint: str | None = None
@@ -246,8 +246,8 @@ class WorkerFields(msgspec.Struct, kw_only=True):
             self.kv_transfer_preferred_weight = f32_shortest(weight)
 
     def by_rank(self, name: str) -> dict[int, str]:
-        """Return a field that maps ranks to texts; msgspec.ValidationError if a rank is beyond
-        u32."""
+        """Return a field that maps ranks to texts, with ranks as integers. Raises
+        msgspec.ValidationError if a rank is above 2**32 - 1."""
         ranked = {int(dp_rank): value for dp_rank, value in getattr(self, name).items()}
         if ranked and max(ranked) > 2**32 - 1:
             raise msgspec.ValidationError(f"Expected `int` <= {2**32 - 1} - at key in `$.{name}`")
@@ -255,7 +255,7 @@ class WorkerFields(msgspec.Struct, kw_only=True):
 
 
 class Registration(WorkerFields, kw_only=True):
-    """The fields of POST /workers in every dialect."""
+    """The fields of POST /workers that `--api 1.3` and `--api 1.6` share."""
 
     worker_id: NonNegative
     model_name: str = DEFAULT_GROUP
@@ -283,12 +283,12 @@ class Registration(WorkerFields, kw_only=True):
         )
 
     def more(self) -> dict[str, Any]:
-        """Return the fields that only this dialect has."""
+        """Return the fields that only this version of the API (1.3 or 1.6) has."""
         raise NotImplementedError
 
 
 class WorkerRequest(Registration, kw_only=True):
-    """The body of POST /workers."""
+    """The body of POST /workers with `--api 1.3`."""
 
     replay_endpoints: dict[RankText, str] = {}
 
@@ -297,8 +297,8 @@ class WorkerRequest(Registration, kw_only=True):
 
 
 class Change(WorkerFields, kw_only=True):
-    """The fields of PATCH /workers/{worker_id} in every dialect. A field overwrites the old value
-    if it is present and not null."""
+    """The fields of PATCH /workers/{worker_id} that `--api 1.3` and `--api 1.6` share. A field
+    overwrites the old value if it is present and not null."""
 
     lifecycle: str | None = None
     kv_events_endpoints: dict[RankText, str] | None = None
@@ -319,7 +319,7 @@ class Change(WorkerFields, kw_only=True):
 
 
 class WorkerPatch(Change, kw_only=True):
-    """The body of PATCH /workers/{worker_id}."""
+    """The body of PATCH /workers/{worker_id} with `--api 1.3`."""
 
     replay_endpoints: dict[RankText, str] | None = None
 
@@ -337,7 +337,7 @@ class RoutingConstraints(msgspec.Struct):
 
     def weights(self) -> dict[str, float]:
         """Return the weights of the preferred taints, in single precision. Raises BadRequest for
-        too many taints, or if a weight is not finite; the text names the taint."""
+        too many taints, and for a weight that is not finite."""
         check_count("routing_constraints.preferred_taints", len(self.preferred_taints), MAX_RANKS)
         for name, weight in self.preferred_taints.items():
             check_finite(f"routing_constraints.preferred_taints.{name}", weight)
@@ -358,7 +358,7 @@ class Pinned(msgspec.Struct):
 
 
 class SelectionSessionContext(msgspec.Struct):
-    """The session in the form that agents send. Only its id has an effect."""
+    """The session of a request, as agents send it. Only `session_id` has an effect."""
 
     session_id: str
     parent_session_id: str | None = None
@@ -401,7 +401,7 @@ class SelectFields(PromptFields, kw_only=True):
         self.allowed()
 
     def session(self) -> str | None:
-        """Return the session id, from the field that takes precedence."""
+        """Return the session id. `session_context` takes precedence over `session_id`."""
         context = self.session_context
         return self.session_id if context is None else context.session_id
 
@@ -411,7 +411,7 @@ class SelectFields(PromptFields, kw_only=True):
 
 
 class SelectRequest(SelectFields, kw_only=True):
-    """POST /select. An advisory request is never queued; its answer has the rank's load."""
+    """POST /select. An `advisory` request never queues; its answer has the chosen rank's load."""
 
     advisory: bool = False
 
@@ -423,8 +423,8 @@ class SelectAndReserveRequest(SelectFields, kw_only=True):
 
 
 class ReservationRequest(PromptFields, kw_only=True):
-    """POST /reservations. Books a worker that the client chose, or the selection `selection_id`,
-    which is then also the default id of the reservation."""
+    """POST /reservations. Reserves a rank of the given worker. Without `worker_id`, reserves what
+    /select chose for this selection_id; then `reservation_id` defaults to the selection_id."""
 
     reservation_id: str | UnsetType = UNSET
     selection_id: str | None = None
@@ -494,7 +494,7 @@ class BodyIds(msgspec.Struct):
 
 
 class OpenAiError(msgspec.Struct, frozen=True):
-    """An error in OpenAI's format. `param` is always null: the message names the field."""
+    """An error in OpenAI's format. `param` is always null: the message names the wrong field."""
 
     message: str
     type: str
@@ -510,7 +510,7 @@ class OpenAiErrorBody(msgspec.Struct, frozen=True):
     @classmethod
     def encoded(cls, status: int, message: str, code: str | None = None) -> bytes:
         """Return the body of an error: `{"error": {"message", "type", "param", "code"}}`. `code` is
-        a word for programs, such as `model_not_found`."""
+        a machine-readable reason, such as `model_not_found`."""
         if status == 429:
             kind = "rate_limit_error"
         else:
@@ -547,7 +547,7 @@ class ThresholdRequest(msgspec.Struct, kw_only=True):
 
 
 class ThresholdRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The thresholds of a model that are in force; null: disabled."""
+    """The thresholds in force for a model. A threshold that is null is disabled."""
 
     model: str
     tenant_id: str | UnsetType
@@ -575,7 +575,7 @@ class Thresholds(msgspec.Struct, frozen=True):
 
 
 class OverloadBody(msgspec.Struct, frozen=True):
-    """The answer to a request that is shed. `error` has the form of all other errors."""
+    """The answer to a request that is shed. `error` is a text, as in other errors."""
 
     error: str
     message: str

@@ -23,7 +23,7 @@ class ScopedBody(msgspec.Struct, kw_only=True):
 
 
 class RegisterRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /register."""
+    """The body of POST /register, which registers a worker with the slot tracker."""
 
     worker_id: NonNegative
     model_name: str
@@ -48,7 +48,7 @@ class RegisterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnregisterRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /unregister."""
+    """The body of POST /unregister, which removes a worker from the slot tracker."""
 
     worker_id: NonNegative
     model_name: str
@@ -63,7 +63,7 @@ class UnregisterRequest(msgspec.Struct, kw_only=True):
 
 
 class AddRequest(ScopedBody, kw_only=True):
-    """The body of POST /add."""
+    """The body of POST /add, which adds a request to a rank's load in the slot tracker."""
 
     request_id: str
     worker_id: NonNegative
@@ -76,18 +76,18 @@ class AddRequest(ScopedBody, kw_only=True):
         check_u64("new_isl_tokens", self.new_isl_tokens)
 
     def hashes(self) -> bytes:
-        """Return the hashes packed, 8 bytes each. Raises msgspec.ValidationError."""
+        """Return `sequence_hashes` packed, 8 bytes each. Raises msgspec.ValidationError."""
         return hashes_from_json("sequence_hashes", self.sequence_hashes)
 
 
 class LifecycleRequest(ScopedBody, kw_only=True):
-    """The body of POST /prefill_complete and /free."""
+    """The body of POST /prefill_complete and /free of the slot tracker."""
 
     request_id: str
 
 
 class PotentialLoadsRequest(ScopedBody, kw_only=True):
-    """The body of POST /potential_loads."""
+    """The body of POST /potential_loads of the slot tracker."""
 
     sequence_hashes: msgspec.Raw
     new_isl_tokens: NonNegative = 0
@@ -96,5 +96,5 @@ class PotentialLoadsRequest(ScopedBody, kw_only=True):
         check_u64("new_isl_tokens", self.new_isl_tokens)
 
     def hashes(self) -> bytes:
-        """Return the hashes packed, 8 bytes each. Raises msgspec.ValidationError."""
+        """Return `sequence_hashes` packed, 8 bytes each. Raises msgspec.ValidationError."""
         return hashes_from_json("sequence_hashes", self.sequence_hashes)

@@ -1,4 +1,4 @@
-"""Runs all discoveries of a process: finders, rosters, and queries of engines."""
+"""Runs the discovery of workers and peers, and queries the engines of discovered workers."""
 
 import asyncio
 import time
@@ -31,8 +31,8 @@ LOOK_S = 0.5
 
 
 class Discoveries:
-    """The discovery of workers and peers. Used only on the loop's thread, from start() to
-    close()."""
+    """Discovers workers and peers, from start() to close(). Used only on the event loop's
+    thread."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Discoveries:
         api_client: OutboundClient | None = None,
     ) -> None:
         """`interval_s`: seconds between look-ups. `ask_service` is needed for SRV records; `api`
-        (URL of the API server) and `api_client` are needed for Kubernetes services."""
+        (URL of the Kubernetes API server) and `api_client` for Kubernetes services."""
         self._resolve = resolve
         self._interval_s = interval_s
         self._ask_service = ask_service
@@ -59,7 +59,7 @@ class Discoveries:
     # -- what to find --------------------------------------------------------------------------
 
     def find_workers(self, targets: Iterable[Target], roster: Roster, asking: Asking) -> None:
-        """Adds targets for workers. `asking` queries the engines that `roster` lists."""
+        """Adds targets of --discover. `asking` queries the engines of workers in `roster`."""
         self.workers, self._asking = roster, asking
         for target in targets:
             self._add("workers", target)
@@ -122,7 +122,7 @@ class Discoveries:
     # -- running -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts all finders. Call it on the running loop."""
+        """Starts the search for workers and peers. Call this while the event loop is running."""
         for sighting, run in self._finders:
             self._tasks.append(supervise("discovery", partial(_seen, sighting, run)))
         rosters = (self.workers, self.peers)
@@ -145,13 +145,13 @@ class Discoveries:
     # -- seen from outside ---------------------------------------------------------------------
 
     def worker_states(self) -> dict[str, int]:
-        """Returns the number of workers in each state."""
+        """Returns the number of discovered workers in each state."""
         if self.workers is None:
             return {}
         return {state.value: count for state, count in by_state(self.workers).items()}
 
     def changes(self) -> dict[str, int]:
-        """Returns the total number of changes to the catalog, by kind."""
+        """Returns how many registrations and removals discovery has made so far."""
         if self.workers is None:
             return {}
         roster = self.workers
@@ -191,7 +191,7 @@ class Discoveries:
 
 
 async def _seen(sighting: Sighting, run: Run) -> None:
-    """Runs a finder; if it raises, that is the discovery's error until it succeeds again."""
+    """Runs the search at one target. An exception is recorded in `sighting`, and raised again."""
     try:
         await run()
     except Exception as error:

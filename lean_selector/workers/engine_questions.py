@@ -1,6 +1,6 @@
 """Queries an engine for its model, block size and KV event endpoints (vLLM and SGLang).
 
-What an engine does not report, or reports in an unknown form, is left out."""
+Fields that an engine does not report stay unset."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -46,7 +46,7 @@ class RankPublisher(msgspec.Struct):
 
 
 class KvEvents(msgspec.Struct):
-    """SGLang's `kv_events`. The port of a rank is the base port plus the rank."""
+    """`kv_events` in SGLang's /server_info. A rank's port is the base port plus the rank."""
 
     publisher: str = "zmq"
     endpoint_host: str = "*"
@@ -59,8 +59,8 @@ class KvEvents(msgspec.Struct):
 
 
 class EventsConfig(msgspec.Struct):
-    """The value of --kv-events-config. SGLang reports it as JSON text, vLLM's GET /kv_event_sources
-    for each rank."""
+    """The value of --kv-events-config. SGLang reports it once, as JSON text. vLLM reports it for
+    each rank, in GET /kv_event_sources."""
 
     publisher: str | None = None
     endpoint: str | None = None
@@ -89,7 +89,7 @@ _EAGLES: Final = frozenset({"EAGLE", "EAGLE3", "NEXTN"})
 
 
 def model_of(body: bytes) -> tuple[str | None, str | None]:
-    """Returns the first model of /v1/models that is not an adapter, and its owner."""
+    """Returns `id` and `owned_by` of the first model in /v1/models that is not an adapter."""
     for model in msgspec.json.decode(body, type=Models).data:
         if model.parent is None:
             return model.id, model.owned_by
@@ -100,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Reads block size, number of blocks and number of ranks. Returns False if all are missing."""
+    """Reads block size, blocks and ranks from vLLM's /metrics. Returns False if none is there."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:
@@ -121,7 +121,7 @@ def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
 
 
 def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
-    """Reads the endpoints of each rank for events and replay from vLLM's /kv_event_sources."""
+    """Reads each rank's endpoints for events and replay from vLLM's /kv_event_sources."""
     sources = list(_vllm_sources(body))
     if not sources:
         return
@@ -138,7 +138,7 @@ def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
 
 
 def _vllm_sources(body: bytes) -> Iterator[EventSource]:
-    """Yields a list's items. In vLLM 0.32 it is a map: rank -> configuration with its ports."""
+    """Yields each rank's endpoints from /kv_event_sources: a list, in vLLM 0.32 a map by rank."""
     if body.lstrip().startswith(b"["):
         yield from msgspec.json.decode(body, type=list[EventSource])
         return
@@ -158,7 +158,7 @@ def _line(body: bytes, at: int) -> bytes:
 
 
 def read_sglang_info(body: bytes, host: str, into: Particulars) -> None:
-    """Reads SGLang's /server_info."""
+    """Copies what SGLang's /server_info reports about the engine to `into`."""
     info = msgspec.json.decode(body, type=ServerInfo)
     into.block_size = info.page_size
     into.max_num_batched_tokens = info.max_prefill_tokens
@@ -217,7 +217,7 @@ def _each_rank(endpoint: str, size: int) -> dict[str, str]:
 
 
 def reachable(endpoint: str, host: str) -> str:
-    """Returns a bound endpoint as we reach it: the engine's host replaces a wildcard."""
+    """Returns an endpoint with `host` in place of a wildcard, so that we can connect to it."""
     if not endpoint.startswith("tcp://"):
         return endpoint
     bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -227,7 +227,7 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def _cover(into: Particulars, ranks: Iterable[int]) -> None:
-    """Sets the range of ranks that covers these; nothing for rank 0 alone, the default."""
+    """Sets the ranks of the worker `into` to the smallest range that contains `ranks`."""
     found = set(ranks)
     if not found or found == {0}:
         return
@@ -249,7 +249,7 @@ _NOT_SERVED: Final = (404, 405, 501)
 
 async def ask_engine(client: OutboundClient, base: str) -> Particulars:
     """Returns what the engine at `base` (`http://host:port`) reports about itself. Raises
-    OutboundFailed if it does not answer, or only in unknown forms."""
+    OutboundFailed if the engine does not answer, or if an answer has an unknown form."""
     told = Particulars()
     try:
         told.model_name, owner = model_of(
@@ -282,7 +282,7 @@ async def _is_vllm(client: OutboundClient, base: str, told: Particulars) -> bool
 
 
 async def _first(client: OutboundClient, base: str, paths: tuple[str, ...]) -> bytes | None:
-    """Returns the answer of the first of these paths that the engine has."""
+    """Returns the answer to the first of `paths` that the engine serves, or None."""
     for path in paths:
         try:
             return await client.text(base + path, timeout_s=TIMEOUT_S)

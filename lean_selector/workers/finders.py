@@ -1,4 +1,4 @@
-"""Finds workers and peers in files that list them, and by names in DNS."""
+"""Finds workers in files that list workers, and workers or peers by their names in DNS."""
 
 import asyncio
 import importlib
@@ -24,11 +24,11 @@ WARN_EVERY_S: Final = 60.0
 
 
 class Sighting:
-    """The state of a discovery. A failure only changes `error`; the last result stays in effect
-    until a new one."""
+    """The state of one target of --discover or --replica-sync-discover. After a failed look-up, the
+    target's last result stays in effect until the next success."""
 
     def __init__(self, name: str) -> None:
-        """`name` is the target as the flag has it."""
+        """`name` is the target's text, as given in the flag."""
         self.name: Final = name
         self.count: int | None = None  # size of the last result; None before the first
         self.error: str | None = None
@@ -50,7 +50,7 @@ class Sighting:
         self.error = None
 
     def failed(self, reason: str) -> None:
-        """Records a failed attempt. Logs the first one, then at most one per minute."""
+        """Records a failed look-up. Logs the first one in a row, then at most one per minute."""
         now = time.monotonic()
         self.failures += 1
         if self.error is None:
@@ -71,20 +71,20 @@ OnPlaces = Callable[[Iterable[Place], Iterable[Place]], None]
 
 
 class Registrations(msgspec.Struct, forbid_unknown_fields=True):
-    """Bodies of POST /workers, in which `worker_id` is optional."""
+    """A file that lists workers: bodies of POST /workers, in which `worker_id` is optional."""
 
     workers: list[Particulars] | None
 
 
 class ListedEndpoint(msgspec.Struct):
-    """An endpoint in a file for llm-d's file discovery. Its other fields are for llm-d's router."""
+    """A worker in a file for llm-d's file discovery. Only the fields that we use are declared."""
 
     address: str
     port: int | str
     labels: dict[str, str] = {}
 
     def entry(self) -> Particulars:
-        """Uses the label `model` as the model's name. Raises ValueError for an invalid port."""
+        """Returns the worker's fields; label `model` is the model. ValueError for a bad port."""
         if not str(self.port).isdigit() or not 1 <= int(self.port) <= 0xFFFF:
             raise ValueError(f"`{self.port}` of {self.address} is no port")
         place = Place(self.address, int(self.port))
@@ -103,11 +103,11 @@ _TOO_DEEP: Final = "lists and objects are nested too deeply, or within themselve
 
 
 def listed_workers(text: bytes, is_yaml: bool) -> Found:
-    """Returns the workers that a file lists. If a part is invalid, raises ValueError, which gives
-    the position, and the whole file is ignored.
+    """Returns the workers that a file lists. If any part is invalid, raises ValueError with the
+    position, and no worker of the file is used.
 
-    The file is a list of registrations, or an object that has such a list as `workers:`, or llm-d's
-    list as `endpoints:`."""
+    The file is a list of bodies of POST /workers, or an object with such a list in `workers`, or an
+    object with a list of llm-d's endpoints in `endpoints`."""
     try:
         return _listed(text, is_yaml)
     except RecursionError:
@@ -181,7 +181,7 @@ MOST_BYTES: Final = 16 << 20
 class FileFinder:
     """Checks a file periodically, and reads it if it has changed. A file named *.json is JSON, any
     other is YAML. Users must replace the file atomically (rename it into place): a partly written
-    file is an error, or lists only a part of the fleet."""
+    file would be an error, or list only a part of the workers."""
 
     sighting: Sighting
     path: str
@@ -230,10 +230,10 @@ MOST_PLACES: Final = 4096
 
 @dataclass(eq=False)
 class DnsFinder:
-    """Resolves a name periodically: its addresses if a `port` is given, otherwise its SRV records.
+    """Resolves a name periodically: to addresses if `port` is set, and otherwise to SRV records.
 
     An answer without addresses counts as a failure, like an unknown name, because DNS cannot say
-    that a fleet is empty."""
+    that there are no workers."""
 
     sighting: Sighting
     name: str
@@ -281,11 +281,11 @@ _LIFETIME_S: Final = 10.0
 
 
 class SrvRecords:
-    """Looks up SRV records at the given name servers or those of the system.
+    """Looks up SRV records at the given name servers, or at those of the system.
 
-    The system's resolver does not support SRV, so dnspython is used, in daemon threads: its
-    coroutines do not stop when they are cancelled. As for other look-ups, nothing ever waits for
-    these threads to end (D29)."""
+    The system's resolver does not support SRV, so dnspython is used. It runs in daemon threads,
+    because its coroutines do not stop when they are cancelled. The service never waits for such a
+    thread to end (D29)."""
 
     def __init__(self, servers: list[str] | None = None, port: int = 53) -> None:
         import dns.resolver  # of the extra `discovery`
@@ -298,7 +298,7 @@ class SrvRecords:
     async def ask(self, name: str) -> list[tuple[str, int]]:
         """Returns (target, port) of each record. Raises OSError.
 
-        All records are candidates; their priorities and weights are ignored."""
+        Priorities and weights of the records are ignored."""
         try:
             return await in_thread("srv look-up", lambda: self._ask(name))
         except OSError:

@@ -33,7 +33,7 @@ class ListMetadata(msgspec.Struct, rename="camel"):
 
 
 class Conditions(msgspec.Struct):
-    """Conditions of an endpoint. Older servers lack `ready` (None), which counts as ready."""
+    """Conditions of an endpoint. Older API servers omit `ready` (None), which counts as ready."""
 
     ready: bool | None = None
     terminating: bool | None = None
@@ -72,7 +72,7 @@ class Status(msgspec.Struct):
 
 
 class WatchEvent(msgspec.Struct):
-    """A line of a watch. The form of `object` depends on the type."""
+    """One event of a watch of EndpointSlices. The form of `object` depends on `type`."""
 
     type: str
     object: msgspec.Raw = msgspec.Raw(b"{}")
@@ -86,9 +86,9 @@ _USUAL: Final = ("http", "https")
 
 
 def places_of(slices: Iterable[Slice], port: str | None) -> tuple[list[Place], list[Place]]:
-    """Returns the ready endpoints and the terminating ones, each list sorted.
+    """Returns a service's ready endpoints and its terminating endpoints, each list sorted.
 
-    `port` is a name or a number. Of a dual-stack service, only the IPv4 addresses are used."""
+    `port` is a name or a number. IPv6 endpoints are used only if there are no IPv4 endpoints."""
     slices = list(slices)
     is_v4 = any(each.address_type == "IPv4" and each.endpoints for each in slices)
     ready: set[Place] = set()
@@ -147,8 +147,8 @@ AGAIN_LIMIT_S: Final = 30.0
 
 @dataclass(eq=False)
 class KubernetesFinder:
-    """Lists and watches one service. `client` sends the service account's token, and trusts the
-    authority of the API server at `api`. `port` is the name or number of the port to use."""
+    """Discovers the endpoints of one service. `client` sends the service account's token, and
+    trusts the API server's certificate authority. `port` is a port's name or number."""
 
     sighting: Sighting
     client: OutboundClient
@@ -220,8 +220,8 @@ class KubernetesFinder:
         self._tell()
 
     async def _watch(self) -> None:
-        """Watches until the server ends the watch. Raises OutboundFailed; its status is GONE if our
-        resource version is too old."""
+        """Watches EndpointSlices until the API server ends the watch. Raises OutboundFailed, with
+        status GONE if our resource version is too old."""
         url = (
             f"{self._url}&watch=1&allowWatchBookmarks=true&timeoutSeconds={WATCH_S}"
             f"&resourceVersion={quote(self.version, safe='')}"

@@ -1,4 +1,4 @@
-"""Discovery targets, facts about a discovered worker, and the registration made from them."""
+"""Targets of discovery, the fields that are known of a worker, and its registration."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from lean_selector.wire.selection_bodies import RankText, WorkerFields, WorkerRe
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A parsed target. `text` is the flag's value, the other fields are its parts."""
+    """A target of --discover or --replica-sync-discover. `text` is the flag's value, unparsed."""
 
     text: str
     kind: Literal["file", "dns", "kubernetes", "url"]
@@ -37,7 +37,7 @@ _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 def target_of(text: str) -> Target:
-    """Parses a target. Raises ValueError, which says what was expected."""
+    """Parses a target of --discover. Raises ValueError, which says what was expected."""
     kind, colon, rest = text.partition(":")
     if not colon or not rest:
         raise ValueError(f"`{text}`: expected {_FORMS}")
@@ -56,7 +56,7 @@ def target_of(text: str) -> Target:
 
 
 def peer_target_of(text: str) -> Target:
-    """Parses a target at which peers are found. Raises ValueError."""
+    """Parses a target of --replica-sync-discover. Raises ValueError."""
     target = target_of(text)
     if target.kind not in ("dns", "kubernetes") or target.is_secure:
         raise ValueError(
@@ -98,10 +98,10 @@ def _is_port(text: str) -> bool:
 
 
 class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
-    """The fields of a registration (POST /workers), all optional, and two ports.
+    """What is known about a worker: fields of POST /workers, all optional, and two ports.
 
-    The ports are those of the first rank, on the host of `endpoint`; each further rank has the next
-    port, as in vLLM and SGLang. They are used only if no endpoints for events are given."""
+    events_port and replay_port are the first rank's ports, on the host of `endpoint`; the next rank
+    has the next port. A port is used only if no endpoints for events, or for replay, are given."""
 
     worker_id: NonNegative | None = None
     model_name: str | None = None
@@ -148,7 +148,7 @@ class Place(msgspec.Struct, frozen=True, order=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """All workers that a discovery finds now."""
+    """All workers that one target of --discover lists at present."""
 
     entries: tuple[Particulars, ...] = ()  # each with an endpoint
     leaving: frozenset[str] = frozenset()  # terminating endpoints, removed without a grace period
@@ -162,10 +162,10 @@ _BITS: Final = (1 << 53) - 1
 
 
 def endpoint_key(endpoint: str) -> str:
-    """Returns the normalized form of an endpoint: `http://host:port`, then the path without a
-    trailing /v1. The input may lack the scheme.
+    """Returns the normalized form of an endpoint: `http://host:port`, followed by the path without
+    a trailing /v1. The scheme may be missing in the input.
 
-    Returns a text that is not a URL unchanged."""
+    A text that is not a URL is returned unchanged."""
     try:
         url = endpoint_url(endpoint)
     except ValueError:
@@ -174,7 +174,7 @@ def endpoint_key(endpoint: str) -> str:
 
 
 def worker_id_of(key: str) -> int:
-    """Returns the lowest 53 bits of XXH3-64 (seed 0) of an endpoint's key in UTF-8 (D33)."""
+    """Returns a worker's id: the lowest 53 bits of XXH3-64 of the normalized endpoint (D33)."""
     return xxhash.xxh3_64_intdigest(key.encode()) & _BITS
 
 
@@ -182,7 +182,7 @@ def worker_id_of(key: str) -> int:
 
 
 def defaults_of(text: str) -> Particulars:
-    """Parses a JSON object. Raises ValueError, which gives the reason."""
+    """Parses the JSON object of --discover-defaults. Raises ValueError with the reason."""
     defaults = msgspec.json.decode(text, type=Particulars)
     for name in ("worker_id", "endpoint"):
         if getattr(defaults, name) is not None:
@@ -199,8 +199,8 @@ _REPLAYS: Final = ("replay_endpoint", "replay_endpoints")
 def spec_of(
     worker_id: int, entry: Particulars, engine: Particulars | None, defaults: Particulars
 ) -> WorkerSpec:
-    """Returns the registration made from these three sources. Raises ValueError if they contradict
-    each other."""
+    """Returns a worker's registration. `entry` (from the target) takes precedence over `engine`
+    (from the engine itself), and both over `defaults`. May raise ValueError."""
     fields = defaults.told()
     fields.pop("worker_id", None)
     for more in (engine, entry):
@@ -229,14 +229,14 @@ def spec_of(
 
 
 def is_complete(entry: Particulars, use_kv_events: bool) -> bool:
-    """Whether the entry has all required fields, so that the engine need not be queried."""
+    """Whether `entry` has all required fields, so that the worker's engine need not be queried."""
     told = entry.told()
     has_events = any(name in told for name in (*_EVENTS, "events_port"))
     return {"model_name", "block_size"} <= told.keys() and (has_events or not use_kv_events)
 
 
 def _by_rank(endpoint: str, port: object, ranks: range) -> Mapping[str, str]:
-    """Returns rank -> endpoint on the host of `endpoint`. Each further rank has the next port."""
+    """Returns rank -> TCP endpoint on the host of `endpoint`. Ports count up from `port`."""
     assert isinstance(port, int)
     try:
         url = endpoint_url(endpoint)

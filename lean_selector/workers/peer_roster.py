@@ -1,7 +1,7 @@
-"""Adds peers that discoveries find to the replica mesh, and removes them; never this replica.
+"""Adds and removes the peers that --replica-sync-discover finds, except this replica.
 
-This uses the calls that the HTTP routes use. Peers from flags or added over HTTP are not changed. A
-peer removed over HTTP stays removed while a discovery finds it."""
+Uses the same calls as the HTTP routes. Peers from flags or added over HTTP are left alone. A peer
+that was removed over HTTP stays removed as long as a target lists it."""
 
 import logging
 import socket
@@ -22,7 +22,7 @@ REFUSED: Final = "refused"
 
 
 class Mesh(Protocol):
-    """The methods of the replica mesh that discovery uses."""
+    """The part of the replica mesh's interface that discovery uses."""
 
     def register_peer(self, endpoint: str) -> bool: ...
 
@@ -35,7 +35,7 @@ class Mesh(Protocol):
 
 @dataclass(eq=False)
 class KnownPeer:
-    """A discovered endpoint, and its state as a peer."""
+    """The discovered endpoint of a replica, and its state as a peer."""
 
     place: Final[Place]
     state: str = ITSELF
@@ -48,7 +48,7 @@ class KnownPeer:
 
 
 def is_own_address_here(host: str) -> bool:
-    """Whether the address belongs to this machine, found out by binding to it. False for a name."""
+    """Whether `host` is an address of this machine, tested by binding to it. False for a name."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.inet_pton(family, host)
@@ -61,9 +61,9 @@ def is_own_address_here(host: str) -> bool:
 
 @dataclass(eq=False)
 class PeerRoster:
-    """The peers that discoveries find. This replica publishes on `own_port` and is advertised as
-    `own_endpoint`. A peer's snapshots are requested at its `http_port`, over TLS if `is_secure`,
-    unless `refusal(url)` returns a reason not to. Used only on the loop's thread."""
+    """The peers that discovery finds. This replica is left out: `own_endpoint`, or `own_port` at an
+    address of this machine. Snapshots are fetched from a peer's `http_port` (TLS if `is_secure`),
+    unless `refusal(url)` returns a reason. Used only on the event loop's thread."""
 
     mesh: Mesh
     own_port: int
@@ -85,8 +85,8 @@ class PeerRoster:
     def found(
         self, discovery: str, places: Iterable[Place], leaving: Iterable[Place], now: float
     ) -> None:
-        """Takes the complete list of a discovery. Peers missing from it are removed after a grace
-        period."""
+        """Handles the list of all peers at one target of --replica-sync-discover. Peers that no
+        target lists any more are removed after a grace period."""
         self._found[discovery] = set(places)
         named = set[Place]().union(*self._found.values())
         for place in sorted(named):
@@ -105,8 +105,8 @@ class PeerRoster:
         self.look(now)
 
     def look(self, now: float) -> None:
-        """Removes peers whose grace period is over, and notes changes over HTTP. Call it about
-        every second."""
+        """Removes peers that no target lists and whose grace period is over. Notices peers that
+        were removed over HTTP. Call this about twice a second."""
         peers = set(self.mesh.peers())
         for known in list(self._known.values()):
             if known.state == REGISTERED and known.endpoint not in peers:
@@ -121,7 +121,7 @@ class PeerRoster:
             self.mesh.catch_up_from(urls)
 
     def _url(self, known: KnownPeer) -> str | None:
-        """Returns the URL for a peer's snapshots; None if they are not requested."""
+        """Returns the URL for fetching a peer's snapshots; None if no snapshots are fetched."""
         if known.state not in (REGISTERED, KNOWN):
             return None
         scheme = "https" if self.is_secure else "http"

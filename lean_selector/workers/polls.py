@@ -1,7 +1,7 @@
 """Health checks: GET a path at each worker, with a limit on the checks that run at the same time.
 
-Results go to the core's `WorkerHealth`, which ejects a worker after several failures in a row.
-Checks are spread over the interval, with jitter."""
+Results go to the core's `WorkerHealth`, which ejects a worker after several failures in a row. The
+checks of different workers are spread over the interval, with jitter."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ _LONGEST_FAULT: Final = 200
 
 @dataclass(eq=False)
 class WorkerPolls:
-    """Polls workers, on the loop's thread. Call `look` twice a second, and `close` at the end."""
+    """Checks the health of workers. Call `look` twice a second, and `close` at the end."""
 
     catalog: Catalog
     health: WorkerHealth
@@ -40,7 +40,7 @@ class WorkerPolls:
         self._turn = asyncio.Semaphore(MOST_AT_ONCE)
 
     def look(self) -> None:
-        """Schedules new workers, and drops removed ones."""
+        """Starts to check workers that can now be chosen, and ends the checks of other workers."""
         if self._revision == self.catalog.revision:
             return
         self._revision = self.catalog.revision
@@ -55,7 +55,7 @@ class WorkerPolls:
             self._schedule(worker_id, self.rng.random() * self.interval_s)
 
     def soon(self, worker_id: int) -> None:
-        """Polls a worker now, for example because its event source has lost the connection."""
+        """Checks a worker now, for example because the connection to its KV events was lost."""
         self.look()  # the worker may be new
         if worker_id in self._next:
             self._next[worker_id].cancel()

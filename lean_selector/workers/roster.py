@@ -1,9 +1,9 @@
-"""Keeps the catalog equal to the workers that discoveries find.
+"""Registers the workers that --discover finds, and removes workers that are gone.
 
-Workers are registered and removed by the calls that POST and DELETE /workers use, so metrics,
-sources and reservations follow. HTTP takes precedence: a worker that was registered, changed or
-deleted over HTTP is left alone until no discovery finds it. `Roster` opens no sockets, and never
-waits; the time is an argument."""
+Uses the calls behind POST and DELETE /workers, so metrics, event sources and reservations are
+updated too. HTTP takes precedence: a worker that was registered, changed or deleted over HTTP is
+left alone until no target lists it. `Roster` opens no sockets, and never waits; the time is an
+argument."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class KnownWorker:
-    """A discovered endpoint. `spec` is set if and only if discovery controls the registration."""
+    """A discovered worker. `spec`: the registration that discovery made and still controls."""
 
     key: Final[str]  # of the endpoint
     entry: Particulars
@@ -58,7 +58,7 @@ class KnownWorker:
         self.worker_id = self.id_by(self.entry)
 
     def id_by(self, entry: Particulars) -> int:
-        """Returns the id that the worker has if `entry` describes it."""
+        """Returns the worker's id: the one in `entry`, or else a hash of the endpoint."""
         return worker_id_of(self.key) if entry.worker_id is None else entry.worker_id
 
     def takes(self, entry: Particulars) -> None:
@@ -72,8 +72,8 @@ log = logging.getLogger("lean_selector.discovery")
 
 @dataclass(eq=False)
 class Roster:
-    """The workers that discoveries find. `register` and `remove` may raise SelectorError;
-    `register` returns warnings. Used only on the loop's thread."""
+    """The workers that --discover finds. `register` and `remove` may raise SelectorError;
+    `register` returns warnings. Used only on the event loop's thread."""
 
     catalog: Catalog
     register: Callable[[WorkerSpec], Sequence[str]]
@@ -102,8 +102,8 @@ class Roster:
         return len(self._known)
 
     def found(self, discovery: str, found: Found, now: float) -> None:
-        """Takes the complete list of a discovery. Workers missing from it are removed after a grace
-        period."""
+        """Handles the list of all workers at one target of --discover. Workers that no target lists
+        any more are removed after a grace period."""
         entries = {endpoint_key(entry.endpoint or ""): entry for entry in found.entries}
         before = self._found.get(discovery, {})
         self._found[discovery] = entries
@@ -117,13 +117,13 @@ class Roster:
         self.look(now)
 
     def heard(self, known: KnownWorker, engine: Particulars) -> None:
-        """Takes what an engine reports about itself."""
+        """Stores what a worker's engine reports about itself, and registers the worker."""
         known.engine = engine
         known.error = None
         self._settle(known)
 
     def failed(self, known: KnownWorker, reason: str) -> None:
-        """Records that an engine did not answer. Its last answer stays in effect."""
+        """Records that a worker's engine did not answer. The last answer stays in effect."""
         if known.error is None:
             log.warning(
                 "the engine of discovered worker %s cannot be queried: %s", known.key, reason
@@ -131,8 +131,8 @@ class Roster:
         known.error = reason
 
     def look(self, now: float) -> None:
-        """Removes workers whose grace period is over, and notes changes over HTTP. Call it about
-        every second."""
+        """Removes workers that no target lists and whose grace period is over. Notices workers that
+        were changed over HTTP. Call this about twice a second."""
         self._compare()
         for known in list(self._known.values()):
             if known.leaves_at is not None and known.leaves_at <= now:
@@ -143,7 +143,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Returns which discoveries find which workers, for `take_back` after a restart."""
+        """Returns what `take_back` needs to restore the discovered workers after a restart."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -152,11 +152,10 @@ class Roster:
         ]
 
     def take_back(self, kept: KeptWorker, spec: WorkerSpec | None) -> None:
-        """Restores a worker after a restart. `spec` is its entry in the catalog; None if the worker
-        was deleted over HTTP.
+        """Restores a worker after a restart. `spec`: its registration; None if deleted over HTTP.
 
-        Until its discoveries have a first result, they count as finding the worker, even if they
-        fail."""
+        A target that listed the worker earlier counts as listing it until the target is read
+        again."""
         entry = Particulars(endpoint=kept.key, worker_id=kept.worker_id)
         known = KnownWorker(kept.key, entry)
         known.is_restored = True
@@ -170,8 +169,8 @@ class Roster:
     # -- found workers -------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
-        """Updates a worker after a discovery has added or dropped it. Its entry comes from the
-        first discovery that lists it."""
+        """Updates the worker at the endpoint `key` after a target began or ceased to list it. If
+        several targets list the worker, the first target's description is used."""
         by = [name for name, entries in self._found.items() if key in entries]
         known = self._known.get(key)
         if not by:
@@ -208,7 +207,7 @@ class Roster:
     # -- registrations --------------------------------------------------------------------
 
     def _settle(self, known: KnownWorker) -> None:
-        """Registers a worker when enough is known about it, and again after changes."""
+        """Registers a worker once all required fields are known, and again if a field changes."""
         if known.state in (State.BY_HTTP, State.REMOVED):
             return
         if known.engine is None and not self._is_complete(known):
@@ -231,7 +230,7 @@ class Roster:
         self._warn(known, warnings)
 
     def _refuse(self, known: KnownWorker, reason: str) -> None:
-        """Records why the new description cannot be registered. An earlier registration stays."""
+        """Records why a worker's new description is not registered. An old registration stays."""
         if known.error != reason:
             log.warning("discovered worker %s: %s", known.key, reason)
         known.error = reason
@@ -239,7 +238,8 @@ class Roster:
             known.state = State.REFUSED
 
     def _is_taken(self, known: KnownWorker) -> bool:
-        """Whether another worker has the same id or endpoint."""
+        """Whether a worker with this id or endpoint was registered over HTTP, so that discovery
+        must not change it. Raises ValueError if another discovered worker has the id."""
         holder = self.catalog.workers.get(known.worker_id)
         if holder is not None and holder.spec is not known.spec:
             ours = [each for each in self._known.values() if each.spec is holder.spec]
@@ -253,7 +253,7 @@ class Roster:
         return False
 
     def _withdraw(self, known: KnownWorker) -> None:
-        """Removes the registration if discovery controls it."""
+        """Removes a worker's registration from the catalog if discovery made it."""
         spec, known.spec = known.spec, None
         known.state = State.ASKING
         if spec is None:
@@ -268,7 +268,7 @@ class Roster:
         log.info("discovered worker %s is %s", known.key, what, extra=_named(known))
 
     def _warn(self, known: KnownWorker, warnings: Sequence[str]) -> None:
-        """Logs the warnings that a registration over HTTP would return."""
+        """Logs the warnings that POST /workers would return for this registration."""
         if warnings and warnings != known.warnings:
             text = "; ".join(warnings)
             log.warning("discovered worker %s: %s", known.key, text, extra=_named(known))
@@ -277,7 +277,7 @@ class Roster:
     # -- changes over HTTP ---------------------------------------------------------------
 
     def _compare(self) -> None:
-        """Finds workers that differ from what was registered here: they were changed over HTTP."""
+        """Finds out which discovered workers were registered, changed or deleted over HTTP."""
         if self.catalog.revision == self._revision:
             return
         workers = self.catalog.workers
@@ -312,7 +312,7 @@ def _named(known: KnownWorker) -> dict[str, object]:
 
 
 def by_state(known: Iterable[KnownWorker]) -> dict[State, int]:
-    """Returns the number of workers in each state."""
+    """Returns the number of discovered workers in each state."""
     counts = dict.fromkeys(State, 0)
     for each in known:
         counts[each.state] += 1
@@ -330,8 +330,8 @@ AGAIN_LIMIT_S: Final = 15.0
 
 @dataclass(eq=False)
 class Asking:
-    """Queries engines, each in a task, with a limit on queries at the same time. `ask(base_url)`
-    may raise OutboundFailed."""
+    """Queries engines of discovered workers, each in its own task, and a limited number at a time.
+    `ask(base_url)` queries one engine, and may raise OutboundFailed."""
 
     ask: Callable[[str], Awaitable[Particulars]]
     on_heard: Callable[[KnownWorker, Particulars], None]
@@ -355,7 +355,7 @@ class Asking:
             task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Waits until all cancelled tasks have ended."""
+        """Waits until all cancelled queries have ended."""
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _run(self, known: KnownWorker) -> None:

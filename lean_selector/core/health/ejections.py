@@ -1,13 +1,13 @@
-"""Outlier detection: failing ranks are temporarily ejected.
+"""Outlier detection: failing ranks are temporarily ejected, so that they get no requests.
 
-A number of consecutive failures ejects a rank, for a time that grows with each ejection. Then the
-rank is on probation: one failure ejects it again; a success, or a failure-free time as long as the
-ejection, ends the probation. Failed polls eject all ranks of a worker until a poll succeeds. At
-most a share of the ranks is ejected, or all ranks of a single worker. If all ranks are ejected, the
-caller may try them anyway, and a success restores the rank at once. Otherwise a success during an
-ejection does not count, because the request was sent before the ejection.
+Several consecutive failed requests eject a rank, for a time that grows with each ejection. Then the
+rank is on probation: one failure ejects the rank again. A success ends the probation, and so does a
+time without failures that is as long as the ejection was. Failed health polls eject all ranks of a
+worker until a poll succeeds. Only a limited share of the ranks is ejected, but one worker can
+always be ejected. While all ranks are ejected, any rank may get requests; a success then restores
+the rank at once. While any rank is in service, successes of ejected ranks do not count.
 
-Time is an argument, in monotonic seconds, and does not go backwards. Ranks are opaque keys."""
+Time is an argument, in monotonic seconds, and does not go backwards."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ IN_SERVICE, PROBATION, EJECTED = "in_service", "probation", "ejected"
 
 
 class RankHealth:
-    """Health of one rank. Only Ejections changes it. Times are monotonic seconds."""
+    """Failures, ejection and probation of one rank. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self.failures = 0  # consecutive, from reports
@@ -52,7 +52,7 @@ _WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
 
 
 class Ejections:
-    """The health of a partition's ranks. Methods return whether the set `out` may have changed."""
+    """Ejects ranks of a partition. Methods return whether the ejected ranks may have changed."""
 
     def __init__(self, settings: EjectionSettings) -> None:
         self._settings = settings
@@ -138,7 +138,7 @@ class Ejections:
         return True
 
     def settle(self, now: float) -> bool:
-        """End ejections whose time is over. Call it about every second."""
+        """End ejections and probations whose time is over. Call this about every second."""
         if now < self._looks_at:
             return False
         self._looks_at = math.inf
@@ -157,7 +157,7 @@ class Ejections:
         return changed
 
     def forget(self, keys: Sequence[RankKey]) -> bool:
-        """Forget the state of ranks that were removed or replaced."""
+        """Forget the failures and ejections of ranks that were removed or replaced."""
         changed = False
         for key in keys:
             self.ranks.pop(key, None)
@@ -176,7 +176,7 @@ class Ejections:
         return health
 
     def _may_go(self, due: list[RankKey], total: int) -> bool:
-        """Whether the ranks `due` may be ejected in addition to those that are ejected already."""
+        """Whether the ranks `due` may be ejected, too. `total`: the number of all ranks."""
         count = len(self.out) + len(due)
         worker_id = due[0][0]
         alone = all(key[0] == worker_id for key in self.out)
@@ -218,7 +218,7 @@ class Ejections:
         return changed
 
     def _heal(self, key: RankKey, health: RankHealth, at: float) -> None:
-        """Reset the failure state; keep the results of health checks."""
+        """End a rank's probation and reset its failed requests, but not its failed health polls."""
         if health.on_probation:
             health.on_probation, health.healed_at = False, at
         health.failures, health.was_refused = 0, False
@@ -231,8 +231,8 @@ NOT_FREE: Final = frozenset({429, 503, 529})
 
 
 def outcome_of_status(status: int) -> str | None:
-    """Return the outcome of a complete answer with this HTTP status (200 or above); None if the
-    answer does not count. A worker that rejects an invalid request is healthy."""
+    """Return the outcome of a request that a worker answered with this HTTP status (200 or above).
+    None: the worker sheds load or is starting, which is neither success nor failure."""
     if status in NOT_FREE:
         return None
     return FAILED if status >= 500 else OK

@@ -1,8 +1,8 @@
-"""The device tier: its ranks, their blocks in the trie of prompts, and their engines' hashes.
+"""The device tier: which blocks each rank has in device memory, and the engine's hashes of them.
 
-Keeps the trie (which blocks exist, and which ranks hold them) consistent with each rank's engine
-hashes. A rank is a bit in the trie and a record in this module. Independent of lower tiers, bounds
-and events. Spec: indexer.md sections 3.1, 3.2 and 7."""
+Keeps the trie (which blocks exist, and which ranks hold them) consistent with the engine hashes of
+each rank. In the trie, a rank is a bit, a strand is up to 1024 consecutive blocks, and a run is a
+part of a strand (see runs.py). Spec: indexer.md sections 3.1, 3.2 and 7."""
 
 from collections.abc import Callable, Iterator
 
@@ -28,7 +28,7 @@ _MAX_CACHED_MASKS = 1024  # cached results of `keys_of`
 
 
 class DeviceRank:
-    """One rank's blocks in device memory; `bit` is the rank's position in masks of the trie."""
+    """One rank's blocks in device memory. `bit`: the rank's number in sets of ranks (bit masks)."""
 
     __slots__ = ("bit", "blocks", "key", "names")
 
@@ -40,7 +40,7 @@ class DeviceRank:
 
 
 class DeviceRanks:
-    """Maps ranks to bits in the trie, and knows which bits are in use."""
+    """Gives each rank a bit number, by which the trie of cached blocks refers to the rank."""
 
     __slots__ = ("_bits", "_by_bit", "_keys", "_new_names", "_swept", "in_use", "reborn")
 
@@ -76,14 +76,14 @@ class DeviceRanks:
 
     def retire(self, rank: DeviceRank) -> EngineHashes:
         """Take a rank out of look-ups, and return the engine hashes of its blocks. The caller must
-        sweep these blocks from the trie, then call `swept`."""
+        remove these blocks from the trie, then call `swept`."""
         self._hide(rank)
         names, rank.names, rank.blocks = rank.names, self._new_names(), 0
         self._swept[rank.bit] = self._swept.get(rank.bit, 0) + 1
         return names
 
     def swept(self, rank: DeviceRank) -> None:
-        """Release the bit of a retired rank; no run may have this bit any more."""
+        """Release the bit number of a retired rank, after its blocks were removed from the trie."""
         bit = rank.bit
         self._swept[bit] -= 1
         if not self._swept[bit]:
@@ -99,19 +99,19 @@ class DeviceRanks:
         self._keys.clear()
 
     def rank_in(self, strand: int, bit: int) -> DeviceRank | None:
-        """Return the rank with this bit if the rank has a row for the strand, otherwise None. Then
-        the bit, if a run of the strand has it, is left over from a retired rank."""
+        """Return the rank with this bit number, or None if the rank holds no block of the strand (a
+        part of the trie)."""
         rank = self._by_bit[bit]
         return rank if rank is not None and strand in rank.names.rows else None
 
     def name_at(self, bit: int, place: int) -> bytes:
-        """Return the engine hash of a block on the rank with this bit. The bit must be in use."""
+        """Return the engine hash of the block at `place` for the rank with this bit number."""
         rank = self._by_bit[bit]
         assert rank is not None
         return rank.names.name_at(place)
 
     def keys_of(self, bits: int) -> tuple[RankKey, ...]:
-        """Return the keys of a set of ranks."""
+        """Return the keys of a set of ranks, which is given as a bit mask."""
         keys = self._keys.get(bits)
         if keys is None:
             if len(self._keys) >= _MAX_CACHED_MASKS:
@@ -133,8 +133,8 @@ _MAX_PARTS = 64  # at most this many partial holders of a run are tried
 
 
 class HashAliases:
-    """The ranks with aliases (hashes that differ from those of others), by strand. All other ranks
-    that hold a block have the same engine hash for it."""
+    """For each strand (up to 1024 consecutive blocks of the trie), the ranks whose engine hashes
+    may differ from other ranks' hashes of the same blocks. All other ranks use the same hashes."""
 
     __slots__ = ("_odd", "_ranks")
 
@@ -146,11 +146,11 @@ class HashAliases:
         return len(self._odd)
 
     def of(self, strand: int) -> int:
-        """Return the set of ranks with aliases in a strand."""
+        """Return the ranks whose hashes may differ from other ranks' in this part of the trie."""
         return self._odd.get(strand, 0)
 
     def forget(self, strand: int, bit: int) -> None:
-        """Note that the rank no longer holds blocks of the strand."""
+        """Record that the rank no longer holds blocks of this part of the trie."""
         if self._odd and (odd := self._odd.get(strand)):
             odd &= ~(1 << bit)
             if odd:
@@ -159,8 +159,8 @@ class HashAliases:
                 del self._odd[strand]
 
     def names_at(self, ranks: int, place: int) -> list[tuple[bytes, int]]:
-        """Return the hashes of the block at `place`, each with the set of ranks that use the hash.
-        All of `ranks` must hold the block."""
+        """Return the engine hashes of the block at `place`, each with the set of ranks that use
+        this hash. All of `ranks` must hold the block."""
         odd = ranks & self.of(place >> POSITION_BITS)
         alike, found = ranks ^ odd, dict[bytes, int]()
         if alike:
@@ -171,13 +171,13 @@ class HashAliases:
         return list(found.items())
 
     def add(self, strand: int, bit: int) -> None:
-        """Note that the rank has a hash of its own for a block of the strand."""
+        """Record that the rank's hashes may differ from other ranks' in this part of the trie."""
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
-        """Compare the hashes of a span of blocks, which the rank newly holds, with another rank's.
-        Any rank without aliases that holds the whole run represents all such ranks. If none of
-        these is found in a few tries, the rank counts as having aliases."""
+        """Compare the engine hashes of blocks that a rank newly holds with those of another rank
+        that holds the same blocks. If hashes differ, or the search for such a rank takes too long,
+        record that the rank's hashes may differ."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)
@@ -224,7 +224,7 @@ class HashAliases:
 
 
 def _name_alike(one: DeviceRank, other: DeviceRank, place: int, blocks: int) -> bool:
-    """Whether two ranks have the same hashes for this many blocks, starting at `place`."""
+    """Whether two ranks have the same engine hashes for this many blocks, from `place` on."""
     strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
     end = start + (blocks << 3)
     return one.names.rows[strand][start:end] == other.names.rows[strand][start:end]
@@ -248,8 +248,8 @@ class DeviceTier:
         self._odd = HashAliases(self.ranks)
 
     def retire(self, rank: DeviceRank) -> Iterator[None]:
-        """Retire a rank: hide its blocks at once. Returns an iterator that frees their memory in
-        steps, between which the index may change."""
+        """Hide the blocks of a rank at once. Returns an iterator that frees the memory in steps;
+        the index may change between two steps."""
         return self._sweep(rank, self.ranks.retire(rank))
 
     def _sweep(self, rank: DeviceRank, names: EngineHashes) -> Iterator[None]:
@@ -264,14 +264,14 @@ class DeviceTier:
         self.ranks.swept(rank)
 
     def _settle(self, bit: int, strand: int) -> None:
-        """Remove a retired rank's old bit from all runs of a strand."""
+        """Remove a retired rank (by its bit number) from the holders of this part of the trie."""
         for run in self.trie.pieces(strand):
             if run.held_by(bit):
                 run.set_held(bit, 0)
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """From runs along a prompt, remove old bits of ranks that were retired and came back."""
+        """Along a prompt, remove ranks as holders of blocks that they lost when retired."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -290,22 +290,22 @@ class DeviceTier:
             self._settle(bit, strand)
 
     def has_room(self, blocks: int) -> bool:
-        """Whether enough strand numbers are left for a chain of this many blocks."""
+        """Whether the trie can still take a chain of this many new blocks."""
         # A chain may split one run, and starts a strand per STRAND_BLOCKS.
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
         """Return how many leading blocks of a prompt the ranks hold, and the runs along the prompt.
 
-        The first list has pairs (leading blocks, set of ranks). The sets are disjoint and not
-        empty."""
+        The first list has pairs (leading blocks, set of ranks). No rank is in two sets, and no set
+        is empty."""
         if self.ranks.reborn:
             self._settle_along(local_hashes)
         return self.trie.match_sets(self.ranks.in_use, local_hashes)
 
     def last_names(self, ranks: int, path: list[Run], blocks: int) -> list[tuple[bytes, int]]:
-        """Return the hashes of block number `blocks` (from 1) along `path`, each with the set of
-        ranks that use the hash. All of `ranks` must hold the blocks up to this one."""
+        """Return the engine hashes of block number `blocks` (from 1) along `path`, each with the
+        set of ranks that use this hash. All of `ranks` must hold the blocks up to this one."""
         last = blocks - 1
         for run in path:  # pragma: no branch: no rank matches more than the path has
             length = len(run.label) >> 3
@@ -318,8 +318,8 @@ class DeviceTier:
         self, rank: DeviceRank, parent: int, names: bytes, local: bytes, counted: bool = False
     ) -> None:
         """Store a chain of blocks on a rank, below the block at place `parent` (NOWHERE: the chain
-        starts a prompt). `names` are the engine hashes, as many as local hashes, 8 bytes each.
-        `counted`: a block that the rank already holds gets one more copy."""
+        starts a prompt). `names` and `local`: the blocks' engine hashes and local hashes, 8 bytes
+        each. `counted`: to drop a block that the rank already holds takes one more removal."""
         run, position = self.trie.root, 0
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
@@ -367,8 +367,8 @@ class DeviceTier:
             done = end
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
-        """Add blocks after `run`, up to the end of a strand, and let the rank hold them. Returns
-        their run, the first one's position in this run, and how many bytes of `local` are done."""
+        """Append the blocks of `local` from byte `done` on, as many as fit into a strand, for this
+        rank. Returns the blocks' run, the first block's position, and their end in `local`."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
@@ -392,7 +392,7 @@ class DeviceTier:
         return run, length, end
 
     def _hold(self, rank: DeviceRank, run: Run, position: int, names: bytes, counted: bool) -> None:
-        """Let the rank hold existing blocks, from `position` in `run` on."""
+        """Record that the rank holds the blocks from `position` in `run` on, with these hashes."""
         held = run.held_by(rank.bit)
         span = (1 << (len(names) >> 3)) - 1 << position
         both = held & span
@@ -413,7 +413,7 @@ class DeviceTier:
             run.set_held(rank.bit, held | span)
 
     def announce(self, rank: DeviceRank, place: int, name: int, counted: bool) -> None:
-        """Record that the engine stored a held block again, under its hash or another one."""
+        """Record that an engine stored a held block again, perhaps under another hash (`name`)."""
         names = rank.names
         is_first = int.from_bytes(names.name_at(place), "little") == name
         if not is_first and names.aliases.get(name, NOWHERE) != place:
@@ -422,8 +422,8 @@ class DeviceTier:
             names.add_copy(name)
 
     def edge_to(self, rank: DeviceRank, place: int) -> bytes:
-        """Return the rank's hash of the block before the one at `place` (empty for a prompt's first
-        block), followed by the local hash of the block at `place`."""
+        """Return the engine hash of the preceding block (empty for a prompt's first block),
+        followed by the local hash of the block at `place`."""
         run, position = self.trie.resolve(place)
         local = bytes(run.label[position << 3 : (position + 1) << 3])
         if not position:
@@ -438,8 +438,8 @@ class DeviceTier:
         return bytes(row[start : start + 8]) + local
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Remove these engine hashes, 8 bytes each. Drops the blocks that then have no hash and no
-        copy. Returns how many blocks were dropped."""
+        """Remove these engine hashes (8 bytes each) of a rank. A block is dropped with its last
+        hash or copy. Returns how many blocks were dropped."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)
@@ -448,7 +448,7 @@ class DeviceTier:
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the blocks at these positions (a bit mask), whose hashes are already removed."""
+        """Drop the rank's blocks at these positions (bits), whose hashes are already removed."""
         first = self.trie.strands[strand]
         if first.after is None:
             self._drop_blocks(rank, first, positions >> first.start)
@@ -461,7 +461,7 @@ class DeviceTier:
             self._drop_blocks(rank, run, here)
 
     def _drop_blocks(self, rank: DeviceRank, run: Run, gone: int) -> None:
-        """Drop blocks of one run. `gone` is a bit mask of their positions in the run."""
+        """Drop the rank's blocks at these positions (a bit mask) of one run."""
         held = run.held_by(rank.bit) ^ gone
         rank.blocks -= gone.bit_count()
         run.set_held(rank.bit, held)
@@ -475,7 +475,7 @@ class DeviceTier:
             self._trim(run)
 
     def _held_end(self, rank: DeviceRank, strand: int) -> int:
-        """Return the position after the rank's last block in a strand; 0 if it holds none."""
+        """Return the position after the rank's last block in a strand (part of the trie), or 0."""
         if not rank.names.has_unnamed():
             return rank.names.named_end(strand)
         # A row cannot distinguish a block with hash 0 from none.
@@ -487,8 +487,8 @@ class DeviceTier:
         return ends[-1] if ends else 0
 
     def _trim(self, run: Run) -> None:
-        """Cut off the end of a run that no rank holds, if at least half of the run is not held and
-        no run follows."""
+        """Cut off blocks without a holder at the end of a run, if these are at least 32 blocks and
+        half of the run, and no other run follows."""
         blocks = len(run.label) >> 3
         if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return
@@ -496,7 +496,7 @@ class DeviceTier:
             self._cut(run)
 
     def _cut(self, run: Run) -> None:
-        """Cut off the end of a run that no rank holds. No other run may follow this run."""
+        """Cut off blocks without a holder at the end of a run. No other run may follow this run."""
         assert run.partial is not None
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
@@ -507,31 +507,31 @@ class DeviceTier:
             run.set_held(bit, held)
 
     def held_in(self, rank: DeviceRank, strand: int) -> int:
-        """Return the positions (a bit mask) that a rank holds in a strand for which it has a
-        row."""
+        """Return which positions of a strand (a part of the trie) the rank holds, as a bit mask.
+        The rank must hold a block of the strand."""
         held = 0
         for run in self.trie.pieces(strand):
             held |= run.held_by(rank.bit) << run.start
         return held
 
     def drop(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the blocks at these positions (a bit mask) of a strand. The rank must hold them."""
+        """Drop the blocks at these positions (a bit mask) of a strand, which the rank must hold."""
         for position in bits_of(positions):
             rank.names.discard(strand << POSITION_BITS | position)
         self._drop_positions(rank, strand, positions)
 
     def cut_row(self, rank: DeviceRank, strand: int) -> None:
-        """Free the rank's memory for hashes behind its last block in a strand."""
+        """Free the memory for engine hashes behind the rank's last block in a strand."""
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:
-        """Free the memory of those blocks at a strand's end that no rank holds."""
+        """Free the memory of blocks without a holder at the end of a strand."""
         for run in self.trie.pieces(strand)[-1:]:
             if run.partial and not run.whole and not run.children:
                 self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
-        """Drop this many blocks of a rank: the oldest run first, each run from its end."""
+        """Drop this many blocks of a rank, strand by strand, oldest first, each from its end."""
         while blocks:
             strand = next(iter(rank.names.rows))
             last = self._held_end(rank, strand) - 1

@@ -1,15 +1,15 @@
 """Map the engine hashes of one rank's blocks to places, and back. A place is a u32, `strand << 10 |
-position` (see runs.py).
+position`. A strand is a sequence of blocks without a branch (see runs.py).
 
-"Name" below is an engine hash. The names are stored in the order of places: one row of bytes per
-strand, with 0 for a block that is not held. Rare cases are stored separately: further names and
-copies of a block, and one name for several blocks. Two subclasses find the place of a name:
-`HashesInDicts` is fast in plain Python; `HashesPacked` takes a fifth of the memory, and is fast
-when compiled. Independent of tokens, tiers and other ranks. Spec: indexer.md sections 3.2 and 7.4.
+An engine hash is called a name here. A rank has a row for each strand: the blocks' names, with 0
+for a block that the rank does not hold. Rare cases are stored apart from the rows: aliases (further
+names of a block), copies (a block was stored again under the same name), and names that several
+blocks share. Two classes find the place of a name. `HashesInDicts` is fast in plain Python;
+`HashesPacked` takes a fifth of the memory, and is fast when compiled. Spec: indexer.md 3.2, 7.4.
 
-If two blocks have the same name, the name stands for the newer block until that is removed, then
-for the older one; such names have a list of places. A block with several names, or several copies
-under one name, exists until all of them are removed."""
+If two blocks share a name, the name stands for the newer block. After the newer block is removed,
+the name stands for the older one. A block with aliases or copies exists until all its names and
+copies are removed."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ NO_NAME: Final = bytes(8)
 
 
 class EngineHashes:
-    """Names and places of one rank's blocks. A block's first name, unless it is 0, is stored only
-    in the row of its place. Lists of names are bytes, 8 each, little-endian; a single name is an
-    int."""
+    """Engine hashes (names) of one rank's blocks, and their places in the trie. For each strand,
+    `rows` has the blocks' first names. Lists of names are packed into bytes, 8 bytes per name,
+    little-endian. A single name is an int."""
 
     __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "rows")
 
@@ -46,28 +46,28 @@ class EngineHashes:
         self.renamed: list[int] = []
 
     def find(self, name: int) -> int:
-        """Return the place that `name` stands for, or NOWHERE."""
+        """Return the place of the block with the engine hash `name`, or NOWHERE."""
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
-        """Remove the names. Returns strand -> positions (a bit mask) of blocks that are gone."""
+        """Remove engine hashes. Returns the blocks without further hash: strand -> bit mask."""
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
-        """Give names to the blocks at `place` and the following positions, which have no names yet.
-        All the names differ."""
+        """Set the engine hashes of the blocks at `place` and the following positions. None of these
+        blocks may have a hash yet, and no hash may occur twice in `packed`."""
         raise NotImplementedError
 
     def drop_name(self, name: int, place: int) -> None:
-        """Remove `name`, the first name of the block at `place`."""
+        """Remove `name`, the first engine hash of the block at `place`, from the look-up tables."""
         raise NotImplementedError
 
     def dismantled(self) -> Iterator[None]:
-        """Free all memory except the rows, in steps. The object is unusable afterwards."""
+        """Free all memory except `rows`, in steps. The object is unusable afterwards."""
         raise NotImplementedError
 
     def discard(self, place: int) -> None:
-        """Remove all names of the block at `place`, which has at least one."""
+        """Remove all engine hashes of the block at `place`. The rank must hold the block."""
         start = (place & POSITION_MASK) << 3
         row = self.rows[place >> POSITION_BITS]
         name = int.from_bytes(row[start : start + 8], "little")
@@ -81,12 +81,12 @@ class EngineHashes:
                 self._forget_copies(alias)
 
     def name_at(self, place: int) -> bytes:
-        """Return the first name of the block at `place`, which is held."""
+        """Return the first engine hash of the block at `place`. The rank must hold the block."""
         start = (place & POSITION_MASK) << 3
         return bytes(self.rows[place >> POSITION_BITS][start : start + 8])
 
     def alias(self, place: int, name: int) -> None:
-        """Add `name` as a further name of the block at `place`."""
+        """Add `name` as a further engine hash of the block at `place`."""
         self.forget_alias(name)
         self.aliases[name] = place
         self.alias_at.setdefault(place, []).append(name)
@@ -103,12 +103,12 @@ class EngineHashes:
                 del self.alias_at[place]
 
     def add_copy(self, name: int) -> None:
-        """Count one more copy of a block under a known name."""
+        """Count one more copy: the engine stored a block again under the same hash."""
         self.copies[name] = self.copies.get(name, 0) + 1
         self.extra += 1
 
     def take_copy(self, name: int) -> bool:
-        """Remove one copy under this name, as the engine did. Returns False for the last copy."""
+        """Remove one copy that was counted for this hash. Returns False if there was none."""
         copies = self.copies.get(name)
         if copies is None:
             return False
@@ -123,8 +123,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Drop at least `count` copies and further names, the oldest first; or all if there are
-        fewer."""
+        """Forget at least `count` copies and further hashes, or all if there are fewer."""
         least = self.extra - count
         while self.extra > least and self.copies:
             self.extra -= self.copies.popitem(last=False)[1]
@@ -132,11 +131,11 @@ class EngineHashes:
             self.forget_alias(next(iter(self.aliases)))
 
     def has_unnamed(self) -> bool:
-        """Whether a block has the name 0, which rows use for "not held"."""
+        """Whether a block has the hash 0, which stands for "not held" in `rows`."""
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
-        """Return how many positions a strand's row has before trailing zeros; 0 without a row."""
+        """Return the position after the last hash of a strand that is not 0; 0 if all are 0."""
         row = self.rows.get(strand)
         if row is None:
             return 0
@@ -152,14 +151,14 @@ class EngineHashes:
         return end >> 3
 
     def cut_row(self, strand: int, positions: int) -> None:
-        """Free the memory of a row from `positions` on, where no block is held."""
+        """Shorten a strand's row of hashes to `positions` entries. No block behind may be held."""
         if positions:
             del self.rows[strand][positions << 3 :]
         else:  # one event removed all blocks of the strand, so the row is already gone
             self.rows.pop(strand, None)
 
     def write_row(self, place: int, packed: bytes) -> None:
-        """Write names into the row of a strand, at its end or into a hole."""
+        """Write hashes into the row of a strand, from `place` on. Creates the row if necessary."""
         strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
         row = self.rows.get(strand)
         if row is None:
@@ -171,13 +170,14 @@ class EngineHashes:
             row[start : start + len(packed)] = packed
 
     def is_told_apart(self, names: Sequence[int]) -> bool:
-        """Whether `take` must handle each of these names separately."""
+        """Whether these hashes must be removed one by one, because a block has copies or several
+        hashes, or blocks share a hash."""
         if self.aliases or self.listed:
             return True
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """Like `take`, for blocks with copies or further names, and names of several blocks."""
+        """Like `take`, but slower. Handles copies, further hashes and hashes of several blocks."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
             name = int.from_bytes(packed[at : at + 8], "little")
@@ -196,7 +196,7 @@ class EngineHashes:
         return gone
 
     def _rename(self, place: int, name: int) -> None:
-        """Make a block's oldest further name its first name."""
+        """Replace `name`, the first hash of the block at `place`, by the block's next hash."""
         names = self.alias_at[place]
         alias = names.pop(0)
         if not names:
@@ -227,7 +227,7 @@ _LISTED = -1  # dict value of a name whose places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
-    """Finds names by dicts of ints: name -> row segment. The garbage collector skips such dicts."""
+    """Finds the places of hashes with dicts from a hash to 64 places. Fast in plain Python."""
 
     __slots__ = ("_front", "_recent", "_shards")
 
@@ -307,9 +307,8 @@ class HashesInDicts(EngineHashes):
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Empty the row entries of these names, all of which were in a dict, and add their
-        positions to `gone`. Engines evict neighbours together, mostly at a prompt's end; so one
-        search and one comparison suffice for many names."""
+        """Overwrite these engine hashes in `rows` with 0, and add their positions to `gone`.
+        `segments`: the 64 places among which each hash is. Fast if hashes are neighbours."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1

@@ -33,13 +33,13 @@ _MOST_BITS: Final[i64] = 16
 
 
 def mixed(name: i64) -> i64:
-    """Spread a hash: return a number from 0 to 2^62 - 1."""
+    """Mix the bits of a hash. Returns a number from 0 to 2^62 - 1."""
     product: i64 = ((name ^ (name >> 32)) * _MIX) & _POSITIVE
     return (product ^ (product >> 32)) & _POSITIVE
 
 
 class _Segment:
-    """Hashes whose mixed values agree in the low `bits` bits. 0 marks a free slot."""
+    """Part of a hash table: the hashes whose mixed values have the same low `bits` bits."""
 
     def __init__(self, slots: i64, bits: i64) -> None:
         self.names = vec[i64]([0] * slots)
@@ -48,7 +48,7 @@ class _Segment:
         self.bits = bits
 
     def slot_of(self, name: i64, hashed: i64) -> i64:
-        """Return the slot of a hash; for an absent hash, ~slot (below 0) of its future slot."""
+        """Return the slot of a hash. If the hash is absent, return ~slot for a free slot."""
         names = self.names
         mask: i64 = i64(len(names)) - 1
         at: i64 = (hashed >> 20) & mask
@@ -61,13 +61,13 @@ class _Segment:
         return at
 
     def put(self, at: i64, name: i64, value: i32) -> None:
-        """Write an entry into a free slot."""
+        """Write a hash and its value into a free slot."""
         self.names[at] = name
         self.values[at] = value
         self.used += 1
 
     def free(self, hole: i64) -> None:
-        """Empty a slot, and move later entries of the same probe sequence up."""
+        """Empty a slot, and close the gap that this leaves in the probe sequence."""
         names, values = self.names, self.values
         mask: i64 = i64(len(names)) - 1
         at: i64 = (hole + 1) & mask
@@ -88,7 +88,7 @@ class HashTable:
     """A map from distinct signed 64-bit hashes other than 0 to u32 values."""
 
     def __init__(self, most_slots: i64 = _MOST_SLOTS) -> None:
-        """A segment has at most `most_slots` slots: a power of two, at least 4."""
+        """`most_slots` (a power of two, at least 4) limits the slots of a segment of the table."""
         self._most_slots = most_slots
         self._bits: i64 = 0  # how many low bits of a mixed hash choose among `_segments`
         first: i64 = _FIRST_SLOTS if most_slots > _FIRST_SLOTS else most_slots
@@ -103,7 +103,7 @@ class HashTable:
         return ABSENT if at < 0 else i64(segment.values[at]) + _HALF_U32
 
     def add(self, name: i64, value: i64) -> bool:
-        """Map a hash to a value. Returns False, and does nothing, if it is mapped already."""
+        """Map a hash to a value. Returns False, and does nothing, if the hash is in the table."""
         hashed: i64 = mixed(name)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
@@ -119,7 +119,7 @@ class HashTable:
         return True
 
     def pop(self, name: i64) -> i64:
-        """Remove a hash, and return its value, or ABSENT."""
+        """Remove a hash. Returns the value of the hash, or ABSENT."""
         hashed: i64 = mixed(name)
         index: i64 = hashed & ((1 << self._bits) - 1)
         segment = self._segments[index]
@@ -133,7 +133,7 @@ class HashTable:
         return value
 
     def let_go(self) -> bool:
-        """Free one segment. Returns False after the last. The table is unusable afterwards."""
+        """Free one segment. Returns False if none is left. The table is unusable afterwards."""
         if self._segments:
             self._segments.pop()
         return len(self._segments) > 0
@@ -157,7 +157,7 @@ class HashTable:
         self._place(high, (index & (half - 1)) | half)
 
     def _shrink(self, index: i64) -> None:
-        """Join an almost empty segment with its other half; halve the slots of a single one."""
+        """Save memory after a removal: undo the split of a segment, or halve a segment's slots."""
         segment = self._segments[index]
         slots: i64 = i64(len(segment.names))
         if segment.bits > 0:
@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Enter the segment at all directory indexes that have the same low bits as `index`."""
+        """Put the segment at each index of `_segments` with the same low bits as `index`."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits
@@ -187,7 +187,7 @@ class HashTable:
 
 
 def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
-    """Distribute all entries of a segment to two segments, by the next bit of the mixed hashes."""
+    """Distribute all entries of a segment to two segments, by the next bit of each mixed hash."""
     names = segment.names
     at: i64 = 0
     end: i64 = i64(len(names))
@@ -208,7 +208,7 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 
 
 class HashesPacked(EngineHashes):
-    """Keeps all names in one table, except 0 and names of several blocks."""
+    """Keeps the first hash of each block in a hash table, except 0 and hashes of several blocks."""
 
     __slots__ = ("_table",)
 
@@ -254,7 +254,7 @@ class HashesPacked(EngineHashes):
         return gone
 
     def _empty(self, low: i64, high: i64, gone: dict[int, int]) -> None:
-        """Empty the row from place `low` to place `high`, and add the positions to `gone`."""
+        """Overwrite the hashes from place `low` to `high` with 0. Adds the positions to `gone`."""
         count: int = high - low + 1
         strand: int = low >> POSITION_BITS
         position: int = low & POSITION_MASK

@@ -1,11 +1,11 @@
-"""Evict blocks behind holes if these blocks take too much memory. Such blocks cannot match, because
-blocks before them are gone.
+"""Evict blocks behind holes if these blocks take too much memory. A hole is a part of a prompt that
+a rank no longer holds. Until the missing blocks return, the blocks behind a hole cannot match.
 
-A run's label stays while another run hangs below the run, and a rank's row of hashes reaches to the
-rank's last block. So if an engine evicts the starts of prompts and keeps the ends, the index keeps
-both in memory, up to 16 KB for one block. The ends cannot match until the starts return. If the
-ends take too much memory, they are evicted; the engine may store them again. The review visits one
-strand at a time, in short steps, between which the index may change. D31."""
+A strand is a sequence of up to 1024 blocks without a branch (see runs.py). The index stores the
+local hashes of each strand once, and engine hashes once per rank that holds blocks of the strand.
+Both include the holes before a held block, so a single block can take 16 KB. Engines that evict the
+starts of prompts and keep the ends would fill the memory. So a review removes such ends from the
+index, in short steps. Requests and events may change the index between two steps. See D31."""
 
 from collections.abc import Callable, Generator, Iterator
 
@@ -27,10 +27,10 @@ _MOST_RUNS_ABOVE = 256  # runs visited above a strand; some 100 us
 def review(
     device: DeviceTier, evicted: Callable[[DeviceRank, int], None]
 ) -> Generator[None, None, int]:
-    """Measure all strands, and evict blocks behind holes where these take too much memory.
+    """If the index takes too much memory, evict blocks that cannot match, as earlier ones are gone.
 
-    `evicted` is called with each rank that loses blocks, and the number of blocks. A step takes
-    some 50 us. The generator returns how many blocks are held."""
+    `evicted` gets a rank and the number of blocks that the rank has lost. A step takes some 50 us.
+    The generator returns how many blocks all ranks held before."""
     kept = held = 0
     for strand in range(device.trie.numbered):
         if not strand % _STRANDS_PER_STEP:
@@ -50,8 +50,8 @@ def review(
 
 
 def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[int, int, int]]:
-    """Return how many positions a strand takes, how many blocks are held in it, and the set of
-    ranks that hold them. Approximate, because ranks that are being swept count too."""
+    """Return how many hashes are stored for a strand, how many blocks the ranks hold in the strand,
+    and the set of these ranks. Approximate: ranks that were cleared may still count."""
     kept = held = holders = looked_at = 0
     for run in device.trie.pieces(strand):
         length = len(run.label) >> 3
@@ -81,8 +81,8 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Count the positions, in the runs directly above a strand, that no rank holds. If several
-    strands share these runs, each strand counts its share."""
+    """Count the blocks between a strand's start and the nearest block before the strand that any
+    rank holds. If several strands follow these blocks, count only this strand's share."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)
     for _ in range(_MOST_RUNS_ABOVE):
@@ -106,7 +106,7 @@ def _held_end(run: Run) -> int:
 
 
 def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
-    """Return the positions (a bit mask) to evict from a rank's row; 0: none."""
+    """Return which of a rank's blocks in a strand to evict, as a bit mask of positions."""
     held = device.held_in(rank, strand)
     if _kept_above(device, strand):
         return held
@@ -117,7 +117,7 @@ def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
 def _closed(
     device: DeviceTier, strand: int, holders: int, evicted: Callable[[DeviceRank, int], None]
 ) -> Iterator[None]:
-    """For each rank whose row is mostly holes, evict the blocks behind holes."""
+    """Evict blocks of a strand that cannot match, for each rank in the set `holders`."""
     for bit in bits_of(holders):
         while (rank := device.ranks.rank_in(strand, bit)) is not None:
             device.cut_row(rank, strand)

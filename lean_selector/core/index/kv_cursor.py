@@ -1,26 +1,26 @@
-"""One source's position in its engine's sequence of batches; handles gaps, replays and restarts.
+"""Track the batch numbers of one source (an engine's KV-event publisher): gaps, replays, restarts.
 
-A PUB socket neither repeats nor reorders messages. So a live batch whose number does not grow comes
-from a new publisher. A replay contains every batch from its start to the engine's newest. Live
-batches that arrive before the replay's first answer are applied at once, so that a dead replay
-endpoint delays nothing, and are also kept; later live batches are only kept. When the replay ends,
-the kept batches that it did not contain are applied. So every batch after the gap has then been
-applied in order. A batch that is applied a second time adds no copy of a held block (`is_again`).
-So the index ends up without blocks that the engine has dropped, whatever was applied early.
+A PUB socket neither repeats nor reorders messages. So if the number of a live batch does not grow,
+the batch comes from a new publisher. A replay contains all batches from the requested one to the
+engine's newest. Live batches that arrive between the request and the first replayed batch are
+applied at once and also kept, because a replay endpoint may never answer. Live batches that arrive
+later are only kept. When the replay ends, the kept batches that the replay did not contain are
+applied. By then all batches after the gap have been applied in order, some of them for the second
+time. The second time, a block that is already held is not counted again (`is_again`).
 
-The first live batch of a restarted engine may have a higher number than our last batch. Therefore
-the requested replay begins with the batch before the gap, which we have applied. If the engine's
-batch differs from ours, the engine is a new one. The newest batch that was applied before the last
-connection is compared too, since we may have no other batch of a former engine. If the engine's
-buffer no longer has either batch, the source is degraded. Without a replay endpoint, such a restart
-looks like a gap, and the source is degraded; if the first number happens to be the next in order,
-the restart goes unnoticed.
+The first live batch of a restarted engine may have a higher number than our last batch. To notice
+such a restart, we request the replay from the batch before the gap. If the engine's batch differs
+from the batch that we applied, the engine has restarted. The newest batch that was applied before
+the last connection is also compared, because the other batch may come from the new engine. If the
+engine's buffer has neither of these two batches, the source is degraded (batches may be missing).
+Without a replay endpoint, a restart looks like a gap, and the source is degraded. If the number of
+the first batch happens to be the next in order, the restart is not noticed.
 
-On each new connection, even without a gap, we request our last batch and everything after it,
-because an idle engine publishes nothing. If the engine has none of these batches, it is a new one
-(D34).
+After each new connection, we request a replay from our last batch on, even if there is no gap,
+because an idle engine publishes nothing. If the engine has none of these batches, the engine has
+restarted (D34).
 
-The cursor decides, and applies nothing. It has no clock and no socket. Spec: indexer.md 1.5."""
+The caller applies the batches, and has the socket and the clock. Spec: indexer.md 1.5."""
 
 from collections import deque
 from enum import Enum, auto
@@ -39,7 +39,7 @@ MAX_HELD_BYTES = 64 * 1024 * 1024
 
 
 class BatchVerdict(Enum):
-    """What the caller must do with a batch."""
+    """What the caller must do with a batch of KV events."""
 
     APPLY = auto()
     IGNORE = auto()  # it was applied before
@@ -48,7 +48,7 @@ class BatchVerdict(Enum):
 
 
 class SourceState(Enum):
-    """How complete the index is for this source."""
+    """How complete the index is for one source (the KV-event publisher of a rank)."""
 
     CONNECTING = "connecting"  # nothing has arrived yet
     LIVE = "live"  # complete, as far as the engine reports
@@ -67,7 +67,7 @@ class _Phase(Enum):
 
 
 class KvCursor:
-    """The sequence numbers of one source. If `can_replay` is true, gaps wait for a replay."""
+    """Tracks the batches of one KV-event source. Without `can_replay`, missing batches are lost."""
 
     def __init__(self, can_replay: bool) -> None:
         self.can_replay = can_replay
@@ -115,18 +115,18 @@ class KvCursor:
 
     @property
     def watermark(self) -> int | None:
-        """The number of the last batch that was applied in order; None before the first."""
+        """The number of the batch that was applied last; None before the first batch."""
         return self._next - 1 if self._next else None
 
     @property
     def lag(self) -> int:
-        """How many batches are known to exist but have not been applied."""
+        """How many batches were published, as far as is known, but have not been applied."""
         kept_only = 0 if self._phase is _Phase.ASKED else len(self._held)
         return self._missing + kept_only
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes the kept live batches have."""
+        """The total size of the live batches that are kept until a replay ends, in bytes."""
         return self._held_bytes
 
     @property
@@ -150,14 +150,14 @@ class KvCursor:
 
     @property
     def complete_to(self) -> int | None:
-        """Number of the last batch applied; None if a known batch before it is missing."""
+        """The number of the batch applied last; None if an earlier batch is known to be missing."""
         is_in_order = self._phase is _Phase.IDLE or self._phase is _Phase.ASKED
         return self.watermark if is_in_order and not self._missing and not self.lost else None
 
     @property
     def replay_from(self) -> int | None:
-        """The number of the first batch that a replay should contain; None if no replay is due. The
-        replay begins with a batch that we have, if we have any."""
+        """The number of the first batch to request in a replay: that of the last batch before the
+        gap, or 0 without such a batch. None if no replay is due."""
         if self._missing_from is None or self._phase is not _Phase.IDLE:
             return None
         return max(0, self._missing_from - 1)
@@ -168,21 +168,21 @@ class KvCursor:
         return self._missing_from is None and self._phase is _Phase.IDLE
 
     def resume_at(self, watermark: int) -> None:
-        """Continue after a recovered index. Call it before the socket connects.
+        """Start with an index that contains all batches up to number `watermark`, as recovered from
+        a peer. Call this before the socket connects.
 
-        The index is complete up to `watermark`: live batch watermark + 1 continues it. A live batch
-        with a number up to the watermark comes from a new publisher."""
+        A live batch with a number up to `watermark` means that the engine was restarted."""
         assert self.last_live is None
         assert self._next == 0
         self._next = watermark + 1
         self._newest = watermark
 
     def connected(self) -> None:
-        """Note a new live connection. Call this before its first batch is judged.
+        """Record a new connection to the publisher. No batch of the connection may have come yet.
 
-        Batches that were published before the connection may have been missed, so if the engine can
-        replay, a replay is due. A new subscriber never receives a batch that we already have. So if
-        such a number arrives, it comes from a new publisher."""
+        A replay is now due, if the engine can replay, because batches that were published before
+        the connection may be missing. From now on, a live batch with a number that was already
+        received means that the engine was restarted."""
         self._holds_top = self._top is not None
         if self._phase is not _Phase.IDLE:
             self._asks_again = self.can_replay
@@ -198,7 +198,7 @@ class KvCursor:
             self._early_from = self._missing_from if self._missing_from < self._next else None
 
     def live(self, seq: int, payload: bytes) -> BatchVerdict:
-        """Judge a live batch, 0 <= seq < 2**64. The payload is stored if it may be needed again."""
+        """Decide what to do with a live batch (not a replayed one). `seq`: from 0 to 2**64 - 1."""
         self.is_again = False
         if seq == UNSET_SEQ:
             self._start_over()
@@ -221,16 +221,16 @@ class KvCursor:
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
 
     def replay_started(self) -> None:
-        """Note that a replay from `replay_from` is about to be requested."""
+        """Record that a replay from `replay_from` on is about to be requested."""
         assert self.replay_from is not None
         self._phase = _Phase.ASKED
         self._asked_next, self._asked_digest = self._next, self._digest
         self._asked_missing = self._missing
 
     def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
-        """Judge a replayed batch. Returns APPLY (even if it may have been applied live before),
-        IGNORE, or RESTART: then drop all blocks of this source, abort the replay, and request one
-        from `replay_from` on."""
+        """Decide what to do with a batch of a replay: APPLY (perhaps the batch was applied live
+        before), IGNORE or RESTART. After RESTART, drop all blocks of this source, abort the replay,
+        and request a new replay from `replay_from` on."""
         if self._phase is _Phase.ASKED:
             assert self._missing_from is not None
             self._phase = _Phase.ANSWERING
@@ -272,8 +272,8 @@ class KvCursor:
         return BatchVerdict.APPLY
 
     def replay_finished(self) -> BatchVerdict:
-        """Note that the end marker arrived: batches that the replay lacked no longer exist. Call
-        next_held() until it returns None. May return RESTART, as `replayed` does."""
+        """Record that a replay has ended. The engine no longer has the batches that it did not
+        replay. Call next_held() until it returns None. May return RESTART: see `replayed`."""
         since = 0  # missing batches after the request, which the replay may lack
         if self._phase is _Phase.ASKED:
             since = self._missing - self._asked_missing
@@ -302,8 +302,8 @@ class KvCursor:
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
-        """Note that a replay had no answer, or stopped early. Then call next_held() until it
-        returns None, and request the replay again later."""
+        """Record that a replay got no answer, or stopped early. Call next_held() until it returns
+        None, and request a replay again later."""
         answered = self._phase is _Phase.ANSWERING
         if answered and (self._is_blind or self._next < self._asked_next):
             self._early_from = self._missing_from = self._next
@@ -315,22 +315,22 @@ class KvCursor:
         self._end_replay(complete=answered)  # perhaps only the end marker is missing
 
     def replay_interrupted(self) -> bool:
-        """Note that we aborted a replay. Returns True if it is unfinished or kept batches remain:
-        then call next_held() until it returns None, as after a failed replay."""
+        """Record that the caller aborted a replay. If this returns True, call next_held() until it
+        returns None."""
         if self._phase is _Phase.ASKED or self._phase is _Phase.ANSWERING:
             self.replay_failed()
         return self._phase is not _Phase.IDLE
 
     def shed(self, size: int) -> None:
-        """Drop the oldest kept batches until `size` bytes are free. These batches become a gap to
-        request again. The newest batch is kept, because its number reveals the gap."""
+        """Drop the oldest live batches that are kept during a replay, until `size` bytes are freed.
+        Keeps the newest batch, because its number shows which batches must be requested again."""
         goal = self._held_bytes - size
         while len(self._held) > 1 and self._held_bytes > goal:
             self._held_bytes -= len(self._held.popleft()[1])
             self.dropped += 1
 
     def next_held(self) -> bytes | None:
-        """Return the next kept live batch to apply, in order; None when there are no more."""
+        """Return the next batch to apply of those kept during a replay; None after the last."""
         while self._held:
             seq, payload = self._held.popleft()
             self._held_bytes -= len(payload)
@@ -346,7 +346,7 @@ class KvCursor:
         return None
 
     def cleared(self) -> None:
-        """Note that the batch just applied cleared all blocks: gaps before it do not matter."""
+        """Record that the batch applied last cleared all blocks. Older gaps no longer matter."""
         self.lost = self.unknown = 0
         if self._phase is _Phase.IDLE or self._phase is _Phase.ASKED:
             self._holds_top = False  # it came before the clearing batch, too
@@ -362,7 +362,7 @@ class KvCursor:
             self._drop_held()
 
     def lose(self) -> None:
-        """Note that the batch just judged cannot be decoded, so that a replay would not help."""
+        """Count a batch as lost, because the caller cannot decode it."""
         self.lost += 1
 
     def _advance(self, seq: int, payload: bytes) -> None:
@@ -389,8 +389,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Set `_is_shown`: the replay has contained the batch `_top`, or never will. A replay that
-        was requested before the connection proves nothing about this batch."""
+        """Record that the replay has reached batch `_top`, the newest one applied before. If a new
+        connection was made during the replay, the next replay must be compared with `_top`, too."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 
@@ -400,8 +400,8 @@ class KvCursor:
             self._top = seq, digest
 
     def _replaced(self) -> BatchVerdict:
-        """Handle a new publisher. The first batch that differs, and all later ones, come from the
-        new publisher; none of them was applied."""
+        """Handle a replay that shows a new publisher, because a batch differs from the applied one.
+        All batches of this publisher count as missing, because the caller drops all blocks."""
         newest = None if self._is_blind else self.last_live
         self._restarted()
         self._missing_from = 0
@@ -438,7 +438,7 @@ class KvCursor:
             self._ask()
 
     def _start_over(self) -> None:
-        """Reset everything to the state at registration, except totals and lost batches."""
+        """Forget all batches of this source. Only the totals and `lost` remain."""
         self.last_live = None
         self.unknown = 0
         self._newest = -1

@@ -1,7 +1,7 @@
 """Yield BlockStored events from which a rank's blocks can be rebuilt.
 
-Device blocks: only reachable ones, one event per run, parents before children. Lower tiers: every
-block. The rank's blocks may change between two events. Spec: indexer.md sections 4.1 and 7."""
+Device memory: one event per run, parents before children, no blocks behind a missing block. Lower
+tiers: one event per block. Spec: indexer.md sections 4.1 and 7."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -16,8 +16,8 @@ _SLICE_BLOCKS = 512  # blocks; some 0.1 ms on the device, 0.5 ms on a lower tier
 
 
 def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
-    """Yield all blocks of a rank, in slices of bounded work (the last may be empty): the device
-    tier, then the lower tiers; on each tier the oldest blocks first."""
+    """Yield a rank's blocks in lists of limited size; the last list may be empty. Device memory
+    comes first. Each tier begins with its oldest blocks. The index may change between two lists."""
     runs: list[StoredRun] = []
     blocks = 0
     for run in chain(_DeviceWalk(trie, rank.device).runs(), _lower_blocks(rank)):
@@ -32,7 +32,7 @@ def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
 def leading_names(
     trie: RunTrie, rank: DeviceRank, local_hashes: bytes, blocks: int
 ) -> tuple[int, ...]:
-    """Return the rank's engine hashes of a prompt's first blocks, which it holds on the device."""
+    """Return a rank's engine hashes of a prompt's first `blocks` blocks, all in device memory."""
     names, run, at, end = bytearray(), trie.root, 0, blocks << 3
     while at < end:
         assert run.children is not None
@@ -56,7 +56,7 @@ def _lower_blocks(rank: Holdings) -> Iterator[StoredRun]:
 
 
 class _DeviceWalk:
-    """One walk over the runs of which a rank holds blocks on the device."""
+    """Visits the runs (blocks without a branch) in which a rank holds blocks in device memory."""
 
     def __init__(self, trie: RunTrie, rank: DeviceRank) -> None:
         self._trie = trie
@@ -65,9 +65,8 @@ class _DeviceWalk:
         self._cut_off: set[Run] = set()  # unreachable runs
 
     def runs(self) -> Iterator[StoredRun]:
-        """Yield the oldest runs first, but parents before children. The rank may change during the
-        walk. Each yielded run was reachable when it or an earlier run was requested. No run that
-        exists during the whole walk is omitted."""
+        """Yield the runs that the rank can match (no earlier block is missing), oldest first, but
+        parents before children. The rank's blocks may change while the runs are yielded."""
         rows = self._rank.names.rows
         # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for strand in list(dict.keys(rows)):
@@ -78,7 +77,8 @@ class _DeviceWalk:
                 yield from steps
 
     def _path_to(self, run: Run) -> Iterator[StoredRun]:
-        """Return the runs to yield on the path from a prompt's start to `run`."""
+        """Yield the runs from the prompt's start to `run` that were not yielded before, if the rank
+        holds all blocks before `run`."""
         told, cut_off, names = self._told, self._cut_off, self._rank.names
         path: list[Run] = []
         above: Run | None = run

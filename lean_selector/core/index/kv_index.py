@@ -1,18 +1,18 @@
 """The index of one partition (model_name, tenant_id): which rank holds which block on which tier.
 
-Applies KV events, matches prompts, and dumps itself. Combines the device tier (one trie for all
-ranks) with the lower tiers (separate for each rank), and limits their size. Independent of sockets,
-tokens and registrations: any rank may hold blocks. Spec: indexer.md sections 3, 4.1 and 7; D16.
+The index applies KV events, matches prompts, and dumps itself. It combines the device tier (one
+trie for all ranks) with the lower tiers (separate for each rank), and limits the blocks of a rank
+on each tier. Ranks need not be registered. Spec: indexer.md sections 3, 4.1 and 7; D16.
 
 Rules where the spec leaves a choice:
 
-- A block has every hash under which its rank stored it. If events are counted, it has as many
-copies under a hash as were stored. The block is removed with its last hash or copy.
+- A rank may store a block under several engine hashes (aliases), and several times under one hash
+(copies). The rank holds the block until all its hashes and copies are removed.
 
-- If a hash is stored again with other tokens, it names the newer block. The older block stays held,
-and gets the hash back when the newer one is removed. Evicting and clearing free it too.
+- If a hash is stored again with other tokens, both blocks are held. The hash stands for the newer
+block. After the newer block is removed, the hash stands for the older block again.
 
-- If a block is removed, the blocks behind it stay but are unreachable until the block returns."""
+- If a block is removed, the blocks after it stay, but cannot match until the block returns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -36,7 +36,7 @@ DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
 
 
 class Bounds:
-    """Limits for each rank of a worker: (blocks on the device, blocks on each lower tier)."""
+    """How many blocks each rank of a worker may have: (on the device, on each lower tier)."""
 
     __slots__ = ("_set", "default")
 
@@ -45,14 +45,14 @@ class Bounds:
         self._set: dict[int, tuple[int, int]] = {}  # exceptions, by worker id
 
     def __len__(self) -> int:
-        """Number of workers with limits of their own."""
+        """The number of workers whose limits differ from the default."""
         return len(self._set)
 
     def of(self, worker_id: int) -> tuple[int, int]:
         return self._set.get(worker_id, self.default)
 
     def set(self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None) -> None:
-        """Set a worker's limits; None means the default."""
+        """Set the limits of a worker's ranks; None means the default."""
         device, lower = self.default
         if device_blocks is not None:
             device = device_blocks
@@ -75,7 +75,7 @@ class Bounds:
 
 
 def engine_hashes() -> EngineHashes:
-    """Return an empty table for a rank that holds nothing yet."""
+    """Return an empty table for the engine hashes of one rank's blocks."""
     if not IS_COMPILED:
         return HashesInDicts()
     # Imported here: it needs a dependency that only the compiled form has.
@@ -95,9 +95,9 @@ _STORED = StoreResult.STORED
 
 
 class KvIndex:
-    """The index of one partition. Lists of local hashes are bytes, 8 per block, little-endian.
-    `evicted` counts blocks that were dropped because a rank exceeded its limit, or because holes
-    before them took too much memory."""
+    """The index of one partition. Local hashes are packed into bytes, 8 per block, little-endian.
+    `evicted` counts blocks that were dropped because a rank exceeded its limit, or because too many
+    blocks before them are gone (see holes.py)."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class KvIndex:
         new_names: Callable[[], EngineHashes] = engine_hashes,
         bits: RankBits | None = None,
     ) -> None:
-        """`on_sweep` is called when there is memory to free; `new_names` is for tests; `bits`
-        assigns bit numbers to ranks, and may be shared."""
+        """`on_sweep` is called with this index when `sweep` has work to do. `new_names` creates a
+        rank's table of engine hashes. `bits` assigns bit numbers to ranks, and may be shared."""
         self.block_size = block_size
         self.evicted = 0
         self.bounds = Bounds(device_bound, lower_tier_bound)
@@ -129,7 +129,7 @@ class KvIndex:
         self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
     def beside(self) -> "KvIndex":
-        """Return an empty index with the same limits, which shares the bit numbers of ranks."""
+        """Return an empty index with the same block size, default limits and `bits`."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -148,11 +148,11 @@ class KvIndex:
         return sorted(self._ranks)
 
     def workers(self) -> set[int]:
-        """The workers of which a rank holds a block on any tier."""
+        """The workers with at least one rank that holds a block on any tier."""
         return set(self._dp_ranks)
 
     def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
-        """Return how many blocks a rank holds on a tier, reachable or not."""
+        """Return how many blocks a rank holds on a tier, including blocks that cannot match."""
         rank = self._ranks.get((worker_id, dp_rank))
         if rank is None:
             return 0
@@ -161,7 +161,7 @@ class KvIndex:
         return len(rank.lower[tier - 1]) if rank.lower else 0
 
     def match(self, local_hashes: bytes) -> dict[RankKey, Matched]:
-        """Return, for each rank with a hit, how many leading blocks of a prompt the rank holds."""
+        """Return, by rank, how many leading blocks of a prompt the rank holds on each tier."""
         sets, found = self.match_sets(local_hashes)
         found += [(Matched(blocks), ranks) for blocks, ranks in sets]
         keys_of = self._device.ranks.keys_of
@@ -170,9 +170,9 @@ class KvIndex:
     def match_sets(
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
-        """Like `match`, but with sets of ranks (numbered by `bits`). The first list has sets that
-        hold equally many leading blocks on the device, the second has sets whose matches continue
-        in the same way on a lower tier. All sets are disjoint and not empty."""
+        """Like `match`, but groups ranks with equal matches as bit masks (bit numbers: `bits`).
+        Returns two lists: pairs (leading blocks on the device, ranks), and pairs (match, ranks) for
+        ranks whose match continues on a lower tier. Each rank is in at most one pair."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []
@@ -185,18 +185,18 @@ class KvIndex:
         return sets, extended
 
     def path(self, local_hashes: bytes) -> list[Run]:
-        """Return the runs along a prompt, up to the last run that some rank holds completely."""
+        """Return the runs of device blocks on a prompt's path, as far as some rank holds them."""
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """Yield the largest runs, from the root down, step by step like `core.index.upper_runs`."""
+        """Yield up to `most` large runs of device blocks, parents first; None to allow a pause."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
 
     def leading_names(self, key: RankKey, local_hashes: bytes, blocks: int) -> tuple[int, ...]:
-        """Return a rank's engine hashes of the first blocks of a prompt, all of which the rank
-        holds on its device."""
+        """Return a rank's engine hashes of a prompt's first `blocks` blocks. The rank must hold all
+        of these blocks on its device."""
         return leading_names(self._device.trie, self._ranks[key].device, local_hashes, blocks)
 
     # Events
@@ -211,11 +211,11 @@ class KvIndex:
         local_hashes: bytes,
         counted: bool = False,
     ) -> StoreResult:
-        """Apply a `stored` event: a chain of blocks below `parent_hash` (None: it starts a prompt).
+        """Apply a `stored` event: blocks after the block `parent_hash` (None: start of a prompt).
 
-        Hashes are u64. If one list is shorter, the other list's further blocks are ignored. Evicts
-        the rank's oldest blocks beyond its limit. With `counted`, a block that is stored again is
-        one more copy, which needs a remove event of its own."""
+        Hashes are u64. If the lists have different lengths, the surplus is ignored. If the rank
+        then exceeds its limit, its oldest blocks are evicted. With `counted`, a block that the rank
+        already holds then needs one more `removed` event to be dropped."""
         if not local_hashes or not block_hashes:
             return StoreResult.EMPTY
         if len(block_hashes) == 1:  # usual for an engine that decodes
@@ -242,8 +242,8 @@ class KvIndex:
         local_hashes: bytes,
         counted: bool = False,
     ) -> StoreResult:
-        """Like `store`, for packed hashes. There must be at least one engine hash, and as many
-        local hashes. The engine hashes differ from each other and from the parent."""
+        """Like `store`, for packed hashes. There must be at least one engine hash (`names`), and
+        equally many local hashes. Engine hashes must differ from each other and the parent."""
         blocks = len(names) >> 3
         if tier is not _DEVICE:
             parent = ROOT if parent_hash is None else parent_hash.to_bytes(8, "little")
@@ -273,8 +273,8 @@ class KvIndex:
         return _STORED
 
     def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
-        """Apply a `stored` event with hashes only, for blocks whose tokens are known, because the
-        rank holds them on some tier. Returns how many are known. `counted`: as in `store`."""
+        """Apply a `stored` event that has engine hashes but no tokens: store the blocks that the
+        rank already holds on some tier. Returns how many these are. `counted`: as in `store`."""
         known = 0
         for at in range(0, len(names), 8):
             rank = self._ranks.get(key)
@@ -307,14 +307,14 @@ class KvIndex:
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """Remove one copy of each of these device blocks, unless it is the only copy."""
+        """Let each of these device blocks, if stored several times, need one removal less."""
         rank = self._ranks.get(key)
         for name in names if rank is not None else ():
             assert rank is not None
             rank.device.names.take_copy(name)
 
     def remove(self, worker_id: int, dp_rank: int, tier: Tier, block_hashes: Sequence[int]) -> int:
-        """Apply a `removed` event. Ignores unknown blocks. Returns how many blocks were removed."""
+        """Apply a `removed` event to a rank. Returns how many of the blocks were dropped."""
         names = u64s(len(block_hashes)).pack(*block_hashes)
         return self.remove_blocks((worker_id, dp_rank), tier, names)
 
@@ -337,8 +337,8 @@ class KvIndex:
         return removed
 
     def clear(self, worker_id: int, *dp_ranks: int) -> int:
-        """Drop all blocks of these ranks, on all tiers; returns how many. The blocks are hidden at
-        once. If there are many, `sweep` frees the memory."""
+        """Drop all blocks of these ranks of the worker, and return how many. No match finds the
+        blocks from now on; later calls of `sweep` free the memory."""
         dropped = 0
         sweeps: list[Iterator[None]] = []
         for dp_rank in dp_ranks:
@@ -358,7 +358,7 @@ class KvIndex:
         return dropped
 
     def drop_worker(self, worker_id: int) -> int:
-        """Drop the worker's limits, and all its blocks on every rank that it ever had."""
+        """Drop the limits of a worker, and the blocks of all its ranks."""
         self.bounds.forget(worker_id)
         return self.clear(worker_id, *self._dp_ranks.get(worker_id, ()))
 
@@ -366,8 +366,8 @@ class KvIndex:
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
         """Limit the blocks of each rank of a worker, on the device and on each lower tier; None
-        means the default. Above the limit, blocks are evicted from the run that was stored first,
-        beginning at its end."""
+        means the default. Later calls of `sweep` evict the blocks above the limit. On the device,
+        the oldest run is evicted first, beginning at its end."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 
@@ -387,7 +387,7 @@ class KvIndex:
             self._start_review()
 
     def abandon(self) -> None:
-        """Drop everything; `sweep` then frees the memory. The index is unusable afterwards."""
+        """Drop all blocks; `sweep` frees the memory later. The index is unusable afterwards."""
         self.do_in_steps(self._clear_all())
 
     def _clear_all(self) -> Iterator[None]:
@@ -398,13 +398,13 @@ class KvIndex:
     # Giving back
 
     def sweep(self, steps: int) -> bool:
-        """Free the memory of dropped blocks, or evict blocks above a limit, in `steps` steps.
-        Returns True if more is left. A step takes some 50 us, at most 500. Memory stays bounded
-        even without calls: each stored event frees memory too."""
+        """Free the memory of dropped blocks, and evict blocks above a limit, in at most `steps`
+        steps. Returns True if work is left. A step takes some 50 us, and never above 500 us. Memory
+        is bounded even if nobody calls this, because each stored event does some steps too."""
         return self._sweeps.go_on(steps)
 
     def do_in_steps(self, sweep: Iterator[None]) -> None:
-        """Run these steps as part of later calls of `sweep`."""
+        """Let later calls of `sweep` advance this iterator."""
         if self._sweeps.start(sweep) and self.on_sweep is not None:
             self.on_sweep(self)
 
@@ -425,15 +425,15 @@ class KvIndex:
     # Dump
 
     def dump(self, worker_id: int | None = None) -> Iterator[list[StoredRun]]:
-        """Yield stored events from which the index can be rebuilt, in slices of bounded work.
+        """Yield stored events from which the index can be rebuilt, in short lists.
 
-        Ranks are sorted, and have at least one slice each. Within a rank the oldest blocks come
-        first; in the device tier, each block comes after its parent. Device: one event per run,
-        reachable blocks only. Lower tiers: one event per block.
+        Ranks are sorted, and have at least one list each. A rank's oldest blocks come first, but
+        each device block comes after its parent. On the device, there is one event per run, and
+        blocks that cannot match are omitted. On lower tiers, there is one event per block.
 
-        Events may be applied between two slices, so each slice shows the index at some moment since
-        the dump started. A copy of the index that applies each slice of a rank, and then all
-        events since the moment of that slice, ends up with the rank's blocks."""
+        The index may change between two lists, so the lists show the index at different moments. To
+        copy a rank, apply each list, then all KV events that the rank published since the moment
+        that the list shows."""
         for key in self.ranks():
             rank = self._ranks.get(key)
             if rank is None or worker_id not in (None, key[0]):
@@ -457,7 +457,7 @@ class KvIndex:
         self._release_if_empty(key, rank)
 
     def _evict_device(self, rank: Holdings, bound: int, most: int) -> bool:
-        """Evict at most `most` device blocks above the limit. Returns True if more are left."""
+        """Evict at most `most` device blocks above the limit. Returns True if a surplus remains."""
         surplus = rank.device.blocks - bound
         if surplus <= 0:
             return False
@@ -492,7 +492,7 @@ class KvIndex:
             self._device.ranks.release(rank.device)
 
     def _forget(self, key: RankKey, rank: Holdings) -> None:
-        """Hide all blocks of a rank."""
+        """Remove a rank from the index, so that no match finds the rank's blocks."""
         self._lower_matches.release(rank)
         del self._ranks[key]
         self._dp_ranks[key[0]].remove(key[1])

@@ -1,9 +1,9 @@
-"""Apply the events of one source to the index: decide which events count, find the hashes, and
-count the results.
+"""Apply the KV events of one source to the index: skip events that do not count, hash the tokens of
+the others, and count events by result.
 
-Stores what later events of a rank depend on: the kinds of its block groups, and the salts of blocks
-whose children come without a salt. Bad data from an engine raises no exception: an invalid event is
-skipped and counted by reason. Independent of encodings and sockets. Spec: indexer.md 1.4, 3.2."""
+Remembers, for each rank, the attention kind of each KV cache group, and the cache salts of blocks,
+because later events may omit both. Bad data from an engine raises no exception: an invalid event is
+skipped, and counted by the reason. Spec: indexer.md 1.4, 3.2."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ MAX_SALTED_BLOCKS = 1 << 20
 
 
 class EventCounts:
-    """Counts of events by result. They never decrease."""
+    """Counts of a source's KV events by result, since the source was created."""
 
     def __init__(self) -> None:
         self.stored = 0
@@ -65,7 +65,7 @@ class EventCounts:
         self.skipped[key] = self.skipped.get(key, 0) + count
 
     def add(self, other: "EventCounts") -> None:
-        """Add the counts of another source, which is closed."""
+        """Add the counts of a closed source to these counts."""
         self.stored += other.stored
         self.removed += other.removed
         self.cleared += other.cleared
@@ -84,7 +84,7 @@ class EventCounts:
 
 
 class KvIngest:
-    """Applies the batches of one source, in the given order, to the blocks of one worker."""
+    """Applies the KV event batches of one source, in the given order, to one worker's blocks."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class KvIngest:
         on_emptied: Callable[[int, int], None] | None = None,
         is_eagle: bool = False,
     ) -> None:
-        """`on_emptied` is called with each worker and rank whose engine lost its whole cache. With
-        `is_eagle`, a block hash of a prompt also covers the token after the block."""
+        """`on_emptied` is called with the worker id and the rank when all blocks of a rank are
+        dropped. With `is_eagle`, a block hash of a prompt also covers the token after the block."""
         self._on_emptied = on_emptied
         self.is_eagle = is_eagle
         self.worker_id = worker_id
@@ -120,13 +120,13 @@ class KvIngest:
 
     @property
     def stored(self) -> int:
-        """How many stored events were applied since the source started."""
+        """How many stored events were applied since the source started or was cleared."""
         return self.counts.stored - self._stored_before
 
     @property
     def is_mismatched(self) -> bool:
-        """Whether most stored events cannot match prompts, because their blocks have another size
-        or another kind of hash."""
+        """Whether most of the source's blocks cannot match prompts: their block size is wrong, or
+        only the engine's or only the prompts' block hashes include the token after a block."""
         return (
             self.stored_of_other_size > self.stored
             or (not self.stored and self.stored_partial >= _PARTIAL_IS_DOUBTED)
@@ -134,9 +134,9 @@ class KvIngest:
         )
 
     def apply(self, batch: EventBatch, is_again: bool = False) -> bool:
-        """Apply those events of a batch that count. Returns True if the batch cleared everything
-        that this source ever stored. `is_again`: the batch may already have been applied, so it
-        adds no copies of held blocks."""
+        """Apply a batch. Returns True if the batch cleared the only rank that this source has
+        reported. With `is_again`, the batch may be a repetition: blocks that the rank already holds
+        do not need one more removal."""
         self._is_again = is_again
         counts = self.counts
         for skipped in batch.skipped:
@@ -168,8 +168,8 @@ class KvIngest:
         return cleared and len(self._ranks) == 1
 
     def clear(self) -> None:
-        """Reset the source: drop its blocks on every rank that it named, and the facts learned from
-        its events."""
+        """Reset the source: drop the blocks of all its ranks, and forget the cache salts and KV
+        cache groups that its events have shown."""
         self._clear(self.dp_ranks)
         self.stored_of_other_size = self.stored_partial = self.stored_unlike_prompts = 0
         self._stored_before = self.counts.stored
@@ -177,7 +177,7 @@ class KvIngest:
 
     @property
     def dp_ranks(self) -> set[int]:
-        """The ranks for which the source published events, and the rank of its registration."""
+        """The ranks in the source's events, and the rank for which the source is registered."""
         return {*self._ranks, self.dp_rank}
 
     def _clear(self, dp_ranks: set[int]) -> None:
@@ -187,7 +187,7 @@ class KvIngest:
                 self._on_emptied(self.worker_id, dp_rank)
 
     def close(self) -> None:
-        """Drop the facts learned from events. The blocks stay in the index."""
+        """Forget the cache salts and KV cache groups seen in events. The index keeps the blocks."""
         for rank in self._ranks.values():
             self._forget_salts(rank)
         self._ranks.clear()
@@ -283,8 +283,8 @@ class KvIngest:
     def _is_wanted(
         self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
     ) -> bool:
-        """Whether a stored event counts, judging by the kind of its group, its block size and its
-        tier. Counts the skipped events."""
+        """Whether to apply a stored event, judging by its KV cache group, block size and tier. If
+        not, the event is counted as skipped."""
         if event.part:
             if event.part is EventPart.FIRST:
                 self._is_rest_refused = False
@@ -305,8 +305,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether an engine of our block size may send this event of another size. It may if the
-        event has hashes only, or incomplete blocks (on the device, a single one)."""
+        """Whether an event with another block size than the registered one is acceptable: it has no
+        tokens, or has parts of larger blocks (on the device, a part of one block)."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -317,7 +317,7 @@ class KvIngest:
         return self.block_size % size == 0 and (blocks == 1 or event.tier is not _DEVICE)
 
     def _store_known(self, key: RankKey, tier: Tier, size: int, hashes: Sequence[int]) -> None:
-        """Apply an event that has hashes only, for the blocks whose tokens are known."""
+        """Apply a stored event to blocks that the rank already holds, without using tokens."""
         names = u64s(len(hashes)).pack(*hashes)
         blocks = self._index.store_known(key, tier, names, not self._is_again)
         if blocks:
@@ -329,7 +329,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether an event that repeats held blocks adds copies, instead of announcing blocks."""
+        """Whether blocks stored again need one more removal; not if the event reports a hit."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -339,9 +339,9 @@ class KvIngest:
     def _is_announced(
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
-        """Whether this event may announce blocks that a request found cached. If the next event of
-        the batch continues the event's chain, this proves that the engine announces cached blocks.
-        Such blocks are not copies, and the copies that were counted so far are removed."""
+        """Whether this event may only report a cache hit: it starts a prompt and stores nothing
+        new. If the batch's next event continues the prompt with new blocks, the engine is known to
+        report hits, and the blocks of earlier reports need one removal less."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before
@@ -360,8 +360,8 @@ class KvIngest:
         self.counts.blocks_stored += blocks
 
     def _refuse(self, reason: str) -> None:
-        """Skip a record of an event. If the event has further parts, they are skipped too, because
-        they continue the record's chain."""
+        """Skip a whole event, or a part of a long event. The remaining parts of the event will be
+        skipped too, because their blocks follow the blocks of this part."""
         self._is_rest_refused = True
         self.counts.skip("stored", reason)
 
@@ -410,7 +410,7 @@ class KvIngest:
 def _objection(
     rank: LearnedFacts, group_idx: int | None, kind: str | None, is_remote: bool
 ) -> str | None:
-    """Return why an event does not count, or None. Group 0 counts until its kind is learned."""
+    """Return why to skip an event, or None. Of KV groups of unknown kind, only group 0 counts."""
     if is_remote:
         return "remote"
     if kind is not None and kind != _NO_KIND:
@@ -421,7 +421,7 @@ def _objection(
 
 
 def _salt_of(rank: LearnedFacts, tier: Tier, parent_hash: int) -> str | None:
-    """Return the parent's salt. The child's tier is tried first: blocks may be on several tiers."""
+    """Return the cache salt of a parent block, or None. Looks at `tier` before other tiers."""
     salts_here = rank.salts.get(tier)
     if salts_here and (own := salts_here.get(parent_hash)) is not None:
         return own

@@ -1,4 +1,4 @@
-"""The lower tiers: each rank's blocks there, and how a match continues from the device tier."""
+"""The lower tiers (host memory, disk): each rank's blocks, and how a match continues there."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ MASK: Final = SHARDS - 1
 
 
 class Continuations:
-    """Finds the ranks that have a block with given tokens on a lower tier: local hash -> set of
-    ranks. Exact, except that hashes with the same first 7 bytes share an entry."""
+    """Maps a block's local hash to the set of ranks that have a block with this hash on a lower
+    tier. Hashes with the same first 7 bytes share an entry."""
 
     __slots__ = ("_again", "_alone", "_ranks")
 
@@ -35,7 +35,7 @@ class Continuations:
         self._again: dict[int, dict[int, int]] = {}
 
     def of(self, hashes: bytes, at: int) -> int:
-        """Return the ranks that have the block at byte `at` of `hashes`, below any parent."""
+        """Return the ranks that have a block whose local hash starts at byte `at` of `hashes`."""
         if not self._ranks:
             return 0
         block = int.from_bytes(hashes[at : at + 7], "little")
@@ -81,7 +81,7 @@ class Continuations:
             shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
 
     def only(self, bit: int) -> int:
-        """Return the set of only this rank, in the form in which sets are stored."""
+        """Return ~bit, the form in which a set of only this rank is stored (a shared object)."""
         while len(self._alone) <= bit:
             self._alone.append(~len(self._alone))
         return self._alone[bit]
@@ -96,12 +96,12 @@ class Continuations:
 
 
 class Edges:
-    """Maps edges, (parent's engine hash + local hash) -> (child's engine hash, set of ranks)."""
+    """Blocks on one tier: (parent's engine hash + local hash) -> (engine hash, set of ranks)."""
 
     __slots__ = ("_continuations", "_edges", "_held", "_odd", "doubtful")
 
     def __init__(self, continuations: Continuations) -> None:
-        """`continuations` is updated with each change of the edges."""
+        """`continuations` is updated whenever a rank gains or loses a block."""
         self._continuations = continuations
         # Split by local hash, like `continuations`.
         self._edges: list[dict[bytes, Edge]] = [{} for _ in range(SHARDS)]
@@ -114,17 +114,17 @@ class Edges:
         self.doubtful = 0
 
     def admit(self, bit: int, held: dict[bytes, bytes]) -> None:
-        """Add a rank's tier. `held` maps each of its blocks to the edge that leads there."""
+        """Add a rank. `held`: a block's engine hash -> the parent's engine hash + local hash."""
         self._held[bit] = held
 
     def release(self, bit: int) -> None:
-        """Remove a rank's tier. The caller then discards the remaining edges."""
+        """Remove a rank. The caller must then discard the rank's remaining blocks."""
         del self._held[bit]
 
     def store(self, bit: int, key: bytes, child: bytes, held: dict[bytes, bytes]) -> bool:
-        """Add an edge to `child` for a rank that holds the blocks `held`. Returns False, with
-        nothing changed, if this edge of the rank leads to another block, or another edge of the
-        rank leads to `child`."""
+        """Record that a rank has the block `child` (engine hash) at `key` (parent's engine hash +
+        local hash). Returns False, and changes nothing, if the rank has another block at `key`, or
+        has `child` at another key. `held` has the rank's blocks on this tier."""
         edges = self._edges[key[-8] & MASK]
         edge = edges.get(key)
         if edge is not None and held.get(edge.child) == key:
@@ -149,13 +149,13 @@ class Edges:
         return True
 
     def discard(self, bit: int, key: bytes, child: bytes) -> None:
-        """Remove an edge of a rank."""
+        """Record that a rank no longer has block `child` at `key` (parent hash + local hash)."""
         self._continuations.discard(bit, key[-8:])
         self._discard(bit, key, child)
 
     def discard_old(self, bit: int, key: bytes, child: bytes) -> None:
-        """Like `discard`, for an edge from before the rank was cleared. The rank may have the same
-        edge again."""
+        """Like `discard`, for a block that the rank had before all its blocks were dropped. If the
+        rank has stored the same block again since, the new block stays."""
         self._continuations.discard(bit, key[-8:])
         held = self._held.get(bit)
         if held is None or held.get(child) != key:
@@ -178,8 +178,8 @@ class Edges:
                 del self._odd[key]
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
-        """Follow `hashes` from byte `at` on, while all of `ranks` have the blocks. Returns the last
-        block and the byte where it ends; from there, `follow` finds the ranks that continue."""
+        """Follow a prompt's `hashes` from byte `at` on, as long as all of `ranks` have the blocks.
+        Returns the engine hash of the last block, and the byte where this block ends."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
@@ -196,8 +196,8 @@ class Edges:
         return name, at
 
     def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
-        """Return the child to which an edge leads, and the subset of `ranks` for which it leads
-        there. For other ranks it may lead to another child: see `others`."""
+        """Return the engine hash at `key` (parent's engine hash + local hash), and those of `ranks`
+        that use this hash. Other ranks may use another hash there: see `others`."""
         edge = self._edges[key[-8] & MASK].get(key)
         if edge is None:
             return b"", 0
@@ -210,7 +210,7 @@ class Edges:
         return edge.child, having
 
     def others(self, ranks: int, key: bytes) -> dict[bytes, int]:
-        """Return the children of an edge for ranks that `follow` omits: child -> ranks."""
+        """Return the engine hashes at `key` of ranks that `follow` omits: hash -> set of ranks."""
         found: dict[bytes, int] = {}
         if self._odd and (odd := self._odd.get(key)) is not None:
             for bit in bits_of(ranks):
@@ -232,13 +232,12 @@ _BLOCKS_PER_STEP = 64  # some 50 us
 
 
 class LowerTier:
-    """One rank's blocks on one tier, as edges. Exactly one edge leads to each block. Hashes have 8
-    bytes."""
+    """One rank's blocks on one tier below the device. Each hash has 8 bytes."""
 
     __slots__ = ("_bit", "_copies", "_edge", "_edges")
 
     def __init__(self, edges: Edges, bit: int) -> None:
-        """`edges` has the edges of all ranks; `bit` is the bit of this rank."""
+        """`edges` has all ranks' blocks on this tier; `bit` is the bit number of this rank."""
         self._edges = edges
         self._bit = bit
         # child -> parent + local hash, oldest first: a full tier evicts its oldest blocks.
@@ -250,13 +249,13 @@ class LowerTier:
         return len(self._edge)
 
     def edge_to(self, name: bytes) -> bytes | None:
-        """Return the edge to a block; None if the rank does not have the block on this tier."""
+        """Return a block's parent hash + local hash; None if the block is not on this tier."""
         return self._edge.get(name)
 
     def store(self, parent: bytes, names: bytes, local: bytes, counted: bool = False) -> None:
-        """Add a chain of blocks. Stops before a block that contradicts the tier: its edge already
-        leads to another block, or another edge to it. `counted`: a held block gets one more
-        copy."""
+        """Add consecutive blocks after `parent`. Stops at a block that contradicts the stored
+        blocks: another engine hash for the same block, or the same engine hash for another block.
+        With `counted`, a block that is stored again needs one more removal."""
         edges, bit, mine = self._edges, self._bit, self._edge
         for at in range(0, len(local), 8):
             name = names[at : at + 8]
@@ -267,7 +266,8 @@ class LowerTier:
             parent = name
 
     def remove(self, name: bytes) -> bool:
-        """Drop one block. Blocks behind it stay, and are reachable again when it returns."""
+        """Drop a block, or if it needs several removals, count one. Returns True if the block is
+        gone. Blocks after this block stay, but cannot match until the block returns."""
         if self._copies and (copies := self._copies.pop(name, 0)):
             if copies > 1:
                 self._copies[name] = copies - 1
@@ -279,14 +279,14 @@ class LowerTier:
         return True
 
     def drop_oldest(self, blocks: int) -> None:
-        """Drop the oldest `blocks` blocks. The tier must have that many."""
+        """Drop the oldest `blocks` blocks. The tier must have at least `blocks` blocks."""
         for _ in range(blocks):
             name, edge = self._edge.popitem(last=False)
             self._copies.pop(name, None)
             self._edges.discard(self._bit, edge, name)
 
     def dismantled(self) -> Iterator[None]:
-        """Drop all blocks, in steps. The rank no longer has this tier."""
+        """Drop all blocks, some per step. Call `Edges.release` for the rank before."""
         while self._edge:
             for _ in range(min(_BLOCKS_PER_STEP, len(self._edge))):
                 name, edge = self._edge.popitem(last=False)
@@ -294,8 +294,8 @@ class LowerTier:
             yield
 
     def chains(self) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """Yield (parent, child, local hash) of every block, oldest first. Blocks may be added and
-        removed between two items."""
+        """Yield (parent's engine hash, engine hash, local hash) of every block, oldest first.
+        Blocks may be added and removed between two items."""
         # dict's own view, because that of an OrderedDict looks up each key, at ten times the cost.
         for name in list(dict.keys(self._edge)):
             edge = self._edge.get(name)
@@ -313,7 +313,7 @@ class Holdings:
         self.lower: list[LowerTier] = []  # empty, or all of host_pinned, disk, external
 
     def blocks(self) -> int:
-        """How many blocks the rank holds on all tiers, reachable or not."""
+        """How many blocks the rank holds on all tiers, including blocks that cannot match."""
         return self.device.blocks + sum(map(len, self.lower))
 
 
@@ -341,7 +341,7 @@ class LowerMatches:
         self._dismantled: dict[int, int] = {}  # by bit: how many former tiers are being freed
 
     def admit(self, rank: Holdings) -> None:
-        """Give a rank empty lower tiers."""
+        """Give a rank lower tiers (host memory, disk, external) that have no blocks yet."""
         if not self._tiers:
             self._tiers = [Edges(self._continuations) for _ in range(_LAST + 1)]
         bit = rank.device.bit
@@ -353,7 +353,7 @@ class LowerMatches:
                 edges.doubtful |= 1 << bit
 
     def release(self, rank: Holdings) -> None:
-        """Forget a rank whose lower tiers are empty. Does nothing if the rank has no tiers."""
+        """Drop the lower tiers of a rank, if it has any. These must have no blocks."""
         bit = rank.device.bit
         if self.ranks.pop(bit, None) is not None:
             rank.lower = []
@@ -363,8 +363,8 @@ class LowerMatches:
                 edges.doubtful &= ~(1 << bit)
 
     def retire(self, rank: Holdings) -> Iterator[None]:
-        """Like `release`, for a rank whose tiers are not empty. The tiers are hidden at once.
-        Returns an iterator that frees the memory in steps, between which the index may change."""
+        """Like `release`, for lower tiers that have blocks. From now on, no match finds these
+        blocks. Returns an iterator that frees memory in steps. The index may change in between."""
         bit, tiers = rank.device.bit, rank.lower
         self.release(rank)
         self._dismantled[bit] = self._dismantled.get(bit, 0) + 1
@@ -382,9 +382,9 @@ class LowerMatches:
     def extended(
         self, sets: list[tuple[int, int]], path: list[Run], local_hashes: bytes
     ) -> list[tuple[Matched, int]]:
-        """Return (match, set of ranks) for ranks whose match continues on a lower tier. The sets
-        are disjoint and not empty. Only ranks that have the prompt's next block on a lower tier,
-        below any parent, are visited."""
+        """Return pairs (match, set of ranks) for ranks whose match continues on a lower tier. No
+        rank is in two sets. `sets` has the matches on the device: pairs (leading blocks, set of
+        ranks). `path` has the runs of device blocks along the prompt."""
         found: dict[tuple[int, int, int], int] = {}
         going_on: dict[int, int] = {}  # number of device blocks -> ranks
         rest = self._bits
@@ -409,8 +409,8 @@ class LowerMatches:
         local_hashes: bytes,
         found: dict[tuple[int, int, int], int],
     ) -> None:
-        """Continue from the last device block, given by its hash, through the tiers in order, and
-        never back to an earlier tier (spec 3.5)."""
+        """After a match of `device` device blocks, match blocks in host memory, then on disk; add
+        matches to `found`. `named`: pairs (last device block's engine hash, set of ranks)."""
         start, end = device << 3, len(local_hashes)
         # (ranks, hash of the last block, tier to continue on, position in the prompt, end of the
         # host tier). Ranks are split where their blocks differ.

@@ -1,13 +1,13 @@
 """The approximate index: assumes for some time that a routed prompt is cached on its rank.
 
-It serves for engines without KV events, and for others until their events arrive. A block expires
-some time after it was last part of a booked prompt, or earlier if its rank is known to have no room
-for so many blocks. Renewing a block renews the blocks before it, so a prefix never expires before
-its continuation.
+This index is used for engines without KV events, and for other engines until their events arrive. A
+block expires some time after the last prompt with this block was routed to the rank. The block
+expires earlier if the rank is known to have no room for all its blocks. A routed prompt renews all
+its blocks, so a prefix never expires before its continuation.
 
-A rank's booked prompts form a trie that counts them (`PromptTrie`), so a booking costs one step per
-branch, plus one per new block. Matching and dumping use a `KvIndex` that contains only these
-blocks. Time is an argument. D40."""
+Each rank has a trie of its routed prompts (`PromptTrie`). So adding a prompt costs one step per
+branch, plus one per new block. For matching and dumping, the blocks are also entered in a `KvIndex`
+that has no other blocks. Callers pass the current time. D40."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _RANKS_PER_STEP: Final = 64
 
 
 class RankPrompts:
-    """The routed prompts of one rank that have not expired."""
+    """The prompts that were routed to one rank and have not expired."""
 
     __slots__ = ("blocks", "recent", "trie")
 
@@ -38,7 +38,7 @@ class RankPrompts:
 
 
 class RoutedPrompts:
-    """The routed prompts of one partition. Only this class changes `index`."""
+    """The routed prompts of one partition, by rank. `index` has the blocks of these prompts."""
 
     def __init__(self, index: KvIndex, ttl_s: float) -> None:
         self.index = index
@@ -49,8 +49,8 @@ class RoutedPrompts:
         self._no_weights = BlockWeights()  # required by the trie, unused here
 
     def add(self, key: RankKey, local_hashes: bytes, names: bytes, now: float) -> None:
-        """Add a prompt that was booked on a rank. Both lists have 8 bytes per complete block;
-        `names` are the sequence hashes. If the lists have different lengths, does nothing."""
+        """Add a prompt that was routed to a rank. `local_hashes` and `names` (sequence hashes) have
+        8 bytes per complete block. If they have different lengths, nothing is added."""
         if not local_hashes or len(local_hashes) != len(names):
             return
         rank = self._ranks.get(key)
@@ -75,15 +75,15 @@ class RoutedPrompts:
         self.index.store(*key, Tier.DEVICE, parent, chain, local_hashes[start:])
 
     def set_bound(self, worker_id: int, blocks: int | None) -> None:
-        """Set how many blocks each rank of a worker can hold (None: unknown). Above this number,
-        the prompts that were booked longest ago are dropped, but never the newest prompt."""
+        """Set how many blocks each rank of a worker can hold; None means unknown. Above this limit,
+        `add` drops the prompts that were routed longest ago, but never the newest prompt."""
         if blocks is None:
             self._bounds.pop(worker_id, None)
         else:
             self._bounds[worker_id] = blocks
 
     def expire(self, now: float) -> None:
-        """Drop expired prompts; `KvIndex.sweep` runs the steps. Call this often."""
+        """Begin to drop expired prompts; later calls of `KvIndex.sweep` do the rest. Call often."""
         if not self._is_expiring and self._ranks:
             self._is_expiring = True
             self.index.do_in_steps(self._expired(now))
@@ -117,19 +117,19 @@ class RoutedPrompts:
             self.index.do_in_steps(self._dismantled(rank))
 
     def drop_worker(self, worker_id: int) -> None:
-        """Drop the prompts on all ranks of a worker, and the worker's bound."""
+        """Drop the prompts on all ranks of a worker, and the limit from `set_bound`."""
         self._bounds.pop(worker_id, None)
         for key in [key for key in self._ranks if key[0] == worker_id]:
             self.drop_rank(key)
 
     def abandon(self) -> None:
-        """Free the memory. The object is unusable afterwards."""
+        """Drop all prompts of all ranks. The object is unusable afterwards."""
         for key in list(self._ranks):
             self.drop_rank(key)
         self.index.abandon()
 
     def _dismantled(self, rank: RankPrompts) -> Iterator[None]:
-        """Take the trie apart, because the garbage collector does not track its runs."""
+        """Free the memory of a dropped rank's trie, one prompt per step."""
         while rank.recent:
             run, _ = rank.recent.popitem()
             rank.trie.remove(run, _ALONE, self._no_weights)

@@ -1,13 +1,13 @@
 """The trie of runs: all prompts as runs of blocks, and the ranks that hold each block.
 
 A run is a sequence of consecutive blocks without a branch. Its label is the blocks' local hashes, 8
-bytes each. Runs are split where prompts diverge, and nowhere else. A rank is a bit in this module,
-which knows no engine hashes, worker ids or lower tiers. Spec: indexer.md section 3.1, architecture
-"runs, not blocks".
+bytes each. Runs are split where prompts diverge, and nowhere else. Here a rank is only a number,
+and a set of ranks is a bit mask. Engine hashes and lower tiers are stored elsewhere. Spec:
+indexer.md section 3.1.
 
-A strand is a run as it was before any split. When a strand is split, its runs keep their positions
-in the strand. So a place, (strand, position), means the same block before and after a split, for
-all ranks that hold the block."""
+A strand is a run as it was before its first split. After a split, the strand consists of several
+runs, and each block keeps its position in the strand. So a place, (strand, position), means the
+same block before and after a split."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import ItemsView
@@ -19,10 +19,10 @@ MAX_STRANDS = 1 << (32 - POSITION_BITS)
 
 
 class Run:
-    """Consecutive blocks of one strand.
+    """Consecutive blocks without a branch.
 
-    `whole` is the set of the ranks that hold all of the blocks. `partial` has the other holders:
-    bit index -> the positions (a bit mask) of the blocks that the rank holds."""
+    `whole` is the set of the ranks that hold all of these blocks. `partial` has the ranks that hold
+    only some: bit number of the rank -> positions in the run (a bit mask) of the held blocks."""
 
     __slots__ = (
         "_beyond",
@@ -54,13 +54,13 @@ class Run:
         self._beyond = 0  # how many partial holders hold a block beyond the first `_limit`
 
     def held_by(self, bit: int) -> int:
-        """Return the positions (a bit mask) held by the rank with this bit index."""
+        """Return which blocks of the run the rank with this bit number holds, as a bit mask."""
         if self.whole >> bit & 1:
             return (1 << (len(self.label) >> 3)) - 1
         return self.partial.get(bit, 0) if self.partial else 0
 
     def set_held(self, bit: int, held: int) -> None:
-        """Record the positions (a bit mask) that the rank with this bit index holds."""
+        """Record which blocks of the run (a bit mask) the rank with this bit number holds."""
         rank = 1 << bit
         partial = self.partial
         before = partial.get(bit, 0) if partial else 0
@@ -84,7 +84,7 @@ class Run:
             self._beyond += (held.bit_length() > limit) - (before.bit_length() > limit)
 
     def _lead(self, rank: int, before: int, held: int) -> None:
-        """Update the cache `_leads` after one partial holder has changed."""
+        """Update the cached result of `leads` after one rank has gained or lost blocks."""
         leads, old, new = self._leads, _leading(before), _leading(held)
         assert leads is not None
         if old == new:
@@ -99,8 +99,8 @@ class Run:
             leads[new] = leads.get(new, 0) | rank
 
     def leads(self) -> ItemsView[int, int]:
-        """Return pairs (leading blocks, set of ranks that hold exactly these), for partial holders
-        that hold the first block."""
+        """Group ranks that hold only a part of the run by how many of its leading blocks they hold.
+        Returns pairs (leading blocks, set of ranks). Ranks without the first block are omitted."""
         if self._leads is None:
             leads = self._leads = {}
             for bit, held in (self.partial or {}).items():
@@ -110,7 +110,7 @@ class Run:
         return self._leads.items()
 
     def is_held_beyond(self, limit: int) -> bool:
-        """Whether a partial holder holds a block beyond the first `limit` blocks."""
+        """Whether a rank with only a part of the run has a block after the first `limit` blocks."""
         if limit != self._limit:
             self._limit = limit
             holders = (self.partial or {}).values()
@@ -119,12 +119,12 @@ class Run:
 
 
 def _leading(held: int) -> int:
-    """Count the bits that are set from the lowest on, without a gap."""
+    """Count the consecutive bits that are set, starting at the lowest bit."""
     return ((held + 1) & ~held).bit_length() - 1
 
 
 class _Pieces:
-    """The runs of a split strand, in order. Can be searched by position."""
+    """The parts of a run that was split, in order, and the position at which each part starts."""
 
     __slots__ = ("runs", "starts")
 
@@ -134,8 +134,8 @@ class _Pieces:
 
 
 class RunTrie:
-    """All runs of a partition. A run exists as long as a rank holds one of its blocks, or another
-    run follows this run."""
+    """All runs of device blocks of a partition. A run exists as long as a rank holds one of its
+    blocks, or as long as the run has a child."""
 
     __slots__ = ("_free", "_split", "root", "strands")
 
@@ -147,11 +147,11 @@ class RunTrie:
 
     @property
     def numbered(self) -> int:
-        """All strand numbers in use are below this one."""
+        """A number above those of all strands (a strand is a run as it was before a split)."""
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:
-        """Add a run below `parent`, in a strand of its own."""
+        """Add a run below `parent`. `label`: the local hashes of the run's blocks."""
         strand = self._free.pop() if self._free else len(self.strands)
         run = self.strands[strand] = Run(strand, 0, label, parent)
         if parent.children is None:
@@ -160,7 +160,7 @@ class RunTrie:
         return run
 
     def resolve(self, place: int) -> tuple[Run, int]:
-        """Return the run at a place, and the block's position in it. The block must be held."""
+        """Find the block with number `place`. Returns its run, and the position in the run."""
         strand, position = place >> POSITION_BITS, place & POSITION_MASK
         pieces = self._split.get(strand)
         if pieces is None:
@@ -170,8 +170,8 @@ class RunTrie:
         return run, position - run.start
 
     def split(self, run: Run, blocks: int) -> Run:
-        """Make the first `blocks` blocks a new run above `run`, and return the new run. Some rank
-        must hold the last of these blocks."""
+        """Make the first `blocks` blocks of `run` a new run above `run`, and return the new run.
+        Some rank must hold the last of these blocks."""
         parent = run.parent
         assert parent is not None
         assert parent.children is not None
@@ -202,7 +202,7 @@ class RunTrie:
         return head
 
     def prune(self, run: Run) -> None:
-        """Unlink a run if no rank holds it and no run follows; then do so for its parents."""
+        """Remove a run that no rank holds and that has no child; then likewise its parents."""
         while not (run.whole or run.partial or run.children) and run.parent is not None:
             parent = run.parent
             assert parent.children is not None
@@ -229,9 +229,9 @@ class RunTrie:
     def match_sets(
         self, ranks: int, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[Run]]:
-        """Return how many leading blocks of a prompt these ranks hold, and the runs along the
-        prompt. The first list has pairs (leading blocks, set of ranks), without ranks that hold
-        none. The sets are disjoint and not empty."""
+        """Return how many leading blocks of a prompt each of `ranks` holds, and the runs along the
+        prompt. The first list has pairs (leading blocks, set of ranks). A rank without the first
+        block is in no pair; any other rank is in one pair."""
         result: list[tuple[int, int]] = []
         path: list[Run] = []
         children = self.root.children
@@ -270,7 +270,7 @@ class RunTrie:
         return result, path
 
     def pieces(self, strand: int) -> list[Run]:
-        """Return the runs of a strand, in order."""
+        """Return the runs into which the run with the number `strand` was split, in order."""
         pieces = self._split.get(strand)
         if pieces is not None:
             return list(pieces.runs)
@@ -279,8 +279,8 @@ class RunTrie:
 
 
 def common_prefix(label: bytearray, at: int, hashes: bytes, start: int) -> int:
-    """Return the length in bytes (whole blocks) of what `label` from `at` on and `hashes` from
-    `start` on have in common."""
+    """Compare `label` from byte `at` on with `hashes` from byte `start` on. Returns the length of
+    the common prefix in bytes, rounded down to whole blocks."""
     low, high = 0, (min(len(label) - at, len(hashes) - start) >> 3) + 1
     if label[at : at + (high - 1 << 3)] == hashes[start : start + (high - 1 << 3)]:
         return high - 1 << 3

@@ -1,4 +1,4 @@
-"""Records of the index: KV events, matches and dumps."""
+"""Records of the KV index: KV events, matches and dumps."""
 
 from collections import OrderedDict, deque
 from enum import IntEnum
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Tier(IntEnum):
-    """The tier of a block. The order is that in which a match continues."""
+    """The tier that holds a block. A prompt is matched on the tiers in this order."""
 
     DEVICE = 0
     HOST_PINNED = 1
@@ -16,7 +16,8 @@ class Tier(IntEnum):
 
 
 class StoredRun(msgspec.Struct, frozen=True, gc=False):
-    """One `stored` event of a dump. Hashes are u64; `parent_hash` is the rank's own hash."""
+    """Some blocks of a rank in a dump of the index, as one `stored` event. Hashes are u64.
+    `parent_hash` is the hash that the engine gave to the parent block."""
 
     worker_id: int
     dp_rank: int
@@ -37,8 +38,8 @@ class StoreResult(IntEnum):
 
 
 class Matched(msgspec.Struct, frozen=True, gc=False):
-    """The leading blocks of a prompt that a rank holds: `device` blocks, then `host` blocks, then
-    the rest (spec 3.5)."""
+    """How many leading blocks of a prompt a rank holds: first `device` blocks, then `host` blocks,
+    then `disk` blocks (on disk or external; spec 3.5)."""
 
     device: int
     host: int = 0
@@ -46,7 +47,7 @@ class Matched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Edge(msgspec.Struct, gc=False):
-    """A step from one block to the next. Engine hashes have 8 bytes each."""
+    """A block on a lower tier: parent's engine hash + local hash, engine hash, set of ranks."""
 
     key: bytes  # engine hash of the parent (empty for a prompt's first block), then local hash
     child: bytes
@@ -54,7 +55,7 @@ class Edge(msgspec.Struct, gc=False):
 
 
 class LearnedFacts(msgspec.Struct):
-    """What was learned from the events of one rank."""
+    """What a rank's KV events have shown about the rank's engine and blocks."""
 
     is_prefix_group: dict[int, bool]  # group_idx -> whether its blocks count
     # block hash -> salt, oldest first, for salted blocks that are held
@@ -79,8 +80,7 @@ BOUND_REASONS = frozenset(("too_many_blocks", "oversize_block"))
 
 
 class EventPart(IntEnum):
-    """Which part of its event a record is. The parts of an event are consecutive, and each
-    continues the chain of the one before."""
+    """Which part of an event a record holds. A long event is split into several records."""
 
     WHOLE = 0
     FIRST = 1
@@ -110,8 +110,8 @@ class BlockStored(msgspec.Struct, gc=False):
 
 
 class PackedStored(msgspec.Struct, gc=False):
-    """A `BlockStored` in packed lists, without multimodal objects or token pairs. There is one name
-    per whole block of tokens. The names differ from each other and from the parent."""
+    """A `BlockStored` with lists packed into bytes; not for multimodal or EAGLE events. `names`:
+    the engine's hashes of the full blocks, which differ from each other and from `parent_hash`."""
 
     names: bytes  # u64, little-endian
     parent_hash: int | None
@@ -126,9 +126,9 @@ class PackedStored(msgspec.Struct, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
-    """Blocks that the engine no longer holds on one tier. Engines report evictions block by block.
-    So consecutive events that differ only in their blocks form one record, and `events` is their
-    number. In a part that is not the last of its event, `events` is 0."""
+    """Blocks that the engine no longer holds on one tier. Engines report each evicted block in its
+    own event, so one record combines consecutive events that differ only in their blocks. `events`
+    counts the events whose last block is in this record."""
 
     block_hashes: list[int]
     tier: Tier | None
@@ -139,7 +139,7 @@ class BlockRemoved(msgspec.Struct, gc=False):
 
 
 class PackedRemoved(msgspec.Struct, gc=False):
-    """A `BlockRemoved` in a packed list."""
+    """A `BlockRemoved` with a packed list of the engine's block hashes."""
 
     names: bytes  # u64, little-endian
     tier: Tier | None
@@ -149,14 +149,14 @@ class PackedRemoved(msgspec.Struct, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, gc=False):
-    """The rank no longer holds any block, on any tier."""
+    """An engine's report that a rank no longer holds any block, on any tier."""
 
 
 Event = BlockStored | BlockRemoved | PackedStored | PackedRemoved | AllBlocksCleared
 
 
 class SkippedEvent(msgspec.Struct, gc=False):
-    """Events not decoded, all for the same reason. The other events of the batch are used."""
+    """Events that could not be decoded, all for the same reason. The rest of the batch is used."""
 
     event_type: str  # "stored", "removed", "cleared", or "unknown"
     reason: str  # "malformed", "unknown_type", or of BOUND_REASONS: a metric label
@@ -165,7 +165,7 @@ class SkippedEvent(msgspec.Struct, gc=False):
 
 
 class EventBatch(msgspec.Struct, gc=False):
-    """A message, or a slice of one. If dp_rank is None, the source's registered rank is meant."""
+    """Decoded events of an engine's message, or a part of these. `dp_rank`: None if not named."""
 
     dp_rank: int | None
     events: list[Event]
@@ -173,7 +173,7 @@ class EventBatch(msgspec.Struct, gc=False):
 
 
 class UpperRun(msgspec.Struct, frozen=True, gc=False):
-    """A run of blocks that several prompts share, for display."""
+    """A run of the KV index's trie, whose blocks several prompts may share, for display."""
 
     parent: int  # index of the parent in the list; -1: prompts begin with this run
     depth: int  # blocks before the run in a prompt

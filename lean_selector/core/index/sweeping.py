@@ -1,8 +1,8 @@
-"""Free memory in small steps, by iterators.
+"""Free memory in small steps. A sweep is an iterator that frees a little in each step.
 
 To drop a rank's blocks, every run and hash of the rank must be visited, which takes up to half a
-second for a million blocks. So dropped blocks are hidden at once and freed in steps. Between the
-steps the caller does other work."""
+second for a million blocks. So matches ignore dropped blocks at once, and a sweep frees them later.
+Between the steps the caller does other work."""
 
 from collections import deque
 from collections.abc import Iterator, MutableMapping
@@ -17,7 +17,7 @@ _ENDED: Final = object()
 
 
 class Sweeps:
-    """Memory to free, step by step, in the order in which blocks were dropped."""
+    """Unfinished sweeps (iterators that free memory step by step), in order of their start."""
 
     __slots__ = ("_waiting",)
 
@@ -28,7 +28,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Take the first steps of a sweep. Returns True if work is left and none was before."""
+        """Start an iterator that frees memory. Returns True if only this one is now unfinished."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False
@@ -36,7 +36,7 @@ class Sweeps:
         return len(self._waiting) == 1
 
     def go_on(self, steps: int) -> bool:
-        """Take this many steps. Returns True if there is more to do."""
+        """Advance sweeps by at most `steps` steps in total. Returns True if a sweep is left."""
         waiting = self._waiting
         while waiting and steps > 0:
             steps -= 1
@@ -48,7 +48,7 @@ class Sweeps:
 
 
 def emptied(entries: MutableMapping[Key, Value]) -> Iterator[None]:
-    """Empty, in steps, a dict that nobody else uses."""
+    """Empty a dict that nobody else uses, some entries per step of the iterator."""
     while entries:
         for _ in range(min(_ENTRIES_PER_STEP, len(entries))):
             entries.popitem()

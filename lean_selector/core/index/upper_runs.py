@@ -1,7 +1,7 @@
-"""The largest runs of a trie, from the root down: the prefixes that prompts share.
+"""The largest runs of the index's trie, from the root down: the prefixes that prompts share.
 
-A bounded walk for display; no choice depends on it. The weight of a run is estimated without
-walking below the run: its held blocks, times one more than the number of runs that follow it."""
+For display; no choice depends on this. A limited number of runs is visited. The size of a run is
+estimated as (blocks of the run that ranks hold) * (1 + children of the run)."""
 
 import heapq
 from collections.abc import Iterator
@@ -21,10 +21,10 @@ Hits = dict[Run, int]
 def upper_runs(
     root: Run, in_use: int, most: int, hits: Hits | None = None
 ) -> Iterator[UpperRun | None]:
-    """Yield at most `most` runs, parents before children. Only ranks in the set `in_use` count.
+    """Yield at most `most` runs, parents before children. Only the ranks in the set `in_use` count.
 
-    Yields None for a step without a run. The trie may change between steps. A run that was removed
-    meanwhile is yielded as it was when the walk visited it."""
+    Yields None where the caller may pause. The trie may change in a pause. So a run may be yielded
+    although it was removed after the walk visited it."""
     # Ordered by weight. The serial number breaks ties.
     heap: list[tuple[int, int, int, int, int, int, Run]] = []
     above, depth, run = -1, 0, root
@@ -65,7 +65,7 @@ def upper_runs(
 
 
 def _held(run: Run, in_use: int) -> tuple[int, int]:
-    """Return how many ranks hold blocks of a run, and how many blocks they hold in total."""
+    """Return how many of the ranks `in_use` hold blocks of a run, and the sum of these blocks."""
     holders = (run.whole & in_use).bit_count()
     held = holders * (len(run.label) >> 3)
     for bit, positions in (run.partial or {}).items():

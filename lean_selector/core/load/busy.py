@@ -1,4 +1,4 @@
-"""Which ranks may get new work: busy thresholds, and ranks that have room for queued requests."""
+"""Which ranks may get new requests: busy thresholds, and ranks with room for queued requests."""
 
 import math
 from collections.abc import Iterable
@@ -24,18 +24,18 @@ Scope = tuple[str, str]
 
 
 class BusyThresholds:
-    """The thresholds of every model and tenant: those that were set, or else the defaults."""
+    """The busy thresholds of each model and tenant. If none were set, the defaults apply."""
 
     def __init__(self, defaults: BusyThreshold = OFF) -> None:
         self._defaults = defaults
         self._own: dict[Scope, BusyThreshold] = {}
 
     def own(self) -> list[tuple[Scope, BusyThreshold]]:
-        """Return all thresholds that were set for some model and tenant, the oldest first."""
+        """Return each model and tenant that has thresholds of its own, with these thresholds."""
         return list(self._own.items())
 
     def restore(self, scope: Scope, threshold: BusyThreshold) -> None:
-        """Restore a threshold that `own` returned in an earlier process. Raises BadRequest."""
+        """Set thresholds that an earlier process saved (with `own`). Raises BadRequest."""
         threshold.check()
         self._own[scope] = threshold
 
@@ -43,12 +43,12 @@ class BusyThresholds:
         return self._own.get(scope, self._defaults)
 
     def change(self, scope: Scope, given: BusyThreshold, known: Iterable[Scope]) -> BusyThreshold:
-        """Change the given limits. Raises BadRequest or NotFound, with nothing changed."""
+        """Set those limits of a model and tenant that `given` has. Raises BadRequest, NotFound."""
         given.check()
         return self._put(scope, self.of(scope).changed_by(given), set(known))
 
     def switch_off(self, scope: Scope, known: Iterable[Scope]) -> BusyThreshold:
-        """Disable thresholds for the model, including the defaults. Raises NotFound."""
+        """Disable all thresholds of a model and tenant, also the defaults. Raises NotFound."""
         return self._put(scope, OFF, set(known))
 
     def _put(self, scope: Scope, new: BusyThreshold, known: set[Scope]) -> BusyThreshold:
@@ -73,10 +73,10 @@ class BusyThresholds:
 
 
 class Headroom:
-    """The ranks of a partition with room for queued requests. Exists only if queueing is on."""
+    """The ranks of a partition that have room for queued requests. Used only if queueing is on."""
 
     def __init__(self, threshold: float) -> None:
-        """`threshold`: a fraction of a worker's batch size. With infinity, no request is queued."""
+        """A rank has room up to `threshold` * max_num_batched_tokens waiting prefill tokens."""
         self._threshold = threshold
         self.below = self.idle = 0
         self.avoided = 0  # ranks used only by requests that are restricted to them
@@ -86,7 +86,7 @@ class Headroom:
 
     @property
     def free(self) -> int:
-        """The ranks with room that an unrestricted request may use."""
+        """The ranks with room, without ranks that only requests restricted to them may use."""
         return self.below & self.idle & ~self.avoided
 
     def put(self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits) -> None:
@@ -96,7 +96,7 @@ class Headroom:
         self.came_free |= load.mask
 
     def drop(self, load: RankLoad) -> None:
-        """Remove a rank that is gone."""
+        """Remove a rank that the partition no longer has."""
         del self._limits[load.key]
         others = ~load.mask
         self.below &= others
@@ -105,7 +105,7 @@ class Headroom:
         self.avoided &= others
 
     def changed(self, load: RankLoad) -> None:
-        """Update a rank whose load changed. Ranks that were not added are ignored."""
+        """Update a rank whose load changed. Ignores ranks that were not added with `put`."""
         limits = self._limits.get(load.key)
         if limits is None:
             return

@@ -1,11 +1,11 @@
-"""The ranks of a partition in order of load, to find the least loaded one without visiting all.
+"""The ranks of a partition, sorted by load, to find the least loaded rank quickly.
 
-For ranks with equally many cached and active blocks of a prompt, the cost is a constant plus scale
-* prefill tokens / block_size + standing load. The standing load is a rank's active blocks plus a
-weight per active request. So the cheapest of these ranks is the one with the least load, and ranks
-of equal load are equivalent. Loads are kept sorted, each with the set of its ranks (an int,
-`RankBits`). The chooser, which knows the prompt's cost and the eligible ranks, walks `loads` until
-no further load can be cheaper (`selection/choice.py`)."""
+The cost of a prompt on a rank is a constant + scale * prefill tokens / block_size + standing load.
+The standing load is the rank's active blocks plus a weight per active request. The constant depends
+only on how many of the prompt's blocks are cached and active on the rank. If these numbers are
+equal, the least loaded rank is the cheapest. The list `loads` has each load once, in ascending
+order, with the set of its ranks (`RankBits`). The chooser (`selection/choice.py`) walks this list
+until no later load can be cheaper."""
 
 import bisect
 
@@ -13,10 +13,10 @@ from lean_selector.core.load.rank_load import LoadBucket, RankLoad
 
 
 class LoadOrder:
-    """Sets of equally loaded ranks, the least loaded first. Callers report each change of a load.
+    """Sets of ranks of equal load, sorted by load. Callers report each change of a load.
 
-    Read only: `ranks` (by bit) and `loads` (sorted). `moved` has the ranks whose load changed since
-    the reader of `moved` last emptied it."""
+    Read only: `ranks` (by bit) and `loads` (sorted). `moved` collects the ranks whose load changed.
+    Whoever reads `moved` also clears it."""
 
     __slots__ = (
         "_block_size",
@@ -34,7 +34,7 @@ class LoadOrder:
     def __init__(
         self, block_size: int, prefill_load_scale: float, request_weight: float = 0.0
     ) -> None:
-        """`request_weight`: the number of blocks that an active request counts for."""
+        """In a rank's load, an active request counts as `request_weight` blocks."""
         self._block_size = block_size
         self._request_weight = request_weight
         self.scale = prefill_load_scale
@@ -64,7 +64,7 @@ class LoadOrder:
         load.bucket = None
 
     def changed(self, load: RankLoad) -> None:
-        """Move a rank whose load changed. Ranks that were not added are ignored."""
+        """Sort in again a rank whose load changed. Ignores ranks that were not added."""
         bucket = load.bucket
         if bucket is None:
             return
@@ -96,7 +96,7 @@ class LoadOrder:
             self._close(bucket)
 
     def _open(self, tokens: int, standing: float) -> LoadBucket:
-        """Insert a load that no rank has yet into the order."""
+        """Add the bucket (set of ranks of equal load) for a load that no other rank has."""
         key = self.scale * tokens / self._block_size + standing
         place = key, tokens, standing
         at = bisect.bisect_left(self._places, place)
@@ -118,7 +118,7 @@ class LoadOrder:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def place_of(self, key: float, first: int) -> int:
-        """Return the first position in `loads`, from `first` on, whose key is at least `key`."""
+        """Return the first position in `loads`, from `first` on, whose cost is at least `key`."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:

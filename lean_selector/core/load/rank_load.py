@@ -14,7 +14,7 @@ from lean_selector.core.rank_bits import RankKey
 
 
 class BlockWeights:
-    """Tally of a rank's blocks whose weight is not 1: weight -> number of blocks."""
+    """How many blocks of a rank have each weight other than 1: weight -> number of blocks."""
 
     __slots__ = ("_counted", "_missing", "counts")
 
@@ -26,7 +26,7 @@ class BlockWeights:
         self._counted = 0  # sum of `counts`; valid with `_missing`
 
     def move(self, old: float, new: float, blocks: int) -> None:
-        """Change the weight of `blocks` blocks. (The tally omits blocks of weight 1.0.)"""
+        """Change the weight of `blocks` blocks from `old` to `new`. Weight 1.0 is not stored."""
         if old == new or not blocks:
             return
         self._missing = None
@@ -43,8 +43,8 @@ class BlockWeights:
     def rounded_total(self, distinct_blocks: int) -> int:
         """Return the total weight of a rank's blocks, rounded half away from zero.
 
-        `distinct_blocks` counts each block of the rank once, also those with a smaller weight. The
-        weights are added in ascending order; in the reference, the order varies."""
+        `distinct_blocks` is the number of the rank's blocks, whatever their weight. The weights are
+        added in ascending order, while Dynamo adds them in varying order."""
         missing = self._missing
         if missing is None:
             missing = self._missing = _shortfall(self.counts)
@@ -69,11 +69,11 @@ def _shortfall(counts: dict[float, int]) -> float:
 
 
 def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
-    """Return the f64 that `total = total - 1.0 + weight` leaves if repeated `blocks` times.
+    """Return `total` after `blocks` repetitions of `total = total - 1.0 + weight`, in f64.
 
-    While the total stays between the same powers of two, every step changes it by the same amount
-    (a tie is rounded to even, and 1 is an even number of ulps). So all steps but the first few are
-    one product. The product is exact: a multiple of the ulp, and less than 2**53 of them."""
+    While the total stays between two powers of two, each step changes it by the same amount. (Ties
+    are rounded to even, and 1 is an even number of ulps.) So one product replaces most steps. The
+    product is exact, because it is a whole number of ulps, fewer than 2**53."""
     while blocks:
         total = total - 1.0 + weight
         blocks -= 1
@@ -89,8 +89,8 @@ def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
 
 
 class LoadBucket:
-    """Ranks with equal load. Read only: LoadOrder changes it. A rank refers to its bucket, so it
-    leaves the bucket without a look-up."""
+    """Ranks with equal load. Only `LoadOrder` changes it. Each rank's `RankLoad` refers to its
+    bucket, so no look-up is needed to remove the rank."""
 
     __slots__ = ("key", "ranks", "standing", "tokens")
 
@@ -105,7 +105,7 @@ _FADES: Final = 1 - 1 / 64  # each new comparison multiplies the earlier ones by
 
 
 class RankCounts:
-    """Totals of one rank since its registration. The `recent_...` counts fade."""
+    """Sums over the requests of a rank. In `recent_...`, old requests count less than new ones."""
 
     def __init__(self) -> None:
         self.selections = 0  # requests placed on the rank
@@ -127,8 +127,8 @@ class RankCounts:
         self.recent_tokens = self.recent_missed = self.recent_wrong = 0.0
 
     def compare(self, found: int, cached: int) -> None:
-        """For one prompt, record how many cached tokens the index predicted, and how many the
-        engine found."""
+        """Record one prompt's cached tokens: `found` as the index predicted, `cached` as the engine
+        reported."""
         self.recent_tokens = _FADES * self.recent_tokens + max(found, cached)
         self.recent_missed = _FADES * self.recent_missed + max(0, cached - found)
         self.recent_wrong = _FADES * self.recent_wrong + max(0, found - cached)
@@ -142,18 +142,18 @@ class RankCounts:
 
     @property
     def prediction_error(self) -> float | None:
-        """Mean absolute error of the predicted times, relative to the observed times."""
+        """Mean absolute error of predicted times to first token, relative to the observed times."""
         return self.prediction_errors / self.predictions if self.predictions else None
 
     @property
     def index_accuracy(self) -> float | None:
-        """How well the index predicted what engines had cached; 1.0: exactly; None: unknown yet."""
+        """Return how well the index predicted cached tokens; 1.0 is exact, None unknown."""
         if not self.recent_tokens:
             return None
         return 1 - (self.recent_missed + self.recent_wrong) / self.recent_tokens
 
     def add(self, other: "RankCounts") -> None:
-        """Add the totals of another rank to this one's."""
+        """Add the totals of another rank to these totals."""
         self.selections += other.selections
         self.prompt_tokens += other.prompt_tokens
         self.overlap_tokens += other.overlap_tokens
@@ -177,9 +177,9 @@ class RankCounts:
 class RankLoad:
     """The load of one rank.
 
-    Read only: Slots changes it (except `bucket` and `standing`, which LoadOrder changes,
-    `came_after`, which the partition changes, and `counts`). Sums have no upper limit; printing
-    saturates at 2^64-1 (D6)."""
+    Slots changes it; other code only reads it. Exceptions: LoadOrder changes `bucket` and
+    `standing`, the partition changes `came_after`, and `counts` has several writers. Sums have no
+    upper limit; printed sums saturate at 2^64-1 (D6)."""
 
     __slots__ = (
         "active_decode_blocks",

@@ -1,4 +1,4 @@
-"""Structs for requests and ranks: bookings, reservations, runs of prompts, limits, rows."""
+"""Structs for load: reservations, runs of active prompts, limits of ranks, loads of ranks."""
 
 import math
 
@@ -9,10 +9,10 @@ from lean_selector.core.load.rank_load import RankLoad
 
 
 class Booking(msgspec.Struct, frozen=True, gc=False):
-    """A request on a rank, as it was booked.
+    """The data of a reservation that are given when a rank is reserved for a request.
 
-    Replicas receive the whole booking, the prompt, and the id of the replica that admitted the
-    request. The prompt's blocks are in the trie of the slots, which all requests share."""
+    Other replicas receive these data, the prompt's block hashes, and the id of the replica that
+    admitted the request. The prompt's blocks are stored in a trie (`PromptTrie`)."""
 
     request_id: str
     worker_id: int
@@ -25,11 +25,11 @@ class Booking(msgspec.Struct, frozen=True, gc=False):
 
 
 class ActiveRun(msgspec.Struct, eq=False, gc=False):
-    """Consecutive blocks that the same requests hold.
+    """Consecutive prompt blocks that the same active requests have.
 
     The garbage collector tracks neither runs nor dicts that hold only runs, so a collection does
-    not visit a live trie. The reference cycle of parent and child is cut when the last request of
-    the run ends and the run is removed."""
+    not visit a live trie. Parent and child refer to each other; this cycle is cut when the run is
+    removed, after its last request has ended."""
 
     label: (
         bytes  # sequence hashes of the blocks, 8 bytes little-endian each; empty only for the root
@@ -47,8 +47,8 @@ class ActiveRun(msgspec.Struct, eq=False, gc=False):
 class Reservation(msgspec.Struct, eq=False, gc=False):
     """One active request. Read only: Slots changes it (except `published_at`).
 
-    The garbage collector does not track these, so a collection does not visit a hundred thousand of
-    them. Slots cuts the references of a reservation that it drops. Times: monotonic seconds."""
+    The garbage collector does not track reservations, because visiting a hundred thousand of them
+    would be slow. So Slots breaks the cycles of dropped reservations. Times: monotonic seconds."""
 
     request_id: str  # equal to that of `booking`
     booking: Booking
@@ -74,18 +74,18 @@ class Reservation(msgspec.Struct, eq=False, gc=False):
 
 
 class RankLimits(msgspec.Struct, frozen=True, gc=False):
-    """Limits of one rank; infinity means no limit."""
+    """Limits of the load of one rank; infinity means no limit."""
 
     prefill_tokens: float = math.inf
     decode_blocks: float = math.inf
 
     def exceeded_by(self, prefill_tokens: int, decode_blocks: int) -> bool:
-        """Whether a value is above its limit; a value at the limit is not."""
+        """Whether one of the values is greater than its limit."""
         return prefill_tokens > self.prefill_tokens or decode_blocks > self.decode_blocks
 
 
 class BusyThreshold(msgspec.Struct, frozen=True):
-    """Limits for one model and tenant. None disables a limit."""
+    """Loads above which the ranks of a model and tenant are busy. None disables a limit."""
 
     active_decode_blocks: float | None = None  # as a fraction of a rank's KV blocks, 0.0 to 1.0
     active_prefill_tokens: int | None = None  # tokens, >= 0
@@ -109,7 +109,7 @@ class BusyThreshold(msgspec.Struct, frozen=True):
             )
 
     def limits(self, total_kv_blocks: int | None, max_num_batched_tokens: int) -> RankLimits:
-        """Return the limits of a rank with this capacity. None or 0 KV blocks mean: unknown."""
+        """Return the limits of a rank. If `total_kv_blocks` is unknown, blocks are not limited."""
         tokens = blocks = math.inf
         if self.active_prefill_tokens is not None:
             tokens = self.active_prefill_tokens

@@ -1,8 +1,8 @@
 """Active requests of one partition, and the load of each of its ranks.
 
-Stores reservations (booked here, or copies of peers' bookings) and each rank's load: prefill
-tokens, decode blocks, requests. Follows selection.md sections 5 and 6 and slot_tracker.md section
-2; expiry is D12. Both services use this. Handles ranks but no workers, and publishes nothing."""
+Stores reservations (of this replica, and copies of peers' reservations) and each rank's load:
+prefill tokens, decode blocks, requests. Follows selection.md sections 5 and 6 and slot_tracker.md
+section 2; D12 defines expiry. The selection service and the slot tracker share this code."""
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator
@@ -27,14 +27,14 @@ _late_s = itemgetter(0)
 
 
 def check_decay_fraction(decay_fraction: float | None) -> None:
-    """Raise BadRequest for a fraction outside [0, 1]. Call this before looking for the request."""
+    """Raise BadRequest for a fraction outside [0, 1]."""
     if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
         raise BadRequest("decay_fraction must be between 0.0 and 1.0")
 
 
 class Slots:
     """The active requests of one (model_name, tenant_id). A method that raises has changed nothing.
-    Remove all ranks before dropping a Slots: the garbage collector does not track all its parts."""
+    Remove all ranks before you drop a Slots: the garbage collector does not track all its parts."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Slots:
         return local, len(self.reservations) - local
 
     def add_rank(self, worker_id: int, dp_rank: int) -> RankLoad:
-        """Return the load of a rank. A new rank is added, without load."""
+        """Return the load of a rank. Adds the rank, without load, if it is new."""
         rank = self.ranks.get((worker_id, dp_rank))
         if rank is None:
             rank = RankLoad(worker_id, dp_rank, self.bits.acquire((worker_id, dp_rank)))
@@ -87,7 +87,7 @@ class Slots:
         return rank
 
     def remove_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Remove a rank. Returns the reservations that this ends; none for an unknown rank."""
+        """Remove a rank and its reservations. Returns the reservations; [] for an unknown rank."""
         rank = self.ranks.pop((worker_id, dp_rank), None)
         if rank is None:
             return []
@@ -111,7 +111,7 @@ class Slots:
         self._engine_loads.pop(rank, None)
 
     def reported_load(self, rank: RankKey, now: float) -> EngineLoad | None:
-        """Return the load report of a rank's engine, if there is a recent one."""
+        """Return the newest load report of a rank's engine; None if it is too old or missing."""
         kept = self._engine_loads.get(rank)
         if kept is None:
             return None
@@ -128,7 +128,7 @@ class Slots:
         now: float,
         router_id: int | None = None,
     ) -> Reservation:
-        """Book a request on a rank.
+        """Reserve a rank for a request.
 
         sequence_hashes: 8 bytes little-endian per block, in prompt order; their number need not
         match the number of tokens. router_id: the peer that admitted the request; None: this
@@ -174,7 +174,7 @@ class Slots:
 
     def prefill_complete(self, request_id: str, now: float) -> tuple[Reservation, bool] | None:
         """Release a request's prefill tokens. Returns None if the request is not live; otherwise
-        the reservation, and whether this was the first such call for it."""
+        the reservation, and whether this was the first such call for the request."""
         reservation = self.reservations.get(request_id)
         if reservation is None:
             return None
@@ -194,9 +194,9 @@ class Slots:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Add generated blocks. Returns None if the request is not live. With a fraction, all
-        blocks that only this request holds on the rank, including the new ones, have this weight
-        from now on. Raises BadRequest for a fraction outside [0, 1]."""
+        """Add blocks that a request has generated. Returns None if the request is not live. With a
+        `decay_fraction`, the blocks that only this request has on the rank, including the new
+        blocks, get this weight. Raises BadRequest for a fraction outside [0, 1]."""
         check_decay_fraction(decay_fraction)
         reservation = self.reservations.get(request_id)
         if reservation is None:
@@ -216,7 +216,7 @@ class Slots:
         return reservation
 
     def free(self, request_id: str, now: float | None = None) -> Reservation | None:
-        """End a request. Returns None if it is not live. `now` defaults to the last call's time."""
+        """End a request and remove its reservation. Returns None if the request is not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             if reservation.router_id is None:
@@ -227,15 +227,15 @@ class Slots:
         return reservation
 
     def touch(self, request_id: str, now: float) -> Reservation | None:
-        """Renew a request, as when its owner publishes it again. Returns None if it is not live."""
+        """Restart the time until a request expires. Returns None if the request is not live."""
         reservation = self.reservations.get(request_id)
         if reservation is not None:
             self._touch(reservation, now)
         return reservation
 
     def backdate(self, copy: Reservation, touched_at: float) -> None:
-        """Set the touch time of a new copy, as another replica reports it. Call it for the youngest
-        copy first: a copy younger than the oldest backdated one may expire late."""
+        """Set the time of a copied reservation's last activity to the time that the peer reports.
+        Call this for the most recently active reservation first, or some may expire late."""
         copy.touched_at = touched_at
         self.revision += 1
         oldest = next(reversed(self._backdated.values()), copy)
@@ -244,8 +244,8 @@ class Slots:
             self._backdated[copy.request_id] = copy
 
     def by_touch(self) -> Iterator[Reservation]:
-        """Yield all live reservations, the last touched first. Reservations that end meanwhile are
-        skipped."""
+        """Yield all live reservations, the most recently active first. Skips reservations that end
+        during the iteration."""
         listed = heapq.merge(
             list(reversed(self._local_by_touch.values())),
             list(reversed(self._copies_by_touch.values())),
@@ -260,8 +260,8 @@ class Slots:
         self, now: float, local_limit_s: float, replica_limit_s: float, max_steps: int
     ) -> list[Reservation]:
         """End at most `max_steps` requests that were idle longer than their limit, and return them.
-        The request that is longest overdue ends first, so copies and our own requests do not delay
-        each other. If it returns max_steps requests, call again: there may be more."""
+        The most overdue request ends first, no matter which replica admitted it. If `max_steps`
+        requests are returned, call again: there may be more."""
         self.heard_at = now
         if not self.reservations:
             return []
@@ -279,7 +279,7 @@ class Slots:
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
-        """Return, for each rank with any, how many leading blocks of a prompt are active."""
+        """Return, by rank, how many leading blocks of a prompt active requests have. Omits 0."""
         keys = self.bits.keys
         return {
             key: blocks
@@ -289,12 +289,12 @@ class Slots:
         }
 
     def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
-        """Like `active_prefix`, as (leading blocks, set of ranks). The sets are disjoint."""
+        """Like `active_prefix`, but returns (leading blocks, set of ranks) for disjoint sets."""
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:
         """Whether no active prompt starts with this hash (a signed or unsigned int, or at least 8
-        bytes). Then active_prefix of a prompt that starts with it is empty."""
+        bytes). If so, `active_prefix` finds nothing for a prompt that starts with this hash."""
         if isinstance(first_hash, int):
             first_hash = (first_hash & U64_MAX).to_bytes(HASH_BYTES, "little")
         return first_hash[:HASH_BYTES] not in self._trie.root.children
@@ -324,8 +324,8 @@ class Slots:
         )
 
     def _detach(self, reservation: Reservation) -> int:
-        """Unlink a reservation from everything except its rank's sums. Returns how many blocks left
-        the rank."""
+        """Remove a reservation, but do not update its rank's load. Returns by how many blocks the
+        load of the rank must shrink."""
         request_id, rank = reservation.request_id, reservation.rank
         self.revision += 1
         del self.reservations[request_id]
@@ -344,7 +344,7 @@ class Slots:
         return freed_blocks + reservation.output_blocks
 
     def _set_load(self, rank: RankLoad, prefill_tokens: int, distinct_blocks: int) -> None:
-        """Set a rank's load. No other code does so."""
+        """Set a rank's load, and call `on_load_change`."""
         rank.active_prefill_tokens = prefill_tokens
         rank.distinct_blocks = distinct_blocks
         weights = rank.block_weights
@@ -358,7 +358,7 @@ class Slots:
 def _overdue(
     by_touch: Iterable[Reservation], now: float, limit_s: float
 ) -> Iterator[tuple[float, Reservation]]:
-    """Yield (seconds overdue, request) for requests idle longer than the limit, oldest first."""
+    """Yield (seconds overdue, request) for each request that was idle longer than the limit."""
     for reservation in by_touch:
         late_s = now - reservation.touched_at - limit_s
         if late_s <= 0.0:

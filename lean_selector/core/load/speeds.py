@@ -1,16 +1,16 @@
 """How many seconds each rank takes per prompt token, learned from requests that were placed on it.
 
-A sample is the time from a booking to the first token, divided by the prefill tokens that had to be
-computed until then, including the request's own. A rank's speed is the median of its last samples,
-once it has enough samples. Its factor is this median divided by the median of all ranks' medians.
-If a request ends without a first token, later than expected, that is a sample too. So a rank that
-hangs or thrashes counts as slow after ten such requests. If an engine reports its prefill time
-(`EngineLoad`), the report is a sample while the rank completes no request of this replica.
+A sample is the time from a reservation to the first token, divided by the prefill tokens of this
+request and of all requests that waited on the rank before it. A rank's speed is the median of its
+last samples, once it has enough samples. A rank's factor is this speed divided by the median speed
+of all ranks. A request that ends late and without a first token is also a sample, so ten such
+requests make a hanging rank count as slow. If no request of this replica completes on a rank for
+some seconds, the engine's reports of prefill time (`EngineLoad`) are samples too.
 
-Factors are rounded to steps, and a rank's step changes only if its median is well outside the step.
-So ranks of about equal speed form one set, and the chooser visits sets instead of ranks. A slow
-rank that had no sample for a while is treated as average until its next sample, which then
-outweighs half of the earlier samples. Speeds are dropped with the rank. Time is an argument."""
+Factors are rounded to steps. A rank gets another step only if its median is well outside its
+present step. So ranks of about equal speed form one set, and the chooser visits sets instead of
+ranks. A slow rank without recent samples is treated as average until its next sample. Then half of
+its earlier samples are dropped. Speeds are dropped with the rank. Callers pass the time."""
 
 import bisect
 import math
@@ -69,8 +69,8 @@ class RankSpeed:
 class Speeds:
     """The ranks of a partition by speed.
 
-    Read only: `sets`, disjoint sets of ranks, each with its ranks' relative time per token. The
-    last set has all ranks that are in no other set."""
+    Read only: `sets` has pairs (time per token relative to the median rank, set of ranks). The sets
+    are disjoint. The last set has all ranks that are in no other set."""
 
     __slots__ = ("_by_bit", "_medians", "_reference", "_slow", "_steps", "sets")
 
@@ -83,7 +83,7 @@ class Speeds:
         self._slow = 0  # the ranks with a step above 0
 
     def completed(self, reservation: Reservation, ttft_s: float | None, now: float) -> None:
-        """Learn from a first token, which came `ttft_s` seconds after the request's start."""
+        """Learn from a first token, `ttft_s` seconds after the request's start (None: just now)."""
         tokens = reservation.ahead_tokens
         if tokens < LEAST_TOKENS:
             return
@@ -97,7 +97,7 @@ class Speeds:
         self._sample(load, seconds / tokens, now)
 
     def ended(self, reservation: Reservation, now: float) -> None:
-        """Learn from a request that ended without a first token."""
+        """Learn from a request that ended without a first token, if it took longer than usual."""
         tokens = reservation.ahead_tokens
         known = self.seconds_per_token(reservation.rank)
         if tokens >= LEAST_TOKENS and known is not None:
@@ -125,7 +125,7 @@ class Speeds:
         return None if speed is None else speed.median or None
 
     def factor(self, load: RankLoad) -> float:
-        """Return the rank's time per token relative to the fleet's; 1.0 if unknown."""
+        """Return the rank's time per token relative to the median rank, rounded; 1.0 if unknown."""
         speed = self._by_bit.get(load.bit)
         return 1.0 if speed is None else _factor(speed.step)
 
@@ -139,7 +139,7 @@ class Speeds:
         self._move(load.bit, speed, 0)
 
     def settle(self, now: float) -> None:
-        """Treat slow ranks that had no recent sample as average, until their next sample."""
+        """Treat slow ranks without a recent sample as of average speed, until the next sample."""
         for bit in bits_of(self._slow):
             speed = self._by_bit[bit]
             if now - speed.last_at >= TRIED_AFTER_S:
@@ -179,7 +179,7 @@ class Speeds:
         del self._medians[bisect.bisect_left(self._medians, median)]
 
     def _judge(self, bit: int, speed: RankSpeed) -> None:
-        """Change a rank's step if the rank's median is well outside the step."""
+        """Change a rank's step (rounded speed) if its median is well outside the step."""
         steps = STEPS * math.log2(speed.judged / self._reference)
         steps = max(-MOST_STEPS, min(MOST_STEPS, steps))
         if abs(steps - speed.step) > _HOLD:

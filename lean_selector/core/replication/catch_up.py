@@ -1,8 +1,8 @@
-"""Catch-up: at start or after a gap, copy live bookings from peers' snapshots, each id once.
+"""Copy live reservations from peers' snapshots, at start or after missed events.
 
-Stores bookings that wait until their rank is registered here, and events that arrived before the
-booking they belong to. The reference has no catch-up (decision D22); slot_tracker.md 3.1.
-Independent of HTTP and sockets. Time is an argument, in monotonic seconds."""
+A reservation waits until its rank is registered here. Events about a request that arrive before the
+request's reservation are recorded. Dynamo has no catch-up (decision D22; slot_tracker.md 3.1).
+Independent of HTTP and sockets. Callers pass the time, in monotonic seconds."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +28,7 @@ _Rank = tuple[str, str, int, int]  # model_name, tenant_id, worker_id, dp_rank
 
 
 class Fate(IntEnum):
-    """What became of a booking in a snapshot."""
+    """What became of a reservation in a peer's snapshot."""
 
     BOOKED = 0
     WAITING = 1  # its rank is not registered here yet
@@ -40,11 +40,11 @@ class Fate(IntEnum):
 
 
 class CatchUp:
-    """Catches up until `ends_at`, and again after `begin_again`. It publishes no events.
+    """Copies reservations from peers' snapshots until `ends_at`. Publishes nothing.
 
-    Every event that is received or published meanwhile must be passed to `note` after it was
-    applied. `counts[fate]` is the number of bookings with that outcome. A booking that waited
-    for its rank is counted as WAITING and again with its final outcome."""
+    Until then, pass each event that this replica receives or publishes to `note`, after applying
+    the event. `counts[fate]` is the number of reservations with that outcome. A reservation that
+    waited for its rank's registration counts twice: as WAITING and with its final outcome."""
 
     def __init__(
         self,
@@ -64,20 +64,20 @@ class CatchUp:
         self.begin_again(now)
 
     def begin_again(self, now: float) -> None:
-        """Prepare for another snapshot. Bookings that wait keep their deadlines."""
+        """Prepare for another snapshot. Reservations that wait for a rank keep their deadlines."""
         self.ends_at = now + HOLD_S
         # Until the snapshot is complete: received ends and prefill completions, the oldest first.
         self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()
 
     def fates(self) -> Iterator[tuple[Fate, int]]:
-        """Yield (outcome, number of bookings) for outcomes that occurred. Here WAITING counts only
-        the bookings that wait now."""
+        """Yield (outcome, number of reservations) for outcomes that occurred. For WAITING, only the
+        reservations that wait for their rank now are counted."""
         counts = [*self.counts]
         counts[Fate.WAITING] = len(self._waiting)
         return ((fate, counts[fate]) for fate in Fate if counts[fate])
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """Record a peer's event with its verdict, or our own event (without a verdict)."""
+        """Record a peer's event and the result of applying it, or our own event (no result)."""
         booking = event.booking
         booking_id = event.model_name, event.tenant_id, booking.request_id
         waiting = self._waiting.get(booking_id)
@@ -103,19 +103,19 @@ class CatchUp:
             _complete_prefill(held, now)
 
     def take(self, live: LiveBooking, now: float) -> Fate:
-        """Apply one booking of the snapshot; its `touched_at` is on our clock. Call it for the
-        youngest booking of each partition first."""
+        """Copy one reservation from a snapshot, with `touched_at` converted to our clock. Within a
+        partition, call this for the most recently active reservation first."""
         fate = self._take(live, now)
         self.counts[fate] += 1
         return fate
 
     def snapshot_is_in(self) -> None:
-        """Note that the snapshot is complete or failed. Now only waiting bookings matter."""
+        """Stop recording ends of requests, because the snapshot is complete or has failed."""
         self._noted = None
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Apply waiting bookings whose ranks are now registered, and drop those that waited too
-        long; at most `max_steps` in total. Returns True if there are more."""
+        """Copy reservations whose ranks are now registered, and drop reservations that waited too
+        long for their rank. Handles at most `max_steps` of them; returns True if more are due."""
         steps_left = max_steps
         for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
             target = self._lookup(model_name, tenant_id)
@@ -141,7 +141,7 @@ class CatchUp:
         return False
 
     def give_up_waiting(self) -> None:
-        """Drop the waiting bookings. Later events for them are not recorded."""
+        """Drop peers' reservations that still wait for their ranks to be registered here."""
         self.counts[Fate.NOT_REGISTERED] += len(self._waiting)
         self._waiting.clear()
         self._by_rank.clear()
@@ -198,10 +198,10 @@ def ended_meanwhile(
 ) -> Iterator[ReplicaEvent | None]:
     """Yield a replica's events that we missed, according to the replica's snapshot.
 
-    `listed` is that snapshot, requested at `asked_at`. A request that was known here before has
-    ended if the snapshot does not list it on the same rank. Requests touched since `asked_at` are
-    left alone. Yields FREE for ended requests, PREFILL_COMPLETE for those past their prefill, and
-    None for each request without a missed event, so that the caller may pause."""
+    `listed` is the snapshot, requested at `asked_at`. A request that the replica admitted has ended
+    if the snapshot does not list it on the same rank. Requests that were active since `asked_at`
+    are skipped. Yields FREE for an ended request, and PREFILL_COMPLETE if only the prefill has
+    completed. For any other request, yields None, so that the caller may pause."""
     by_id = {_id_of(live): live for live in listed if live.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):
@@ -226,7 +226,7 @@ def ended_meanwhile(
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
-    """Return a live reservation, without output blocks, in the form that a peer can adopt."""
+    """Return a live reservation, without output blocks, in the form in which a peer copies it."""
     live = LiveBooking(
         target.model_name,
         target.tenant_id,

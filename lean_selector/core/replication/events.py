@@ -1,4 +1,4 @@
-"""Publish events to replicas, apply peers' events, count missed events, and restore bookings."""
+"""Publish events to peers, apply peers' events, count missed events, and restore reservations."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -65,10 +65,10 @@ _EarlyKey = tuple[str, str, str, int, int]  # model, tenant, request id, worker 
 
 
 class ReplicaApplier:
-    """Applies peers' events to our slots. Never creates workers or partitions, never publishes.
+    """Applies peers' events to our reservations. Creates no worker or partition; never publishes.
 
     `lookup(model_name, tenant_id)` finds the partition, or returns None. `counts[kind][verdict]` is
-    the number of events of this kind with this verdict."""
+    the number of events of this kind with this result."""
 
     def __init__(self, router_id: int, lookup: Callable[[str, str], ReplicaTarget | None]) -> None:
         self.router_id = router_id
@@ -80,7 +80,7 @@ class ReplicaApplier:
         self._early: OrderedDict[_EarlyKey, Early] = OrderedDict()
 
     def apply(self, event: ReplicaEvent, now: float) -> Verdict:
-        """Apply one event that was received at `now`. Later bookings of the same id are ignored."""
+        """Apply one event that was received at `now`. Returns what became of the event."""
         verdict = self._apply(event, now)
         self.counts[event.kind][verdict] += 1
         return verdict
@@ -134,9 +134,9 @@ class ReplicaApplier:
         return Verdict.APPLIED
 
     def _remember(self, event: ReplicaEvent, now: float) -> None:
-        """Store a FREE or PREFILL_COMPLETE that arrived before its ADD; a FREE replaces a
-        PREFILL_COMPLETE. The event is kept until it expires, even if the ADD comes, because a peer
-        that is subscribed to under two names delivers everything twice."""
+        """Store a FREE or PREFILL_COMPLETE that arrived before the request's ADD. A FREE replaces a
+        PREFILL_COMPLETE. The stored event is kept for some seconds, even after the ADD has come,
+        because some peers' events arrive twice."""
         early = self._early
         key = _early_key(event)
         before = early.pop(key, None)
@@ -147,8 +147,8 @@ class ReplicaApplier:
 
 
 def _early_key(event: ReplicaEvent) -> _EarlyKey:
-    """Return a key without the sender, because a client may end a request at any replica. That
-    replica's event arrives on another connection than the ADD."""
+    """Return the key under which to store an event that came before its request's ADD. The key
+    omits the sender: clients may end a request at another replica than the ADD's sender."""
     booking = event.booking
     return (
         event.model_name,
@@ -160,8 +160,8 @@ def _early_key(event: ReplicaEvent) -> _EarlyKey:
 
 
 class ReplicaEvents:
-    """Converts our changes to events and passes them to `publish`, in the order of the calls. The
-    ledger decides what is published."""
+    """Converts changes of our reservations to events, and passes the events to `publish` in the
+    order of the calls. The caller decides which changes are published."""
 
     def __init__(self, router_id: int, publish: Callable[[ReplicaEvent], None]) -> None:
         self.router_id = router_id
@@ -175,8 +175,8 @@ class ReplicaEvents:
         self._tell(EventKind.ADD, target, reservation.booking, sequence_hashes)
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """Announce a request of ours that is kept alive only by calls without an event, such as
-        output blocks. A peer that has the id renews it; any other peer books the blocks (D12)."""
+        """Publish the ADD of our request again, so that peers do not expire the request while it
+        only generates output. Peers without the request then count its blocks as load (D12)."""
         hashes = target.slots.sequence_hashes_of(reservation)
         only_blocks = msgspec.structs.replace(
             reservation.booking, track_prefill_tokens=True, prefill_tokens=None
@@ -184,11 +184,11 @@ class ReplicaEvents:
         self._tell(EventKind.ADD, target, only_blocks, hashes)
 
     def prefill_completed(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """Publish that a call here completed the prefill of a request, of ours or of a peer's."""
+        """Publish that the prefill of our or a peer's request was reported complete here."""
         self._tell(EventKind.PREFILL_COMPLETE, target, reservation.booking)
 
     def freed(self, target: ReplicaTarget, reservation: Reservation) -> None:
-        """Publish that a request ended here. The slots may no longer contain the reservation."""
+        """Publish that a request ended here. The reservation may have been removed already."""
         self._tell(EventKind.FREE, target, reservation.booking)
 
     def _tell(
@@ -231,7 +231,7 @@ MAX_JUMP = 2**40
 
 
 class ReplicaSequences:
-    """The event numbers of all publishers that were heard."""
+    """Detects missed events by the numbers that replicas give to their events."""
 
     def __init__(self) -> None:
         self.missed = 0  # events missed in total
@@ -242,19 +242,19 @@ class ReplicaSequences:
         return sorted(self._publishers.values(), key=lambda publisher: publisher.router_id)
 
     def behind(self) -> list[Publisher]:
-        """Return the replicas with missed events that no snapshot has made up for."""
+        """Return the replicas with missed events that no later snapshot covers."""
         return [publisher for publisher in self._publishers.values() if publisher.gap_at]
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
-        """Record the number of an event. Returns how many events before it were missed."""
+        """Record a replica's event number. Returns how many events just before it we missed."""
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
-        """Record how many events a publisher sent. Returns how many were missed at their end."""
+        """Record how many events a replica has sent. Returns how many recent events we missed."""
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
-        """Note that a snapshot includes all events up to this number. True if this closed a gap."""
+        """Record that a snapshot covers events up to `sequence`. True if we had missed some."""
         publisher = self._publishers.get(router_id)
         if publisher is None or not 0 < publisher.gap_at <= sequence:
             return False
@@ -262,16 +262,16 @@ class ReplicaSequences:
         return True
 
     def is_followed(self, router_id: int, since: float) -> bool:
-        """Whether a publisher was heard after `since` and has no missing event."""
+        """Whether a replica sent something after `since`, and none of its events is missing."""
         publisher = self._publishers.get(router_id)
         return publisher is not None and not publisher.gap_at and publisher.heard_at >= since
 
     def is_numbered(self, router_id: int) -> bool:
-        """Whether this publisher was heard and numbers its events."""
+        """Whether a replica has sent an event number, so that missed events are noticed."""
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """Record an event number. `before` is the number that the last event should have had."""
+        """Record an event number. Returns how many events up to number `before` were missed."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:
@@ -301,8 +301,8 @@ class ReplicaSequences:
 
 
 def restore(target: ReplicaTarget, live: LiveBooking, router_id: int | None) -> bool:
-    """Book a copied reservation with the times of `live`. Call it in the order of expiry, for the
-    oldest reservation first.
+    """Restore a reservation from before a restart, with its old times. Call this for the least
+    recently active reservation first.
 
     `router_id` is the peer that admitted the request; None: this replica. Returns False, and books
     nothing, if the rank is not registered, the id is already live, or the block size differs."""

@@ -1,9 +1,9 @@
-"""The ledger of a partition: books and expires requests, and publishes changes to peers.
+"""The ledger of a partition: reserves ranks, expires requests, and publishes changes to peers.
 
-Both services make every change to requests through the ledger, whether a call or the time causes
-it. So only this module has the rules for what is published, how often a live request is announced,
-and when it expires (slot_tracker.md section 3.5; D12). Peers' events change the slots directly
-(ReplicaApplier), so they are not published again. Time is an argument: monotonic seconds."""
+The selection service and the slot tracker change reservations only through the ledger. Only the
+ledger has the rules for what is published, how often a live request is announced to peers, and when
+a request expires (slot_tracker.md section 3.5; D12). Peers' events change reservations directly
+(ReplicaApplier), and are not published again. Callers pass the time: monotonic seconds."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,18 +21,18 @@ REPUBLISH_AFTER_S = 120.0
 
 
 def copies_expire_s(expiry_s: float) -> float:
-    """Return after how many idle seconds copies expire, if reservations expire after `expiry_s`."""
+    """Return the idle seconds until a copy of a peer's reservation expires (ours: `expiry_s`)."""
     return expiry_s + REPLICA_GRACE_S
 
 
 def republish_after_s(expiry_s: float) -> float:
-    """Return the seconds between announcements of a live request. At least two are made before a
-    reservation expires, which it does after `expiry_s` idle seconds."""
+    """Return the seconds between announcements of a live request to peers. At least two
+    announcements fit into the `expiry_s` seconds after which an idle reservation expires."""
     return min(REPUBLISH_AFTER_S, 0.4 * expiry_s)
 
 
 class LifecycleEvents(Protocol):
-    """Callbacks for changes at this replica, called in the order of the changes."""
+    """Callbacks for changes of reservations at this replica, called in the order of the changes."""
 
     def booked(
         self, target: ReplicaTarget, reservation: Reservation, sequence_hashes: bytes
@@ -46,14 +46,14 @@ class LifecycleEvents(Protocol):
 
 
 class Ledgers:
-    """State that the ledgers of one process share: events, expiry time, order of expiry."""
+    """State that the ledgers of all partitions share: callbacks, expiry time, order of expiry."""
 
     def __init__(
         self,
         expiry_s: float = RESERVATION_EXPIRY_S,
         events: LifecycleEvents | None = None,
     ) -> None:
-        """`events` receives what peers must be told; None without peers."""
+        """`events` receives the changes to publish to peers; it is None if there are no peers."""
         self.events = events
         self.republish_after_s = republish_after_s(expiry_s)
         self._expiry_s = expiry_s
@@ -63,9 +63,9 @@ class Ledgers:
     def expire(
         self, ledgers: Sequence["Ledger"], now: float, max_steps: int
     ) -> list[tuple["Ledger", list[Reservation]]]:
-        """Expire idle requests, ledger by ledger, at most `max_steps` in total. If it returns
-        `max_steps` requests, call again. The next call continues where this call stopped, so a
-        backlog in one ledger does not delay other ledgers."""
+        """Expire idle requests, ledger by ledger, at most `max_steps` in total. If `max_steps`
+        requests are returned, call again. The next call begins with the next ledger, so a backlog
+        in one ledger does not delay other ledgers."""
         gone: list[tuple[Ledger, list[Reservation]]] = []
         start = self._turn
         for at in range(start, start + len(ledgers)):
@@ -83,10 +83,10 @@ class Ledgers:
 
 
 class Ledger:
-    """The bookings of one (model_name, tenant_id). A method that raises has changed nothing.
+    """The reservations of one (model_name, tenant_id). A method that raises has changed nothing.
 
-    Every call is published, wherever the request was admitted. If a request ends without a call,
-    this is published only if it was admitted here; for a copy, the owner publishes the end."""
+    Publishes new reservations, completed prefills and calls of `free`, also for peers' requests. If
+    a request expires or loses its rank, only the replica that admitted it publishes the end."""
 
     def __init__(
         self, model_name: str, tenant_id: str, block_size: int, slots: Slots, shared: Ledgers
@@ -106,7 +106,7 @@ class Ledger:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> Reservation | None:
-        """Release a request's prefill tokens; may be repeated. None if the request is not live."""
+        """Release a request's prefill tokens, once. Returns None if the request is not live."""
         completed = self.slots.prefill_complete(request_id, now)
         if completed is None:
             return None
@@ -126,34 +126,34 @@ class Ledger:
         decay_fraction: float | None = None,
         blocks: int = 1,
     ) -> Reservation | None:
-        """Add generated blocks, like Slots.output_block. None if the request is not live."""
+        """Add blocks that a request has generated. Returns None if the request is not live."""
         reservation = self.slots.output_block(request_id, now, decay_fraction, blocks)
         if self._events is not None and reservation is not None:
             self._keep_alive(self._events, reservation, now)
         return reservation
 
     def free(self, request_id: str, now: float) -> Reservation | None:
-        """Free a request. Returns None if it is not live."""
+        """End a request and remove its reservation. Returns None if the request is not live."""
         reservation = self.slots.free(request_id, now)
         if self._events is not None and reservation is not None:
             self._events.freed(self, reservation)
         return reservation
 
     def drop_rank(self, worker_id: int, dp_rank: int) -> list[Reservation]:
-        """Remove a rank. Return its requests, which end; none for an unknown rank."""
+        """Remove a rank and its reservations. Returns the reservations; [] for an unknown rank."""
         dropped = self.slots.remove_rank(worker_id, dp_rank)
         self.tell_ended(dropped)
         return dropped
 
     def tell_ended(self, reservations: list[Reservation]) -> None:
-        """Publish that these requests ended without a call. The slots no longer contain them."""
+        """Publish the end of these reservations, except of those that a peer admitted."""
         if self._events is not None:
             for reservation in reservations:
                 if not reservation.is_replica:
                     self._events.freed(self, reservation)
 
     def _keep_alive(self, events: LifecycleEvents, reservation: Reservation, now: float) -> None:
-        """Announce the request now and then, because peers see no calls without an event (D12)."""
+        """Publish our request again if nothing was published about the request for long (D12)."""
         if (
             reservation.router_id is None
             and now - reservation.published_at >= self._republish_after_s

@@ -1,4 +1,4 @@
-"""Structs for replication: events, live bookings, publishers."""
+"""Structs for replication: events, live reservations, and peers' event numbers."""
 
 from enum import IntEnum
 
@@ -14,7 +14,7 @@ class EventKind(IntEnum):
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event between replicas. Only an ADD needs the prompt and most of the booking."""
+    """One event between replicas. Only an ADD needs the prompt and most fields of `booking`."""
 
     kind: EventKind
     model_name: str
@@ -32,7 +32,7 @@ class Early(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveBooking(msgspec.Struct, gc=False):
-    """A booking as a peer reports it. `booking.prefill_tokens` counts tokens not computed yet."""
+    """A live reservation in a snapshot. `booking.prefill_tokens` omits tokens already computed."""
 
     model_name: str
     tenant_id: str
@@ -50,7 +50,7 @@ class AwaitedFree(msgspec.Struct, frozen=True, gc=False):
 
 
 class Publisher(msgspec.Struct):
-    """Which event numbers of one publisher were received."""
+    """Which numbered events of one replica were received."""
 
     router_id: int
     sequence: int  # the highest number received

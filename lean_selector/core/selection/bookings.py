@@ -1,4 +1,4 @@
-"""Index all partitions' reservations by id, and cache selections that can be booked by id."""
+"""Find reservations of all partitions by id, and cache choices that can be booked by id."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ class _Entry:
 
 
 class SelectionCache:
-    """Selections of all partitions that can still be booked by their ids."""
+    """Recent choices of `/select`, of all partitions, that can still be booked by their ids."""
 
     def __init__(self, settings: SelectionCacheSettings) -> None:
         self._settings = settings
@@ -45,8 +45,8 @@ class SelectionCache:
     def put(
         self, key: PartitionKey, selection_id: str, selection: CachedSelection, now: float
     ) -> None:
-        """Store a choice under an id, in place of any earlier choice. An entry larger than the
-        whole cache evicts all entries including itself, as in the reference."""
+        """Store a choice under an id, in place of an earlier choice with this id. As in Dynamo, a
+        choice larger than the whole cache evicts all others, and then itself."""
         settings = self._settings
         if not settings.max_entries or not settings.max_bytes:
             return
@@ -87,7 +87,7 @@ class SelectionCache:
 
 
 def _size_of(key: PartitionKey, selection_id: str, selection: CachedSelection) -> int:
-    """Return the size in bytes as the reference counts it: hashes and names."""
+    """Return the size of a cached choice as Dynamo counts it: bytes of hashes and names."""
     prompt = selection.prompt
     size = 8 * prompt.sequence_count + len(prompt.local_hashes)
     for name in (*key, selection_id, prompt.lora_name, selection.session_id):
@@ -116,7 +116,7 @@ class Bookings:
         self._booked: dict[str, Partition] = {}
 
     def __len__(self) -> int:
-        """Number of ids stored, including stale ones."""
+        """Number of stored reservation ids, including ids of reservations that have ended."""
         return len(self._booked)
 
     def book(self, partition: Partition, booking: Booking, prompt: Prompt, now: float) -> None:
@@ -136,7 +136,7 @@ class Bookings:
     def book_choice(
         self, partition: Partition, chosen: CachedSelection, reservation_id: str, now: float
     ) -> Booking:
-        """Book a choice that was just made, and bind its session. Raises NotFound, Conflict, or
+        """Book a choice, and bind its session to the chosen rank. Raises NotFound, Conflict, or
         BadRequest (the session is bound to another rank), with nothing booked."""
         worker_id, dp_rank = chosen.worker_id, chosen.dp_rank
         prompt, tracks, session_id = chosen.prompt, chosen.track_prefill, chosen.session_id
@@ -159,7 +159,7 @@ class Bookings:
         return booking
 
     def check_free(self, partition: Partition, reservation_id: str) -> None:
-        """Raise the Conflict that booking this id would raise."""
+        """Raise Conflict if this id is live in this partition or still booked at this replica."""
         elsewhere = self.local_holder(reservation_id)
         if elsewhere is not None:
             raise _duplicate(elsewhere, reservation_id)
@@ -180,9 +180,9 @@ class Bookings:
         *,
         books_prefill: bool = True,
     ) -> Booked:
-        """Book a rank that the client chose, whatever its load, and never queue. `prefill_tokens`
-        is booked as given. If it is None (as documented), or `books_prefill` is False, no prefill
-        is booked. Raises BadRequest, NotFound or Conflict, with nothing booked."""
+        """Book a rank that the client chose, whatever its load, and never queue. Books
+        `prefill_tokens` as prefill; nothing if it is None or `books_prefill` is False. Raises
+        BadRequest, NotFound or Conflict, with nothing booked."""
         if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
             raise BadRequest(
                 f"effective_prefill_tokens ({prefill_tokens}) "
@@ -211,8 +211,8 @@ class Bookings:
     def replay(
         self, partition: Partition, cached: CachedSelection, reservation_id: str, now: float
     ) -> Booked:
-        """Book an earlier choice as it was made. Raises NotFound (the rank is gone), Conflict, or
-        BadRequest (the session is bound to another rank), with nothing booked."""
+        """Book a choice that `/select` made earlier. Raises NotFound (the rank is gone), Conflict,
+        or BadRequest (the session is bound to another rank), with nothing booked."""
         worker_id, dp_rank = cached.worker_id, cached.dp_rank
         worker = partition.workers.get(worker_id)
         if worker is None or dp_rank not in worker.ranks:
@@ -236,7 +236,7 @@ class Bookings:
             raise self._taken(reservation_id)
 
     def not_booked(self, error: Conflict, reservation_id: str) -> Conflict:
-        """Return the API's error for a choice that could not be booked."""
+        """Return the error of this API version for a choice that could not be booked."""
         if self._dialect.claims_ids:
             return self._taken(reservation_id)
         return Conflict(f"failed to book scheduler state: {error.message}")
@@ -259,8 +259,8 @@ class Bookings:
         return partition
 
     def holders(self, reservation_id: str) -> list[Partition]:
-        """Return the partitions to which a call for this id applies: that of the booking made here,
-        or else those of all copies (D4). Raises NotFound if the id is live nowhere."""
+        """Return the partition where this replica booked the id. If there is none, return all
+        partitions with a peer's booking (D4). Raises NotFound if the id is live nowhere."""
         local = self.local_holder(reservation_id)
         if local is not None:
             return [local]
@@ -281,7 +281,7 @@ class Bookings:
         self._booked.pop(reservation_id, None)
 
     def forget_ended(self, partition: Partition, reservations: Iterable[Reservation]) -> None:
-        """Drop the ids of reservations that ended without a call."""
+        """Forget the ids of reservations that expired or whose rank was removed."""
         for reservation in reservations:
             request_id = reservation.request_id
             if not reservation.is_replica and self._booked.get(request_id) is partition:

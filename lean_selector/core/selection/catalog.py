@@ -1,10 +1,10 @@
 """The worker catalog: registered workers, their partitions, and whether they can be scheduled.
 
 A partition is a pair of model_name and tenant_id. Worker ids are unique across partitions. A worker
-is `schedulable` if its record is complete and agrees with its partition. Otherwise it is
-`incomplete`, with reasons; this is not an error of the request (spec selection.md section 2;
-decisions D3, D6, D10). The catalog opens no sockets: `SourceSink` subscribes to the workers'
-events."""
+is `schedulable` if its record has all required fields and has the `block_size` and `is_eagle` of
+its partition. Otherwise the worker is registered as `incomplete`, and the HTTP answer lists the
+reasons (spec selection.md section 2; decisions D3, D6, D10). The catalog opens no sockets: a
+`SourceSink` subscribes to the workers' events."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from lean_selector.core.zmq_endpoints import (
 
 
 class HttpPlaces:
-    """Finds the workers at an HTTP address, for all workers in the catalog with such an address."""
+    """Finds the workers in the catalog by the HTTP address of their endpoint."""
 
     def __init__(self) -> None:
         self._by_place: dict[HttpPlace, dict[int, range]] = {}  # the ranks of each worker there
@@ -61,12 +61,12 @@ class HttpPlaces:
             del self._by_address[place.address]
 
     def at_address(self, address: str) -> Collection[int]:
-        """Return the workers whose endpoint has this host:port, with any path."""
+        """Return the ids of the workers whose endpoint has this host:port, with any path."""
         return self._by_address.get(address, ())
 
     def sharing(self, spec: WorkerSpec) -> Iterator[int]:
-        """Yield other workers with the same endpoint that share a rank number. The ranks of one
-        engine may be registered as several workers."""
+        """Yield the ids of the other workers that were registered with the same HTTP endpoint as
+        `spec`, and that have at least one rank number in common with `spec`."""
         place = _place_of(spec)
         own = spec.ranks
         for worker_id, ranks in self._by_place.get(place, {}).items() if place is not None else ():
@@ -90,7 +90,7 @@ MAX_ENTRIES = MAX_RANKS  # D28; for each list and map of a record
 
 
 def check_limits(spec: WorkerSpec) -> None:
-    """Raise BadRequest if the record has too many ranks or entries."""
+    """Raise BadRequest if a worker's record has too many ranks, taints, endpoints or domains."""
     size = spec.data_parallel_size
     if size is not None and size > MAX_RANKS:
         raise BadRequest(f"data_parallel_size {size} exceeds the maximum {MAX_RANKS}")
@@ -103,9 +103,9 @@ def check_limits(spec: WorkerSpec) -> None:
 def judged(
     spec: WorkerSpec, partition: Partition | None, settings: RouterSettings
 ) -> tuple[list[str], dict[int, Source], dict[int, str]]:
-    """Return the reasons why the worker cannot be scheduled in its partition (None: a new one), and
-    the event sources and load endpoints to subscribe to, by rank. Both maps are empty if there is a
-    reason."""
+    """Return the reasons why a worker cannot be scheduled, and two maps: the KV-event source of
+    each rank, and the load endpoint of each rank. If there is a reason, both maps are empty.
+    `partition` is the worker's partition; None if there is none yet."""
     reasons = _missing(spec, settings)
     if reasons:
         return reasons, {}, {}
@@ -119,7 +119,7 @@ def judged(
 
 
 def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
-    """Return the fields that are missing, in the documented order."""
+    """Return what the worker's record lacks, as texts for the API in the documented order."""
     reasons = []
     if not spec.endpoint:
         reasons.append("endpoint is required")
@@ -144,7 +144,7 @@ def _missing(spec: WorkerSpec, settings: RouterSettings) -> list[str]:
 
 
 def _listens_to(spec: WorkerSpec, settings: RouterSettings) -> bool:
-    """Whether to subscribe to the worker's events. If so, the sources must be known."""
+    """Whether to subscribe to the worker's KV events. If so, event endpoints are required."""
     named = spec.kv_events_endpoint or spec.kv_events_endpoints
     return settings.use_kv_events and (settings.needs_kv_events or bool(named))
 
@@ -167,8 +167,8 @@ def _mismatch(
 
 
 def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]:
-    """Return the sources to subscribe to. Raises ValueError with the reason if a source is invalid.
-    Endpoints for ranks that the worker does not have are only validated (D28)."""
+    """Return the KV-event source of each rank. Raises ValueError if an event endpoint is invalid.
+    Endpoints for ranks that the worker does not have are validated, and then ignored (D28)."""
     sources: dict[int, Source] = {}
     if not _listens_to(spec, settings):
         return sources
@@ -199,9 +199,10 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
 
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
-    """Return the endpoint that replays a rank's events: the rank's own, or the port at the rank's
-    offset (vLLM). None if that port cannot exist, because the reference accepts such a worker.
-    Raises ValueError for an invalid endpoint."""
+    """Return the endpoint that replays a rank's events. If the rank has no endpoint of its own, the
+    rank's offset is added to the port of the worker's replay endpoint (vLLM). Returns None if the
+    worker has no replay endpoint, or (as in Dynamo) if the port would be too high. Raises
+    ValueError for an invalid endpoint."""
     own = spec.replay_endpoints.get(dp_rank)
     endpoint = spec.replay_endpoint if own is None else own
     if endpoint is None:
@@ -217,8 +218,8 @@ def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
 
 
 def load_endpoints_of(spec: WorkerSpec) -> dict[int, str]:
-    """Return the endpoint where each rank's engine publishes its load. Ranks whose port cannot
-    exist are omitted. Raises ValueError for an invalid endpoint."""
+    """Return, by rank, the endpoint where the rank's engine publishes its load. Ranks whose port
+    would exceed 65535 are omitted. Raises ValueError for an invalid endpoint."""
     if spec.load_endpoint is None:
         return {}
     try:
@@ -238,8 +239,8 @@ DRAINING = "draining"
 
 
 class SourceSink(Protocol):
-    """Subscribes to engines. After `unsubscribe` has returned, no event of the source arrives.
-    `unsubscribe` returns the ranks for which the source published events."""
+    """Subscribes to the KV events and load reports of engines. `unsubscribe` returns the numbers of
+    the ranks that the ended subscription has received events for."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source
@@ -250,13 +251,13 @@ class SourceSink(Protocol):
     def follow_load(
         self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
     ) -> None:
-        """Subscribe to these load endpoints, given by rank, and end the worker's other load
-        subscriptions. Reports are stored in `slots`, which is None if there are no endpoints."""
+        """Subscribe to these endpoints, where engines publish the load of each rank, and end other
+        subscriptions to the worker's load. `slots` stores the reports (None: no endpoints)."""
 
 
 class Worker:
-    """A registered worker. `reasons` is empty if it is schedulable or draining. A draining worker
-    finishes its requests and gets no new ones."""
+    """A registered worker. `reasons` says why the worker cannot be scheduled, and is empty if it
+    can. A draining worker finishes its requests and gets no new ones."""
 
     def __init__(
         self,
@@ -277,8 +278,8 @@ class Worker:
         return WorkerRecord(**self.shown(WorkerRecord.__struct_fields__))
 
     def shown(self, fields: Sequence[str]) -> dict[str, Any]:
-        """Return these fields of the record as the API shows them. An absent field is UNSET if the
-        API omits it, and None otherwise."""
+        """Return these fields of the worker's record as the API shows them. A field without a value
+        is UNSET if the API omits the field, and None otherwise."""
         spec, shown = self.spec, dict[str, Any]()
         for name in fields:
             if name == "lifecycle":
@@ -303,7 +304,7 @@ def _place(worker: Worker) -> tuple[str, str, int]:
 
 
 class Catalog:
-    """All workers and partitions. A method that raises has changed nothing."""
+    """All registered workers and all partitions. A method that raises has changed nothing."""
 
     def __init__(
         self,
@@ -316,8 +317,8 @@ class Catalog:
         check: Callable[[WorkerSpec], None] = lambda spec: None,
     ) -> None:
         """`check` raises BadRequest for workers that must not be registered. `on_dropped` is called
-        with the reservations of removed ranks. `on_discarded` is called with recovered partitions
-        whose blocks are dropped because of their block size (D3)."""
+        with the reservations of removed ranks. `on_discarded` is called with a partition whose
+        blocks, copied from a peer, are dropped because the first worker has another block size."""
         self._settings = settings
         self._sources = sources
         self.new_partition = new_partition
@@ -346,14 +347,14 @@ class Catalog:
         ]
 
     def ready_partition(self, model_name: str, tenant_id: str) -> Partition:
-        """Return the partition if it can schedule. Raises Unavailable with the documented text."""
+        """Return the partition if it has schedulable workers. Otherwise raises Unavailable."""
         partition = self.partitions.get((model_name, tenant_id))
         if partition is not None and partition.workers:
             return partition
         raise self.refusals.refused((model_name, tenant_id))
 
     def scopes(self) -> set[PartitionKey]:
-        """Return each model and tenant that a registered worker names, schedulable or not."""
+        """Return the model and tenant of each registered worker, schedulable or not."""
         return {worker.spec.key for worker in self.workers.values()}
 
     def served_models(self) -> list[str]:
@@ -371,14 +372,14 @@ class Catalog:
     # -- changing ------------------------------------------------------------------------------
 
     def upsert(self, spec: WorkerSpec) -> Worker:
-        """Register a worker, or replace its whole record, even if its partition changes."""
+        """Register a worker, or replace the whole record of the registered worker with this id."""
         check_limits(spec)
         self._check(spec)
         return self._install(spec)
 
     def recovered_partition(self, key: PartitionKey, block_size: int) -> Partition | None:
-        """Return the partition for blocks recovered from a peer; None if it has another block size.
-        A partition created here is established by its first complete worker."""
+        """Return or create the partition for blocks copied from a peer; None if the partition has
+        another block size. A new partition serves no requests until a worker registers."""
         partition = self.partitions.get(key)
         if partition is None:
             partition = self.partitions[key] = self.new_partition(key, block_size, False)
@@ -386,16 +387,16 @@ class Catalog:
         return partition if partition.block_size == block_size else None
 
     def discard_waiting(self) -> None:
-        """Remove partitions that were created for recovered blocks and have no blocks left."""
+        """Remove partitions that were created for a peer's blocks and have no blocks left."""
         for key, partition in list(self.partitions.items()):
             if not partition.established and not partition.unclaimed():
                 del self.partitions[key]
 
     def patch(self, worker_id: int, changes: dict[str, object]) -> Worker:
-        """Overwrite the fields given in `changes`. Raises NotFound for an unknown worker.
+        """Change the fields given in `changes`. Raises NotFound for an unknown worker.
 
-        A `lifecycle` starts or ends draining; any other value of it is ignored. It is not part of
-        the record, because the record's owner, such as discovery, keeps sending the record."""
+        A `lifecycle` of `draining` starts draining, and `schedulable` ends it. The lifecycle is not
+        part of the record, so a worker still drains after discovery has sent its record again."""
         worker = self._known(worker_id)
         lifecycle = changes.get("lifecycle")
         fields = {name: value for name, value in changes.items() if name != "lifecycle"}
@@ -407,7 +408,7 @@ class Catalog:
         return self._install(spec)
 
     def remove(self, worker_id: int) -> Worker:
-        """Remove a worker with its ranks, their reservations, and its index entries (D3). Returns
+        """Remove a worker, its ranks, its reservations, and its blocks in the index (D3). Returns
         the worker, with lifecycle `unschedulable`. Raises NotFound for an unknown worker."""
         worker = self._known(worker_id)
         self._withdraw(worker)
@@ -469,7 +470,7 @@ class Catalog:
         self.revision += 1
 
     def _publish(self, worker: Worker, subscribed: dict[int, Source]) -> None:
-        """Add a schedulable worker to its partition: ranks, sources, limits, candidates."""
+        """Add or update a schedulable worker in its partition, and subscribe to its events."""
         spec = worker.spec
         assert spec.block_size is not None
         partition = self.partitions.get(spec.key)
@@ -498,7 +499,7 @@ class Catalog:
             self._on_dropped(partition, dropped)
 
     def _withdraw(self, worker: Worker) -> None:
-        """Remove a worker from its partition, with its reservations and its index entries."""
+        """Remove a worker from its partition, with its reservations and its blocks in the index."""
         worker_id = worker.spec.worker_id
         for dp_rank in worker.sources:
             self._sources.unsubscribe(worker_id, dp_rank)
@@ -511,10 +512,9 @@ class Catalog:
             self._on_dropped(partition, dropped)
 
     def _leave(self, key: PartitionKey, worker_id: int) -> None:
-        """Remove a worker from its partition's members; the last member removes the partition. A
-        member is a worker that was once schedulable here. So if the only worker's block size is
-        patched, the partition keeps its block size; if the worker is deleted, the partition is gone
-        (D3). Then workers that were refused for the old size are checked again."""
+        """Remove a worker from `members`, the workers that were schedulable in the partition at
+        some time. If no member is left, remove the partition, and check again the workers that were
+        refused because of the partition's block size (D3)."""
         partition = self.partitions.get(key)
         if partition is None or worker_id not in partition.members:
             return
@@ -531,7 +531,7 @@ _NAMED: Final = 4  # tenants listed in an error; a model may have thousands
 
 
 class Refusals:
-    """Counts refused requests. A model is known if a worker has ever registered for it."""
+    """Counts requests that were refused because no worker can serve their model and tenant."""
 
     def __init__(self, catalog: Catalog, dialect: Dialect) -> None:
         self._catalog = catalog
@@ -544,7 +544,7 @@ class Refusals:
         self.unnamed = 0  # for unknown models, while no worker is registered
 
     def refused(self, key: PartitionKey) -> NoWorkers:
-        """Count a refused request, and return the documented error for it."""
+        """Count a request for a partition without schedulable workers, and return its error."""
         is_known, served = key in self._catalog.known, self._catalog.served_models()
         other_tenants = self._other_tenants(key[0]) if key[0] in served else None
         if is_known:
@@ -562,7 +562,7 @@ class Refusals:
         return NoWorkers(message, is_known or not served, served, other_tenants)
 
     def _other_tenants(self, model: str) -> str:
-        """Return a text that lists other tenants that have workers of the model."""
+        """Return a text that names other tenants that have schedulable workers of the model."""
         tenants = self._catalog.served_tenants(model)
         named, more = ", ".join(tenants[:_NAMED]), len(tenants) - _NAMED
         word = self._dialect.group_word

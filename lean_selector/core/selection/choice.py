@@ -1,6 +1,6 @@
-"""Choose among many ranks without visiting each (spec selection.md 3.3). Ranks are grouped into
-cells. The choice is the cheapest rank, or a random draw by cost. The random source is an
-argument."""
+"""Choose a rank for a prompt without visiting each rank (spec selection.md 3.3). Ranks on which the
+prompt costs the same if their loads are equal form a cell. The cheapest rank is chosen. With a
+temperature, the choice is random, and cheaper ranks are more likely."""
 
 import math
 import random
@@ -42,7 +42,7 @@ _MANY_GROUPS = 64  # sets of ranks with different weights of their taints
 
 
 class Cell:
-    """A set of ranks. At equal load, a prompt costs the same on each of them."""
+    """A set of ranks on which a prompt costs the same if their loads are equal."""
 
     __slots__ = ("blocks", "credit", "factor", "floor", "match", "ranks", "rest", "tokens")
 
@@ -72,8 +72,8 @@ class Cell:
 
 
 class Pricing:
-    """The cost of one request on a rank of a cell, as a function of the rank's load. It is the last
-    line of the formula in `cost`."""
+    """Computes what one request costs on the ranks of a cell. `LoadOrder` sorts ranks by load, with
+    a number as key. A rank's load adds between slope * key and reach * key to the cost."""
 
     __slots__ = (
         "_decays",
@@ -89,7 +89,7 @@ class Pricing:
     )
 
     def __init__(self, partition: Partition, request: SelectionRequest, ranks: int) -> None:
-        """`ranks` is the set of candidates."""
+        """`ranks`: the candidates for the request, as a bit mask."""
         terms, order = request.terms, partition.order
         self._terms = terms
         self._isl = request.prompt.isl_tokens
@@ -109,7 +109,8 @@ class Pricing:
             self.reach = scale / order.scale if order.scale else math.inf
 
     def cost(self, cell: Cell, tokens: int, standing: float) -> float:
-        """Return the cost for a rank's prefill tokens and standing load (see `LoadOrder`)."""
+        """Return the cost on a rank of the cell. `tokens`: the rank's prefill tokens; `standing`:
+        the rank's active blocks plus a weight per active request."""
         credit, block_size = cell.credit, self.block_size
         if not self._is_plain:
             if self.credits_blocks:
@@ -125,14 +126,14 @@ class Pricing:
         return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
 
     def beyond(self, cell: Cell, least: float) -> float:
-        """Return the highest slope * key at which a rank may still cost as little as `least`, with
-        a margin for rounding. NaN if unknown."""
+        """Return a limit for slope * key, a lower bound of what a rank's load costs: ranks of the
+        cell above the limit cost more than `least`. NaN if the limit is unknown."""
         least /= cell.factor
         return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
 
     def below(self, cell: Cell, most: float) -> float:
-        """Return the lowest reach * key at which a rank may still cost as much as `most`, with a
-        margin for rounding. NaN if unknown."""
+        """Return a limit for reach * key, an upper bound of what a rank's load costs: ranks of the
+        cell below the limit cost less than `most`. NaN if the limit is unknown."""
         if most < cell.floor * cell.factor:
             return -math.inf  # a rank may cost that much at any load
         most /= cell.factor
@@ -147,21 +148,21 @@ class Pricing:
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
     def at_least(self, cell: Cell, load: float) -> float:
-        """Return a lower bound of the cost on those ranks whose slope * key is at least `load`,
-        with a margin for rounding. NaN if unknown."""
+        """Return a lower bound of the cost on ranks of the cell whose load costs at least `load`.
+        Includes a margin for rounding errors. NaN if the bound is unknown."""
         cost = cell.rest + load
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 
     def is_tight(self, cell: Cell) -> bool:
-        """Whether a rank's key determines its cost in this cell. Otherwise the key only gives a
-        lower bound."""
+        """Whether `key`, the number by which `LoadOrder` sorts ranks, determines the cost on ranks
+        of this cell. If not, `key` only gives a lower bound of the cost."""
         return self.slope == self.reach and not (self._decays and cell.match.device)
 
 
 def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankSets:
-    """Return (leading blocks of the prompt that are active, set of ranks), longest first. Ranks
-    without such blocks are in no set. For a token prompt, sequence hashes are computed only if an
-    active prompt starts with the first hash."""
+    """Return pairs (number of blocks, set of ranks): running requests on these ranks use exactly
+    this many of the prompt's leading blocks. The highest number comes first. Ranks where the number
+    is 0 are in no pair."""
     prompt, slots = request.prompt, partition.slots
     if not prompt.sequence_count or slots.starts_no_prompt(prompt.first_sequence_hash):
         return []
@@ -169,7 +170,7 @@ def active_prefix_sets(partition: Partition, request: SelectionRequest) -> RankS
 
 
 def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tuple[float, int]]:
-    """Return (sum of the weights of a worker's preferred taints, set of ranks with this sum)."""
+    """Group the ranks by the total weight of their worker's preferred taints: (weight, ranks)."""
     groups = [(0.0, _EVERYONE)]
     for name, weight in preferred.items():
         having = partition.tainted.get(name)
@@ -185,8 +186,7 @@ def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tup
 def _weights_by_worker(
     partition: Partition, preferred: dict[str, float]
 ) -> list[tuple[float, int]]:
-    """Like `taint_weights`, for many workers with different taints. Visits each worker once, not
-    every group once per taint."""
+    """Return the same as `taint_weights`. This is faster if many workers have different taints."""
     places = {name: place for place, name in enumerate(preferred)}
     sums: dict[float, int] = {}
     for worker in partition.workers.values():
@@ -204,7 +204,7 @@ def cells(
     ranks: int,
     matches: MatchSets,
 ) -> list[Cell]:
-    """Return all cells of these ranks: disjoint, not empty, in the order of `matches`."""
+    """Divide these ranks into disjoint cells, none of them empty, in the order of `matches`."""
     prompt, terms, block_size = request.prompt, request.terms, partition.block_size
     isl, new_blocks = prompt.isl_tokens, prompt.sequence_count
     shares = active_prefix_sets(partition, request)
@@ -261,7 +261,7 @@ def cells(
 
 
 def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
-    """Intersect two groupings, and multiply their factors."""
+    """Intersect each set of one list with each set of the other, and multiply their factors."""
     return [
         (factor * other, both)
         for other, alike in others
@@ -273,8 +273,8 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """Return cells whose credit is subtracted from the blocks. The difference is at least 0, and at
-    least the requests' weight. A cell that may reach this limit is split by number of requests."""
+    """Adapt the cells to a cost without prefill: blocks - credit, but at least the weight of the
+    active requests. If this minimum may apply in a cell, split the cell by number of requests."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -295,7 +295,7 @@ def _crediting(
 
 
 def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
-    """Return the cells, with the favoured ranks in separate cells, which cost `bonus` less."""
+    """Put the ranks that a soft session is bound to into cells of their own, which cost less."""
     favoured, bonus = request.favoured, request.bonus_blocks
     divided: list[Cell] = []
     for cell in found:
@@ -334,7 +334,7 @@ _DIVIDED = -1  # place of a part that need not be divided further
 
 
 class DrawPart:
-    """Some ranks of a cell, with an upper bound of each one's weight in the draw."""
+    """Some ranks of a cell. Each rank's weight in the random draw is at most `bound`."""
 
     __slots__ = ("bound", "cell", "mass", "place", "ranks")
 
@@ -347,7 +347,7 @@ class DrawPart:
 
 
 class DrawBounds:
-    """The candidates in parts. Each draw that finds a loose bound makes the parts finer."""
+    """Draws a rank by weight. Each part of the candidates has an upper bound of the weights."""
 
     __slots__ = ("_least", "_order", "_pricing", "_spread", "_temperature", "parts")
 
@@ -360,8 +360,8 @@ class DrawBounds:
         spread: float,
         temperature: float,
     ) -> None:
-        """`least` is the lowest cost in these cells. `spread`, the difference to the highest cost,
-        is positive and finite."""
+        """`least` is the lowest cost in these cells. `spread`, the highest cost minus `least`, is
+        positive and finite."""
         self._order = order
         self._pricing = pricing
         self._least = least
@@ -373,7 +373,7 @@ class DrawBounds:
             self.parts.append(DrawPart(cell, cell.ranks, bound, _WHOLE))
 
     def draw(self, rng: random.Random, tries: int) -> int:
-        """Draw a rank, and return its bit; -1 if none of `tries` draws was accepted."""
+        """Draw a rank, and return its bit number; -1 if each of `tries` draws was rejected."""
         order, pricing, parts = self._order, self._pricing, self.parts
         total = sum([part.mass for part in parts])
         for _ in range(tries):
@@ -405,13 +405,13 @@ class DrawBounds:
         return self._weight(cost)
 
     def _bound(self, cell: Cell, load: float) -> float:
-        """Bound the weight of the cell's ranks whose load costs at least `load`, from above."""
+        """Return an upper bound of the weights of ranks whose load costs at least `load`."""
         above = (self._pricing.at_least(cell, load) - self._least) / self._spread
         above /= self._temperature
         return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part into parts with tighter bounds; `others` is the mass of other parts."""
+        """Divide a part into parts with tighter bounds. `others`: sum of other parts' `mass`."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
         return self._by_load(part, others * _LEFT)  # stop when this little mass is left
@@ -421,8 +421,8 @@ class DrawBounds:
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Cut the part wherever the bound has fallen by a step. If the load says too little about
-        the cost, cut it at each load."""
+        """Divide the part by load, so that the bound of the weights falls by a fixed factor from
+        part to part. If a load's sort key does not determine the cost, each load becomes a part."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
         loads = order.loads
@@ -474,7 +474,7 @@ def choose(
     matches: MatchSets,
     rng: random.Random,
 ) -> RankLoad:
-    """Choose one of `ranks`. Raises Unavailable if the set is empty."""
+    """Choose a rank for the request among `ranks`. Raises Unavailable if the set is empty."""
     if not ranks:
         raise Unavailable(NO_ENDPOINTS)
     order = partition.order
@@ -492,7 +492,7 @@ def drawn(
     temperature: float,
     rng: random.Random,
 ) -> int:
-    """Return the bit of the chosen rank. `cells` must not be empty."""
+    """Choose a rank in these cells, and return its bit number. `cells` must not be empty."""
     if temperature <= 0.0:
         return _of_equals(cheapest(order, pricing, cells)[1], rng)
     if len(order.loads) > FEW_LOADS:
@@ -512,10 +512,10 @@ def drawn(
 
 
 def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[float, list[int]]:
-    """Return the least cost in these cells, and disjoint sets of the ranks that have it.
+    """Return the lowest cost in these cells, and disjoint sets of the ranks that have this cost.
 
-    Because of rounding, neighbouring loads may have equal costs, or costs in reverse order. So the
-    cost is computed for all loads within the rounding error of the least."""
+    Because of rounding, a higher load may have the same or a lower cost. So the cost is computed
+    for each load that may be the cheapest within the rounding error."""
     least, tied = math.inf, list[int]()
     slope = pricing.slope
     for cell in cells:
@@ -547,7 +547,7 @@ def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[flo
 
 
 def dearest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> float:
-    """Return the highest cost in these cells, with the same exactness as `cheapest`."""
+    """Return the highest cost in these cells, exact in spite of rounding errors."""
     most = -math.inf
     reach = pricing.reach
     for cell in cells:
@@ -589,8 +589,8 @@ def all_costs(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> Costed:
 
 
 def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
-    """Draw a rank in proportion to its weight, and return its bit. Ranks of equal cost have equal
-    weights."""
+    """Draw a rank in proportion to its weight, and return its bit number. `weights` has the weight
+    of each rank in the entry of `costed` at the same position."""
     sums = [weight * ranks.bit_count() for (_, ranks), weight in zip(costed, weights, strict=True)]
     at = rng.random() * sum(sums)
     last = 0
@@ -607,7 +607,7 @@ def _by_weight(costed: Costed, weights: list[float], rng: random.Random) -> int:
 
 
 def _of_equals(tied: list[int], rng: random.Random) -> int:
-    """Draw a rank from these sets, each with equal probability, and return its bit."""
+    """Draw one of the ranks in these sets, all equally likely, and return its bit number."""
     if len(tied) == 1:
         ranks = tied[0]
         count = ranks.bit_count()

@@ -11,24 +11,24 @@
     cost     = (prefill + blocks + Wr * active_requests) * taint factor
                - bonus, on the rank that a soft session is bound to
 
-If prefill is not tracked, prefill is 0 and decay is 1. In the 1.6 dialect, blocks is then max(0,
-active_blocks + new_blocks - credit).
+`device`, `host`, `disk`: matched blocks on each tier; `isl`: the prompt's tokens. Settings: overlap
+credit C, its decay D, prefill load scale S, weights Wh (by default 0.75), Wd (0.25), Wr (0). All
+values are f64. If prefill is not tracked, prefill is 0 and decay is 1; with `--api 1.6`, blocks is
+then max(0, active_blocks + new_blocks - credit).
 
-With the policy `latency`, D is 0 and S is 30. If prefill is tracked, two terms are added to blocks:
+With the policy `latency`, D is 0 and S is 30: a block of prefill costs as much as 30 active blocks.
+A session's bonus counts 30-fold. The cost is multiplied by the rank's slowness
+(`core/load/speeds.py`). If prefill is tracked, two terms are added to blocks:
 
     burden   = 30 * uncached / block_size
     evicted  = 30 * (uncached / 2 + 2 * min(owed, cached)) / block_size
 
-`evicted` counts only if the rank's cache is full (`fullness.py`). The cost is multiplied by the
-rank's slowness (`core/load/speeds.py`). So the time to the first token dominates. `burden` counts
-the prompt's prefill again, for later requests that wait for it. `evicted` counts half of it once
-more, for blocks that a full cache loses. An active block costs a thirtieth of a block of prefill,
-so active blocks decide among ranks with nearly equal prefill. A session's bonus counts 30-fold.
+`burden` is the delay of later requests by this prompt's prefill. `evicted` counts only if the
+rank's cache is full; half of the evicted blocks are assumed to be requested again. `fullness.py`
+explains `owed`.
 
-The defaults are Wh 0.75, Wd 0.25 and Wr 0. All values are f64. The lowest cost wins, and ties are
-broken uniformly at random; with a temperature the draw is a softmax over the costs scaled to 0..1.
-The choice and its explanation share the code of each line: `choice.Pricing` has the last line, and
-this module has the others."""
+The lowest cost wins; ties are broken uniformly at random. With a temperature, the draw is a softmax
+over the costs scaled to 0..1."""
 
 import math
 
@@ -43,7 +43,7 @@ from lean_selector.core.selection.shapes import SelectionRequest
 
 
 def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
-    """Return the tokens that a rank need not prefill: a weighted sum of the tiers, rounded once."""
+    """Return the tokens that a rank need not prefill: a weighted sum over the tiers, rounded."""
     if not match.host and not match.disk:
         return match.device * block_size
     blocks = match.device + terms.host_weight * match.host + terms.disk_weight * match.disk
@@ -53,22 +53,22 @@ def cached_tokens(terms: CostTerms, match: Matched, block_size: int) -> int:
 
 
 def burden_blocks(terms: CostTerms, uncached_tokens: int, block_size: int) -> float:
-    """Return how much computing a prompt delays later requests, in blocks of the cost."""
+    """Return how much a prompt's prefill delays later requests, as a cost in blocks."""
     return terms.eviction * uncached_tokens / block_size
 
 
 def evicted_blocks(
     terms: CostTerms, isl_tokens: int, cached: int, owed_tokens: int, block_size: int
 ) -> float:
-    """Return the loss if a full cache evicts blocks for a prompt that is not fully cached, in
-    blocks of the cost."""
+    """Return what evictions for this prompt cost on a rank with a full cache, in blocks. `cached`:
+    the prompt's tokens that the rank has cached; `owed_tokens`: see `Fullness.owed_tokens`."""
     evicted = _MISSED * (isl_tokens - cached) + 2 * min(owed_tokens, cached)
     return terms.eviction * evicted / block_size
 
 
 def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_size: int) -> float:
-    """Return the factor on the device credit of a rank that has more waiting prefill than the least
-    loaded rank; 1.0 without decay."""
+    """Return the factor on the credit for blocks in device memory. It is below 1 on a rank with
+    more waiting prefill than the least loaded rank. If the decay setting is 0, the factor is 1."""
     if terms.decay <= 0.0 or not terms.track_prefill:
         return 1.0
     waiting = max(0, waiting_tokens) / block_size
@@ -77,31 +77,31 @@ def credit_decay(terms: CostTerms, waiting_tokens: int, isl_tokens: int, block_s
 
 
 def credit_blocks(terms: CostTerms, decay: float, match: Matched) -> float:
-    """Return how many blocks of prefill the cached blocks save."""
+    """Return the credit for cached blocks: how many blocks of prefill they save."""
     lower = terms.host_weight * match.host + terms.disk_weight * match.disk
     return terms.credit * decay * match.device + lower
 
 
 def favoured_blocks(new_blocks: float, bonus: float, factor: float) -> float:
-    """Return `new_blocks` less the `bonus`, which the taint factor must not scale. So an idle rank
-    may have a negative cost."""
+    """Return `new_blocks` minus the bonus for the rank of a soft session. The bonus is divided by
+    `factor`, because the whole cost is multiplied by `factor` later."""
     return new_blocks - bonus / factor
 
 
 def taint_factor(weight: float) -> float:
-    """Return the factor for a worker whose preferred taints have this total weight: below 1 if the
-    weight is positive, above 1 if negative."""
+    """Return the cost factor for a worker whose preferred taints have this total weight: below 1 if
+    the weight is positive, above 1 if it is negative."""
     # Weights of both infinities add up to NaN: no preference.
     return 1.0 if math.isnan(weight) else math.exp(-math.tanh(weight))
 
 
 def preferences(request: SelectionRequest) -> dict[str, float]:
-    """Return the preferred taints that apply: none if the rank is pinned."""
+    """Return the request's preferred taints with their weights; none if the request is pinned."""
     return request.preferred_taints if request.pinned is None else {}
 
 
 def softmax(costs: list[float], temperature: float) -> list[float] | None:
-    """Return the weights for the draw; None if the lowest cost decides."""
+    """Return a weight per cost for a random draw; None if the lowest cost is chosen instead."""
     if temperature <= 0.0:
         return None
     least = min(costs)
@@ -112,8 +112,8 @@ def softmax(costs: list[float], temperature: float) -> list[float] | None:
 
 
 def probabilities(costs: list[float], temperature: float) -> tuple[list[float], str]:
-    """Return the probability of each of these ranks, and how the rank is chosen: only_candidate,
-    lowest_cost, uniform_tie or softmax."""
+    """Return each rank's probability, given the ranks' costs, and how a rank is chosen:
+    only_candidate, lowest_cost, uniform_tie or softmax."""
     if len(costs) == 1:
         return [1.0], "only_candidate"
     weights = softmax(costs, temperature)
@@ -135,12 +135,12 @@ _MISSED = 0.5  # assumed share of evicted blocks that are requested again
 
 
 def terms(settings: RouterSettings) -> CostTerms:
-    """Return the router's cost terms under its own policy."""
+    """Return the weights of the cost formula under the router's own settings and policy."""
     return under(base_terms(settings), settings.policy)
 
 
 def under(base: CostTerms, policy: Policy) -> CostTerms:
-    """Return the cost terms under `policy`, derived from `base`."""
+    """Return the weights of the cost formula under `policy`, derived from `base`."""
     if policy == "dynamo":
         return base
     return CostTerms(
@@ -159,7 +159,7 @@ def under(base: CostTerms, policy: Policy) -> CostTerms:
 
 
 def base_terms(settings: RouterSettings) -> CostTerms:
-    """Return the router's own cost terms, before any policy."""
+    """Return the weights of the cost formula under the router's settings, before any policy."""
     return CostTerms(
         settings.overlap_score_credit,
         settings.overlap_score_credit_decay,
@@ -174,7 +174,7 @@ def base_terms(settings: RouterSettings) -> CostTerms:
 
 
 def overridden(base: CostTerms, override: RouterOverride, policy: Policy = "dynamo") -> CostTerms:
-    """Return `base` with the override's fields, under the override's policy or else `policy`."""
+    """Return `base` with a request's overrides. `policy` applies if `override` names no policy."""
     credit = override.overlap_score_credit
     scale = override.prefill_load_scale
     if override.overlap_score_weight is not None:

@@ -1,5 +1,5 @@
-"""Optional parts of a placement: the explanation, the rank's load, and hints. They do not affect
-the choice. Spec selection_16.md 4 and 8."""
+"""Optional parts of the answer to a selection: the explanation, the rank's load, and a hint where
+to fetch blocks. These parts do not affect the choice. Spec selection_16.md 4 and 8."""
 
 import heapq
 
@@ -59,8 +59,8 @@ def explained(
     best: int = 0,
 ) -> Explanation:
     """Explain the choice among the candidates `ranks`, and why other ranks are no candidates.
-    `is_steered`: the request goes to the rank of its session, or to its target. With `shown`,
-    include only rows of the ranks in `shown`, and of the `best` cheapest candidates."""
+    `is_steered`: the request goes to the rank of its session, or to its target. If `shown` is
+    given, include only the ranks in `shown` and the `best` cheapest candidates."""
     prompt, terms, order = request.prompt, request.terms, partition.order
     block_size = partition.block_size
     pricing = Pricing(partition, request, ranks)
@@ -180,8 +180,8 @@ def with_more(
     now: float,
     is_steered: bool = False,
 ) -> Placement:
-    """Return the placement with the parts that the request asks for (`adds`). `ranks` are the
-    candidates among which the choice was made."""
+    """Return the answer for the chosen rank, with the optional parts that the request asks for
+    (`adds`). `ranks` are the candidates among which the choice was made."""
     load, placement = chosen
     if request.adds & EXPLANATION:
         why = explained(partition, request, ranks, matches, now, is_steered)
@@ -223,9 +223,9 @@ def _hint(
     request: SelectionRequest,
     matches: MatchSets,
 ) -> FetchHint | None:
-    """Return another worker's rank, of the same worker type, that holds more of the prompt on its
-    device than the chosen rank. Of several, the rank with most blocks is returned, then the lowest
-    worker and rank. Only blocks known from events count."""
+    """Return the rank from which the chosen rank can fetch blocks of the prompt: the rank of the
+    same worker type with most of the prompt's leading blocks in device memory. Returns None if the
+    chosen rank has at least as many. Only blocks known from KV events count."""
     local_hashes = request.prompt.local_hashes
     if request.matches:  # the request was queued, so its matches may be outdated
         matches = match_sets(partition, local_hashes)

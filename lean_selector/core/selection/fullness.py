@@ -1,14 +1,14 @@
-"""Which ranks have a full cache, so that new blocks evict others.
+"""Which ranks have a full cache, where new blocks evict others.
 
 Used by the policy `latency`. A rank is full if less than an eighth of its worker's stated capacity
-is left, after the blocks in the index and the blocks of waiting prefill. A worker without a stated
-capacity counts as full. A rank is checked again after its load has changed, which happens before
-and after the rank stores a prompt, not at each event.
+is left. Blocks in the index and blocks of waiting prefill count as used. A worker without a stated
+capacity counts as full. A rank is checked again after its load has changed, not at each KV event.
 
-Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. So
-prefill that full ranks get while others have room is *owed*, until the others get as much prefill.
-Owed tokens count as evicted too, up to the number of tokens cached on the rank. So once about as
-many tokens are owed as the prefix has, another rank computes the prefix."""
+Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. To limit
+this, prefill tokens that go to a full rank while another rank has room are *owed*. Prefill that
+goes to a rank with room reduces the owed tokens. For each owed token, the cost of a full rank
+counts a cached token as evicted. So when the owed tokens reach the length of a prefix, another rank
+computes the prefix."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -23,13 +23,13 @@ _DEVICE = Tier.DEVICE
 
 
 class HasBlocks(Protocol):
-    """The part of a worker's record that is used here."""
+    """The part of a worker's record that gives the capacity of its cache."""
 
     total_kv_blocks: int | None
 
 
 class Fullness:
-    """The ranks of a partition whose cache is full."""
+    """Tells which ranks of a partition have a full KV cache."""
 
     __slots__ = ("_full", "_index", "_order", "_owed_tokens", "_workers")
 
@@ -41,7 +41,7 @@ class Fullness:
         self._owed_tokens = 0
 
     def full(self) -> int:
-        """Return the set of full ranks. It may contain bits that no rank has."""
+        """Return the set of ranks with a full cache. The set may contain bits of removed ranks."""
         order = self._order
         if moved := order.moved:
             order.moved = 0
@@ -61,12 +61,12 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """Return the limit up to which cached tokens of the full ranks among `ranks` count as
-        evicted: 0 unless another rank of `ranks` has room."""
+        """Return how many of a prompt's cached tokens count as evicted on a rank with a full cache.
+        Grows with prefill on full ranks, falls with other prefill. 0 if all `ranks` are full."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:
-        """Record a booking: `load` was chosen among `ranks`, and computes `uncached_tokens`."""
+        """Record that `load` was chosen from `ranks`, and has to prefill `uncached_tokens`."""
         full = self._full
         if not load.mask & full:
             self._owed_tokens = max(0, self._owed_tokens - uncached_tokens)

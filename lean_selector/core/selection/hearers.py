@@ -1,4 +1,4 @@
-"""Interfaces of the observers of choices: the decision log and the page."""
+"""Interfaces through which the selector reports choices to the decision log and the web page."""
 
 from typing import Protocol
 
@@ -9,7 +9,7 @@ from lean_selector.core.selection.shapes import Decision, Placement, SelectionRe
 
 
 class Decisions(Protocol):
-    """Hears of each choice that is booked, and of the outcome that is reported for its request."""
+    """Receives each booked choice, and the figures that are later reported for its request."""
 
     def chosen(
         self,
@@ -27,7 +27,7 @@ class Decisions(Protocol):
 
 
 class Watch(Protocol):
-    """Hears of choices, in order to display them; see `core.selection.watch`."""
+    """Receives choices to show them on the web page; implemented in `core.selection.watch`."""
 
     def look(
         self,

@@ -31,8 +31,8 @@ def loads(
     *,
     detail: bool = False,
 ) -> list[PartitionLoads]:
-    """Return the active load of every rank, sorted by partition and rank. Both filters must match
-    exactly. `detail` adds the engines' own reports and the learned speeds."""
+    """Return the active load of every rank, sorted by partition and rank. Names must match exactly;
+    None matches all. `detail` adds the engines' own reports and the learned speeds."""
     return [
         PartitionLoads(
             partition.model_name,
@@ -72,7 +72,7 @@ def _detailed(partition: Partition, load: RankLoad, now: float) -> RankLoadRow:
 def established(
     catalog: Catalog, model_name: str | None, tenant_id: str | None
 ) -> Iterable[Partition]:
-    """Return partitions that have had a complete worker, sorted by (model_name, tenant_id)."""
+    """Return partitions that have had a schedulable worker, sorted by (model_name, tenant_id)."""
     return (
         partition
         for (model, tenant), partition in sorted(catalog.partitions.items())
@@ -106,7 +106,7 @@ def potential_loads(partition: Partition, prompt: Prompt, terms: CostTerms) -> l
 
 
 def overlap_scores(partition: Partition, local_hashes: bytes, terms: CostTerms) -> OverlapScores:
-    """Return the matched blocks of all ranks of schedulable workers, and of others with a hit."""
+    """Return how many of the prompt's blocks each rank of a schedulable worker has, by rank."""
     matches = match_by_rank(partition, local_hashes)
     ranks = {key for key in matches if key[0] in partition.workers} | set(partition.slots.ranks)
     rows = []

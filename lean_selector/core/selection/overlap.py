@@ -20,7 +20,7 @@ _LOOKS_PER_RANK = 8  # a table look-up of a rank costs as much as looking at thi
 
 
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
-    """Return how many blocks of a prompt the ranks hold, those with most device blocks first."""
+    """Group the ranks by how many blocks of the prompt they have per tier; most on device first."""
     sets, extended = partition.index.match_sets(local_hashes)
     found: MatchSets = []
     for blocks, ranks in reversed(sets):
@@ -33,7 +33,7 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
 
 
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
-    """Return the match of each rank with a hit, even of ranks without a worker."""
+    """Return how many of the prompt's blocks each rank has, even for ranks without a worker."""
     matches = partition.index.match(local_hashes)
     if partition.predicted is not None:
         for key, predicted in partition.predicted.match(local_hashes).items():
@@ -42,7 +42,7 @@ def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
 
 
 def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
-    """Add predicted device blocks to the matches that are known from events."""
+    """Add blocks predicted from routed prompts to the matches found from KV events."""
     if not predicted:
         return found
     raised: MatchSets = []
@@ -66,8 +66,8 @@ def _raised(found: MatchSets, predicted: RankSets) -> MatchSets:
 
 
 def _with_device(match: Matched, blocks: int) -> Matched:
-    """Return the match with at least this many device blocks. Lower-tier blocks among these do not
-    count again."""
+    """Return `match`, raised to at least `blocks` device blocks. Host and disk blocks at the
+    positions of added device blocks no longer count."""
     if blocks <= match.device:
         return match
     reach = match.device + match.host
@@ -76,8 +76,8 @@ def _with_device(match: Matched, blocks: int) -> Matched:
 
 
 def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -> MatchSets:
-    """Convert matches by rank to sets. Omits ranks that were removed, and ranks added after the
-    request with this serial was queued, because the key may now belong to a new rank."""
+    """Group the ranks by match (cached blocks per tier), without removed ranks. `serial` numbers a
+    queued request; if given, ranks that were added after this request are omitted too."""
     sets: dict[Matched, int] = {}
     ranks = partition.slots.ranks
     for key, match in matches.items():
@@ -88,7 +88,7 @@ def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -
 
 
 def match_of(matches: MatchSets, mask: int) -> Matched:
-    """Return the match of one rank, which is given as a set (`mask`)."""
+    """Return how many blocks one rank, given as a bit mask, has on each tier."""
     for match, ranks in matches:
         if ranks & mask:
             return match
@@ -96,21 +96,21 @@ def match_of(matches: MatchSets, mask: int) -> Matched:
 
 
 def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
-    """Return each rank's value (bit -> value), from the set that contains the rank."""
+    """Return, by bit number, each rank's value: the value of the set that contains the rank."""
     return {bit: value for value, alike in sets for bit in bits_of(alike & ranks)}
 
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
-    """Return, for each rank, the number of the set that contains it. Returns None if it is cheaper
-    to visit every set `times` times. The sets are disjoint."""
+    """Return a table: for each rank, the position of the set that contains the rank. Returns None
+    if walking over all sets `times` times is cheaper than the table. The sets are disjoint."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)
 
 
 def met(sets: list[tuple[Value, int]], numbers: Numbers, ranks: int) -> list[tuple[Value, int]]:
-    """Return the sets, in order, that may contain some of these ranks. Omits sets that are known to
-    contain none of the ranks."""
+    """Return those of `sets`, in order, that may contain some of these ranks. `numbers` is the
+    table that `set_numbers` returned."""
     if ranks.bit_count() >= len(sets):
         return sets
     found = {numbers[bit] for bit in bits_of(ranks) if bit in numbers}

@@ -1,8 +1,8 @@
 """One partition, a pair of model_name and tenant_id: index, slots, schedulable workers and queue.
 
-Partitions share nothing. The first complete worker fixes `block_size` and `is_eagle` (spec
-selection.md section 0). Before that, a partition may exist only because its index has recovered
-blocks; then `established` is False, and the partition schedules nothing."""
+Partitions share nothing. The first schedulable worker fixes `block_size` and `is_eagle` (spec
+selection.md section 0). Before that, a partition may exist only because its index has blocks that
+were copied from a peer; then `established` is False, and no rank can be chosen."""
 
 import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,7 +108,7 @@ _place = attrgetter("key")
 
 
 class Line:
-    """The queued requests with the same restrictions (`ties`). An empty line is removed."""
+    """Queued requests with the same pin, allowed workers and required taints (`ties`)."""
 
     __slots__ = ("items", "leads_to", "ranks", "ties")
 
@@ -141,8 +141,8 @@ class Line:
         self.leads_to &= ~worker.mask
 
     def is_open(self, room: Headroom) -> bool:
-        """Whether requests of this line can leave now, because `scheduler.not_busy` would return a
-        rank below the queue's threshold."""
+        """Whether a request of this line, which is a part of the queue, can be placed now on a rank
+        below the queue's threshold."""
         if self.ties[0] is None:
             return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
@@ -154,7 +154,7 @@ class ParkedQueue:
     def __init__(
         self, workers: Mapping[int, SchedulableWorker], policy: QueuePolicy = "fcfs"
     ) -> None:
-        """`workers` are the partition's workers; call `worker_changed` for each change."""
+        """`workers` are the partition's workers, by id. Call `worker_changed` for each change."""
         self._workers = workers
         self._policy = policy
         # Whether the policy needs `uncached_tokens` of each request.
@@ -176,7 +176,7 @@ class ParkedQueue:
         return self._lines.values()
 
     def in_order(self) -> list[Parked]:
-        """Return a list of the queued requests, in order. It stays valid if requests leave."""
+        """Return the queued requests in order, as a new list."""
         return sorted((item for line in self._lines.values() for item in line.items), key=_place)
 
     def park(
@@ -222,7 +222,7 @@ class ParkedQueue:
         return line
 
     def leave(self, parked: Parked) -> bool:
-        """Remove a request. Returns False if it has already left."""
+        """Remove a request from the queue. Returns False if the request is no longer queued."""
         line = parked.line
         if self._lines.get(line.ties) is not line:
             return False
@@ -238,8 +238,8 @@ class ParkedQueue:
         return True
 
     def worker_changed(self, old: SchedulableWorker | None, new: SchedulableWorker | None) -> None:
-        """Update for a worker that was added (`old` is None), removed (`new` is None) or
-        changed."""
+        """Update which ranks the queued requests may use, because a worker was added (`old` is
+        None), removed (`new` is None) or changed."""
         for line in self._lines.values():
             if old is not None:
                 line.close_worker(old)
@@ -260,10 +260,10 @@ _MAX_ALLOWED_SETS = 16
 class Partition:
     """State of one (model_name, tenant_id). Sets of ranks are ints (`RankBits`).
 
-    `everyone`: all ranks. `candidates`: the ranks that a request without restrictions may use, all
-    but `draining` and ejected ones (if all are ejected, they stay candidates). `busy`: ranks whose
-    load exceeds the busy threshold. `tainted`: by taint, the ranks of workers that have it. `room`
-    exists if requests may be queued."""
+    `everyone`: all ranks. `candidates`: the ranks that a request without restrictions may use.
+    Draining ranks are no candidates, and ejected ranks only if there are no others. `busy`: ranks
+    whose load exceeds the busy threshold. `tainted`: for each taint, the ranks of workers with this
+    taint. `room` is None if requests are not queued."""
 
     def __init__(
         self,
@@ -282,9 +282,9 @@ class Partition:
         routed: RoutedPrompts | None = None,
         sessions: SessionTable | None = None,
     ) -> None:
-        """`ledgers` belong to the process; None: bookings are not published. `routed` predicts that
-        booked prompts are cached. `routed.index` is `index` or separate. `sessions`: None if
-        sessions are off."""
+        """`ledgers`, shared by all partitions, publishes bookings to other replicas. If it is None,
+        bookings are not published. `routed` marks booked prompts as cached, in `index` or in a
+        separate index. `sessions` is None if sessions are off."""
         self.model_name = model_name
         self.tenant_id = tenant_id
         self.block_size = block_size
@@ -323,7 +323,7 @@ class Partition:
         self._listen()
 
     def _listen(self) -> None:
-        """Choose which parts are told of load changes: only those that are in use."""
+        """Choose the callback for changed loads, depending on the threshold and the queue."""
         told = self._judge if self.threshold.is_set else self.order.changed
         room, slots = self.room, self.slots
         if room is None:
@@ -338,8 +338,8 @@ class Partition:
         slots.on_load_change = tell_both
 
     def _release_session(self, reservation: Reservation) -> None:
-        """Release the session of a reservation that ended. If the rank was removed, publish
-        nothing, because peers learn of the removal and release the session themselves."""
+        """Tell the session table that a reservation has ended. If its rank was removed, other
+        replicas are not told, because they release the session when they remove the rank."""
         slots, sessions = self.slots, self.sessions
         assert sessions is not None, "there are sessions"
         is_rank_there = reservation.rank.key in slots.ranks
@@ -355,7 +355,7 @@ class Partition:
             self._limit(worker)
 
     def _limit(self, worker: SchedulableWorker) -> None:
-        """Set the busy limits of a worker's ranks."""
+        """Set the loads above which the ranks of a worker are busy, from the busy threshold."""
         limits = self.threshold.limits(worker.total_kv_blocks, worker.max_num_batched_tokens)
         for load in worker.loads:
             if self.threshold.is_set:
@@ -365,7 +365,7 @@ class Partition:
                 self.room.put(load, worker.max_num_batched_tokens, limits)
 
     def _judge(self, load: RankLoad) -> None:
-        """Check whether a rank is busy, and record the result."""
+        """Check whether a rank's load is above its busy threshold, and record the result."""
         self.order.changed(load)
         limits = self._limits[load.key]  # every rank here belongs to a worker
         if limits.exceeded_by(load.active_prefill_tokens, load.active_decode_blocks):
@@ -374,7 +374,7 @@ class Partition:
             self.busy ^= load.mask
 
     def counts(self) -> RankCounts:
-        """Totals over all ranks, including removed ones."""
+        """Return counts of requests, summed over all ranks, including removed ranks."""
         total = RankCounts()
         total.add(self._gone)
         for load in self.slots.ranks.values():
@@ -384,20 +384,20 @@ class Partition:
     # -- health --------------------------------------------------------------------------------
 
     def report(self, keys: Sequence[RankKey], outcome: str, now: float) -> bool:
-        """Record the outcome of a request to these ranks. True if the candidates changed."""
+        """Record a request's outcome for these ranks. True if the eligible ranks changed."""
         return self.health.report(keys, outcome, len(self.slots.ranks), now) and self._admit()
 
     def poll(self, keys: Sequence[RankKey], fault: str | None, now: float) -> bool:
-        """Record a health poll of the worker that has these ranks. Returns True if the candidates
-        changed."""
+        """Record a health poll of the worker that has these ranks. Returns True if the set of
+        eligible ranks changed."""
         return self.health.poll(keys, fault, len(self.slots.ranks), now) and self._admit()
 
     def settle_health(self, now: float) -> bool:
-        """End ejections whose time is over. Returns True if the candidates changed."""
+        """End ejections whose time is over. Returns True if the set of eligible ranks changed."""
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:
-        """Recompute the candidates when ranks or ejections changed. Returns True if they differ."""
+        """Recompute the eligible ranks: not draining, not ejected. True if they changed."""
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask
@@ -415,7 +415,7 @@ class Partition:
     # -- busy ----------------------------------------------------------------------------------
 
     def is_worker_busy(self, worker: SchedulableWorker) -> bool:
-        """Whether all ranks of the worker are busy ("Data-Parallel Rank Aggregation")."""
+        """Whether the load of every rank of the worker is above the busy threshold."""
         return not worker.mask & ~self.busy
 
     def ranks_of(self, worker_ids: frozenset[int]) -> int:
@@ -435,7 +435,7 @@ class Partition:
         return ranks
 
     def put_worker(self, spec: WorkerSpec, is_draining: bool = False) -> list[Reservation]:
-        """Add or replace a worker. Returns the reservations of ranks that it no longer has."""
+        """Add or replace a worker. Returns the reservations on ranks that the worker lost."""
         worker_id = spec.worker_id
         old = self.workers.get(worker_id)
         dropped: list[Reservation] = []
@@ -490,7 +490,7 @@ class Partition:
         return dropped
 
     def abandon(self) -> None:
-        """Free the memory of the indexes, in steps, after the last member has left."""
+        """Free the memory of the indexes, in steps, because the partition is removed."""
         if self.routed is not None:
             self.routed.abandon()
         self.index.abandon()
@@ -504,12 +504,12 @@ class Partition:
                 del self.tainted[taint]
 
     def unclaimed(self) -> list[int]:
-        """Return workers that have recovered blocks and are not registered here, sorted."""
+        """Return the workers with blocks copied from a peer that are not registered, sorted."""
         recovered = self.index.workers() | {worker_id for worker_id, _ in self.watermarks}
         return sorted(recovered - self.workers.keys())
 
     def forget_unclaimed(self, worker_id: int) -> int:
-        """Drop a worker's recovered blocks if it is not registered here. Returns their number."""
+        """Drop an unregistered worker's blocks, copied from a peer. Returns their number."""
         if worker_id in self.workers:
             return 0
         for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:
@@ -534,7 +534,7 @@ class Partition:
         return self.ledger.drop_rank(load.worker_id, load.dp_rank)
 
     def emptied(self, worker_id: int, dp_rank: int) -> None:
-        """Drop the predicted blocks of a rank as well, because its engine lost its whole cache."""
+        """Drop the blocks assumed cached on a rank, because the rank's engine lost its cache."""
         if (load := self.slots.ranks.get((worker_id, dp_rank))) is not None:
             self.order.moved |= load.mask
         if self.routed is not None and self.predicted is not None:

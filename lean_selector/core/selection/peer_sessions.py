@@ -1,6 +1,6 @@
-"""Exchanges the sessions of all partitions with peers: received bindings, lists for catch-up, and
-expiry. Spec selection_16.md 6.1. Independent of frames and sockets. Time is an argument, in
-monotonic seconds."""
+"""Exchanges session bindings (the rank of each session) with other replicas, for all partitions.
+Spec selection_16.md 6.1. This module opens no sockets and decodes no messages. Time is an argument,
+in monotonic seconds."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -16,10 +16,10 @@ _Waiting = list[tuple[float, LiveSession]]  # (time of receipt, binding)
 
 
 class PeerSessions:
-    """Applies peers' bindings. `counts[verdict]` is the number of bindings with this verdict."""
+    """Applies other replicas' bindings of sessions to ranks, and counts them by verdict."""
 
     def __init__(self, catalog: Catalog, writer_id: int) -> None:
-        """`writer_id` is the id under which we publish our bindings."""
+        """`writer_id` is this replica's id in the bindings that it publishes."""
         self.counts = [0] * len(SessionVerdict)
         self._catalog = catalog
         self._writer_id = writer_id
@@ -27,7 +27,7 @@ class PeerSessions:
         self._waiting_count = 0
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """Apply a binding from a peer's event or list; do not publish it again."""
+        """Apply another replica's session binding, last used `idle_s` seconds ago."""
         verdict = self._hear(event, now, idle_s)
         self.counts[verdict] += 1
         return verdict
@@ -47,7 +47,7 @@ class PeerSessions:
         return partition.sessions.hear(event, now, idle_s)
 
     def take(self, listed: LiveSession, now: float) -> SessionVerdict:
-        """Apply a binding of a peer's list. It waits if its worker is not registered here."""
+        """Apply a binding of a peer's snapshot, or keep it until its worker is registered."""
         verdict = self._hear(listed.event, now, listed.idle_s)
         if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
             self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))
@@ -57,8 +57,8 @@ class PeerSessions:
         return verdict
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
-        """Apply waiting bindings whose workers have registered, and drop those that waited too
-        long; in total at most `max_steps`. Returns True if there are more."""
+        """Apply bindings whose worker has registered by now, and drop bindings whose worker stayed
+        unknown too long. Handles at most `max_steps` bindings; returns True if more are due."""
         for worker_id, waiting in list(self._waiting.items()):
             is_known = worker_id in self._catalog.workers
             while waiting and (is_known or now - waiting[-1][0] >= HOLD_S):
@@ -73,20 +73,20 @@ class PeerSessions:
         return False
 
     def give_up_waiting(self) -> None:
-        """Drop the bindings that wait for a worker."""
+        """Drop all bindings whose worker is still unknown."""
         self.counts[SessionVerdict.UNKNOWN_WORKER] += self._waiting_count
         self._waiting.clear()
         self._waiting_count = 0
 
     def live(self, now: float) -> Iterator[LiveSession]:
-        """Yield all bindings, for a replica that catches up."""
+        """Yield the live bindings of all partitions, for a replica that requested a snapshot."""
         for partition in list(self._catalog.partitions.values()):
             if partition.sessions is not None:
                 yield from partition.sessions.live(now)
 
     def tend(self, now: float, max_steps: int) -> None:
-        """Expire bindings, and publish again bindings that would expire at peers; at most
-        `max_steps` of each kind per partition. Call it about every second."""
+        """In each partition, expire at most `max_steps` bindings, and publish again at most
+        `max_steps` bindings, before other replicas expire them. Call this about every second."""
         for partition in list(self._catalog.partitions.values()):
             if partition.sessions is not None:
                 partition.sessions.sweep(now, max_steps)

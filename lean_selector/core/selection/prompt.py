@@ -1,8 +1,8 @@
 """A prompt as the core sees it: block hashes, sequence hashes, and length in tokens.
 
 Hash lists are `bytes`, 8 per block, little-endian. `isl_tokens` need not match the number of hashes
-(spec selection.md 1.4). For a prompt of tokens, the sequence hashes are computed only when needed,
-because most selections need only the first one."""
+(spec selection.md 1.4). If a prompt was given as tokens, its sequence hashes are computed only when
+needed, because most selections need only the first one."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ class Prompt:
         self._sequence = sequence
 
     def to_book(self, keeps_blocks: bool) -> "Prompt":
-        """Return what a booking needs; local hashes are included only if `keeps_blocks`."""
+        """Return the prompt for a reservation: with the block hashes only if `keeps_blocks`."""
         return Prompt(
             self.isl_tokens,
             self.local_hashes if keeps_blocks else b"",
@@ -52,12 +52,11 @@ class Prompt:
             self.first_sequence_hash = self._sequence[:8]
 
     def blocks(self, block_size: int) -> int:
-        """Return the number of blocks for all tokens. Includes a partial last block, which costs
-        nothing."""
+        """Return the number of blocks for all tokens, including a partial last block."""
         return max(self.sequence_count, -(-self.isl_tokens // block_size))
 
     def sequence_hashes(self) -> bytes:
-        """Return the chained hashes, 8 bytes per block. Computed on first use."""
+        """Return the prompt's chained block hashes, 8 bytes per block. Computed on first use."""
         sequence = self._sequence
         if not isinstance(sequence, bytes):
             sequence = self._sequence = sequence()

@@ -1,7 +1,7 @@
-"""The router's settings: the terms of the cost, their ranges, and overrides by a request.
+"""The router's settings: weights of the cost formula, other settings, and overrides by a request.
 
 Names and defaults follow spec selection.md section 7. The command line and the request decoder
-check the ranges, and other code relies on that."""
+check the ranges of values, so other code does not check them."""
 
 import math
 from typing import Literal
@@ -25,7 +25,7 @@ Policy = Literal["dynamo", "latency"]
 
 
 class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the cache of selections by id. 0 entries or 0 bytes disable the cache."""
+    """Limits of the cache of `/select` results. With 0 entries or 0 bytes, the cache is off."""
 
     ttl_s: float = 120.0
     max_entries: int = 4096
@@ -72,21 +72,21 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.model_policies.get(model_name, self.policy)
 
     def queue_of(self, policy: Policy) -> QueuePolicy:
-        """Return the order of the queue under a policy."""
+        """Return the order of the queue: the configured order, or the default under `policy`."""
         return self.queue_policy or ("least-work" if policy == "latency" else "fcfs")
 
     @property
     def routed_ttl_s(self) -> float:
-        """Return how many seconds a booked prompt is assumed cached; 0: not at all."""
+        """Return for how many seconds a booked prompt is assumed to be cached; 0: not at all."""
         return self.predicted_ttl_s if self.use_kv_events else self.ttl_s
 
 
 class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
     """A request's `router_config_override`. null keeps the router's value.
 
-    `overlap_score_weight` is the old name of two terms, and overrides both. It sets
-    `prefill_load_scale`; if it is 0, it also sets `overlap_score_credit` to 0. `assume_kv_reuse`
-    and `shared_cache_multiplier` are accepted and have no effect, as in the reference."""
+    `overlap_score_weight` is an old name that stands for two terms. It sets `prefill_load_scale`;
+    if it is 0, it also sets `overlap_score_credit` to 0. `assume_kv_reuse` has an effect only with
+    `--api 1.6`. `shared_cache_multiplier` is accepted and has no effect, as in Dynamo."""
 
     overlap_score_credit: float | None = None
     prefill_load_scale: float | None = None
@@ -124,7 +124,7 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostTerms(msgspec.Struct, frozen=True, gc=False):
-    """The terms of the cost for one decision: the router's terms with the request's override."""
+    """The weights of the cost formula for one decision: the router's, changed by the request."""
 
     credit: float
     decay: float

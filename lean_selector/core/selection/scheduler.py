@@ -1,7 +1,7 @@
-"""Find the eligible ranks, steer by session or target, and make the answer for a chosen rank.
+"""Find the ranks that a request may use, prefer the rank of its session or target, and make the
+answer for a chosen rank. `choice.py` chooses among the ranks.
 
-The eligible ranks are the intersection of sets that the partition maintains; `choice` chooses one.
-The random source and the time are arguments. Spec selection.md 3.1, 3.3 and 4."""
+Spec selection.md 3.1, 3.3 and 4."""
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
 from lean_selector.core.index.shapes import Matched
@@ -20,15 +20,15 @@ from lean_selector.core.selection.shapes import (
 
 
 def check_pin(request: SelectionRequest) -> None:
-    """Raise BadRequest if the pinned worker is not among the allowed ones."""
+    """Raise BadRequest if the pinned worker is not among the request's allowed workers."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is not None and allowed is not None and pinned.worker_id not in allowed:
         raise BadRequest(f"pinned worker {pinned.worker_id} is not in allowed worker set")
 
 
 def eligible(partition: Partition, request: SelectionRequest) -> int:
-    """Return the ranks that the request may use, including busy ones. Draining ranks are never
-    used, and ejected ranks only if there are no others, for example if a pin names one."""
+    """Return the ranks that the request may use, including busy ranks but no draining ranks.
+    Ejected ranks are included only if there are no others, for example for a pinned request."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is None and allowed is None and not request.required_taints:
         return partition.candidates
@@ -44,8 +44,9 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
 
 
 def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int:
-    """Return those of `ranks` that may be chosen: the ranks that are not busy, or a busy pinned
-    rank if another rank of its worker is not busy. Raises AllWorkersBusy if there are none."""
+    """Return the ranks of `ranks` whose load is not above the busy threshold. If there are none,
+    return all `ranks` if the request is pinned to a worker that has another rank below the
+    threshold; otherwise raise AllWorkersBusy."""
     busy = partition.busy
     if not busy or not ranks:
         return ranks
@@ -61,8 +62,7 @@ def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int
 def effective_prefill_tokens(
     terms: CostTerms, isl_tokens: int, match: Matched, block_size: int
 ) -> int:
-    """Return the tokens that the rank still has to prefill. The overlap credit and its decay have
-    no effect here (section 4)."""
+    """Return how many tokens of the prompt a rank with these cached blocks has to prefill."""
     return max(0, isl_tokens - cached_tokens(terms, match, block_size))
 
 
@@ -127,8 +127,8 @@ def placed(
 
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """Return those of `ranks` that may be chosen after steering. For a soft session, set the
-    request's favoured ranks."""
+    """Return the usable ranks of the request's target or hard session; `ranks` if there are none.
+    For a soft session, return `ranks`, and store the session's ranks in `request.favoured`."""
     target, sessions = request.target, partition.sessions
     if target is not None:
         return (
@@ -150,7 +150,7 @@ def steered(partition: Partition, request: SelectionRequest, ranks: int, now: fl
 
 
 def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> int:
-    """Return the named rank (None: all ranks of the worker), as a set, if it is a candidate."""
+    """Return the set with this rank, or (`dp_rank` is None) with all ranks of the worker."""
     if dp_rank is not None:
         load = partition.slots.ranks.get((worker_id, dp_rank))
         return 0 if load is None else load.mask
@@ -159,8 +159,8 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Check a request with both a target and a pin. Raises BadRequest or Unavailable if the target
-    is eligible but the pin names another rank."""
+    """Raise BadRequest or Unavailable if the request is pinned to another rank than its target,
+    unless the target could not be used without the pin either."""
     target, pinned = request.target, request.pinned
     assert target is not None, "it has one"
     assert pinned is not None, "it has one"
@@ -179,8 +179,8 @@ def check_target(partition: Partition, request: SelectionRequest) -> None:
 def check_session(
     partition: Partition, session_id: str, worker_id: int, dp_rank: int, now: float
 ) -> None:
-    """Check a booking with a session. If the session is bound to another rank, which could be
-    chosen, unbind the session and raise BadRequest (D39)."""
+    """Check whether a request of a hard session may be booked on this rank. If the session is bound
+    to another rank that is still eligible, end the binding and raise BadRequest (D39)."""
     sessions = partition.sessions
     if sessions is None or sessions.is_soft:
         return
@@ -201,7 +201,7 @@ def check_session(
 def explained_session(
     partition: Partition, request: SelectionRequest, now: float
 ) -> SessionExplanation | None:
-    """Return the session's part in the choice; None without a session."""
+    """Return to which rank the request's session is bound; None if the request has no session."""
     sessions, session_id = partition.sessions, request.session_id
     if sessions is None or session_id is None:
         return None

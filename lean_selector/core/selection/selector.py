@@ -1,9 +1,8 @@
 """The selector: catalog, partitions, reservations and queues of one process.
 
-Every call completes before it returns, so choosing a rank and booking it is one atomic step. A
-request that must wait is queued. A later call that frees capacity answers the request through its
-callback (D11). Lifecycle events for replicas are passed to `events`. Time is an argument: monotonic
-seconds."""
+No call awaits anything, so choosing a rank and booking it is one atomic step. A request that must
+wait is queued. A later call that frees capacity answers the request through its callback (D11).
+`events` gets the events for other replicas. Time is an argument, in monotonic seconds."""
 
 import heapq
 import random
@@ -69,22 +68,22 @@ MOST_AT_ONCE = 32
 
 
 class Admission:
-    """Admits queued requests, a limited number in each turn of the loop."""
+    """Admits queued requests, a limited number in each iteration of the event loop."""
 
     def __init__(
         self, place: PlaceNow, refresh_after_s: float | None, call_soon: CallSoon | None
     ) -> None:
-        """`place` chooses among ranks and books, or raises. For requests that were queued for
-        `refresh_after_s`, the overlap is looked up again. `call_soon` is the loop's method; without
-        it, all requests are admitted at once."""
+        """`place` chooses a rank and books it, or raises. If a request was queued for
+        `refresh_after_s` seconds, its cached blocks are looked up again. `call_soon` is the event
+        loop's method; without it, all requests are admitted at once."""
         self._place = place
         self._refresh_after_s = refresh_after_s
         self._call_soon = call_soon
         self._most = 1 << 60 if call_soon is None else MOST_AT_ONCE
 
     def admit(self, partition: Partition, now: float, hopeless_after_s: float = 0.0) -> None:
-        """Admit requests that can be placed now, in order. Fail those that no worker can serve,
-        unless they arrived less than `hopeless_after_s` seconds ago."""
+        """Fail queued requests that no worker can serve and that have waited for `hopeless_after_s`
+        seconds. Then admit queued requests that can be placed now, in order."""
         parked = partition.parked
         if parked.hopeless and not parked.is_due:
             told = [
@@ -101,7 +100,7 @@ class Admission:
         self.admit_next(partition, now)
 
     def admit_next(self, partition: Partition, now: float) -> None:
-        """Admit requests that can be placed now, in order. Do not fail any."""
+        """Admit queued requests that can be placed now, in the order of the queue."""
         room, parked = partition.room, partition.parked
         if room is None or not len(parked):
             return
@@ -129,8 +128,8 @@ class Admission:
         self._call_soon(go_on)
 
     def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
-        """Admit at most `most` requests that can use the ranks that came free. Stops early if no
-        request can, or if more ranks come free. Returns how many more requests may be admitted."""
+        """Admit at most `most` queued requests that can use ranks that came free. Stops early if no
+        request can be placed or more ranks come free. Returns how many of `most` are left."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
         blocked: Place | None = None  # the first request that cannot leave
@@ -162,7 +161,7 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place one request; only on ranks below the threshold if it overtakes others."""
+        """Place a queued request. If it `passes` others, use only ranks below the threshold."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -191,10 +190,10 @@ class Admission:
 
 
 class WorkerHealth:
-    """Applies reports and health polls to the workers of a catalog."""
+    """Applies reported outcomes of requests, and health polls, to the workers of a catalog."""
 
     def __init__(self, catalog: Catalog, admit: Callable[[Partition, float], None]) -> None:
-        """`admit` admits queued requests. It is called when more ranks have become eligible."""
+        """`admit`, called when more ranks have become eligible, admits queued requests."""
         self._catalog = catalog
         self._admit = admit
 
@@ -210,8 +209,8 @@ class WorkerHealth:
         """Report that a request to this rank, or to the whole worker, was `refused`, `failed` or
         `ok`.
 
-        `ttft_s` and `cached_tokens` (as counted by the engine) are only added to totals. If a
-        worker is not schedulable, it has no ranks to eject. Raises NotFound."""
+        `ttft_s` and `cached_tokens` (as counted by the engine) are added to totals, and have no
+        other effect. Does nothing if the worker is `incomplete`. Raises NotFound."""
         found = self.ranks_of(worker_id, dp_rank)
         if found is None:
             return
@@ -232,22 +231,22 @@ class WorkerHealth:
             self._admit(partition, now)
 
     def polled(self, worker_id: int, fault: str | None, now: float) -> None:
-        """Record a health poll; `fault` is None if it succeeded. Ignores unknown workers."""
+        """Record a worker's health poll; `fault`: None if it succeeded. Ignores unknown workers."""
         if worker_id in self._catalog.workers:
             found = self.ranks_of(worker_id, None)
             if found is not None and found[0].poll(found[1], fault, now):
                 self._admit(found[0], now)
 
     def settle(self, now: float) -> None:
-        """End ejections whose time is over. The caller then admits queued requests."""
+        """End the ejections of ranks whose ejection time is over."""
         for partition in self._catalog.partitions.values():
             partition.settle_health(now)
 
     def ranks_of(
         self, worker_id: int, dp_rank: int | None
     ) -> tuple[Partition, list[RankKey]] | None:
-        """Return the partition, and the named rank or (for None) all ranks of the worker. None if
-        the worker has no ranks. Raises NotFound."""
+        """Return the worker's partition and the key of this rank, or of all the worker's ranks if
+        `dp_rank` is None. Returns None if the worker is `incomplete`. Raises NotFound."""
         worker = self._catalog.workers.get(worker_id)
         if worker is None:
             raise NotFound(f"worker {worker_id} not found")
@@ -287,9 +286,9 @@ class Selector:
         call_soon: CallSoon | None = None,
         decisions: Decisions | None = None,
     ) -> None:
-        """`thresholds` are the defaults for every model. `on_discarded` and `check_worker` are
-        passed to the catalog. `sessions` are created from the settings if not given. `call_soon` is
-        the loop's method, to admit queued requests in a later turn of the loop."""
+        """`thresholds` are the default busy thresholds. `on_discarded` and `check_worker` are
+        passed to the catalog. If `sessions` are not given, the settings define them. `call_soon` is
+        the event loop's method, to admit queued requests in a later iteration of the loop."""
         self.settings = settings
         self.terms: CostTerms = terms(settings)  # for all models except the following
         self.model_terms = {
@@ -322,7 +321,7 @@ class Selector:
         self.watch: Watch | None = None  # set while a page is open
 
     def terms_of(self, model_name: str) -> CostTerms:
-        """Return the cost terms for a request without an override."""
+        """Return the weights of the cost formula for requests to this model without overrides."""
         return self.model_terms.get(model_name, self.terms)
 
     def _new_partition(self, key: PartitionKey, block_size: int, is_eagle: bool) -> Partition:
@@ -375,18 +374,18 @@ class Selector:
     # -- busy thresholds -----------------------------------------------------------------------
 
     def thresholds(self) -> list[tuple[PartitionKey, BusyThreshold]]:
-        """Return the thresholds in force, sorted, for each model and tenant with a worker."""
+        """Return the busy thresholds in force, sorted, for each model and tenant with a worker."""
         return [(key, self.limits.of(key)) for key in sorted(self.catalog.scopes())]
 
     def change_threshold(
         self, key: PartitionKey, given: BusyThreshold, now: float
     ) -> BusyThreshold:
-        """Set the given limits, which apply from the next selection on. Raises BadRequest or
-        NotFound."""
+        """Change the given busy thresholds of a model and tenant, and return the thresholds in
+        force. Raises BadRequest or NotFound."""
         return self._enforce(key, self.limits.change(key, given, self.catalog.scopes()), now)
 
     def switch_threshold_off(self, key: PartitionKey, now: float) -> BusyThreshold:
-        """Disable shedding for the model, including the defaults. Raises NotFound."""
+        """Switch the busy threshold of this model and tenant off. Raises NotFound."""
         return self._enforce(key, self.limits.switch_off(key, self.catalog.scopes()), now)
 
     def _enforce(self, key: PartitionKey, threshold: BusyThreshold, now: float) -> BusyThreshold:
@@ -399,14 +398,14 @@ class Selector:
     # -- selection -----------------------------------------------------------------------------
 
     def scheduling_partition(self, model_name: str, tenant_id: str) -> Partition | None:
-        """Return the partition if it is established, so that load can be booked there, or None."""
+        """Return the partition; None if it never had a schedulable worker to book a request on."""
         partition = self.catalog.partitions.get((model_name, tenant_id))
         return partition if partition is not None and partition.established else None
 
     def load_changed(
         self, model_name: str, tenant_id: str, reservation_id: str, now: float
     ) -> None:
-        """Admit queued requests, because a peer's event that was applied may have made room."""
+        """Admit queued requests, because an event from another replica may have freed capacity."""
         self.bookings.local_holder(reservation_id)  # forgets the id if the peer freed it
         partition = self.catalog.partitions.get((model_name, tenant_id))
         if partition is not None:
@@ -460,7 +459,7 @@ class Selector:
         return parked
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
-        """Choose a rank whatever is queued, and book it if the request `books`."""
+        """Choose a rank even if requests are queued, and book it if the request `books`."""
         ranks = self._free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
@@ -530,8 +529,8 @@ class Selector:
         return placement
 
     def admit_waiting(self, now: float) -> None:
-        """End ejections, admit requests that no event would admit, and fail those older than
-        RECHECK_AFTER_S that no worker can serve. Call it about every second."""
+        """End ejections, admit queued requests, and fail requests that no worker can serve and that
+        are older than RECHECK_AFTER_S. Call this about every second."""
         self.health.settle(now)
         self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):
@@ -544,12 +543,12 @@ class Selector:
             self._admission.admit(partition, now)
 
     def hung_up(self, partition: Partition, parked: Parked, now: float) -> None:
-        """Remove a queued request whose client disconnected, and do not count the request (D11)."""
+        """Remove a queued request whose client has disconnected."""
         if partition.parked.leave(parked):
             self.admit_parked(partition, now)
 
     def refuse_parked(self, error: SelectorError) -> None:
-        """Answer all queued requests with `error`, and later ones instead of queueing them."""
+        """Answer all queued requests, and all that would be queued from now on, with `error`."""
         self._refuses_to_park = error
         for partition in self.catalog.partitions.values():
             for parked in partition.parked.in_order():
@@ -561,7 +560,7 @@ class Selector:
     def prefill_complete(
         self, reservation_id: str, now: float, ttft_s: float | None = None
     ) -> None:
-        """Release a reservation's prefill tokens. `ttft_s`: the measured time to first token."""
+        """Record that a request's prefill is complete. `ttft_s`: its time to first token."""
         holders = self.bookings.holders(reservation_id)
         if ttft_s is not None:
             counts = holders[0].slots.reservations[reservation_id].rank.counts
@@ -585,7 +584,7 @@ class Selector:
                 self.admit_parked(partition, now)
 
     def expect_output(self, reservation_id: str, tokens: int, now: float) -> None:
-        """To a new reservation, add the blocks that an answer of this many tokens will need."""
+        """Add to a new reservation the blocks that an answer of this many tokens will need."""
         for partition in self.bookings.holders(reservation_id):
             if blocks := tokens // partition.block_size:
                 partition.ledger.output_block(reservation_id, now, blocks=blocks)
@@ -598,11 +597,11 @@ class Selector:
         now: float,
         known_tokens: int | None = None,
     ) -> None:
-        """Free a reservation and record the outcome. A refused connection counts against the whole
-        worker, other outcomes count only for the rank.
+        """Free a reservation and record the outcome for its rank. A refused connection counts for
+        the whole worker.
 
         `cached_tokens` is the engine's count of cached tokens. `known_tokens`: how many tokens of
-        the prompt had known blocks at routing; None: all of them."""
+        the prompt were in blocks whose hashes were available for the choice; None: all of them."""
         partition = self.bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking
@@ -636,8 +635,8 @@ class Selector:
             self.admit_parked(partition, now)
 
     def expire(self, now: float, max_steps: int) -> list[tuple[Partition, Reservation]]:
-        """Expire idle reservations, at most `max_steps` in total. If it returns `max_steps`
-        reservations, call again: there may be more."""
+        """Expire idle reservations, at most `max_steps` in total. If `max_steps` reservations are
+        returned, call again: there may be more."""
         gone = []
         partitions = self.catalog.partitions
         ledgers = [partition.ledger for partition in partitions.values()]
@@ -652,7 +651,7 @@ class Selector:
         return gone
 
     def arrived(self) -> int:
-        """How many requests were booked, here and by peers, in all current partitions."""
+        """Return how many requests this replica and its peers booked in the current partitions."""
         return sum(partition.slots.arrived for partition in self.catalog.partitions.values())
 
 
@@ -665,16 +664,16 @@ class Selector:
 def restore_partition(
     catalog: Catalog, key: PartitionKey, block_size: int, is_eagle: bool, members: Iterable[int]
 ) -> None:
-    """Restore an established partition, so that workers that were refused because of its block size
-    are refused again. `members` are the workers that were once schedulable in the partition, so
-    that its block size stays fixed (D3)."""
+    """Restore a partition of an earlier process. Workers with another block size are refused while
+    one of `members`, the workers that were once schedulable in the partition, is left (D3)."""
     partition = catalog.partitions[key] = catalog.new_partition(key, block_size, is_eagle)
     partition.established = True
     partition.members.update(members)
 
 
 def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None) -> bool:
-    """Like `core.replication.events.restore`, but keeps our own ids unique in the process (D4)."""
+    """Restore a reservation of an earlier process. `router_id`: the replica that admitted the
+    request; None: this replica."""
     partition = selector.scheduling_partition(live.model_name, live.tenant_id)
     if partition is None:
         return False

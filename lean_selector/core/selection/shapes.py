@@ -60,7 +60,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return range(start, start + size)
 
     def kv_events_endpoint_of(self, dp_rank: int) -> str | None:
-        """Return where this rank publishes. `kv_events_endpoint` applies only to a lone rank."""
+        """Return the endpoint at which this rank publishes its KV events, or None."""
         if self.kv_events_endpoints:
             return self.kv_events_endpoints.get(dp_rank)
         return self.kv_events_endpoint if self.ranks == range(dp_rank, dp_rank + 1) else None
@@ -109,7 +109,7 @@ class PinnedWorker(msgspec.Struct, frozen=True):
 
 
 class AffinityTarget(msgspec.Struct, frozen=True):
-    """The rank that a request prefers. Without `dp_rank`: any rank of the worker."""
+    """A preferred rank. If `dp_rank` is None, the request prefers any rank of the worker."""
 
     worker_id: int
     dp_rank: int | None
@@ -119,7 +119,7 @@ EXPLANATION, OUTLOOK, HINT = 1, 2, 4
 
 
 class SelectionRequest(msgspec.Struct, gc=False):
-    """One selection request, normalised. A rank is reserved only if the request `books`."""
+    """A request to choose a rank, from any route. A rank is reserved only if `books` is true."""
 
     prompt: Prompt
     terms: CostTerms
@@ -143,7 +143,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """Cached tokens of the chosen worker: gpu <= cpu <= disk, each the maximum over the ranks."""
+    """Cached prompt tokens per tier, on the worker's best rank. cpu includes gpu; disk, both."""
 
     longest_matched: int
     gpu: int
@@ -153,7 +153,7 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankExplanation(msgspec.Struct, frozen=True, gc=False):
-    """The figures of one rank. A block counts only on its fastest tier. Credits are in blocks."""
+    """The figures behind one rank's cost. A block counts on the fastest tier that has it."""
 
     worker_id: int
     dp_rank: int
@@ -204,14 +204,14 @@ class Explanation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """A candidate for a request. The sum of `terms` is its cost."""
+    """A rank that could have been chosen. The values of `terms` add up to the rank's cost."""
 
     terms: dict[str, float]
     rank: RankExplanation
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """A choice as the page shows it: the chosen rank, and the cheapest candidates."""
+    """A choice as the web page shows it, with the chosen rank and the cheapest candidates."""
 
     at: float  # monotonic seconds
     number: int  # counts all choices since a page was opened; only a sample of them is sent
@@ -229,14 +229,14 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class FetchHint(msgspec.Struct, frozen=True, gc=False):
-    """Another rank, which holds more of the prompt. Blocks can be fetched from this rank."""
+    """Another rank, from which the chosen rank can fetch blocks of the prompt."""
 
     block_hashes: tuple[int, ...]  # hashes of that rank's engine, from the prompt's first block on
     source_control_endpoint: str
 
 
 class RankOutlook(msgspec.Struct, frozen=True, gc=False):
-    """The load of the chosen rank, before the prompt is booked."""
+    """The load and the limits of the chosen rank, before the prompt is booked."""
 
     potential_decode_blocks: int  # including the prompt
     active_prefill_tokens: int
@@ -286,7 +286,7 @@ class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class PartitionLoads(msgspec.Struct, frozen=True, gc=False):
-    """One entry of /loads."""
+    """The loads of one partition, in the answer of /loads."""
 
     model_name: str
     tenant_id: str
@@ -296,7 +296,7 @@ class PartitionLoads(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapRow(msgspec.Struct, frozen=True, gc=False):
-    """A row of /overlap_scores, in blocks; host_pinned_blocks and disk_blocks are cumulative."""
+    """A row of /overlap_scores. host_pinned_blocks and disk_blocks include the faster tiers."""
 
     worker_id: int
     dp_rank: int
@@ -310,7 +310,7 @@ class OverlapRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class SharedCache(msgspec.Struct, frozen=True):
-    """Always the same value: there is no shared cache."""
+    """The `shared_cache` of /overlap_scores. The values never change: there is no shared cache."""
 
     enabled: bool = False
     total_hit_blocks: int = 0
@@ -339,7 +339,7 @@ class Booked(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
-    """The load of the chosen rank, without the prompt, for an advisory select."""
+    """The `worker_load` of an answer: the load of the chosen rank, without the prompt."""
 
     active_prefill_tokens: int
     prefill_token_capacity: int

@@ -1,8 +1,8 @@
-"""Recent choices and their reasons, collected while a page is open. If no page is open,
-`Selector.watch` is None, and a choice costs only that test.
+"""Recent choices and their reasons, collected only while the web page (`service/ui.py`) is open.
 
 To explain a choice, the cost of every candidate is computed, so only a sample of the choices is
-explained. Every prompt counts as a hit at each run that it matches."""
+explained. `hits` counts, for each `Run` (consecutive blocks) of the index, the prompts that
+matched its blocks."""
 
 from collections import deque
 from typing import Final
@@ -28,7 +28,7 @@ _MOST_RUNS: Final = 4096  # how many runs have their hits counted
 
 
 class ChoiceWatch:
-    """The most recent choices. Times are on the selector's clock."""
+    """Keeps the most recent explained choices. Times are on the selector's clock."""
 
     def __init__(self) -> None:
         self.kept: deque[Decision] = deque(maxlen=MOST_KEPT)
@@ -46,7 +46,7 @@ class ChoiceWatch:
         placement: Placement,
         now: float,
     ) -> Decision | None:
-        """Explain a choice before it is booked. Pass the result to `add` after the booking."""
+        """Return the explanation of a choice that is not booked yet; None if it is not sampled."""
         self.seen += 1
         self._count(partition, request.prompt.local_hashes)
         if now < self._next_at:
@@ -87,9 +87,9 @@ def _cost(row: RankExplanation) -> tuple[float, int, int]:
 
 
 def cost_shares(terms: CostTerms, row: RankExplanation, block_size: int) -> dict[str, float]:
-    """Return the parts of a candidate's cost, in blocks, without those that are 0.
+    """Return the parts of a candidate's cost, in blocks. Parts that are 0 are left out.
 
-    `rest` is what remains: credit that is not due to cached blocks, and rounding."""
+    `rest` is the difference between the cost and the sum of the other parts."""
     cost = row.cost or 0.0
     scale = terms.scale / block_size if terms.track_prefill else 0.0
     slowness = row.slowness

@@ -1,4 +1,4 @@
-"""Structs for sessions: bindings, leases, and events between replicas."""
+"""Structs for sessions: their bindings to ranks, their reservations, and replicas' events."""
 
 from enum import IntEnum
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class Binding(msgspec.Struct, eq=False, gc=False):
-    """The rank to which a session is bound. Read only: SessionTable changes it.
+    """The rank to which a session is bound. Only SessionTable may change a binding.
 
-    If a session has two bindings, the one with the higher (sequence, writer_id) wins at every
-    replica. Times are monotonic seconds."""
+    If replicas bind a session to different ranks, the binding with the higher (sequence, writer_id)
+    wins at every replica. Times are monotonic seconds."""
 
     worker_id: int
     dp_rank: int | None  # None: any rank of the worker; only peers send None
@@ -20,12 +20,12 @@ class Binding(msgspec.Struct, eq=False, gc=False):
     leases: int = 0  # live reservations of the session, booked here
 
     def is_at(self, worker_id: int, dp_rank: int) -> bool:
-        """Whether the binding names this rank, or any rank of its worker."""
+        """Whether the session is bound to this rank, or to the worker as a whole."""
         return self.worker_id == worker_id and self.dp_rank in (None, dp_rank)
 
 
 class Lease(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A reservation's hold on its session's binding: the binding outlasts the reservation."""
+    """A session's live reservation, which keeps the session's binding from expiring."""
 
     session_id: str
     binding: Binding
@@ -46,14 +46,14 @@ class SessionEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class LiveSession(msgspec.Struct, frozen=True, gc=False):
-    """A binding in the form that is sent to a replica that catches up."""
+    """A binding in a snapshot, which a replica requests to learn the live sessions."""
 
     event: SessionEvent
     idle_s: float  # seconds since the session's last reservation ended; 0 while it has one
 
 
 class SessionVerdict(IntEnum):
-    """What became of a peer's binding."""
+    """The result of applying a binding that a peer has published."""
 
     BOUND = 0  # the session had no binding here
     RENEWED = 1  # the known binding, or a newer one with the same rank

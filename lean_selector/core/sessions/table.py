@@ -1,10 +1,9 @@
-"""The sessions of one partition: their ranks, expiry, and publication.
+"""The sessions of one partition: to which rank each is bound, and until when.
 
-A booking binds its session to the rank. As long as a reservation of the session that was booked
-here is live, the binding stays. After the last one has ended, the binding lasts for the configured
-time to live. A peer's binding replaces an older one, and lasts for the time to live from its
-arrival on. Follows selection_16.md section 6. Independent of ranks and sockets. Time is an
-argument, in monotonic seconds."""
+When a request is booked, its session is bound to the request's rank. The binding does not expire
+while this replica has a live reservation of the session. After the last reservation has ended, the
+binding lasts for the configured time to live. A newer binding from a peer replaces the known one.
+Follows selection_16.md section 6. Time is an argument, in monotonic seconds."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ def check_session_id(session_id: str) -> None:
 
 
 class SessionCounts:
-    """The number of session bookings by result, and of expired bindings."""
+    """The number of session bookings by result, and the number of expired bindings."""
 
     def __init__(self) -> None:
         self.followed = 0  # bookings on the rank to which the session was bound
@@ -53,7 +52,7 @@ class SessionCounts:
 
 
 class SessionTables:
-    """State that the tables of one process share: settings, and where bindings are published."""
+    """What the session tables of all partitions share: settings, and how to publish bindings."""
 
     def __init__(
         self,
@@ -62,8 +61,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """`first_sequence` is called for each table. It returns nanoseconds since 1970, so that a
-        new table continues above the sequence of an old one. `tell`: None without peers."""
+        """Bindings get rising numbers from `first_sequence()` on: with peers, the Unix time in
+        nanoseconds, to rise across restarts too. `tell` publishes a binding (None: no peers)."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
@@ -74,7 +73,7 @@ class SessionTables:
 
 
 class SessionTable:
-    """Sessions of one partition. A method that raises has changed nothing, unless documented."""
+    """The sessions of one partition, and the ranks to which the sessions are bound."""
 
     def __init__(self, model_name: str, tenant_id: str, shared: SessionTables) -> None:
         self._model_name = model_name
@@ -100,11 +99,11 @@ class SessionTable:
 
     @property
     def held(self) -> int:
-        """Number of sessions with a live reservation here."""
+        """Number of sessions that have a live reservation on this replica."""
         return len(self._held)
 
     def bound(self, session_id: str, now: float) -> Binding | None:
-        """Return the binding of a session; None if there is none, or it has expired."""
+        """Return a session's binding; None if the session is unbound or the binding has expired."""
         binding = self._bindings.get(session_id)
         if binding is None or (not binding.leases and binding.expires_at <= now):
             return None
@@ -113,8 +112,8 @@ class SessionTable:
     def book(
         self, session_id: str, reservation_id: str, worker_id: int, dp_rank: int, now: float
     ) -> None:
-        """Bind a session to the rank on which a request of the session was booked. The reservation
-        holds the binding until `release`. If the table is full, a new session stays unbound."""
+        """Bind a session to the rank on which a request of the session was booked. The binding does
+        not expire before `release`. If the table is full, a new session stays unbound."""
         self.release(reservation_id, now, tells=False)  # an earlier use of the id, if any
         counts = self.counts
         binding = self.bound(session_id, now)
@@ -141,8 +140,8 @@ class SessionTable:
         self._tell(session_id, binding, now)
 
     def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
-        """End a reservation's hold on a binding, if it has one. Renews and publishes the binding
-        only if the reservation was booked under this binding."""
+        """Record the end of a reservation. If the session's binding has not changed since the
+        booking, renew the binding and publish it."""
         lease = self._leases.pop(reservation_id, None)
         if lease is None:
             return
@@ -160,12 +159,13 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def refuse(self, session_id: str) -> None:
-        """Drop a session's binding, because a booking could not use the session's rank."""
+        """Drop a session's binding, and count a refused booking."""
         self.counts.refused += 1
         self._drop(session_id)
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """Apply a peer's binding, last used there `idle_s` seconds ago; do not publish it again."""
+        """Apply a binding that another replica published, and last used `idle_s` seconds ago. Do
+        not publish the binding again."""
         sequence = event.sequence
         if sequence >= MAX_SEQUENCE or self._is_far_ahead(sequence):
             return SessionVerdict.SEQUENCE
@@ -219,8 +219,8 @@ class SessionTable:
             self.counts.expired += 1
 
     def keep_alive(self, now: float, max_steps: int) -> None:
-        """Publish again at most `max_steps` bindings that live reservations hold here. Peers do not
-        see these reservations, and would let the bindings expire."""
+        """Publish again at most `max_steps` bindings of sessions with live reservations. Other
+        replicas do not know these reservations, and would let the bindings expire."""
         if self._shared.tell is None:
             return
         for _ in range(max_steps):
@@ -233,7 +233,7 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def live(self, now: float) -> Iterator[LiveSession]:
-        """Yield all bindings for a replica that catches up, the next to expire first."""
+        """Yield the live bindings for a snapshot. Bindings with reservations come last."""
         for session_id, binding in [*self._idle.items(), *self._held.items()]:
             if self._bindings.get(session_id) is not binding:
                 continue  # the binding was dropped meanwhile
@@ -256,8 +256,8 @@ class SessionTable:
         return sequence
 
     def _rest(self, session_id: str, binding: Binding) -> None:
-        """Move a binding without a lease to the end of `_idle`. Every renewal does so, so the next
-        binding to expire is always first."""
+        """Move a binding without live reservations to the end of `_idle`, which is sorted by time
+        of expiry."""
         self._idle[session_id] = binding
         self._idle.move_to_end(session_id)
 
