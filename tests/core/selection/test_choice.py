@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 
 import pytest
 
@@ -9,16 +10,18 @@ from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched, Tier
 from lean_selector.core.selection import choice
 from lean_selector.core.selection.choice import (
+    FEW_LOADS,
     Cell,
     DrawBounds,
     Pricing,
+    all_costs,
     cells,
     cheapest,
     choose,
     dearest,
     drawn,
 )
-from lean_selector.core.selection.cost import overridden
+from lean_selector.core.selection.cost import overridden, softmax
 from lean_selector.core.selection.overlap import match_sets
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
@@ -109,6 +112,19 @@ class Last(random.Random):
         return 1.0
 
 
+def test_the_ranks_of_a_fleet_are_drawn_by_their_weights() -> None:
+    fleet, rng, draws = Fleet(40, held=2), random.Random(7), 4_000
+    pricing, found = fleet.cells_of(fleet.request(0.3))
+    costed = all_costs(fleet.partition.order, pricing, found)
+    assert len(costed) == 40 > FEW_LOADS
+    weights = softmax([cost for cost, _ in costed], 0.3)
+    assert weights is not None
+    drawn_bits = Counter(fleet.place(0.3, rng) for _ in range(draws))
+    for (_, mask), weight in zip(costed, weights, strict=True):
+        expected = draws * weight / sum(weights)
+        assert abs(drawn_bits[mask.bit_length() - 1] - expected) < 5 * expected**0.5 + 1
+
+
 def test_a_draw_that_rounding_leads_beyond_the_last_is_none() -> None:
     assert Fleet(20).envelope(0.5).draw(Last(), 1) == -1
 
@@ -145,6 +161,17 @@ class Loaded:
         """The bits that are drawn, of 50 draws."""
         order, terms = self.partition.order, (cells, self.temperature, self.rng)
         return {drawn(order, self.pricing, *terms) for _ in range(50)}
+
+
+def test_the_dearest_of_ranks_whose_credit_exceeds_their_load_has_the_cost_of_its_requests() -> (
+    None
+):
+    partition = Loaded([0] * 20, 1.0, 0.0).partition
+    terms = CostTerms(1.0, 0.0, 1.0, 0.0, track_prefill=False, credits_untracked=True)
+    request = SelectionRequest(Prompt(0, b"", 0, b"", b""), terms)
+    pricing = Pricing(partition, request, partition.candidates)
+    cell = Cell(pricing, partition.candidates, Matched(9), 0, 9.0, 0, 1.0, 5.0)
+    assert dearest(partition.order, pricing, [cell]) == 5.0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 1.7e308])
