@@ -31,7 +31,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     """One request to the service. `waits`: the response may be delayed until a worker is free.
 
     `fields`: the body as a dict, in which lists of hashes are packed bytes. `has_prompt`: the body
-    may also be sent as MessagePack. `content`: an encoded body, given instead of `fields`."""
+    has a prompt, and may be MessagePack. `content`: an encoded body, given instead of `fields`."""
 
     method: str
     path: str

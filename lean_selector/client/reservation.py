@@ -72,7 +72,7 @@ class Reservation:
         return calls.output_block(self.id, self._decay_fraction(size))
 
     def _decay_fraction(self, size: int) -> float | None:
-        """Returns what fraction of the expected output is left after the next reported block."""
+        """Returns the fraction of the expected output (None: unknown) left after the next block."""
         if self._expected_output_tokens is None:
             return None
         done = (self._told_blocks + 1) * size

@@ -331,8 +331,8 @@ class KvRouter(AsyncClosing):
     async def route(
         self, body: bytes | Mapping[str, object], path: str = "/v1/chat/completions"
     ) -> AsyncIterator[Placement]:
-        """`async with router.route(body) as placement:` does what reserve() does, for the body of
-        an OpenAI request, from which the service reads the prompt. The service needs --prompts.
+        """`async with router.route(body) as placement:` reserves a rank until the end of the block,
+        for an OpenAI request with this body. The service reads the prompt; it needs --prompts.
 
         Retries with the router's `backoff` while workers are busy or the service is unreachable."""
         async with self._freed(*await self._routing.route(path, body)) as placement:
@@ -348,8 +348,8 @@ class KvRouter(AsyncClosing):
             await self._driver.release_now(reservation)
 
     async def aclose(self) -> None:
-        """Frees the reservations of streams and placements, also those that are being made, then
-        closes all connections.
+        """Frees the reservations that generate(), reserve() and route() have made or are making,
+        then closes all connections.
 
         A call that is still waiting for a worker raises ClientClosed."""
         await self._driver.close()
@@ -489,5 +489,5 @@ class SyncKvRouter(Closing):
     route = _reserved(KvRouter.route)
 
     def close(self) -> None:
-        """Frees the reservations of streams and placements, then closes all connections."""
+        """Frees what generate(), reserve() and route() reserved, then closes all connections."""
         self._thread.close()

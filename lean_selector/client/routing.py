@@ -102,8 +102,8 @@ class Routing:
         """Returns model, tenant and block size for requests. What the router's settings leave open
         is looked up at the service.
 
-        The model is the router's model_name or, if that is not set, the only served model, or else
-        `model`. Raises ModelNotNamed if several models are served, but not `model`."""
+        If the router has no model_name, the only served model is taken, or `model` if none or
+        several are served. Raises ModelNotNamed if several are served, and `model` is not."""
         name = self._model_name
         if name is None or self._block_size is None:
             served = await self._look(name or model)
@@ -125,7 +125,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """Returns a Scope for each model in the service's list of workers, up to FRESH_S old."""
+        """Returns the served models' Scopes, from a list of workers fetched at most FRESH_S ago."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -225,7 +225,7 @@ class Routing:
             raise
 
     async def _give_back(self, reservation: Reservation) -> None:
-        """Releases a reservation. Waits for the release only if the user has chosen the id."""
+        """Releases a reservation. Waits for this if the user chose the id: a retry reuses it."""
         if reservation.is_named:
             await self.driver.release_now(reservation)
         else:

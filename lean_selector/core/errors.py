@@ -58,10 +58,10 @@ class WaitedTooLong(Unavailable):
 class NoWorkers(Unavailable):
     """No worker that serves this model for this tenant can be chosen.
 
-    `is_missing`: True if the tenant had a worker of the model before, or if no model has a
-    schedulable worker. `known_models`: the models with schedulable workers, sorted.
-    `other_tenants`: a text that lists the tenants for which the model has schedulable workers; None
-    if there are none."""
+    `is_missing`: True if workers are missing (the tenant had a worker of the model before, or no
+    model has a schedulable worker), False if the model or tenant is unknown. `known_models`: the
+    models with schedulable workers, sorted.
+    `other_tenants`: a text with the tenants that have schedulable workers of the model, or None."""
 
     def __init__(
         self,

@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 def not_a(name: str, expected: str, given: object) -> TypeError:
-    """Return the TypeError to raise. `expected` is a noun with its article, such as `an int`."""
+    """Return a TypeError about the argument `name`. `expected` says what it must be: `an int`."""
     return TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
 
 
 def whole(name: str, given: object) -> int:
-    """Return the argument as an int. Raises TypeError."""
+    """Return `given`, the value of the argument `name`, as an int. Raises TypeError."""
     if isinstance(given, bool) or not isinstance(given, SupportsIndex):
         raise not_a(name, "an int", given)
     try:
@@ -32,7 +32,7 @@ def whole(name: str, given: object) -> int:
 
 
 def number(name: str, given: object) -> float:
-    """Return the argument as a float. Raises TypeError, or ValueError if it is too large."""
+    """Return `given` as a float. Raises TypeError, or ValueError if `given` is too large."""
     if isinstance(given, bool) or not isinstance(given, SupportsFloat):
         raise not_a(name, "a number", given)
     try:
@@ -44,12 +44,12 @@ def number(name: str, given: object) -> float:
 
 
 def switch(name: str, given: object) -> bool:
-    """Return the argument, which must be a bool. Raises TypeError."""
+    """Return `given`, which must be a bool. Raises TypeError, which names the argument `name`."""
     if not isinstance(given, bool):
         raise not_a(name, "a bool", given)
     return given
 
 
 def optional(taken: Callable[[str, object], T], name: str, given: object) -> T | None:
-    """Return None if the argument is None; otherwise the result of the check `taken`."""
+    """Return None if `given` is None; otherwise `taken(name, given)`, such as `whole(...)`."""
     return None if given is None else taken(name, given)

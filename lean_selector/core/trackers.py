@@ -164,7 +164,7 @@ class Trackers:
         return gone
 
     def arrived(self) -> int:
-        """Return how many requests this replica and its peers booked in the current trackers."""
+        """Return how many requests were booked here or at peers, in the trackers that exist now."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------

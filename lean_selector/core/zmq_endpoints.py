@@ -22,10 +22,10 @@ def check_endpoint(endpoint: str) -> None:
 
 
 def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
-    """Return a rank's replay endpoint: the first rank's port plus `rank_offset` (vLLM, TRT-LLM).
-
-    An endpoint without a port (ipc, inproc) is returned unchanged. Raises ValueError if the
-    endpoint is invalid or the resulting port would exceed 65535."""
+    """Return a rank's replay endpoint. As in vLLM and TensorRT-LLM, it is `endpoint` (that of the
+    first rank) with `rank_offset` added to the port. An endpoint without a port (ipc, inproc) is
+    returned unchanged. Raises ValueError if the endpoint is invalid or the resulting port would
+    exceed 65535."""
     check_endpoint(endpoint)
     if rank_offset == 0 or not endpoint.startswith("tcp://"):
         return endpoint

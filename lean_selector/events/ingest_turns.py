@@ -33,13 +33,13 @@ class IngestTurns:
         self._is_scheduled = False
 
     def start(self, drain: Drain, done: Done) -> None:
-        """Call `drain(deadline)` in time slices until it returns False or raises, then `done`."""
+        """Call `drain(deadline)` in slices while it returns True; then `done(error or None)`."""
         self._waiting.append((drain, done))
         if not self._is_scheduled:
             self._schedule(asyncio.get_running_loop())
 
     async def run(self, drain: Drain) -> None:
-        """Call `drain` in time slices until no work is left. Raises the exception of `drain`."""
+        """Call `drain(deadline)` in time slices while it returns True. Raises what it raises."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: Exception | None) -> None:

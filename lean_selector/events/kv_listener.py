@@ -49,8 +49,8 @@ class KvReplay:
         may_go_on: Callable[[float], bool],
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
-        """`on_reply(frames)` takes a reply, and returns True if it is the last one needed.
-        `may_go_on(deadline)` returns whether the previous reply is fully applied."""
+        """`on_reply(frames)` takes a reply, and returns True if no further one is needed.
+        `may_go_on(deadline)` continues to apply the previous reply, and returns True at its end."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on
@@ -195,7 +195,7 @@ class KvListener:
 
     @property
     def watermark(self) -> int | None:
-        """The number of the last batch of events applied; None if an earlier batch is missing."""
+        """Number of the last batch applied; None amid a batch, or if an earlier one is missing."""
         return None if self._work.is_under_way else self.cursor.complete_to
 
     def status(self) -> SourceStatus:

@@ -1,5 +1,5 @@
-"""State that all ZMQ connections (`Link`) of a process share: name resolution, the work per
-iteration of the event loop, and the received bytes that wait.
+"""What all ZMQ connections (`Link`) of a process share: name resolution, and the limits of the work
+per iteration of the event loop and of the received bytes that wait.
 
 In each iteration, only a few links are opened, closed and read. Received bytes count as waiting
 until they are used. If too many bytes wait in the process, the connection with the most waiting
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Backlog:
-    """Counts one connection's received, unused bytes. `shed(size)` drops some messages."""
+    """Counts the unused bytes that a connection received. `shed(size)` makes it drop that many."""
 
     def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0
@@ -177,7 +177,7 @@ class Links:
             asyncio.get_running_loop().call_soon(self._step)
 
     async def turn(self, after_s: float = 0.0) -> None:
-        """Wait for `after_s` seconds, then in the queue of callers that want to open a socket."""
+        """Wait for `after_s` seconds, and then until it is this caller's turn to open a socket."""
         loop = asyncio.get_running_loop()
         mine = loop.create_future()
         later = loop.call_later(

@@ -97,8 +97,8 @@ class KvSubscriptions:
         listener.start()
 
     def hold(self) -> None:
-        """From now on, new subscriptions with a replay endpoint do not connect, until the next
-        `holding` context ends."""
+        """From now on, new subscriptions with a replay endpoint wait. They connect when a `holding`
+        context, entered later, ends or reaches its time limit."""
         if self._held is None:
             self._held = set()
 
@@ -124,7 +124,7 @@ class KvSubscriptions:
 
     def unsubscribe(self, worker_id: int, dp_rank: int) -> Collection[int]:
         """End the subscription to a rank's KV events. The rank's blocks stay in the index. Returns
-        the data-parallel ranks whose events came over this subscription."""
+        this rank and all other data-parallel ranks that the received events named."""
         rank = worker_id, dp_rank
         if self._is_closed and rank not in self._listeners:
             return ()
@@ -218,13 +218,13 @@ class KvSubscriptions:
         return self._held is None or rank not in self._held
 
     def is_ahead(self, rank: RankKey) -> bool:
-        """Whether a batch of KV events was received from this rank."""
+        """Whether KV events came from this rank, so our blocks are newer than a peer's copy."""
         listener = self._listeners.get(rank)
         return listener is not None and listener.cursor.has_told
 
     @contextlib.contextmanager
     def noting_ends(self) -> Iterator[set[RankKey]]:
-        """Yield a set that collects the ranks whose KV-event subscription ends in this context."""
+        """Yield a set. Ranks whose KV-event subscription ends during the `with` block are added."""
         ended: set[RankKey] = set()
         self.notes_of_ends.append(ended)
         try:

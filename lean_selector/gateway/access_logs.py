@@ -117,7 +117,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """Returns the worker's outcome from the fields of an access-log line. Raises ValueError."""
+    """Returns the outcome of the first worker tried; None is not counted. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -229,7 +229,7 @@ def ended_of(line: bytes) -> Ended:
 
 
 def _ttft_s(fields: dict[str, str]) -> float | None:
-    """Returns the last time to first token in the field `ttft`, in seconds. Raises BadLine."""
+    """Returns the seconds to the first token at the last worker tried (`ttft`). Raises BadLine."""
     text = _LIST.split(fields.get("ttft", "-"))[-1]
     if text == "-":
         return None
@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether a log line reported the end before the reservation was made. True only once."""
+        """Whether a log line reported the end before the reservation was made; forgets it."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 

@@ -220,9 +220,9 @@ class Additions:
         self._drops_usage = False
 
     def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
-        """Adds a prefix to the salt (vLLM's `cache_salt`), because only salts with this prefix are
-        recognised in KV events. `request.salt` has no prefix afterwards. Returns False if the
-        prefix is missing and cannot be added, because the request is not forwarded."""
+        """Adds a prefix to vLLM's `cache_salt` in the forwarded body, because KV events carry only
+        salts that have it. `request.salt` is the salt without the prefix. If the prefix is missing
+        and the request is not forwarded, drops the salt and returns False."""
         salt = request.salt
         if salt is None:
             return True

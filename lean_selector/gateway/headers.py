@@ -50,8 +50,8 @@ def request_lines(
     drops_authorization: bool = False,
     drops_traceparent: bool = False,
 ) -> bytes:
-    """Returns the header lines for the worker, each preceded by CRLF. `section` begins with the
-    client's HTTP version, such as 1.1, followed by the client's header section."""
+    """Returns the client's header lines for the worker, each preceded by CRLF. `section` is the
+    HTTP version, such as 1.1, and the headers. `without_codings` removes `accept-encoding`."""
     lines = section[3:-4]
     named = _named(lines)
     lines = _NOT_TO_WORKER[without_codings].sub(b"", lines)

@@ -3,8 +3,8 @@
 Each prefix of a prompt (its first messages, the last perhaps in part) has a key, which is computed
 from JSON values (`prompt_values.py`), not from text. An entry per key refers to the block hashes of
 a prompt that begins with this prefix. If a prompt continues an earlier prompt, the entries of both
-prompts refer to the hashes of the longer prompt. How many blocks a prefix has is known once two
-prompts differ after the prefix, and is estimated before."""
+prompts refer to the hashes of the longer prompt. The number of blocks of a prefix is estimated,
+until two prompts that differ after this prefix show how many of their blocks are equal."""
 
 from collections import OrderedDict
 from typing import Final, NamedTuple
@@ -18,8 +18,8 @@ from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_
 
 
 class Chain:
-    """The keys of a prompt's prefixes: `keys[n]` identifies the prompt's first `ends[n]` bytes. The
-    first prefix has only the request's tools, and exists even without tools."""
+    """The keys of a prompt's prefixes: `keys[n]` is that of the first `ends[n]` bytes of the
+    prompt's JSON. The first prefix is the request's tools, of 0 bytes if there are none."""
 
     __slots__ = ("block_size", "ends", "is_eagle", "keys", "model", "seed")
 
@@ -72,7 +72,7 @@ class _Run:
 
 
 class _Entry:
-    """A stored prefix of prompts. The prefix's block hashes are the first hashes in `run`."""
+    """A stored prefix. Its block hashes are the first in `run`, a prompt that begins with it."""
 
     __slots__ = ("asked", "is_guess", "run", "shared", "tail", "tokens")
 
@@ -85,7 +85,7 @@ class _Entry:
         self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Returns the prefix's block hashes. A prompt must have consisted of this prefix only."""
+        """Returns the block hashes of a former prompt that was exactly this prefix."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
@@ -108,7 +108,7 @@ class Averages:
 
 
 class Known(NamedTuple):
-    """What earlier prompts tell about a prompt. `hashes`: a prefix's block hashes, 8 bytes each."""
+    """What is known of a prompt. `hashes` are those of its longest known prefix, 8 bytes each."""
 
     hashes: bytes
     tokens: int  # of the whole prompt; an estimate unless `is_whole`
@@ -195,9 +195,9 @@ class PromptMemory:
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Makes the entries of a prompt's shortest prefixes, up to number `at`, refer to the new
-        prompt's hashes. An entry keeps its own last hashes where the new prompt differs, because a
-        chat template may render the end of a prompt differently when the conversation goes on."""
+        """Makes the entries of prefixes 0 to `at` refer to `new` instead of `old`; these share
+        `common` blocks. If a prefix was a whole prompt, its entry keeps those last blocks that
+        differ in `new`, because chat templates may render a prompt's end differently later."""
         for key in chain.keys[: at + 1]:
             entry = self._entries.get(key)
             if entry is None or entry.run is not old or entry.shared > common:
@@ -221,8 +221,8 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Adds entries for the prefixes that are longer than prefix `at`, except the whole prompt.
-        A prefix's number of tokens is estimated from the prefix's share of the bytes."""
+        """Adds entries for prefixes between number `at`, which has `known` (tokens, bytes), and the
+        whole prompt, which has `whole` (tokens, blocks). Tokens are estimated from bytes."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)
@@ -233,7 +233,7 @@ class PromptMemory:
             self._add(key, entry)
 
     def _end(self, chain: Chain, run: _Run, asked: int, tokens: int, averages: Averages) -> None:
-        """Adds or updates the entry of the whole prompt."""
+        """Adds or updates the entry of the whole prompt, which has `asked` blocks."""
         blocks = len(run.hashes) // 8
         shared = blocks if averages.answers_hold >= 0.5 else asked
         entry = self._entries.get(chain.keys[-1])

@@ -167,8 +167,8 @@ class Chooser:
         return lease
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
-        """Returns the workers that were ejected recently and may get no more requests now. After an
-        ejection, a rank's limit of requests rises from 1 to 1 plus the other ranks' average."""
+        """Returns the recently ejected workers that may get no more requests now: those with a rank
+        at its limit. The limit rises from 1 request to 1 more than the other ranks' average."""
         returned, ranks = partition.health.returned, partition.slots.ranks
         total = sum(load.active_requests for load in ranks.values())
         full = set()

@@ -51,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """A message of `size` bytes as compact JSON, with an 8-byte hash per LINK_BYTES of JSON."""
+    """A message's hashes, of 8 bytes for each LINK_BYTES of its `size` bytes of compact JSON."""
 
     hashes: bytes
     size: int
@@ -70,9 +70,9 @@ def _keep(kept: dict[int, K], written: int, value: K) -> None:
 
 
 def rendering_key(request: ModelRequest, shape: tuple[object, ...], seed: int) -> int:
-    """Returns a hash of `shape` and of all fields that affect the rendered prompt, except messages
-    and text. A null field counts as absent. The order of members in a field matters, because
-    templates render tools and arguments in that order."""
+    """Returns a hash of `shape` (model, kind, block size, EAGLE) and all fields that affect the
+    rendered prompt, except messages and text. A null field counts as absent. The order of members
+    in a field matters, because templates render tools and arguments in that order."""
     names = _FIELDS[request.kind]
     fields = request.fields
     given = [(name, _key(fields[name])) for name in names if name in fields and request.has(name)]

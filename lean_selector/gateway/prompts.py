@@ -32,9 +32,9 @@ from lean_selector.wire.scalars import packed_u32
 class Routed:
     """A raw OpenAI request, with the block hashes of its prompt.
 
-    If `why_not` is None, all hashes were computed from the prompt's tokens. If `why_not` is
-    UNMARKED, the salt was left out. For any other `why_not`, only a prefix has computed hashes; the
-    other blocks, up to the estimated length `prompt.isl_tokens`, have random hashes."""
+    If `why_not` is None, all hashes were computed from the prompt's tokens. UNMARKED: they were
+    too, but without the request's `cache_salt`. For any other `why_not`, only a prefix has computed
+    hashes; the other blocks, up to the estimated length `prompt.isl_tokens`, have random hashes."""
 
     model_name: str  # as registered; for an adapter its base model
     tenant_id: str
@@ -87,7 +87,7 @@ class Prompts:
     def of(
         self, path: str, body: bytes, *, tenant_id: str = "default", forwards: bool = True
     ) -> Coroutine[Any, Any, Routed]:
-        """Does the same as `read`, for a caller that awaits the result."""
+        """Computes the block hashes of a request's prompt, like `read`, but as a coroutine."""
         return finished(self.read(path, body, tenant_id, forwards))
 
     def read(
@@ -190,7 +190,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """Returns the prompt and, if some block hashes are random, why, and the computed hashes."""
+        """Returns the prompt; if some hashes are random, also the reason and the known hashes."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
@@ -238,7 +238,7 @@ class Prompts:
 def _guessed(known: bytes, tokens: int, block_size: int, lora_name: str | None) -> Prompt:
     """Returns a prompt of `tokens` tokens that begins with the block hashes `known`. The other
     blocks get random hashes, which count as load, but match no other prompt. If `known` is empty,
-    the prompt gets no local hashes, so that no block is predicted as cached."""
+    no hashes are looked up in the KV index, so that no block is predicted as cached."""
     tokens = max(min(tokens, _MOST_GUESSED_TOKENS), len(known) // 8 * block_size)
     rest = os.urandom(8 * (tokens // block_size) - len(known))
     return _prompt_of(known, tokens, lora_name, rest)

@@ -150,7 +150,7 @@ class ProxiedRequest:
         self._retry(REFUSED, REFUSED, reason)
 
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
-        """Sends the client this error, or instead the last error that a worker answered."""
+        """Sends the client the last error that a worker answered; if there is none, this error."""
         self.placing = None
         if self._shed is not None:
             self._pass_shed(*self._shed)
@@ -400,8 +400,8 @@ class ProxiedRequest:
         self._finish(OK if is_whole else None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
-        """Tries another worker, because this worker failed or shed the request before the client
-        got any part of an answer. `how` is a metric label; `outcome` goes to outlier detection."""
+        """Tries another worker (after a stale connection, the same), or answers 502 if the retry
+        budget is used up. `how` is a metric label; `outcome` goes to outlier detection."""
         lease = self.lease
         assert lease is not None
         counts = self._counts
@@ -447,7 +447,7 @@ class ProxiedRequest:
         self._on_over(self)
 
     def _last(self) -> bytes | bytearray:
-        """Returns the last received bytes of the answer."""
+        """Returns the end of the answer, which contains the engine's token counts."""
         return b"".join(self._last_pieces) if self._reader is None else self._reader.last
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:
@@ -459,7 +459,7 @@ class ProxiedRequest:
             counts.compared_prompt_tokens += self.routed.prompt.isl_tokens
 
     def _note(self, reason: str, consequence: str) -> None:
-        """Counts a failure for the log, and stores its reason for the client's error."""
+        """Counts a failure, with its consequence, for the log; keeps the reason for the client."""
         assert self.lease is not None
         text, trouble = self.lease.endpoint.text, f"{reason}; {consequence}"
         self.why = f"{text}: {reason}"

@@ -191,13 +191,13 @@ class Directory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every worker of the command line can be chosen. If so, a model that no such
-        worker serves does not exist. False if the command line names no worker."""
+        """Whether the command line names workers and all of them can be chosen. Then all their
+        models are known, so the gateway can answer that an unknown model does not exist."""
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of the workers that serve a model or, if there are none, of the
-        command line's workers whose models are unknown. None means any worker."""
+        """Returns the base URLs of the workers that serve a model. If there are none, returns the
+        command line's workers whose models are not known yet. None means any worker."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]

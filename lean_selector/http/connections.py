@@ -152,7 +152,7 @@ class Connections:
             connection.abort()
 
     def forget(self, connection: Connection) -> None:
-        """Remove a connection that is closed, or a TLS connection whose handshake is over."""
+        """Remove a closed connection; or remove one from `greeting` at the end of its handshake."""
         self.greeting.discard(connection)
         self.open.discard(connection)
         self.told.discard(connection)
@@ -199,7 +199,7 @@ class Connections:
 
     def sweep(self, now: float) -> None:
         """Apply the timeouts; `now` is in monotonic seconds. Call this about once a second, and
-        before the first connection: a new connection's first timeout counts from the last `now`."""
+        once before any connection is made: a new connection's age counts from the last `now`."""
         self.now = now
         for connection in (*self.open, *self.told, *self.greeting):
             connection.expire(now)

@@ -98,7 +98,7 @@ class HeaderBlock:
         self.frame: LengthFrame | None = None
 
     def varied(self, values: list[tuple[bytes, bytes]]) -> "HeaderBlock | None":
-        """Return a copy with new per-request headers; None if the new content length is invalid."""
+        """Return a copy with these per-request headers; None if their content length is invalid."""
         content_length, traceparent = self.content_length, self.traceparent
         reservation_id = self.reservation_id
         for name, value in values:
@@ -123,7 +123,7 @@ class HeaderBlock:
 
 
 class LengthFrame:
-    """The text before and after the content length, for sections that differ only in the length."""
+    """The text around the content length, to recognize header sections that differ only in it."""
 
     __slots__ = ("_prefix", "_prefix_bytes", "_suffix", "_suffix_bytes", "block", "lengths")
 
@@ -275,8 +275,8 @@ def _credential_of(value: bytes) -> bytes:
 class CredentialLine:
     """Recognizes the `authorization` line that the requests of a connection repeat.
 
-    `rest_of` sets `credential` to the digest of the bearer token, to UNUSABLE for another scheme,
-    or to None if the header section lacks the line.
+    `rest_of` sets `credential`: to the digest of the bearer token, to UNUSABLE if the line has
+    another scheme, or to None if the header section does not repeat the line.
 
     The line is recognized by Python's hash (SipHash) of a random key and the line, which is three
     times as fast as the digest of the token. Another line has the same hash with a probability of

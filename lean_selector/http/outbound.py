@@ -364,7 +364,7 @@ async def succeeded(exchange: Exchange) -> None:
 
 @contextmanager
 def _failures_of(asked: str, timeout_s: float) -> Iterator[None]:
-    """Convert exceptions in the context to OutboundFailed, whose text begins with `asked`."""
+    """Convert exceptions of a `with` block to OutboundFailed. `asked` names the failed request."""
     try:
         yield
     except TimeoutError:

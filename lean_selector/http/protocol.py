@@ -219,7 +219,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport.abort()
 
     def settle(self) -> None:
-        """If no request waits: close, refuse malformed input, or send `100 Continue`, as needed."""
+        """Close the connection, refuse malformed input or send `100 Continue`, whichever is due."""
         reader = self._reader
         if self._holds & _ENDED:
             return
@@ -372,7 +372,7 @@ class HttpProtocol(asyncio.Protocol):
         self._proceed()
 
     def _proceed(self) -> None:
-        """Continue with queued requests and unread bytes, unless `_holds` has a reason to wait."""
+        """Continue with queued requests and unread bytes, unless a bit of `_holds` is set."""
         if not self._holds:
             if self._reader.waiting and not self._queue:
                 self._take(b"")

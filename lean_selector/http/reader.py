@@ -1,12 +1,12 @@
 """Turns the bytes of one connection into requests. Does no I/O, reads no clock, never raises.
 
 Responsible for framing: the start and end of a request, and all limits on its size. Clients repeat
-their headers, so httptools (llhttp) parses only header sections that are not cached. Lines that
-vary per request (content-length, traceparent, ids) are cut out before the look-up in the cache. If
-too many sections differ only in the content length, the text before and after it is compared
-(`LengthFrame`). The `authorization` line is never cached: each connection recognizes its own line
-(`CredentialLine`). Follows RFC 9112; limits and statuses are in spec selection.md 1.1 and
-slot_tracker.md 1.2.
+their headers, so httptools (llhttp) parses only header sections that are not cached. If a section
+is not found in the cache, it is looked up again without the lines that vary per request
+(content-length, traceparent, ids). After many sections that differ only in the content length, the
+text around it is compared before any look-up (`LengthFrame`). The `authorization` line is never
+cached: each connection recognizes its own line (`CredentialLine`). Follows RFC 9112; limits and
+statuses are in spec selection.md 1.1 and slot_tracker.md 1.2.
 
 Request smuggling exploits two servers that disagree on where a request ends. Therefore the
 following are refused with 400 or 501, and the connection is closed: content-length together with
@@ -255,7 +255,7 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """Parse a header section with `authorization` lines, which are never cached."""
+        """Cut the `authorization` line out of a header section, and look up or parse the rest."""
         credentials = self._credentials
         # The known line is already cut out, so any remaining one is a second one.
         is_second = credentials is not None and credentials.credential is not None

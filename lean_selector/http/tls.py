@@ -1,9 +1,9 @@
 """TLS for HTTP connections, between the event loop's transport and the HTTP protocol.
 
 To the HTTP protocol, a TLS connection looks like a plain one: it can half-close and still be read,
-and it counts unwritten bytes. The loop's own TLS does not support this (D27, D46). Handshakes, like
-other long input, wait for a later turn of the loop. A connection counts as open during its
-handshake, and `Connections.sweep` applies its timeout. Plain HTTP is answered with a 400."""
+and it counts unwritten bytes. The loop's own TLS does not support this (D27, D46). Handshakes and
+long input are put off to later turns of the loop (TURN_S per turn). A connection counts as open
+during its handshake, and `Connections.sweep` applies its timeout. Plain HTTP gets a 400."""
 
 import asyncio
 import contextlib
@@ -364,7 +364,7 @@ class TlsConnection(asyncio.Protocol):
         return self._keeps_open
 
     def _hear_on(self, data: bytes) -> None:
-        """Drop input after the last answer or a failed handshake. Abort if it becomes too large."""
+        """Drop input after the last answer or a failed handshake. Abort if there is too much."""
         inside = self._inside
         if inside is not None:
             inside.data_received(data)

@@ -1,7 +1,7 @@
-"""Arguments, results and exceptions of SelectionService: the HTTP API of Dynamo 1.6, in Python.
+"""Converts between SelectionService's Python values and the bodies of Dynamo 1.6's HTTP API.
 
-In maps with a key per dp_rank, the keys are ints. Any sequence is accepted as a list. Only Python
-types are checked in this module; the code that serves HTTP checks the values."""
+In Python, maps with a key per dp_rank have ints as keys, and any sequence may be passed for a list.
+This module checks only types; the code that serves HTTP checks the values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from lean_selector.core.selection.shapes import BY_RANK
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the cache of `select`'s choices. None: default (120 s, 4096, 256 MiB). 0: off."""
+    """Limits of `select`'s cache. Defaults: 120 s, 4096 choices, 256 MiB. 0: nothing is cached."""
 
     ttl_secs: float | None = None
     max_entries: int | None = None
@@ -71,15 +71,15 @@ _PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 per hash
 
 
 def fields_of(name: str, given: object) -> Fields:
-    """Copies a request to a dict of JSON types. Raises ValueError."""
+    """Copies a request, a map of any type, to a dict of JSON types. Raises ValueError."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
     return {key: _plain(str(key), value) for key, value in given.items()}
 
 
 def _plain(name: str, value: object) -> object:
-    """Converts maps and sequences of any type to dicts and lists, recursively. Raises ValueError
-    for types that JSON lacks."""
+    """Converts maps and sequences of any type to dicts and lists, recursively; keeps bytes. Raises
+    ValueError for other types that JSON lacks."""
     if value is None or isinstance(value, (str, bytes, bytearray)):
         return value
     if isinstance(value, (int, float)):

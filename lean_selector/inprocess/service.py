@@ -366,8 +366,8 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """Returns the response of a route's handler that does not wait. If the selector has not
-        started and no event loop is running, returns `before` instead."""
+        """Calls a route's handler that answers at once, and returns its response. If the selector
+        has not started and no event loop is running, returns `before` instead."""
         if self._running is None and not _is_on_a_loop():
             return before
         running = self._start()
@@ -429,8 +429,8 @@ class SelectionService:
         return await self._asked(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
-        """Reserves the rank that `select` chose under this selection_id. If the request has a
-        worker_id and a prompt, reserves that worker's rank instead."""
+        """Reserves the rank that `select` chose under this selection_id; or, if the request has a
+        worker_id, the rank `dp_rank` (default 0) of that worker, for the request's prompt."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
         return await self._asked(self._handlers.reserve, body)
@@ -442,8 +442,8 @@ class SelectionService:
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
-        """Reports one more block of output. `decay_fraction` (0 to 1) scales the load of all blocks
-        of the request."""
+        """Reports one more block of output. From now on, all blocks that only this request has on
+        its rank count in the load with the weight `decay_fraction` (0 to 1)."""
         name = selection_id_of(selection_id)
         body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
         if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
@@ -594,7 +594,7 @@ def _decoded(result: object) -> Any:
 async def _awaited(
     handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
 ) -> Any:
-    """Calls a route's handler, and waits for the response. If cancelled, calls `undo` with it."""
+    """Calls a handler and awaits the response. If cancelled after success, calls `undo` with it."""
     result = _called(handler, *arguments)
     if not isinstance(result, LaterReply):
         return _decoded(result)

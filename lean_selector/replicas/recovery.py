@@ -2,10 +2,10 @@
 
 Peers are queried in order. The first usable dump is read completely, then applied, in time slices
 between which the loop serves requests. If the first worker of a partition registers later and has
-another block size, the partition's recovered blocks are discarded (D3). Events from an engine are
-newer than any dump. Therefore a rank is skipped if its engine has sent events, or our subscription
-to the engine has ended. A subscription with a replay endpoint starts after the recovery, at the
-number of the last event batch that the dump includes (D34). Spec: indexer.md 4.2 and 7.5."""
+another block size, the partition's recovered blocks are discarded (D3). A rank is skipped if its
+engine has sent us events (they are newer than any dump), or if our subscription to it ended during
+the recovery. A subscription with a replay endpoint starts after the recovery, and then requests the
+batches from the last one that the dump includes (D34). Spec: indexer.md 4.2 and 7.5."""
 
 import asyncio
 import logging
@@ -188,7 +188,7 @@ class Recovery:
     async def _read(
         self, peer: str, dumped: list[DumpedPartition], problems: list[str]
     ) -> list[tuple[DumpedPartition, RankEvents]]:
-        """Decode a dump's events, by partition and rank. Raises PeerFailed if none is valid."""
+        """Decode a dump's events, by partition and rank. Raises PeerFailed if nothing is valid."""
         self.skipped_events = 0
         partitions: list[tuple[DumpedPartition, RankEvents]] = []
         events = 0
@@ -266,7 +266,7 @@ class Recovery:
         return True
 
     def _is_ahead(self, rank: RankKey) -> bool:
-        """Whether the rank's engine has sent us events, or our subscription has ended."""
+        """Whether the engine has sent us events, or our subscription ended during the recovery."""
         return rank in self._ended or self._subscriptions.is_ahead(rank)
 
     def _partition(self, dumped: DumpedPartition) -> Partition | None:

@@ -4,8 +4,8 @@ At the start, peers are queried until one returns a snapshot of all reservations
 to a peer was made or restored, or events of a peer were missed, all peers are queried, because only
 the replica that admitted a request knows exactly whether it is live (decision D24). We subscribe to
 peers before we fetch snapshots, so that no later release is missed. Dynamo's own service has no
-snapshots (404) and is skipped. Reservations are read and booked in time slices. If a reservation's
-rank is not registered here yet, booking is retried until the catch-up ends."""
+snapshots (404) and is skipped. Reservations are read and added to our load in time slices. If a
+reservation's rank is not registered here yet, adding is retried until the catch-up ends."""
 
 import asyncio
 import contextlib
@@ -67,8 +67,8 @@ class Occasion(Enum):
 
 
 class CatchingUp:
-    """Copies the live reservations of peers while `run` is running. Calls `tell(event, now)` to
-    apply an event that we missed, according to a peer's snapshot."""
+    """Copies the live reservations of peers while `run` is running. If a peer's snapshot shows that
+    we missed an event, calls `tell(event, now)` to apply the event."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class CatchingUp:
         *,
         client: Callable[[str], OutboundClient],
     ) -> None:
-        """`client(url)` returns the HTTP client for a peer. The caller may change `urls` later."""
+        """`client(url)` returns the HTTP client for a peer. The caller may change `urls` later.
+        `targets()` returns our partitions."""
         self._client = client
         self._catch_up = catch_up
         self._sync = sync
@@ -101,7 +102,8 @@ class CatchingUp:
         self._is_mending = False  # the current or next catch-up is to close a gap
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """Record an event. `verdict`: how a peer's event was applied; None for our own event."""
+        """Record an event for the catch-up, if one is running or due. `verdict` is the result of
+        applying a peer's event; None for our own event."""
         if self._is_recording:
             self._catch_up.note(event, verdict, now)
 
@@ -124,7 +126,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """Schedule a catch-up if events are still missing. `mended`: the last one found some."""
+        """Schedule a catch-up if events are missing. `mended`: the last one recovered some."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -156,8 +158,8 @@ class CatchingUp:
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _run_once(self) -> None:
-        """Copy peers' reservations once. Returns when every copied reservation is booked or
-        dropped, or when another catch-up is due."""
+        """Copy peers' reservations once. Then, until the catch-up ends or another one is due, add
+        the reservations whose rank gets registered. At the end, drop the others."""
         again = self._again
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())
@@ -200,7 +202,7 @@ class CatchingUp:
             await pause()
 
     async def _take_from_first(self) -> None:
-        """Book all reservations in the snapshot of the first peer that returns one. Used at the
+        """Copy all reservations in the snapshot of the first peer that returns one. Used at the
         start, while this replica has no reservations."""
         async for url, asked_at, snapshot in self._answers("snapshot", PATH, split_snapshot):
             live, _ = await self._read(url, asked_at, snapshot)
@@ -210,11 +212,9 @@ class CatchingUp:
         log.warning("catch-up: no peer had a snapshot; continuing without")
 
     async def _take_from_all(self, occasion: Occasion) -> bool:
-        """Book each peer's own reservations. Returns True if this recovered missed events.
-
-        A peer's snapshot also lists reservations that other replicas admitted. If such a replica
-        did not answer us, and events of this replica may be missing here, these reservations are
-        booked too."""
+        """Copy each peer's own reservations. Returns True if this recovered missed events.
+        A third replica's reservations in the snapshot are copied only if that replica did not
+        answer, and we may have missed its events."""
         heard = self._sync.heard
         began = time.monotonic()
         told: list[tuple[int, int]] = []  # (router id, event number) of replicas that answered
@@ -287,8 +287,8 @@ class CatchingUp:
     async def _read(
         self, url: str, asked_at: float, snapshot: SnapshotParts
     ) -> tuple[list[LiveBooking], bool]:
-        """Return a snapshot's reservations, and whether every line was valid. If so, also apply the
-        ends of reservations and prefills that we missed, according to the snapshot."""
+        """Return a snapshot's reservations, and whether every line was valid. If so, also end those
+        of the peer's reservations and prefills that have ended according to the snapshot."""
         fetched_at = time.monotonic()
         live: list[LiveBooking] = []
         if await self._each(

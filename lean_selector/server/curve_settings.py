@@ -26,7 +26,7 @@ _EVENTS_SECRET = "--kv-events-curve-secret-key-file"
 
 
 def replica_gate(context: zmq.asyncio.Context, config: ReplicaKeysFlags) -> CurveGate:
-    """Returns the check of the CURVE keys of replicas that subscribe to us. Raises StartError."""
+    """Returns the gate, which admits subscribing replicas by CURVE key. Raises StartError."""
     pair = _read(_REPLICA_SECRET, config.secret_key_file, read_pair)
     admitted: tuple[bytes, ...] = (pair.public,)
     if config.peer_keys_file is not None:

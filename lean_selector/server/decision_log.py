@@ -61,7 +61,7 @@ def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
 
 
 def header_of(settings: RouterSettings, share: float) -> bytes:
-    """Returns a decision log's first line, with the router settings that are not the default."""
+    """Returns a log's first line: the logged share of requests, and the non-default settings."""
     default = RouterSettings()
     names = (name for name in settings.__struct_fields__ if name not in ("dialect", "sessions"))
     given = {name: getattr(settings, name) for name in names}
@@ -125,8 +125,8 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Writes the decision log. Is called for choices and for events of reservations, and passes
-    these events on to `then`. A prompt without block hashes is not logged."""
+    """Writes the decision log from the choices and the events of reservations that it is told of.
+    Passes the events on to `then`. Requests without block hashes are not logged."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class DecisionLog:
         placement: Placement,
         now: float,
     ) -> None:
-        """Keeps the choice of `placement` from `ranks` (bit mask) until the request is reserved."""
+        """Keeps a choice until its request is reserved. `ranks` is a bit mask of the candidates."""
         if self._share < 1.0 and not self._is_drawn(request.reservation_id):
             return
         tokens = request.prompt.isl_tokens

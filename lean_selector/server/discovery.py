@@ -83,7 +83,7 @@ def tracker_discoveries(
 
 
 def discovery_families(finding: Discoveries) -> Families:
-    """Returns the metrics of discovery: a fixed number of series per discovery flag."""
+    """Returns the metrics of discovery. How many series there are depends on the flags only."""
 
     def sightings() -> list[tuple[str, Sighting]]:
         return [(labels(discovery=one.name, finds=finds), one) for finds, one in finding.sightings]
@@ -109,8 +109,8 @@ def discovery_families(finding: Discoveries) -> Families:
 def _discoveries_of(
     finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
-    """Parses the targets in the flags. Returns a Discoveries object without targets, and the parsed
-    targets for workers and for peers. Raises StartError."""
+    """Parses the flags' values (targets). Returns a Discoveries object that has no targets yet, and
+    the parsed targets for workers and for peers. Raises StartError."""
     worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
     targets = [*worker_targets, *peer_targets]
     for target in targets:
@@ -183,7 +183,7 @@ def _ask_service(target: Target) -> AskService:
 
 
 def _extra(module: str, target: Target) -> None:
-    """Raises StartError if `module`, which `target` needs, is not installed."""
+    """Raises StartError if `module`, which discovery at `target` needs, is not installed."""
     try:
         importlib.import_module(module)
     except ImportError:

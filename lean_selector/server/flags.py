@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag's name, limits and parser. Without a parser (`each`), texts are parsed by type."""
+    """A flag's name, limits and parser (`each`). Without one, values are parsed by field type."""
 
     name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Flag:
 
 
 def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """Declares a dataclass field that a flag sets. `more` are further attributes of the flag."""
+    """Declares a dataclass field that a flag or a variable (`env`) sets. `more`: fields of Flag."""
     made: dict[str, Any] = {"metadata": {"flag": Flag(name=name, env=env, **more)}}
     if isinstance(default, list):
         return field(default_factory=default.copy, **made)
@@ -56,7 +56,7 @@ def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
 
 
 def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """Declares a flag that Dynamo has too. Its first variable is `DYN_` and the flag's name."""
+    """Declares a flag of Dynamo, whose environment variable (DYN_ and the name) is accepted too."""
     return flag(default, name, f"DYN_{name[2:].upper().replace('-', '_')}", *env, **more)
 
 
@@ -295,7 +295,7 @@ def _text(value: object) -> str:
 
 
 def made_of(kind: type[T], *groups: object, **more: Any) -> T:
-    """Creates a `kind` (a struct) from `more` and the fields of the same names in `groups`."""
+    """Creates a struct of type `kind` from `more` and those fields of `groups` that `kind` has."""
     names = cast(Any, kind).__struct_fields__
     told = {name: value for group in groups for name, value in vars(group).items() if name in names}
     return kind(**told | more)

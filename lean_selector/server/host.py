@@ -98,7 +98,7 @@ class ExpirySweep:
         self._is_stopped = False
 
     def begin(self) -> None:
-        """Starts to drop expired reservations, unless in progress. Call this periodically."""
+        """Starts a sweep of expired reservations, unless one is running. Call this periodically."""
         if not self._is_scheduled:
             self._arrived_before = self._arrived()
             self._slice()

@@ -1,4 +1,4 @@
-"""Credentials for requests to engines and replicas; the check of workers' endpoints."""
+"""Credentials for engines and replicas; checks of workers' endpoints against the allowlist."""
 
 from collections.abc import Callable, Iterable, Iterator
 

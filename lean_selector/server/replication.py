@@ -149,7 +149,7 @@ class Replication:
         self._catching_up_task = supervise("catch-up", self._catching_up.run)
 
     def _client(self, url: str) -> OutboundClient:
-        """Creates the client for a peer. URLs from a flag are not checked against the allowlist."""
+        """Creates the client for a peer. The allowlist is checked unless a flag names the URL."""
         allowed = None if url in self._given_urls else self._allowed
         return OutboundClient(self._resolve, self._credentials, allowed)
 

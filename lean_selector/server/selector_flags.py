@@ -1,5 +1,5 @@
-"""The flags of the selector. Flag names, defaults and environment variables follow selection.md 7
-and selection_16.md 10."""
+"""The flags of the selector. Flag names, defaults and environment variables follow section 7 of
+docs/spec/selection.md and section 10 of docs/spec/selection_16.md."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,13 +92,13 @@ class DialectFlags:
     """API version
 
     name: version of the HTTP API; 1.3: as in Dynamo 1.3; 1.6: as in Dynamo 1.6
-    decode_busy_threshold: report decode_busy if a rank's active blocks, with the prompt, exceed
-      this fraction of its total_kv_blocks (1.6); unset: never
-    prefill_busy_threshold: answers to advisory selections report prefill_busy if the rank has
-      more active prefill tokens than its max_num_batched_tokens times this value; unset: never
+    decode_busy_threshold: answers say decode_busy if the chosen rank's active blocks, with the
+      prompt, exceed this fraction of its total_kv_blocks (1.6); unset: never
+    prefill_busy_threshold: answers to /select with "advisory": true say prefill_busy if the rank
+      has more active prefill tokens than its max_num_batched_tokens times this; unset: never
     assume_kv_reuse: assume that active requests share equal blocks; off: no block is shared (1.6)
     no_assume_kv_reuse: alias of --router-assume-kv-reuse false
-    tracking_hash: only public-xxh3-v1 is accepted
+    tracking_hash: function for sequence hashes; only public-xxh3-v1 is accepted
     """
 
     name: Literal["1.3", "1.6"] = flag("1.3", "--api", common=True)
@@ -164,8 +164,8 @@ class RouterFlags:
       the blocks of the request
     host_weight: value of a block cached in host memory, in device blocks
     disk_weight: value of a block on disk or external storage, in device blocks
-    temperature: 0: choose the cheapest rank; above 0: sample ranks by cost
-    track_prefill_tokens: count the prefill tokens of reserved requests
+    temperature: 0: choose the cheapest rank; above 0: draw a rank, cheaper ones more often
+    track_prefill_tokens: count the prefill tokens of reserved requests as load of their ranks
     """
 
     policy: Literal["dynamo", "latency"] | None = flag(None, "--policy", common=True)
@@ -393,12 +393,12 @@ class HealthFlags:
 class PromptsFlags:
     """Raw prompts
 
-    mode: who tokenizes text prompts: engines (tokenize), we (local), nobody (off); unset: no /route
+    mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; unset: no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
-    memory_mb: maximum memory for learned prompt prefixes, in MiB
-    ask_from_bytes: tokenize only if at least this many bytes follow the learned prefix; `none`:
-      never; unset: 0, or 16384 with --prompts learn if the response carries the token ids
-    ask_timeout_s: timeout of tokenization by an engine; if exceeded, learned blocks are matched
+    memory_mb: maximum memory for the known tokens of earlier prompts, in MiB
+    ask_from_bytes: tokenize a prompt if at least this many of its bytes are unknown; `none`: never;
+      unset: 0, or 16384 with --prompts learn if the engine's answer has the token ids
+    ask_timeout_s: timeout of tokenization by an engine; then only known blocks are matched
     """
 
     mode: str | None = flag(None, "--prompts", each=_mode)

@@ -72,7 +72,7 @@ def _allowed(patterns: list[str]) -> "AllowedEndpoints":
 
 
 def checked_by(module: str, name: str, metavar: str) -> Callable[[str], str]:
-    """Returns a parser of flag values that checks them with `name`, a function in `module`."""
+    """Returns a parser that checks a flag's value with the function `name` of `module`."""
 
     def check(value: str) -> str:
         getattr(importlib.import_module(module), name)(value)

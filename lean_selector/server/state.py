@@ -128,8 +128,8 @@ _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 
 @dataclass
 class SelectorCatalog:
-    """A selector's part of the file `catalog`. `roster` has the discovered workers. `discoveries`
-    has the names of the running discoveries of workers."""
+    """Saves and restores a selector's file `catalog`. `roster` has the discovered workers;
+    `discoveries` has the names of the running discoveries of workers."""
 
     selector: Selector
     peers: PeersByHttp
@@ -214,8 +214,8 @@ class SelectorCatalog:
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
-        """From the partition of `spec` (model and tenant), removes the worker, whose registration
-        failed. A partition without members is removed, so that no old block size remains."""
+        """Removes a worker, whose registration failed, from its partition (model and tenant). If
+        the partition is empty then, removes it too, so that its old block size does not remain."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -230,7 +230,7 @@ _decode_row = msgspec.json.Decoder(WorkerRow).decode
 
 @dataclass
 class TrackerCatalog:
-    """A slot tracker's part of the file `catalog`."""
+    """Saves and restores a slot tracker's file `catalog`."""
 
     trackers: Trackers
     peers: PeersByHttp
@@ -310,11 +310,10 @@ def restore_reservations(
     now: float,
     wall_now: float,
 ) -> tuple[int, int]:
-    """Restores reservations. Returns how many were restored, and how many were dropped because they
-    have expired or because their rank is gone.
-
-    Calls `book(reservation, peer)` for each reservation, sorted by last use. `peer`: id of the
-    admitting replica (None: this one). `now` (monotonic) and `wall_now` are the same moment."""
+    """Restores reservations. Returns how many were restored, and how many were dropped: their rank
+    is gone, or they were idle for `expiry_s` (copies of peers' reservations: `copies_expire_s`).
+    Calls `book(reservation, peer)` for the others by last use. `peer`: id of the admitting replica
+    (None: this one). `now` (monotonic) and `wall_now` are the same moment."""
     problems: list[str] = []
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:
@@ -429,7 +428,7 @@ def keep_trackers(
     replication: Replication | None,
     finding: "Discoveries | None",
 ) -> Persister:
-    """Does for a slot tracker what `keep_selector` does for a selector."""
+    """Locks the state directory and restores trackers. Returns a Persister. Raises StartError."""
     peers = PeersByHttp(replication, config.replica.peers, _found_peers(finding))
     contents = TrackerCatalog(trackers, peers)
 
@@ -475,7 +474,8 @@ def _kept(
 
 
 def _taken(directory: StateDirectory, patience_s: float) -> str | None:
-    """Locks the directory. Returns None, or a disk error that may pass. Raises StartError."""
+    """Locks the directory. Returns None, or the reason of a failure that may pass, such as a full
+    disk. Raises StartError for others, or if another process holds the lock for `patience_s`."""
     gives_up_at = time.monotonic() + patience_s
     while True:
         try:

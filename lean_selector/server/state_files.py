@@ -69,7 +69,7 @@ _decode = msgspec.json.Decoder(_LastLine).decode
 
 
 class Damaged(ValueError):
-    """The content of a file is not what was written; the message has the reason."""
+    """A state file has invalid content, such as a wrong checksum; the message has the reason."""
 
 
 class Checksum:
@@ -194,7 +194,7 @@ class StateDirectory:
                 raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Renews a lost lock. If a file is missing, changes `generation`. Raises OSError."""
+        """Renews a lost lock. Changes `generation` if files must be rewritten. Raises OSError."""
         self._hold()
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1

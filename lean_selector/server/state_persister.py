@@ -36,7 +36,7 @@ class LiveBookings:
         router_id: int,
         sequence: Callable[[], int],
     ) -> None:
-        """`router_id` is this replica's id; `sequence()`, the number of its last event."""
+        """`router_id`: this replica's id. `sequence` returns the number of its last event."""
         self._targets: Final = targets
         self._router_id: Final = router_id
         self._sequence: Final = sequence
@@ -47,7 +47,7 @@ class LiveBookings:
         return [(target.slots, target.slots.revision) for target in self._targets()]
 
     def parts(self, now: float) -> Iterator[bytes]:
-        """Yields the text of the state file, one part per reservation, with ages as of `now`."""
+        """Yields the text of the state file, which has each reservation's age at time `now`."""
         lines = self._lines
         lines.begin()
         yield snapshot_head(self._router_id, self._sequence())
@@ -283,8 +283,8 @@ class Persister:
             self._on_fault(self.fault)
 
     def look(self, now: float) -> None:
-        """Schedules saving of unreported changes, such as discovered workers. If the disk hangs for
-        HANGS_AFTER_S, calls the callbacks of `when_saved`. Call `look` periodically."""
+        """Schedules saving if workers changed without a call of `note`, for example by discovery.
+        If the disk hangs for HANGS_AFTER_S, runs callbacks of `when_saved`. Call periodically."""
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():
@@ -294,7 +294,7 @@ class Persister:
                     self._tell_waiting(self._change)
 
     def begin_with(self, fault: str | None) -> None:
-        """Schedules the first save. `fault`: why the directory could not be locked, or None."""
+        """Schedules the first save. If locking the directory failed, `fault` says why."""
         if fault is not None:
             self._say(CATALOG, fault)
         self.note()

@@ -105,8 +105,8 @@ def observed(
     """Returns the HTTP application for `routes`. Must be called while the event loop runs.
 
     `families_of` gets the meters of all routes, then `meters`, and returns metrics. `service` is
-    the service's name in metrics; `document` names the file that describes its routes. `lines` is
-    passed to `Gate`. If `tokens` is given, a request needs a token with the role of the route."""
+    the service's name in metrics; `document` names the file that describes its routes. `lines`
+    returns header lines for errors. With `tokens`, a request needs one with the route's role."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))

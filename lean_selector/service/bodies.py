@@ -76,7 +76,7 @@ def body_reader(body_type: type[T]) -> Callable[[Request], T]:
 def _prompt_reader(
     body_type: type[T], decode: Callable[[bytes | bytearray], T]
 ) -> Callable[[Request], T]:
-    """Returns a decoder for bodies with a prompt: JSON or MessagePack, short or long."""
+    """Returns a decoder for bodies with a prompt (JSON, MessagePack); fast for long bodies."""
     read_binary = _binary_reader(body_type)
     read_long = long_json_reader(body_type)
     decode_short: Callable[[bytes | bytearray], T] = msgspec.json.Decoder(

@@ -169,7 +169,7 @@ class Family:
 
 
 class FamilyGroup(Generic[T]):
-    """Several metrics with the same labels. A scrape lists the labelled objects only once."""
+    """Several metrics of the same labelled objects, such as ranks, which a scrape lists once."""
 
     __slots__ = ("families", "things")
 
@@ -268,7 +268,7 @@ def table_of(
     things: Callable[[], Iterable[tuple[str, T]]],
     rows: Mapping[str, tuple[Callable[[T], Value], str]],
 ) -> FamilyGroup[T]:
-    """Returns metrics of the same objects. `rows`: name -> (function to get the value, help)."""
+    """Returns metrics of the objects in `things()`. `rows`: name -> (function for value, help)."""
     return FamilyGroup(
         things, [(*_named(name), help, value) for name, (value, help) in rows.items()]
     )

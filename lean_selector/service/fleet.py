@@ -1,4 +1,4 @@
-"""The state of the fleet for the page /ui: ranks, findings, and the trees of prompt prefixes.
+"""The fleet's state for the page /ui: ranks, problems found, and the trees of cached prefixes.
 
 For 512 ranks, computing the state takes some milliseconds. Therefore it is computed in steps, and
 the event loop does other work between two steps."""
@@ -152,7 +152,7 @@ class FleetView:
         )
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
-        """Computes the findings of `lean-selector check` that need no request and are not `ok`."""
+        """Computes findings as `lean-selector check` does without requests; keeps all but `ok`."""
         catalog, state = self._selector.catalog, self._state
         records: list[WorkerRecord] = []
         for worker in workers:

@@ -36,9 +36,9 @@ Run = Callable[[Request, bytes | None], Served]  # the second argument is the pa
 
 
 class Endpoint:
-    """The handler `run` of a route, and the types of its input. If tokens are enabled, `brief`
-    answers requests without a token. `refused` encodes the answer 401 or 403, for routes whose
-    errors are not `{"error": ...}`."""
+    """The handler `run` of a route, and the types of its input. If tokens are enabled and `brief`
+    is given, `brief` is called instead of `run` for requests without a valid token. `refused`
+    encodes the answer 401 or 403, for routes whose errors are not `{"error": ...}`."""
 
     __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
 
@@ -215,7 +215,7 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """Returns the endpoint of a route without input. `brief` answers requests without a token."""
+    """Returns the endpoint for a route without input; `brief` is used without a valid token."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(status, handler())

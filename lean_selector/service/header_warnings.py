@@ -1,8 +1,8 @@
 """The headers `x-known-models` and `x-warning` of answers. They list the known models, unknown
 fields of the body, and endpoints of a registration that are probably wrong.
 
-The headers are computed for failed requests, registrations and reports of outcomes, but not for
-requests that get a worker."""
+The headers are computed for failed requests, for registrations and changes of workers, and for
+reports of how requests ended, but not for requests that get a worker."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -74,7 +74,7 @@ def known_models_line(models: Iterable[str]) -> bytes:
 
 
 def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
-    """Returns header lines for a failed request. `fields` are all fields that its body may have."""
+    """Returns header lines for a failed request, also warnings of body fields not in `fields`."""
     lines, warnings = b"", unread_fields(request, fields)
     if isinstance(error, NoWorkers):
         lines = known_models_line(error.known_models)
@@ -84,7 +84,7 @@ def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) ->
 
 
 def with_warnings(endpoint: Endpoint) -> Endpoint:
-    """Changes an endpoint: successful answers, too, get a warning of unknown fields in the body."""
+    """Changes and returns `endpoint`: its successful answers now also warn of unknown fields."""
     run, fields = endpoint.run, endpoint.fields()
 
     def answer(request: Request, param: bytes | None) -> Served:
@@ -100,7 +100,7 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:
-    """Warns of unknown fields in a JSON body, such as `model` if `model_name` is probably meant."""
+    """Returns warnings of unknown fields in a JSON body that resemble a known one in `fields`."""
     body = request.body
     if (
         not body

@@ -171,7 +171,7 @@ def set_up(level: str, form: str) -> LogState:
 
 def _after_the_lines(handler: QueuedLines, write: ExceptHook) -> ExceptHook:
     """Returns a hook for sys.excepthook that waits until queued log lines are written, and then
-    writes the traceback of the crash. Without the hook, both would be mixed."""
+    writes the traceback of the crash. Otherwise the traceback would appear among the lines."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         handler.flush()

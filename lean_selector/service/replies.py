@@ -1,5 +1,5 @@
-"""Encodes complete responses, mostly JSON. Large answers such as dumps are made in slices. Requests
-that arrive while such an answer is being made all get the next answer."""
+"""Encodes complete responses, mostly JSON. Large answers, such as dumps, are made in slices. If
+requests arrive while a dump is being made, one further dump is made afterwards for all of them."""
 
 import logging
 import time

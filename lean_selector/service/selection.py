@@ -96,7 +96,7 @@ class DumpAnswers:
         call_soon: CallSoon,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`call_soon` is the event loop's method."""
+        """`watermarks` returns rank -> number of the last applied batch of KV events."""
         self._catalog = catalog
         self._watermarks = watermarks
         self._sliced = SlicedAnswers("a dump", self.parts, call_soon, clock=clock)
@@ -316,8 +316,8 @@ class SelectionService(WorkerHandlers):
     def _placed_or_parked(
         self, partition: Partition, request: SelectionRequest, shape: Shape
     ) -> object:
-        """Chooses a rank and returns the answer `shape(placement)`, or queues the request and
-        returns a LaterReply. `shape` is called at most once; it may cache the choice."""
+        """Chooses a rank, and returns the answer that `shape` makes for the choice; or queues the
+        request, and returns a LaterReply, which calls `shape` later. Calls it at most once."""
         pending: LaterReply | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:

@@ -84,7 +84,7 @@ class SelectionService16(SelectionService):
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
-        """If KV reuse is off, replaces sequence hashes derived from tokens by random hashes."""
+        """If KV reuse is off, hashes derived from tokens become random, and thus match nothing."""
         reuses = None if override is None else override.assume_kv_reuse
         if reuses is None:
             reuses = self.selector.settings.assume_kv_reuse
@@ -141,7 +141,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """Returns the answer for a chosen rank, with the prompt's hashes if it was reserved."""
+        """Returns the answer for a chosen rank. If `booked` is given, adds that prompt's hashes."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET
@@ -173,8 +173,8 @@ class SelectionService16(SelectionService):
         )
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
-        """Whether this prompt would make the rank busy: too many active blocks. UNSET if
-        unknown."""
+        """Whether the rank's active blocks, with this prompt, would exceed the decode busy
+        threshold. UNSET without this threshold, or if the rank's size is unknown."""
         threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
         if threshold is None or blocks is None:
             return UNSET

@@ -1,6 +1,6 @@
 """Routes of the selector and the slot tracker for replicas and discovery.
 
-Spec slot_tracker.md 3.6. Details of peers and the snapshot are extensions (decision D22)."""
+Spec: slot_tracker.md, section 3.6. Dynamo lacks the snapshot and the details of peers (D22)."""
 
 from collections.abc import Callable
 from typing import Final, Protocol

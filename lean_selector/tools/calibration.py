@@ -77,7 +77,7 @@ def _times(prompt_token_s: float, pace: float) -> IterationTimes:
 
 
 def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
-    """Returns the estimated cache capacity per engine, in blocks of 512 tokens."""
+    """Returns each engine's estimated cache capacity in 512-token blocks. `chains`: prompts."""
     lines = recording.lines
     observed = sum(found_tokens(line) or 0 for line in lines)
     steps: list[tuple[float, int, int]] = []  # (time, 0: look up or 1: store, index of the request)
@@ -161,7 +161,7 @@ def _gap_s(recording: Recording) -> float | None:
 def play_recorded(
     recording: Recording, engines: Engines, most: int | None = None
 ) -> tuple[Simulation, list[SimulatedRequest]]:
-    """Simulates each request on the engine that the log names, at the recorded time."""
+    """Simulates the first `most` requests (None: all) at logged times, on the logged engines."""
     requests = requests_of(recording.lines, 1.0)[:most]
     for request, line, tokens in zip(
         requests, recording.lines, engines.output_tokens, strict=False
@@ -179,7 +179,7 @@ def play_recorded(
 def _fitted(
     recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
 ) -> Fleet:
-    """Returns `fleet` with speeds that reproduce the observed mean times (secant method)."""
+    """Fits speeds in `fleet` to the observed mean times. First guess: `prompt_token_s`, `pace`."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)

@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """Sends a prompt to its engine. Returns None if its blocks do not reach the index."""
+        """Sends the prompt. Returns None if the prompt's blocks do not reach the index in time."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)

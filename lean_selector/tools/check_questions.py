@@ -134,7 +134,7 @@ class AskedSelector:
 async def judge_port(
     resolve: Resolve, subject: str, field: str, endpoint: str, timeout_s: float
 ) -> Finding:
-    """Judges whether ZMQ listens at `endpoint`, which a worker's field `field` names."""
+    """Returns whether ZMQ listens at `endpoint`, as a finding about `field` of `subject`."""
     level, what, mend = await _judged_port(resolve, endpoint, timeout_s)
     return Finding(level, subject, f"{field} {endpoint}{what}", mend)
 
@@ -202,8 +202,8 @@ class Replays:
         self._turns = IngestTurns()
 
     async def stored_since(self, endpoint: str, first: int, idle_s: float) -> list[BlockStored]:
-        """Requests a replay. Returns the blocks that batches from sequence number `first` stored.
-        Waits at most `idle_s` seconds for each message of the engine.
+        """Requests a replay of the batches from sequence number `first` on. Returns their events
+        that stored blocks. Waits at most `idle_s` seconds for each message of the engine.
 
         Raises NoReplay."""
         payloads: list[bytes] = []

@@ -35,7 +35,7 @@ class Recording(msgspec.Struct, frozen=True):
         return self.workers.index((line.worker, line.rank)) + 1
 
     def requests(self, output_tokens: Sequence[int]) -> list[SimulatedRequest]:
-        """Returns the log's requests for a simulation, with the workers that they may go to."""
+        """Returns the log's requests for a simulation. output_tokens: one length per request."""
         made = requests_of(self.lines, 1.0)
         for request, line, output in zip(made, self.lines, output_tokens, strict=True):
             request.output_tokens = output
@@ -60,12 +60,12 @@ def decode_s(line: DecisionLine) -> float:
 
 
 def found_tokens(line: DecisionLine) -> int | None:
-    """Returns how many prompt tokens the chosen rank had cached, according to the index."""
+    """Returns how many prompt tokens the KV index found cached on the rank; None: not logged."""
     return None if line.cached is None else min(line.cached, line.input_length)
 
 
 def read_log(paths: Sequence[Path], model: str | None) -> Recording:
-    """Returns the requests of a model in all files. Raises ServiceError if a line is bad."""
+    """Returns the requests of `model` (None: of the only one) in all files. Raises ServiceError."""
     headers: list[LogHeader] = []
     lines: list[DecisionLine] = []
     settings = RouterSettings()

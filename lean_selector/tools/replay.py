@@ -53,8 +53,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> Change:
-    """Returns the relative change from `others` to `ours`. Both have one value per request, in the
-    same order. The confidence interval is computed by a bootstrap over parts of the log."""
+    """Returns the relative change from the mean of `others` to that of `ours`, with one value per
+    request. The confidence interval comes from a bootstrap, which draws parts of the log."""
     size = -(-len(ours) // PARTS)
     pairs = [
         (sum(ours[at : at + size]), sum(others[at : at + size])) for at in range(0, len(ours), size)
@@ -106,7 +106,7 @@ def observed(recording: Recording) -> Row:
 
 
 def infinite_cache_tokens(requests: Sequence[SimulatedRequest]) -> int:
-    """Returns how many prompt tokens one unbounded cache, shared by all engines, would not have."""
+    """Returns how many prompt tokens must be computed with one unbounded cache for all engines."""
     seen, computed = set[int](), 0
     for request in requests:
         hit = next((n for n, each in enumerate(request.chain) if each not in seen), None)
@@ -169,8 +169,8 @@ def run(
     argv: Sequence[str],
     report: Callable[[argparse.Namespace, Recording, Engines], object],
 ) -> int:
-    """Reads the log that `argv` names, estimates its engines, and calls `report`. Returns an exit
-    status."""
+    """Reads the log that `argv` names, estimates from it how fast the engines are and how much they
+    cache, and calls `report` with both. Returns an exit status."""
     options = parser.parse_args(argv)
 
     def work() -> None:
@@ -187,7 +187,7 @@ def run(
 
 
 def settings_of(base: RouterSettings, given: Sequence[str]) -> RouterSettings:
-    """Returns `base` with the settings in texts `NAME=VALUE`. Raises ServiceError."""
+    """Returns `base`, changed by texts `NAME=VALUE`. Raises ServiceError if one is invalid."""
     fields: dict[str, object] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -307,7 +307,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
 
 
 def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
-    """Returns by how much `base` cost more than `other` and than an unbounded cache, as text."""
+    """Returns how many more tokens and seconds `base` took than `other` and an unbounded cache."""
     tokens = base.computed_tokens - other.computed_tokens
     waited_s = sum(base.ttft_s) - sum(other.ttft_s)
     more = base.computed_tokens - best

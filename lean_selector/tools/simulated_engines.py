@@ -171,7 +171,7 @@ class EngineModel:
         return running, placed
 
     def decode_block(self, running: RunningRequest, index: int) -> HeldChain | None:
-        """Caches output block `index` if its tokens are known and all earlier blocks are cached."""
+        """Caches output block `index`; None: its tokens are unknown, or earlier blocks missing."""
         at = running.request.prompt_blocks + index
         if running.held != at or at >= len(running.request.sequence_hashes):
             return None
@@ -255,8 +255,8 @@ class SimulatedEngine(EngineModel):
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
     def _publish(self, request: EngineRequest, first: int, placed: HeldChain) -> None:
-        """Publishes the changes of the cache in `placed` as one batch. first: how many of the
-        request's blocks come before the blocks that were passed to `hold`."""
+        """Publishes, as one batch, the changes of the cache that `hold` returned in `placed`.
+        first: how many of the request's blocks come before those that were passed to `hold`."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit
         stop = start + placed.stored

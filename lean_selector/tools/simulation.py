@@ -135,7 +135,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """The engines of a simulation. The values of `slowness` are assigned to the engines in turn."""
+    """The engines of a simulation. `slowness`: factors of their times, assigned to them in turn."""
 
     engines: int = 8
     capacity_blocks: int = 3_000
@@ -175,7 +175,7 @@ class _NoSources:
 
 
 class _Router:
-    """A selector in a simulation. `publish` sends its reservations to the other selectors."""
+    """One of the selectors of a simulation. `publish` sends its reservations to the others."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ def outcome(
     engines: Iterable[BatchingEngine],
     within_s: float,
 ) -> Outcome:
-    """Returns the results of a finished simulation. within_s: limit of TTFT for within_share."""
+    """Returns a finished simulation's results. within_share counts TTFTs of at most `within_s`."""
     ttft = sorted(request.ttft_s for request in requests)
     gaps = sorted(request.token_gap_s for request in requests if request.output_tokens > 1)
     work = [engine.computed_tokens for engine in engines]

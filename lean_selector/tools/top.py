@@ -69,7 +69,7 @@ def printed(text: str) -> str:
 
 
 def verdicts(findings: Sequence[Finding]) -> dict[tuple[int, int | None], Finding]:
-    """Returns the worst finding of each worker and rank. Keys: (worker, rank), (worker, None)."""
+    """Returns the worst finding per key: (worker, rank), or (worker, None) about the worker."""
     found: dict[tuple[int, int | None], Finding] = {}
     for finding in sorted(findings, key=lambda each: _LEVELS.index(each.level), reverse=True):
         if about := _SUBJECT.fullmatch(finding.subject):
@@ -89,8 +89,8 @@ def level_of(rank: FleetRank, finding: Finding | None) -> str:
 def drawing(
     fleet: Fleet, before: dict[RankKey, FleetRank], columns: int, lines: int | None, colours: bool
 ) -> list[str]:
-    """Returns the fleet as lines of at most `columns` characters. Hit rates and times to first
-    token are those of the requests since the earlier state `before`."""
+    """Returns the fleet as lines of at most `columns` characters, fewer than `lines` if given. Hit
+    rates and times to first token count the requests since the earlier state `before`."""
     worst = verdicts(fleet.findings)
     blocks = {worker.worker_id: worker.total_kv_blocks for worker in fleet.workers}
     most = max((rank.prefill_tokens for rank in fleet.ranks), default=0) or 1
@@ -146,8 +146,8 @@ def _row(rank: FleetRank, before: FleetRank | None, total: int | None, most: int
 def _sums(
     ranks: Sequence[FleetRank], before: dict[RankKey, FleetRank]
 ) -> tuple[int, int, float, int]:
-    """Returns prompt tokens, cached prompt tokens, sum of TTFTs in s, and number of TTFTs: the
-    increases since `before`, or the totals if no request came after `before`."""
+    """Returns prompt tokens, cached prompt tokens, sum of TTFTs in s, and number of TTFTs. Counts
+    what was added since the state `before`; if no prompt tokens were added, counts everything."""
     now = _total(ranks)
     then = _total([before[_key(rank)] for rank in ranks if _key(rank) in before])
     if now[0] <= then[0]:

@@ -148,7 +148,7 @@ def json_excess(body: bytes | bytearray) -> str:
 
 
 def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
-    """Return which limit a MessagePack body exceeds, or "". Fields in `names` have a size limit."""
+    """Return which limit a MessagePack body exceeds, or "". `names`: fields of the body's type."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that encode the number of fields
@@ -266,7 +266,7 @@ def _without(body: Body, spans: list[tuple[int, int]], cut: bytes) -> bytes:
 
 
 def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """Decode a JSON text. None: invalid, too long, not ASCII, or many numbers that parse slowly."""
+    """Decode a JSON text; None if it is invalid, too long, not ASCII, or slow to parse (D32)."""
     if not rest.isascii():
         return None
     if _SHORT_REST_BYTES < len(rest) <= _MOST_REST_BYTES and has_costly_numbers(rest):
@@ -275,7 +275,7 @@ def _decoded_text(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
-    """Decode a body whose long lists were cut out; None for a body that is too long or invalid."""
+    """Decode a body from which long lists were cut out; None if it is too long or invalid."""
     if len(rest) > _MOST_REST_BYTES:
         return None
     try:
@@ -285,8 +285,8 @@ def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) -> T | None:
-    """Replace the placeholders in the decoded fields by the lists that were cut out of the body.
-    Return None if a field has no placeholder: its key is repeated, or in another field's value."""
+    """Put the lists that were cut out of the body into the decoded fields. Return None if a field
+    lacks its placeholder: the key was repeated, or found inside of another field's value."""
     if not isinstance(fields, PromptFields):
         return None
     if block is not None:

@@ -21,7 +21,7 @@ class LogHeader(msgspec.Struct):
 
 
 class LoggedCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A candidate rank's cost and the cost's terms, from before the request was reserved."""
+    """The cost of a candidate rank, and the cost's terms, before the request was reserved."""
 
     worker: int
     rank: int

@@ -22,7 +22,7 @@ class DiscoveryState(msgspec.Struct, frozen=True):
 
 
 class DiscoveredWorker(msgspec.Struct, frozen=True):
-    """A worker that --discover finds, or found until a short while ago."""
+    """A worker that --discover finds, or no longer finds but has not removed yet."""
 
     endpoint: str
     worker_id: int
@@ -33,7 +33,7 @@ class DiscoveredWorker(msgspec.Struct, frozen=True):
 
 
 class DiscoveredPeer(msgspec.Struct, frozen=True):
-    """A peer that --replica-sync-discover finds, or found until a short while ago."""
+    """A peer that --replica-sync-discover finds, or no longer finds but has not removed yet."""
 
     endpoint: str
     # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "refused" or "itself"

@@ -15,8 +15,8 @@ from lean_selector.wire.scalars import U32, NonNegative
 
 
 class PartitionDump(msgspec.Struct, frozen=True):
-    """One partition to write to GET /dump. `watermarks` has the number of each rank's last batch
-    before the dump. `runs` may contain blocks of later batches too."""
+    """One partition to write to GET /dump. `watermarks`: each rank's last batch number at the
+    start. `runs` is read while the dump is written, so it may also have blocks of later batches."""
 
     model_name: str
     tenant_id: str

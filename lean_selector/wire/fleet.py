@@ -68,7 +68,7 @@ class Fleet(msgspec.Struct):
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of GET /events: the changes since the previous event, or all if `whole` is true."""
+    """One event of GET /events: changes since the previous event; if `whole`, the full state."""
 
     whole: bool
     version: str

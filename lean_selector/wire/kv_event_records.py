@@ -91,7 +91,7 @@ class Skips:
 
 
 def record_of(event: ArrayEvent | MapEvent) -> Event | None:
-    """Return the record of a KV event, or None to ignore it. Raises ValueError if it is invalid."""
+    """Return a KV event's record for the index; None for an ignored type. May raise ValueError."""
     if isinstance(event, ArrayStored):
         return stored_record(event)
     if isinstance(event, MapStored):
@@ -115,7 +115,7 @@ def stored_record(
     salt: str | None = None,
     infos: MultimodalInfos | None = None,
 ) -> BlockStored:
-    """Return the record of a BlockStored event. Only events in map form have `salt` and `infos`."""
+    """Return a BlockStored event's record. Only MapStored has fields for `salt` and `infos`."""
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
@@ -154,7 +154,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """Return the token after the first `blocks` blocks, if it is among the lookahead tokens."""
+    """Return the token after the first `blocks` blocks, from `lookahead` (next tokens by block)."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None
@@ -168,7 +168,7 @@ def _u64(value: Hash) -> int:
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:
-    """Count an event's blocks with a hash and all their tokens. An EAGLE pair is one token."""
+    """Return how many of an event's blocks have a hash and all tokens (an EAGLE pair is one)."""
     size = event.block_size
     return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
 
@@ -203,8 +203,8 @@ def tier_of(medium: str | None) -> Tier | None:
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Whether an event's blocks are outside of the worker (D26). If `locality` is a text, only
-    LOCAL means inside. Otherwise, a text in `ownership` means outside. Other types are ignored."""
+    """Whether an event's blocks are outside of the worker (D26): `locality` is a text other than
+    LOCAL; or it is no text, but `ownership` is one. An empty text counts as none."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""
@@ -240,9 +240,9 @@ def _mm_hashes_of_block(
     keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
 ) -> list[int] | None:
     """Return the hashes of multimodal objects among a block's extra keys. An object's key is
-    [identifier, offset], or an identifier of 64 hex digits that is not the LoRA adapter's name. Of
-    64 hex digits, the first 16 are the hash; any other identifier is hashed. Offsets from `end` on
-    are skipped, and so are other keys. Keys of unknown types are counted in `unknown`."""
+    [identifier, offset], or a text of 64 hex digits other than the LoRA adapter's name. The hash is
+    the first 16 of 64 hex digits; other identifiers are hashed. Objects behind the block (offset >=
+    `end`), other texts, numbers and bytes are skipped. Other keys are counted in `unknown`."""
     hashes = []
     others = []
     for key in keys:

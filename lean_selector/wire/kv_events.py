@@ -119,8 +119,8 @@ def decode_small(payload: Bytes) -> EventBatch | None:
 
 
 def batch_slices(payload: Bytes) -> Slices:
-    """Decode a batch of KV events in steps of bounded work, which yield None if nothing can be
-    applied yet. Raises NotABatch at the first step, or not at all."""
+    """Decode a batch of KV events in steps of bounded work. Each step yields an EventBatch to
+    apply, or None if there is none yet. Only the first step may raise NotABatch."""
     try:
         dp_rank, pieces = _rank_and_pieces(memoryview(payload))
     except NotABatch:

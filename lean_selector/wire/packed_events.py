@@ -464,8 +464,8 @@ class _Reader:
             raise _Unusual
 
     def _plain_keys(self) -> None:
-        """Read an event's extra keys, which must be short texts. Stores the cache salt: the first
-        text that begins with ENGINE_SALT_PREFIX, in the first block. Skips other texts."""
+        """Read an event's extra keys, short texts. Stores as cache salt the first text of the first
+        block that begins with ENGINE_SALT_PREFIX. Skips the other texts."""
         count: i64 = self._array()
         is_first = True
         while count > 0:

@@ -70,7 +70,7 @@ def prompt_to_book(
 
 
 def _from_hashes(fields: PromptFields, *, with_local: bool) -> Prompt:
-    """Return a prompt that is given as hashes. `with_local` requires `block_hashes` too."""
+    """Return a prompt given as `sequence_hashes` and, if `with_local`, also as `block_hashes`."""
     local = b""
     if with_local:
         if is_absent(fields.block_hashes):

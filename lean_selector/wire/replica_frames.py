@@ -75,7 +75,7 @@ _KIND: dict[str, EventKind] = {name: kind for kind, name in _KIND_NAME.items()}
 
 
 def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
-    """Return the second ZMQ frame of a replica event, with its number. The first frame is TOPIC."""
+    """Return the second ZMQ frame of a replica event, numbered `sequence`. The first is TOPIC."""
     booking = event.booking
     data: Literal["MarkPrefillCompleted", "Free"] | AddVariant
     if event.kind is EventKind.ADD:

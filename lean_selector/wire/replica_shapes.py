@@ -107,7 +107,7 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """An encoded SnapshotLine without its age, and the values of its two fields that can change."""
+    """An encoded SnapshotLine without its age, and its prefill fields, which alone can change."""
 
     before: bytes  # the encoded text after the age
     after: bytes

@@ -40,8 +40,8 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
-    """Yield the text of GET /replica_sync/snapshot in parts. `clock` returns monotonic seconds, for
-    ages. `listed` must reflect the first `sequence` events that this replica published."""
+    """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the reservations after the
+    first `sequence` events of this replica. Ages are computed by `clock` (monotonic seconds)."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:

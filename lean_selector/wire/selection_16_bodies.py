@@ -120,7 +120,7 @@ class ProjectionRequest16(PromptFields, kw_only=True):
 
 
 class FetchPayload(msgspec.Struct, frozen=True):
-    """Blocks that the chosen engine can fetch, and the control endpoint of the blocks' source."""
+    """Blocks that the engine can fetch, and the control endpoint of the rank that has them."""
 
     block_hashes: tuple[int, ...]
     source_control_endpoint: str
@@ -149,8 +149,8 @@ class KvHint(msgspec.Struct, frozen=True):
 
 
 class Selection16(msgspec.Struct, frozen=True, gc=False):
-    """The answer to /select and /select_and_reserve. The fields before `model_name` are absent only
-    in answers to /select. The JSON keys have the order of the fields."""
+    """The answer to /select and /select_and_reserve. Of the fields before `model_name`, /select has
+    at most `selection_id`, if the request gave one. The JSON keys have the order of the fields."""
 
     selection_id: str | UnsetType
     sequence_hashes: tuple[int, ...] | UnsetType  # as signed integers

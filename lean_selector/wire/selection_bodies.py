@@ -94,8 +94,8 @@ class PromptFields(Scoped, kw_only=True):
     is_eagle: bool | None = None
 
     def check_shape(self) -> None:
-        """Raise msgspec.ValidationError for invalid hash lists, and for integers beyond 2**64 - 1.
-        Called after another check failed, so that a field of wrong type is reported first."""
+        """Raise msgspec.ValidationError for invalid hash lists and integers beyond 2**64 - 1.
+        Called when a handler refuses the request, because these errors are reported first."""
         check_ignored(self, "block_hashes")
         check_ignored(self, "sequence_hashes")
         if self.isl_tokens is not None:

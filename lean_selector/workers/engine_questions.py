@@ -100,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Reads block size, blocks and ranks from vLLM's /metrics. Returns False if none is there."""
+    """Copies block size, blocks and ranks from vLLM's /metrics; False if the metric is missing."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:

@@ -84,7 +84,7 @@ class ListedEndpoint(msgspec.Struct):
     labels: dict[str, str] = {}
 
     def entry(self) -> Particulars:
-        """Returns the worker's fields; label `model` is the model. ValueError for a bad port."""
+        """Returns endpoint and model (label `model`) of the worker. ValueError for a bad port."""
         if not str(self.port).isdigit() or not 1 <= int(self.port) <= 0xFFFF:
             raise ValueError(f"`{self.port}` of {self.address} is no port")
         place = Place(self.address, int(self.port))

@@ -61,9 +61,9 @@ def is_own_address_here(host: str) -> bool:
 
 @dataclass(eq=False)
 class PeerRoster:
-    """The peers that discovery finds. This replica is left out: `own_endpoint`, or `own_port` at an
-    address of this machine. Snapshots are fetched from a peer's `http_port` (TLS if `is_secure`),
-    unless `refusal(url)` returns a reason. Used only on the event loop's thread."""
+    """The peers that discovery finds, except this replica: the endpoint `own_endpoint`, or
+    `own_port` at an address of this machine. Snapshots are fetched from a peer's `http_port` (TLS
+    if `is_secure`) if `refusal(url)` is None. Used only on the event loop's thread."""
 
     mesh: Mesh
     own_port: int
@@ -85,8 +85,8 @@ class PeerRoster:
     def found(
         self, discovery: str, places: Iterable[Place], leaving: Iterable[Place], now: float
     ) -> None:
-        """Handles the list of all peers at one target of --replica-sync-discover. Peers that no
-        target lists any more are removed after a grace period."""
+        """Handles the list of all peers at the target `discovery`. A peer that no target lists any
+        more is removed after a grace period, or at once if it is in `leaving`."""
         self._found[discovery] = set(places)
         named = set[Place]().union(*self._found.values())
         for place in sorted(named):

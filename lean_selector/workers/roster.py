@@ -169,8 +169,8 @@ class Roster:
     # -- found workers -------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
-        """Updates the worker at the endpoint `key` after a target began or ceased to list it. If
-        several targets list the worker, the first target's description is used."""
+        """Applies a target's new list to the worker at the endpoint `key`. If several targets list
+        the worker, the first target's description of it is used."""
         by = [name for name, entries in self._found.items() if key in entries]
         known = self._known.get(key)
         if not by:

@@ -105,7 +105,7 @@ class DeviceRanks:
         return rank if rank is not None and strand in rank.names.rows else None
 
     def name_at(self, bit: int, place: int) -> bytes:
-        """Return the engine hash of the block at `place` for the rank with this bit number."""
+        """Return the engine hash that a rank has for the block at this place in the trie."""
         rank = self._by_bit[bit]
         assert rank is not None
         return rank.names.name_at(place)
@@ -159,8 +159,8 @@ class HashAliases:
                 del self._odd[strand]
 
     def names_at(self, ranks: int, place: int) -> list[tuple[bytes, int]]:
-        """Return the engine hashes of the block at `place`, each with the set of ranks that use
-        this hash. All of `ranks` must hold the block."""
+        """Return the engine hashes of the block at this place in the trie, each with the set of
+        ranks that use this hash. All of `ranks` must hold the block."""
         odd = ranks & self.of(place >> POSITION_BITS)
         alike, found = ranks ^ odd, dict[bytes, int]()
         if alike:
@@ -175,9 +175,9 @@ class HashAliases:
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
-        """Compare the engine hashes of blocks that a rank newly holds with those of another rank
-        that holds the same blocks. If hashes differ, or the search for such a rank takes too long,
-        record that the rank's hashes may differ."""
+        """Compare a rank's engine hashes of blocks in a run (`span`: which; `place`: of the first)
+        with those of another rank that holds these blocks. If hashes differ, or the search for such
+        a rank takes too long, record that the rank's hashes may differ from other ranks'."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)
@@ -271,7 +271,7 @@ class DeviceTier:
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """Along a prompt, remove ranks as holders of blocks that they lost when retired."""
+        """On a prompt's path, remove ranks as holders of blocks that `retire` has dropped."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -295,7 +295,7 @@ class DeviceTier:
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
-        """Return how many leading blocks of a prompt the ranks hold, and the runs along the prompt.
+        """Return how many leading blocks of a prompt the ranks hold, and its path (runs of blocks).
 
         The first list has pairs (leading blocks, set of ranks). No rank is in two sets, and no set
         is empty."""
@@ -317,9 +317,9 @@ class DeviceTier:
     def store(
         self, rank: DeviceRank, parent: int, names: bytes, local: bytes, counted: bool = False
     ) -> None:
-        """Store a chain of blocks on a rank, below the block at place `parent` (NOWHERE: the chain
-        starts a prompt). `names` and `local`: the blocks' engine hashes and local hashes, 8 bytes
-        each. `counted`: to drop a block that the rank already holds takes one more removal."""
+        """Store a chain of blocks on a rank, after the block at the place `parent` in the trie, or
+        NOWHERE for a prompt's start. `names`, `local`: the blocks' engine and local hashes, 8 bytes
+        each. `counted`: each block that the rank already holds then needs one more removal."""
         run, position = self.trie.root, 0
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
@@ -368,7 +368,7 @@ class DeviceTier:
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
         """Append the blocks of `local` from byte `done` on, as many as fit into a strand, for this
-        rank. Returns the blocks' run, the first block's position, and their end in `local`."""
+        rank. Returns their run, the first block's position in it, and their end byte in `local`."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
@@ -422,8 +422,8 @@ class DeviceTier:
             names.add_copy(name)
 
     def edge_to(self, rank: DeviceRank, place: int) -> bytes:
-        """Return the engine hash of the preceding block (empty for a prompt's first block),
-        followed by the local hash of the block at `place`."""
+        """Return the local hash of the block at this place in the trie, preceded by the engine hash
+        of the block before it (nothing for a prompt's first block)."""
         run, position = self.trie.resolve(place)
         local = bytes(run.label[position << 3 : (position + 1) << 3])
         if not position:
@@ -438,8 +438,8 @@ class DeviceTier:
         return bytes(row[start : start + 8]) + local
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Remove these engine hashes (8 bytes each) of a rank. A block is dropped with its last
-        hash or copy. Returns how many blocks were dropped."""
+        """Remove a rank's blocks by engine hash (8 bytes each). A block that was stored repeatedly,
+        or under several hashes, takes as many removals. Returns how many blocks were dropped."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)
@@ -448,7 +448,7 @@ class DeviceTier:
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the rank's blocks at these positions (bits), whose hashes are already removed."""
+        """Drop a rank's blocks at these positions (a bit mask); their hashes are gone already."""
         first = self.trie.strands[strand]
         if first.after is None:
             self._drop_blocks(rank, first, positions >> first.start)
@@ -531,7 +531,7 @@ class DeviceTier:
                 self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
-        """Drop this many blocks of a rank, strand by strand, oldest first, each from its end."""
+        """Drop this many blocks of a rank: its oldest part of the trie first, from the end."""
         while blocks:
             strand = next(iter(rank.names.rows))
             last = self._held_end(rank, strand) - 1

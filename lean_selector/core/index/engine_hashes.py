@@ -46,11 +46,11 @@ class EngineHashes:
         self.renamed: list[int] = []
 
     def find(self, name: int) -> int:
-        """Return the place of the block with the engine hash `name`, or NOWHERE."""
+        """Return the place in the trie of the block with the engine hash `name`, or NOWHERE."""
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
-        """Remove engine hashes. Returns the blocks without further hash: strand -> bit mask."""
+        """Remove engine hashes. Returns the blocks that have none left, as strand -> bit mask."""
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
@@ -123,7 +123,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Forget at least `count` copies and further hashes, or all if there are fewer."""
+        """Forget `count` or more repeated stores and further hashes of blocks, or all there are."""
         least = self.extra - count
         while self.extra > least and self.copies:
             self.extra -= self.copies.popitem(last=False)[1]
@@ -170,8 +170,8 @@ class EngineHashes:
             row[start : start + len(packed)] = packed
 
     def is_told_apart(self, names: Sequence[int]) -> bool:
-        """Whether these hashes must be removed one by one, because a block has copies or several
-        hashes, or blocks share a hash."""
+        """Whether these hashes must be removed one by one, because a block was stored repeatedly or
+        has several hashes, or because several blocks have the same hash."""
         if self.aliases or self.listed:
             return True
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
@@ -227,7 +227,7 @@ _LISTED = -1  # dict value of a name whose places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
-    """Finds the places of hashes with dicts from a hash to 64 places. Fast in plain Python."""
+    """Finds hashes: a dict gives 64 entries of `rows`, which are searched. Fast if not compiled."""
 
     __slots__ = ("_front", "_recent", "_shards")
 
@@ -308,7 +308,7 @@ class HashesInDicts(EngineHashes):
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
         """Overwrite these engine hashes in `rows` with 0, and add their positions to `gone`.
-        `segments`: the 64 places among which each hash is. Fast if hashes are neighbours."""
+        `segments`: per hash, which 64 entries of a row have it. Fast if hashes are neighbours."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1

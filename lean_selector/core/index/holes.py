@@ -30,7 +30,7 @@ def review(
     """If the index takes too much memory, evict blocks that cannot match, as earlier ones are gone.
 
     `evicted` gets a rank and the number of blocks that the rank has lost. A step takes some 50 us.
-    The generator returns how many blocks all ranks held before."""
+    The generator returns how many blocks all ranks held before these evictions."""
     kept = held = 0
     for strand in range(device.trie.numbered):
         if not strand % _STRANDS_PER_STEP:
@@ -81,8 +81,8 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Count the blocks between a strand's start and the nearest block before the strand that any
-    rank holds. If several strands follow these blocks, count only this strand's share."""
+    """Count the blocks directly before a strand that no rank holds, back to the last block that a
+    rank holds. If other strands follow these blocks too, count only this strand's share."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)
     for _ in range(_MOST_RUNS_ABOVE):

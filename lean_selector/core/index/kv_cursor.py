@@ -389,8 +389,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Record that the replay has reached batch `_top`, the newest one applied before. If a new
-        connection was made during the replay, the next replay must be compared with `_top`, too."""
+        """Record that the replay has reached `_top`, an applied batch that it should contain. If a
+        new connection was made during this replay, the next must be compared with `_top`, too."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 

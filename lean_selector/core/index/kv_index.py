@@ -36,7 +36,7 @@ DEFAULT_LOWER_TIER_BLOCKS = 1 << 23
 
 
 class Bounds:
-    """How many blocks each rank of a worker may have: (on the device, on each lower tier)."""
+    """How many blocks each rank of a worker may hold on the device, and on each lower tier."""
 
     __slots__ = ("_set", "default")
 
@@ -129,7 +129,7 @@ class KvIndex:
         self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
     def beside(self) -> "KvIndex":
-        """Return an empty index with the same block size, default limits and `bits`."""
+        """Return an empty index with this one's block size, default limits, `on_sweep`, `bits`."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -189,7 +189,7 @@ class KvIndex:
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """Yield up to `most` large runs of device blocks, parents first; None to allow a pause."""
+        """Yield up to `most` large runs of device blocks, parents first. None: you may pause."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
@@ -307,7 +307,7 @@ class KvIndex:
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """Let each of these device blocks, if stored several times, need one removal less."""
+        """Let each of these device blocks need one removal less, if it needs several."""
         rank = self._ranks.get(key)
         for name in names if rank is not None else ():
             assert rank is not None
@@ -367,7 +367,7 @@ class KvIndex:
     ) -> None:
         """Limit the blocks of each rank of a worker, on the device and on each lower tier; None
         means the default. Later calls of `sweep` evict the blocks above the limit. On the device,
-        the oldest run is evicted first, beginning at its end."""
+        the oldest stretch of the trie is evicted first, beginning at its end."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 
@@ -404,7 +404,7 @@ class KvIndex:
         return self._sweeps.go_on(steps)
 
     def do_in_steps(self, sweep: Iterator[None]) -> None:
-        """Let later calls of `sweep` advance this iterator."""
+        """Run the iterator `sweep`: a few steps now, the others in later calls of sweep()."""
         if self._sweeps.start(sweep) and self.on_sweep is not None:
             self.on_sweep(self)
 

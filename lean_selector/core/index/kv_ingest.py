@@ -284,7 +284,7 @@ class KvIngest:
         self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
     ) -> bool:
         """Whether to apply a stored event, judging by its KV cache group, block size and tier. If
-        not, the event is counted as skipped."""
+        not, counts it as skipped (only once for the parts of a long event)."""
         if event.part:
             if event.part is EventPart.FIRST:
                 self._is_rest_refused = False
@@ -306,7 +306,7 @@ class KvIngest:
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
         """Whether an event with another block size than the registered one is acceptable: it has no
-        tokens, or has parts of larger blocks (on the device, a part of one block)."""
+        size and no tokens, or a size that divides ours (on the device, only for a single block)."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -329,7 +329,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether blocks stored again need one more removal; not if the event reports a hit."""
+        """Whether a block stored again needs one more removal: not for a replay or a cache hit."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -339,9 +339,9 @@ class KvIngest:
     def _is_announced(
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
-        """Whether this event may only report a cache hit: it starts a prompt and stores nothing
-        new. If the batch's next event continues the prompt with new blocks, the engine is known to
-        report hits, and the blocks of earlier reports need one removal less."""
+        """Whether a stored event may only report a cache hit: it starts a prompt, and has no new
+        block. False once the engine is known to report hits, as new blocks followed such an event
+        in a batch. At that moment, blocks of earlier such events begin to need one removal less."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before

@@ -81,7 +81,7 @@ class Continuations:
             shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
 
     def only(self, bit: int) -> int:
-        """Return ~bit, the form in which a set of only this rank is stored (a shared object)."""
+        """Return ~bit, which is stored for a set of only this rank, as one shared int object."""
         while len(self._alone) <= bit:
             self._alone.append(~len(self._alone))
         return self._alone[bit]
@@ -178,8 +178,8 @@ class Edges:
                 del self._odd[key]
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
-        """Follow a prompt's `hashes` from byte `at` on, as long as all of `ranks` have the blocks.
-        Returns the engine hash of the last block, and the byte where this block ends."""
+        """Follow a prompt's `hashes` from byte `at` on, after the block `name` (engine hash), while
+        all of `ranks` have the blocks. Returns the last block's engine hash and its end (byte)."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0

@@ -1,13 +1,13 @@
 """The trie of runs: all prompts as runs of blocks, and the ranks that hold each block.
 
-A run is a sequence of consecutive blocks without a branch. Its label is the blocks' local hashes, 8
-bytes each. Runs are split where prompts diverge, and nowhere else. Here a rank is only a number,
-and a set of ranks is a bit mask. Engine hashes and lower tiers are stored elsewhere. Spec:
-indexer.md section 3.1.
+A run is a sequence of consecutive blocks without a branch. Its label has 8 bytes per block: the
+local hash, which covers the block's own tokens but not its prefix. Runs are split where prompts
+diverge, and nowhere else. A rank is a number here, a set of ranks a bit mask. Engine hashes and
+lower tiers are stored elsewhere. Spec: indexer.md section 3.1.
 
-A strand is a run as it was before its first split. After a split, the strand consists of several
-runs, and each block keeps its position in the strand. So a place, (strand, position), means the
-same block before and after a split."""
+A strand begins as one run, of up to 1024 blocks. Splits divide it into several runs, but each block
+keeps its position in the strand. So a place, (strand, position), means the same block before and
+after a split."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import ItemsView
@@ -147,11 +147,11 @@ class RunTrie:
 
     @property
     def numbered(self) -> int:
-        """A number above those of all strands (a strand is a run as it was before a split)."""
+        """How many strand numbers exist, in use or free. Each of them is below this number."""
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:
-        """Add a run below `parent`. `label`: the local hashes of the run's blocks."""
+        """Add a run below `parent`. `label`: a hash of 8 bytes for each block's own tokens."""
         strand = self._free.pop() if self._free else len(self.strands)
         run = self.strands[strand] = Run(strand, 0, label, parent)
         if parent.children is None:
@@ -160,7 +160,7 @@ class RunTrie:
         return run
 
     def resolve(self, place: int) -> tuple[Run, int]:
-        """Find the block with number `place`. Returns its run, and the position in the run."""
+        """Find the block at a place (see the module): its run, and its position in the run."""
         strand, position = place >> POSITION_BITS, place & POSITION_MASK
         pieces = self._split.get(strand)
         if pieces is None:
@@ -270,7 +270,7 @@ class RunTrie:
         return result, path
 
     def pieces(self, strand: int) -> list[Run]:
-        """Return the runs into which the run with the number `strand` was split, in order."""
+        """Return the runs of a strand in order: one, or several if it was split. [] if unknown."""
         pieces = self._split.get(strand)
         if pieces is not None:
             return list(pieces.runs)

@@ -47,7 +47,7 @@ class Matched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Edge(msgspec.Struct, gc=False):
-    """A block on a lower tier: parent's engine hash + local hash, engine hash, set of ranks."""
+    """A block on a lower tier: the key to find it below its parent, its engine hash, its ranks."""
 
     key: bytes  # engine hash of the parent (empty for a prompt's first block), then local hash
     child: bytes
@@ -111,7 +111,7 @@ class BlockStored(msgspec.Struct, gc=False):
 
 class PackedStored(msgspec.Struct, gc=False):
     """A `BlockStored` with lists packed into bytes; not for multimodal or EAGLE events. `names`:
-    the engine's hashes of the full blocks, which differ from each other and from `parent_hash`."""
+    the engine's hashes of the blocks. No two are equal, and none equals `parent_hash`."""
 
     names: bytes  # u64, little-endian
     parent_hash: int | None
@@ -126,9 +126,9 @@ class PackedStored(msgspec.Struct, gc=False):
 
 
 class BlockRemoved(msgspec.Struct, gc=False):
-    """Blocks that the engine no longer holds on one tier. Engines report each evicted block in its
-    own event, so one record combines consecutive events that differ only in their blocks. `events`
-    counts the events whose last block is in this record."""
+    """Blocks that the engine no longer holds on one tier. Consecutive events that differ only in
+    their blocks form one record, because engines send one event per evicted block. A long event is
+    split into several records. `events` counts the events that end in this record."""
 
     block_hashes: list[int]
     tier: Tier | None

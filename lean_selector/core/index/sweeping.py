@@ -28,7 +28,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Start an iterator that frees memory. Returns True if only this one is now unfinished."""
+        """Begin to free memory. Returns True if it is not done yet, and no other sweep is left."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False

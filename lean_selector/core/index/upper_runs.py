@@ -1,7 +1,7 @@
 """The largest runs of the index's trie, from the root down: the prefixes that prompts share.
 
 For display; no choice depends on this. A limited number of runs is visited. The size of a run is
-estimated as (blocks of the run that ranks hold) * (1 + children of the run)."""
+estimated as (its blocks, each counted once per rank that holds it) * (1 + number of children)."""
 
 import heapq
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def upper_runs(
 
 
 def _held(run: Run, in_use: int) -> tuple[int, int]:
-    """Return how many of the ranks `in_use` hold blocks of a run, and the sum of these blocks."""
+    """Return how many of the ranks `in_use` hold blocks of a run, and how many they hold in all."""
     holders = (run.whole & in_use).bit_count()
     held = holders * (len(run.label) >> 3)
     for bit, positions in (run.partial or {}).items():

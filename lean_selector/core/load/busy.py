@@ -79,14 +79,14 @@ class Headroom:
         """A rank has room up to `threshold` * max_num_batched_tokens waiting prefill tokens."""
         self._threshold = threshold
         self.below = self.idle = 0
-        self.avoided = 0  # ranks used only by requests that are restricted to them
+        self.avoided = 0  # draining ranks, and ejected ones while others serve
         self.came_free = 0
         self.now = -math.inf  # the latest time given
         self._limits: dict[RankKey, tuple[float, RankLimits]] = {}
 
     @property
     def free(self) -> int:
-        """The ranks with room, without ranks that only requests restricted to them may use."""
+        """The ranks with room, except draining ones, and ejected ones while there are others."""
         return self.below & self.idle & ~self.avoided
 
     def put(self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits) -> None:

@@ -118,7 +118,7 @@ class LoadOrder:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def place_of(self, key: float, first: int) -> int:
-        """Return the first position in `loads`, from `first` on, whose cost is at least `key`."""
+        """Return where in `loads`, from position `first` on, the first load costs `key` or more."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:

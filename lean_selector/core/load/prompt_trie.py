@@ -74,8 +74,8 @@ class PromptTrie:
         return freed_bytes // HASH_BYTES
 
     def weigh(self, run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
-        """Set the weight on a rank of the blocks that only the prompt that ends with `run` has.
-        Updates `weights`, the weights of the rank's blocks."""
+        """For those blocks of the prompt ending with `run` that no other prompt on the rank has,
+        set their weight in the rank's load. Updates `weights`, the weights of the rank's blocks."""
         while (parent := run.parent) is not None:
             if run.refs[rank] == 1:
                 _weigh_run(run, rank, weight, weights)

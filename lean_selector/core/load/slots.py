@@ -289,7 +289,7 @@ class Slots:
         }
 
     def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
-        """Like `active_prefix`, but returns (leading blocks, set of ranks) for disjoint sets."""
+        """Return pairs (n, set of ranks): requests there have exactly n of the leading blocks."""
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:

@@ -83,7 +83,7 @@ class Speeds:
         self._slow = 0  # the ranks with a step above 0
 
     def completed(self, reservation: Reservation, ttft_s: float | None, now: float) -> None:
-        """Learn from a first token, `ttft_s` seconds after the request's start (None: just now)."""
+        """Learn from a first token that came `ttft_s` seconds after the request; None: now."""
         tokens = reservation.ahead_tokens
         if tokens < LEAST_TOKENS:
             return

@@ -103,8 +103,8 @@ class CatchUp:
             _complete_prefill(held, now)
 
     def take(self, live: LiveBooking, now: float) -> Fate:
-        """Copy one reservation from a snapshot, with `touched_at` converted to our clock. Within a
-        partition, call this for the most recently active reservation first."""
+        """Copy one reservation from a snapshot; its `touched_at` must be in our clock's time.
+        Within a partition, call this for the most recently active reservation first."""
         fate = self._take(live, now)
         self.counts[fate] += 1
         return fate
@@ -226,7 +226,7 @@ def ended_meanwhile(
 
 
 def live_booking(target: ReplicaTarget, held: Reservation, own_router_id: int) -> LiveBooking:
-    """Return a live reservation, without output blocks, in the form in which a peer copies it."""
+    """Convert a live reservation for a snapshot. Blocks that the request generated are left out."""
     live = LiveBooking(
         target.model_name,
         target.tenant_id,

@@ -176,7 +176,7 @@ class ReplicaEvents:
 
     def kept_alive(self, target: ReplicaTarget, reservation: Reservation) -> None:
         """Publish the ADD of our request again, so that peers do not expire the request while it
-        only generates output. Peers without the request then count its blocks as load (D12)."""
+        only generates output. A peer without the request adds it, without prefill tokens (D12)."""
         hashes = target.slots.sequence_hashes_of(reservation)
         only_blocks = msgspec.structs.replace(
             reservation.booking, track_prefill_tokens=True, prefill_tokens=None
@@ -250,7 +250,7 @@ class ReplicaSequences:
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
-        """Record how many events a replica has sent. Returns how many recent events we missed."""
+        """Record a replica's last event number. Returns how many events up to it we missed."""
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
@@ -271,7 +271,7 @@ class ReplicaSequences:
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """Record an event number. Returns how many events up to number `before` were missed."""
+        """Record event number `sequence`. Returns how many new events up to `before` we missed."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:

@@ -1,4 +1,4 @@
-"""Find reservations of all partitions by id, and cache choices that can be booked by id."""
+"""Find reservations by id in all partitions; remember choices of `/select` that can be booked."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -180,9 +180,9 @@ class Bookings:
         *,
         books_prefill: bool = True,
     ) -> Booked:
-        """Book a rank that the client chose, whatever its load, and never queue. Books
-        `prefill_tokens` as prefill; nothing if it is None or `books_prefill` is False. Raises
-        BadRequest, NotFound or Conflict, with nothing booked."""
+        """Book a rank that the client chose, at once, whatever its load. Books `prefill_tokens`
+        tokens of prefill; none if it is None or `books_prefill` is False. Raises BadRequest,
+        NotFound or Conflict, with nothing booked."""
         if prefill_tokens is not None and prefill_tokens > prompt.isl_tokens:
             raise BadRequest(
                 f"effective_prefill_tokens ({prefill_tokens}) "

@@ -90,7 +90,7 @@ MAX_ENTRIES = MAX_RANKS  # D28; for each list and map of a record
 
 
 def check_limits(spec: WorkerSpec) -> None:
-    """Raise BadRequest if a worker's record has too many ranks, taints, endpoints or domains."""
+    """Raise BadRequest if a worker has too many ranks, taints, topology domains or endpoints."""
     size = spec.data_parallel_size
     if size is not None and size > MAX_RANKS:
         raise BadRequest(f"data_parallel_size {size} exceeds the maximum {MAX_RANKS}")
@@ -199,8 +199,8 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
 
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
-    """Return the endpoint that replays a rank's events. If the rank has no endpoint of its own, the
-    rank's offset is added to the port of the worker's replay endpoint (vLLM). Returns None if the
+    """Return the endpoint that replays a rank's events: the rank's own endpoint, or the worker's
+    with its port raised by (this rank - the worker's first rank), as in vLLM. Returns None if the
     worker has no replay endpoint, or (as in Dynamo) if the port would be too high. Raises
     ValueError for an invalid endpoint."""
     own = spec.replay_endpoints.get(dp_rank)

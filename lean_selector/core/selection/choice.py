@@ -72,8 +72,8 @@ class Cell:
 
 
 class Pricing:
-    """Computes what one request costs on the ranks of a cell. `LoadOrder` sorts ranks by load, with
-    a number as key. A rank's load adds between slope * key and reach * key to the cost."""
+    """Computes what one request costs on the ranks of a cell. `LoadOrder` gives each load a number,
+    its key. A load costs between slope * key and reach * key, before the cell's factor."""
 
     __slots__ = (
         "_decays",
@@ -126,14 +126,14 @@ class Pricing:
         return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
 
     def beyond(self, cell: Cell, least: float) -> float:
-        """Return a limit for slope * key, a lower bound of what a rank's load costs: ranks of the
-        cell above the limit cost more than `least`. NaN if the limit is unknown."""
+        """Return a limit: a rank of the cell costs more than `least` if slope * key (the least that
+        the rank's load costs) is above the limit. NaN if the limit is unknown."""
         least /= cell.factor
         return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
 
     def below(self, cell: Cell, most: float) -> float:
-        """Return a limit for reach * key, an upper bound of what a rank's load costs: ranks of the
-        cell below the limit cost less than `most`. NaN if the limit is unknown."""
+        """Return a limit: a rank of the cell costs less than `most` if reach * key (the most that
+        the rank's load costs) is below the limit. NaN if the limit is unknown."""
         if most < cell.floor * cell.factor:
             return -math.inf  # a rank may cost that much at any load
         most /= cell.factor
@@ -148,8 +148,8 @@ class Pricing:
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
     def at_least(self, cell: Cell, load: float) -> float:
-        """Return a lower bound of the cost on ranks of the cell whose load costs at least `load`.
-        Includes a margin for rounding errors. NaN if the bound is unknown."""
+        """Return the least that a prompt costs on those ranks of the cell whose slope * key is at
+        least `load`, less a margin for rounding errors. NaN if this is unknown."""
         cost = cell.rest + load
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 
@@ -261,7 +261,7 @@ def cells(
 
 
 def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
-    """Intersect each set of one list with each set of the other, and multiply their factors."""
+    """Return the intersections of the sets of two groupings; the factors are multiplied."""
     return [
         (factor * other, both)
         for other, alike in others
@@ -347,7 +347,7 @@ class DrawPart:
 
 
 class DrawBounds:
-    """Draws a rank by weight. Each part of the candidates has an upper bound of the weights."""
+    """Draws a rank by weight. `parts` has sets of ranks with upper bounds of their weights."""
 
     __slots__ = ("_least", "_order", "_pricing", "_spread", "_temperature", "parts")
 
@@ -405,13 +405,13 @@ class DrawBounds:
         return self._weight(cost)
 
     def _bound(self, cell: Cell, load: float) -> float:
-        """Return an upper bound of the weights of ranks whose load costs at least `load`."""
+        """Return an upper bound of the weights of the cell's ranks with slope * key >= `load`."""
         above = (self._pricing.at_least(cell, load) - self._least) / self._spread
         above /= self._temperature
         return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part into parts with tighter bounds. `others`: sum of other parts' `mass`."""
+        """Divide a part to tighten its bounds. `others`: sum of ranks * bound over other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
         return self._by_load(part, others * _LEFT)  # stop when this little mass is left
@@ -421,8 +421,8 @@ class DrawBounds:
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Divide the part by load, so that the bound of the weights falls by a fixed factor from
-        part to part. If a load's sort key does not determine the cost, each load becomes a part."""
+        """Divide the part by load. If a load's key determines the cost, each new part spans an
+        equal range of keys; otherwise each load becomes a part."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
         loads = order.loads

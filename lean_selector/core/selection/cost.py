@@ -11,10 +11,10 @@
     cost     = (prefill + blocks + Wr * active_requests) * taint factor
                - bonus, on the rank that a soft session is bound to
 
-`device`, `host`, `disk`: matched blocks on each tier; `isl`: the prompt's tokens. Settings: overlap
-credit C, its decay D, prefill load scale S, weights Wh (by default 0.75), Wd (0.25), Wr (0). All
-values are f64. If prefill is not tracked, prefill is 0 and decay is 1; with `--api 1.6`, blocks is
-then max(0, active_blocks + new_blocks - credit).
+`device`, `host`, `disk`: matched blocks on each tier; `new_blocks`: the prompt's blocks that no
+running request has there; `isl`: its tokens. Settings: overlap credit C, its decay D, prefill load
+scale S, weights Wh (by default 0.75), Wd (0.25), Wr (0). Values are f64. If prefill is not tracked,
+it is 0, decay is 1, and with `--api 1.6` blocks = max(0, active_blocks + new_blocks - credit).
 
 With the policy `latency`, D is 0 and S is 30: a block of prefill costs as much as 30 active blocks.
 A session's bonus counts 30-fold. The cost is multiplied by the rank's slowness

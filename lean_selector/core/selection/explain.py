@@ -59,8 +59,8 @@ def explained(
     best: int = 0,
 ) -> Explanation:
     """Explain the choice among the candidates `ranks`, and why other ranks are no candidates.
-    `is_steered`: the request goes to the rank of its session, or to its target. If `shown` is
-    given, include only the ranks in `shown` and the `best` cheapest candidates."""
+    `is_steered`: the request goes to its session's rank, or to a target that it names. If `shown`
+    is given, include only the ranks in `shown` and the N cheapest candidates, with N = `best`."""
     prompt, terms, order = request.prompt, request.terms, partition.order
     block_size = partition.block_size
     pricing = Pricing(partition, request, ranks)
@@ -180,8 +180,8 @@ def with_more(
     now: float,
     is_steered: bool = False,
 ) -> Placement:
-    """Return the answer for the chosen rank, with the optional parts that the request asks for
-    (`adds`). `ranks` are the candidates among which the choice was made."""
+    """Return the answer for the chosen rank, with the optional parts in `request.adds`. `ranks` are
+    the candidates among which the choice was made."""
     load, placement = chosen
     if request.adds & EXPLANATION:
         why = explained(partition, request, ranks, matches, now, is_steered)

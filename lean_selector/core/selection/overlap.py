@@ -33,7 +33,7 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
 
 
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
-    """Return how many of the prompt's blocks each rank has, even for ranks without a worker."""
+    """Return how many of the prompt's blocks each rank has, also ranks of unregistered workers."""
     matches = partition.index.match(local_hashes)
     if partition.predicted is not None:
         for key, predicted in partition.predicted.match(local_hashes).items():
@@ -101,8 +101,8 @@ def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
 
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
-    """Return a table: for each rank, the position of the set that contains the rank. Returns None
-    if walking over all sets `times` times is cheaper than the table. The sets are disjoint."""
+    """Return a table: for each rank, the position in `sets` (disjoint) of the set with this rank.
+    Returns None if walking over all sets `times` times, as the caller would, is cheaper."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)

@@ -121,7 +121,7 @@ class Line:
         self.leads_to = 0
 
     def open_worker(self, worker: SchedulableWorker) -> None:
-        """Add those ranks of a new worker that requests of this line may use."""
+        """Add those ranks of a new worker that these queued requests may use."""
         pinned, allowed, required = self.ties
         if not required <= worker.taints:
             return
@@ -141,8 +141,8 @@ class Line:
         self.leads_to &= ~worker.mask
 
     def is_open(self, room: Headroom) -> bool:
-        """Whether a request of this line, which is a part of the queue, can be placed now on a rank
-        below the queue's threshold."""
+        """Whether one of these queued requests can be placed now, on a rank below the queue's
+        threshold."""
         if self.ties[0] is None:
             return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
@@ -504,7 +504,7 @@ class Partition:
                 del self.tainted[taint]
 
     def unclaimed(self) -> list[int]:
-        """Return the workers with blocks copied from a peer that are not registered, sorted."""
+        """Return the ids, sorted, of unregistered workers whose blocks were copied from a peer."""
         recovered = self.index.workers() | {worker_id for worker_id, _ in self.watermarks}
         return sorted(recovered - self.workers.keys())
 

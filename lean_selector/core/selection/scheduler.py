@@ -1,5 +1,5 @@
-"""Find the ranks that a request may use, prefer the rank of its session or target, and make the
-answer for a chosen rank. `choice.py` chooses among the ranks.
+"""Find the ranks that a request may use, prefer the rank of its session or the target that it
+names, and make the answer for a chosen rank. `choice.py` chooses among the ranks.
 
 Spec selection.md 3.1, 3.3 and 4."""
 
@@ -127,8 +127,8 @@ def placed(
 
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """Return the usable ranks of the request's target or hard session; `ranks` if there are none.
-    For a soft session, return `ranks`, and store the session's ranks in `request.favoured`."""
+    """Return the usable ranks of the target that the request names, or else of its hard session;
+    `ranks` if there are none. A soft session only sets `request.favoured`: its ranks cost less."""
     target, sessions = request.target, partition.sessions
     if target is not None:
         return (
@@ -159,8 +159,8 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Raise BadRequest or Unavailable if the request is pinned to another rank than its target,
-    unless the target could not be used without the pin either."""
+    """Raise BadRequest or Unavailable if the request is pinned to another rank than the target that
+    it names, unless the target could not be used without the pin either."""
     target, pinned = request.target, request.pinned
     assert target is not None, "it has one"
     assert pinned is not None, "it has one"
@@ -179,8 +179,8 @@ def check_target(partition: Partition, request: SelectionRequest) -> None:
 def check_session(
     partition: Partition, session_id: str, worker_id: int, dp_rank: int, now: float
 ) -> None:
-    """Check whether a request of a hard session may be booked on this rank. If the session is bound
-    to another rank that is still eligible, end the binding and raise BadRequest (D39)."""
+    """Raise BadRequest if sessions are hard (stay on their rank), and this one is bound to another
+    rank that is still eligible. Its binding is then dropped (D39)."""
     sessions = partition.sessions
     if sessions is None or sessions.is_soft:
         return

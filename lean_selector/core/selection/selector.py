@@ -161,7 +161,7 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place a queued request. If it `passes` others, use only ranks below the threshold."""
+        """Place a queued request; if it overtakes others (`passes`), only below the threshold."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)

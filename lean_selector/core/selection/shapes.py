@@ -143,7 +143,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """Cached prompt tokens per tier, on the worker's best rank. cpu includes gpu; disk, both."""
+    """Prompt tokens that the worker's best rank has cached on each tier or on a faster tier."""
 
     longest_matched: int
     gpu: int
@@ -192,7 +192,7 @@ class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Explanation(msgspec.Struct, frozen=True, gc=False):
-    """Why a rank was chosen. `drawn` is only_candidate, lowest_cost, uniform_tie or softmax."""
+    """Why a rank was chosen. `drawn`: how (only_candidate, lowest_cost, uniform_tie, softmax)."""
 
     drawn: str
     tied_ranks: int  # candidates at the lowest cost
@@ -259,7 +259,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class CachedSelection(msgspec.Struct, frozen=True, gc=False):
-    """What is needed to book the result of a `/select` later."""
+    """The result of a `/select`, kept so that a later request can book it by its selection id."""
 
     worker_id: int
     dp_rank: int
@@ -310,7 +310,7 @@ class OverlapRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class SharedCache(msgspec.Struct, frozen=True):
-    """The `shared_cache` of /overlap_scores. The values never change: there is no shared cache."""
+    """The `shared_cache` of /overlap_scores: always empty, as no shared cache is supported."""
 
     enabled: bool = False
     total_hit_blocks: int = 0

@@ -1,8 +1,8 @@
 """Recent choices and their reasons, collected only while the web page (`service/ui.py`) is open.
 
 To explain a choice, the cost of every candidate is computed, so only a sample of the choices is
-explained. `hits` counts, for each `Run` (consecutive blocks) of the index, the prompts that
-matched its blocks."""
+explained. `ChoiceWatch.hits` is filled by every choice: for each `Run` (consecutive blocks) of the
+index, it has the number of prompts that matched the run."""
 
 from collections import deque
 from typing import Final

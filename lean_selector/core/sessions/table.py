@@ -61,8 +61,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """Bindings get rising numbers from `first_sequence()` on: with peers, the Unix time in
-        nanoseconds, to rise across restarts too. `tell` publishes a binding (None: no peers)."""
+        """Bindings get rising numbers from `first_sequence()` on. With peers, it is the Unix time
+        in ns, so numbers rise across restarts. `tell` publishes a binding (None: no peers)."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
@@ -141,7 +141,7 @@ class SessionTable:
 
     def release(self, reservation_id: str, now: float, *, tells: bool = True) -> None:
         """Record the end of a reservation. If the session's binding has not changed since the
-        booking, renew the binding and publish it."""
+        booking, renew the binding and, if `tells`, publish it."""
         lease = self._leases.pop(reservation_id, None)
         if lease is None:
             return
@@ -159,7 +159,7 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def refuse(self, session_id: str) -> None:
-        """Drop a session's binding, and count a refused booking."""
+        """End a session's binding because a request asked for another rank; count the refusal."""
         self.counts.refused += 1
         self._drop(session_id)
 
@@ -256,8 +256,8 @@ class SessionTable:
         return sequence
 
     def _rest(self, session_id: str, binding: Binding) -> None:
-        """Move a binding without live reservations to the end of `_idle`, which is sorted by time
-        of expiry."""
+        """Move a binding without live reservations to the end of `_idle`. `sweep` removes expired
+        bindings from the start of `_idle`."""
         self._idle[session_id] = binding
         self._idle.move_to_end(session_id)
 
