@@ -356,5 +356,5 @@ class ZmqKvEventPublisher(KvEventPublisher):
     """A publisher with the name and signature that Dynamo documents. Rank 0 only, no replay."""
 
     def __init__(self, zmq_endpoint: str, kv_block_size: int, topic: str = "") -> None:
-        """Binds zmq_endpoint. Raises as KvEventPublisher does."""
+        """Binds zmq_endpoint. Raises ValueError, OSError or zmq.ZMQError, like the base class."""
         super().__init__(kv_block_size=kv_block_size, endpoint=zmq_endpoint, topic=topic)

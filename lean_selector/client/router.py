@@ -253,7 +253,7 @@ class KvRouter(AsyncClosing):
         lora_name: str | None = None,
         cache_salt: str | None = None,
     ) -> dict[str, Any]:
-        """Returns how many of the prompt's blocks each rank has cached, as /overlap_scores does."""
+        """Returns the answer of /overlap_scores: how much of the prompt each rank has cached."""
         prompt = Prompt(token_ids, lora_name, cache_salt)
         return await self._routing.overlap_scores(prompt, router_config_override)
 

@@ -225,7 +225,7 @@ class Routing:
             raise
 
     async def _give_back(self, reservation: Reservation) -> None:
-        """Releases a reservation. Waits for this if the user chose the id: a retry reuses it."""
+        """Releases a reservation. Waits if the user chose its id, because retries reuse this id."""
         if reservation.is_named:
             await self.driver.release_now(reservation)
         else:

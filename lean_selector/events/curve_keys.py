@@ -59,7 +59,7 @@ def new_pair() -> KeyPair:
 
 
 def check_curve(flag: str) -> None:
-    """Raise BadKeys (a ValueError) if this libzmq cannot encrypt."""
+    """Raise BadKeys if this libzmq has no CURVE. The error text begins with `flag`."""
     if not zmq.has("curve"):
         raise BadKeys(f"{flag}: libzmq {zmq.zmq_version()} was built without CURVE")
 
@@ -141,8 +141,8 @@ def _key(text: str) -> bytes | None:
 
 
 def _is_of_no_key(line: str, words: list[str]) -> bool:
-    """Whether a line of a list file has no key because it is a comment (no key begins with `#`), or
-    a section name or a metadata entry of a certificate."""
+    """Whether a line without a key is allowed in a list file: a comment, which begins with `#`, or
+    a certificate's section name or metadata entry."""
     return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None
 
 

@@ -39,7 +39,7 @@ class IngestTurns:
             self._schedule(asyncio.get_running_loop())
 
     async def run(self, drain: Drain) -> None:
-        """Call `drain(deadline)` in time slices while it returns True. Raises what it raises."""
+        """Call `drain(deadline)` in time slices while it returns True; raise its exceptions."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def done(error: Exception | None) -> None:

@@ -49,8 +49,8 @@ class KvReplay:
         may_go_on: Callable[[float], bool],
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
-        """`on_reply(frames)` takes a reply, and returns True if no further one is needed.
-        `may_go_on(deadline)` continues to apply the previous reply, and returns True at its end."""
+        """`on_reply(frames)` starts to apply a reply, and returns True if no other is needed.
+        `may_go_on(deadline)` applies more of it, and returns True when all of it is applied."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on

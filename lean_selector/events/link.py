@@ -443,7 +443,7 @@ class Link:
             raise OSError(error.errno, error.strerror) from None
 
     def _hear(self) -> None:
-        """Read libzmq's reports on an attempt to connect. Stop waiting if the attempt has ended."""
+        """Read libzmq's reports on an attempt to connect. `_reach` goes on when it has ended."""
         assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Backlog:
-    """Counts the unused bytes that a connection received. `shed(size)` makes it drop that many."""
+    """Counts the unused bytes that a connection received. `shed(size)` drops about that many."""
 
     def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0

@@ -1,7 +1,7 @@
 """Receives the load that an engine publishes per rank: SGLang's `LoadStat`.
 
-A report is a gauge: a rank's newest report replaces the previous one. Their sequence numbers are
-ignored, and lost reports are not requested again. The socket on which a report arrives determines
+A report is a gauge: a rank's newest report replaces the previous one. Sequence numbers of reports
+are ignored, and lost reports are not requested again. The socket on which a report arrives tells
 the rank. Imported when a worker with a `load_endpoint` is registered."""
 
 import logging
@@ -106,7 +106,7 @@ class LoadStreams:
         self._streams: dict[int, dict[int, LoadStream]] = {}  # worker id -> rank -> stream
 
     def follow(self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None) -> None:
-        """Subscribe to a worker's load reports at `endpoints` (by rank), and end all others."""
+        """Subscribe to a worker's load reports at `endpoints` (by rank); unsubscribe elsewhere."""
         streams = self._streams.pop(worker_id, {})
         for dp_rank, stream in list(streams.items()):
             if endpoints.get(dp_rank) != stream.endpoint or stream.slots is not slots:

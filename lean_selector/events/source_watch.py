@@ -62,7 +62,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Return why prompts cannot match the rank's blocks although the block size is right."""
+    """Return why prompts cannot match the rank's blocks, if no event had another block size."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events have less than a block"
     told = str(ingest.is_eagle).lower()

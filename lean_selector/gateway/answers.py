@@ -265,7 +265,7 @@ class Additions:
         return request.with_fields(**self._fields) if self._fields else request.body
 
     def reader(self) -> AnswerReader | None:
-        """Returns what must process the answer, or None if the answer is relayed unchanged."""
+        """Returns the reader to pass the answer through, or None to relay the answer unchanged."""
         if self._on_ids is None and not self._drops_usage:
             return None
         return AnswerReader(self._on_ids, strips=self._strips, drops_usage=self._drops_usage)

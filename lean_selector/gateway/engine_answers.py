@@ -77,7 +77,7 @@ class EngineAnswers:
         return told is not None and told.version >= _REPORTS_IN_FULL
 
     async def adapted(self, name: str, tenant_id: str) -> tuple[Served, frozenset[int]] | None:
-        """Returns a LoRA adapter's base model, and the workers that have loaded the adapter."""
+        """Returns a LoRA adapter's base model and workers. None if no worker has the adapter."""
         found = self._adapted(name, tenant_id)
         bases = (
             self._bases(tenant_id)
@@ -276,7 +276,7 @@ def _tokens(body: bytes) -> bytes | None:
 
 
 def tokens_body(request: ModelRequest, model: str, path: str) -> bytes:
-    """Returns the body of a request to an engine's `path` for the tokens of `request`'s prompt."""
+    """Returns the JSON body of POST `path`, which asks an engine to tokenize `request`'s prompt."""
     if path != _TOKENIZE:
         fields: dict[str, object] = {**request.fields, "model": model}
         fields.pop("stream", None)

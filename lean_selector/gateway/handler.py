@@ -229,7 +229,7 @@ class GatewayHandler:
                 proxied.lease.touch()
 
     def _log_troubles(self) -> None:
-        """Logs one line per kind of failure and worker, since a killed worker fails many
+        """Logs one line per kind of failure and worker, because a killed worker fails many
         requests."""
         troubles = self._counts.troubles
         for (worker, trouble), requests in troubles.items():
@@ -263,7 +263,7 @@ def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Conn
 
     /health and /ready need no token. Lists of models need the role `read`; all other requests need
     `write`, because they use a worker. The token is meant for the gateway, so it is not forwarded.
-    Refusals are in OpenAI's format. `connections` are the server's connections."""
+    Refusals are in OpenAI's format. The server's `connections` do not wait for refused bodies."""
     connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 
     def app(request: Request) -> bytes | PendingReply:

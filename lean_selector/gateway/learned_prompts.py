@@ -72,7 +72,7 @@ class _Run:
 
 
 class _Entry:
-    """A stored prefix. Its block hashes are the first in `run`, a prompt that begins with it."""
+    """A stored prefix. `run` has a prompt's block hashes; those of this prefix come first there."""
 
     __slots__ = ("asked", "is_guess", "run", "shared", "tail", "tokens")
 
@@ -85,7 +85,7 @@ class _Entry:
         self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Returns the block hashes of a former prompt that was exactly this prefix."""
+        """Returns the block hashes of the prompt that was just this prefix. Needs `asked` >= 0."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
@@ -221,8 +221,8 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Adds entries for prefixes between number `at`, which has `known` (tokens, bytes), and the
-        whole prompt, which has `whole` (tokens, blocks). Tokens are estimated from bytes."""
+        """Adds entries for the prefixes between prefix `at` and the whole prompt. `known`: tokens
+        and bytes of prefix `at`. `whole`: the prompt's tokens and blocks. Tokens are estimated."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)

@@ -51,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """A message's hashes, of 8 bytes for each LINK_BYTES of its `size` bytes of compact JSON."""
+    """A message's hashes: 8 bytes per LINK_BYTES of its compact JSON, which has `size` bytes."""
 
     hashes: bytes
     size: int

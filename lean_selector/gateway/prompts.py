@@ -32,9 +32,9 @@ from lean_selector.wire.scalars import packed_u32
 class Routed:
     """A raw OpenAI request, with the block hashes of its prompt.
 
-    If `why_not` is None, all hashes were computed from the prompt's tokens. UNMARKED: they were
-    too, but without the request's `cache_salt`. For any other `why_not`, only a prefix has computed
-    hashes; the other blocks, up to the estimated length `prompt.isl_tokens`, have random hashes."""
+    If `why_not` is None or UNMARKED, all hashes were computed from the prompt's tokens (UNMARKED:
+    without the request's `cache_salt`). For any other `why_not`, only a prefix has computed hashes;
+    the other blocks, up to the estimated length `prompt.isl_tokens`, have random hashes."""
 
     model_name: str  # as registered; for an adapter its base model
     tenant_id: str

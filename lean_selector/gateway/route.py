@@ -159,7 +159,7 @@ class RouteHandler:
     def _wait(
         self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
-        """Answers `pending` when the queued request `parked` leaves the queue."""
+        """When `parked` leaves the queue, answers `pending`. `told(selection)` makes the answer."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):

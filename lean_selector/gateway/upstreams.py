@@ -27,8 +27,8 @@ class WorkerLease:
         dp_rank: int | None = None,
         overlap_tokens: int | None = None,
     ) -> None:
-        """`dp_rank` is None if the worker has only one rank; `overlap_tokens` is None if the
-        selector did not choose the worker."""
+        """If the selector did not choose the worker, only `endpoint` is given. `dp_rank` is also
+        None if the worker has only one rank."""
         self.endpoint = endpoint
         endpoint.users += 1
         self.worker_id = worker_id
@@ -128,7 +128,7 @@ class Rotation:
             self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Ends ejections that are over, and closes idle connections. Call this every second."""
+        """Ends past ejections; closes connections that are idle, or silent for `silence_s`."""
         self._now = now
         self._health.settle(now)
         for endpoint in list(self.endpoints.values()):
@@ -191,13 +191,13 @@ class Directory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the command line names workers and all of them can be chosen. Then all their
+        """Whether the command line names workers, and all are registered and schedulable. Then all
         models are known, so the gateway can answer that an unknown model does not exist."""
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of the workers that serve a model. If there are none, returns the
-        command line's workers whose models are not known yet. None means any worker."""
+        """Returns the base URLs of a model's workers; if none, of the command line's workers whose
+        models are unknown; if none again, or if `model` is None, returns None (any worker)."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]

@@ -205,7 +205,7 @@ class AllowedEndpoints:
 
     def refusal(self, endpoint: str) -> str | None:
         """Return in one line why an endpoint is refused. Returns None if the endpoint is allowed,
-        or if `among` must first check the addresses of its host name."""
+        or if this depends on the addresses of its host name, which `among` checks."""
         try:
             target, patterns = self._judged(endpoint)
         except ValueError:

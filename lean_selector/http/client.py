@@ -325,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
     def send(
         self, head: bytes, body: bytes | bytearray, receiver: Receiver, answers_head: bool = False
     ) -> None:
-        """Send a request. `receiver` is called after this returns. `answers_head`: it is a HEAD."""
+        """Send a request. `receiver` is called after this returns. `answers_head`: set for HEAD."""
         transport = self._transport
         assert transport is not None
         assert self._receiver is None, "one request at a time"
@@ -475,8 +475,8 @@ class ClientConnection(asyncio.Protocol):
         return data
 
     def _end(self, receiver: Receiver, is_clean: bool) -> None:
-        """End the answer. `is_clean`: no bytes follow it. The connection is kept for reuse if this
-        is so, the server allows it, and the whole request was written."""
+        """End the answer. `is_clean`: no bytes follow the answer. The connection is kept for reuse
+        if `is_clean`, the server allows it, and the whole request was written."""
         self._receiver = self._relay = None
         self.resume()
         if self._keeps and is_clean and self._is_sent and self.is_open:
@@ -492,7 +492,7 @@ class Upstream:
     __slots__ = ("_idle", "host_line", "now", "number", "open", "text", "url", "users")
 
     def __init__(self, text: str, number: int = 0, now: float = 0.0) -> None:
-        """`text` is the base URL, `number` the caller's id for it. Raises ValueError."""
+        """`text` is the base URL; `number` is the caller's id of the server. Raises ValueError."""
         self.text: Final = text.rstrip("/")
         self.number: Final = number
         self.url: Final = Url(self.text)

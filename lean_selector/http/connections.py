@@ -152,7 +152,7 @@ class Connections:
             connection.abort()
 
     def forget(self, connection: Connection) -> None:
-        """Remove a closed connection; or remove one from `greeting` at the end of its handshake."""
+        """Remove a connection that was closed, or that has completed its TLS handshake."""
         self.greeting.discard(connection)
         self.open.discard(connection)
         self.told.discard(connection)

@@ -219,7 +219,7 @@ class HttpProtocol(asyncio.Protocol):
         self.transport.abort()
 
     def settle(self) -> None:
-        """Close the connection, refuse malformed input or send `100 Continue`, whichever is due."""
+        """Close the connection, refuse bad input or send `100 Continue`, if one of these is due."""
         reader = self._reader
         if self._holds & _ENDED:
             return
@@ -246,7 +246,7 @@ class HttpProtocol(asyncio.Protocol):
         return bool(self._queue) or bool(self._reader.waiting)
 
     def _take(self, data: bytes) -> None:
-        """Read some of the waiting bytes and `data`, and answer the completed requests."""
+        """Read the waiting bytes and then `data`, up to a limit. Answer the completed requests."""
         begins = not self._reader.is_unfinished
         requests = self._reader.feed(data)
         if begins or requests:
@@ -372,7 +372,7 @@ class HttpProtocol(asyncio.Protocol):
         self._proceed()
 
     def _proceed(self) -> None:
-        """Continue with queued requests and unread bytes, unless a bit of `_holds` is set."""
+        """Continue with queued requests or unread bytes, unless `_holds` has a reason to wait."""
         if not self._holds:
             if self._reader.waiting and not self._queue:
                 self._take(b"")

@@ -4,8 +4,8 @@ Responsible for framing: the start and end of a request, and all limits on its s
 their headers, so httptools (llhttp) parses only header sections that are not cached. If a section
 is not found in the cache, it is looked up again without the lines that vary per request
 (content-length, traceparent, ids). After many sections that differ only in the content length, the
-text around it is compared before any look-up (`LengthFrame`). The `authorization` line is never
-cached: each connection recognizes its own line (`CredentialLine`). Follows RFC 9112; limits and
+text around the length is compared before any look-up (`LengthFrame`). The `authorization` line is
+not cached: each connection recognizes its own line (`CredentialLine`). Follows RFC 9112; limits and
 statuses are in spec selection.md 1.1 and slot_tracker.md 1.2.
 
 Request smuggling exploits two servers that disagree on where a request ends. Therefore the
@@ -255,7 +255,7 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """Cut the `authorization` line out of a header section, and look up or parse the rest."""
+        """Cut out the `authorization` line. Take the rest from the cache, or parse the rest."""
         credentials = self._credentials
         # The known line is already cut out, so any remaining one is a second one.
         is_second = credentials is not None and credentials.credential is not None

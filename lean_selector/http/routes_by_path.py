@@ -44,9 +44,9 @@ class RouteTable(Generic[T]):
     """Routes, each declared once as (method, template, value): `("DELETE", "/workers/{worker_id}",
     ...)`.
 
-    A template may have one parameter in braces, as its second segment. If that is also its last
-    segment, `{name*}` matches the rest of the path. GET routes also answer HEAD. Raises ValueError
-    for a route that is declared twice, and for a parameter that is not the second segment."""
+    A template may have one parameter, `{name}`, as its second segment. A parameter at the end may
+    also be `{name*}`, which matches the rest of the path. GET routes also answer HEAD. Raises
+    ValueError for a route declared twice, and for a parameter that is not the second segment."""
 
     def __init__(self, routes: Iterable[tuple[str, str, T]]) -> None:
         self._literal: dict[bytes, _Resource[T]] = {}

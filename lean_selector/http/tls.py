@@ -185,7 +185,7 @@ class TlsConnection(asyncio.Protocol):
     # called by Connections, during the handshake
 
     def expire(self, now: float) -> None:
-        """Drop the connection if the timeout of the handshake (see Timeouts) has passed."""
+        """Drop the connection if its handshake, or the time since it failed, exceeds a timeout."""
         connections = self._door.connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since

@@ -366,8 +366,8 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """Calls a route's handler that answers at once, and returns its response. If the selector
-        has not started and no event loop is running, returns `before` instead."""
+        """Calls a handler and returns its response. If the selector has not started and cannot
+        start, because no event loop is running, returns `before`, an empty selector's response."""
         if self._running is None and not _is_on_a_loop():
             return before
         running = self._start()
@@ -594,7 +594,7 @@ def _decoded(result: object) -> Any:
 async def _awaited(
     handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
 ) -> Any:
-    """Calls a handler and awaits the response. If cancelled after success, calls `undo` with it."""
+    """Calls a handler, awaits the response. If cancelled after success, calls `undo(response)`."""
     result = _called(handler, *arguments)
     if not isinstance(result, LaterReply):
         return _decoded(result)

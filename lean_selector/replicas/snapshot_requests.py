@@ -114,7 +114,7 @@ class CatchingUp:
         self._again.set()
 
     def missed(self) -> None:
-        """Schedule a catch-up, because peers' events were missed. Failures double the delay."""
+        """Schedule a catch-up for missed events. One that recovers none doubles the delay."""
         if self._mending is None:
             left_s = self._mend_not_before - time.monotonic()
             self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
@@ -126,7 +126,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """Schedule a catch-up if events are missing. `mended`: the last one recovered some."""
+        """Schedule a catch-up if events are missing. `mended`: the last catch-up recovered some."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -159,7 +159,7 @@ class CatchingUp:
 
     async def _run_once(self) -> None:
         """Copy peers' reservations once. Then, until the catch-up ends or another one is due, add
-        the reservations whose rank gets registered. At the end, drop the others."""
+        reservations whose rank gets registered. Drop the others, unless another one is due."""
         again = self._again
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())
@@ -213,8 +213,8 @@ class CatchingUp:
 
     async def _take_from_all(self, occasion: Occasion) -> bool:
         """Copy each peer's own reservations. Returns True if this recovered missed events.
-        A third replica's reservations in the snapshot are copied only if that replica did not
-        answer, and we may have missed its events."""
+        Another replica's reservations in a peer's snapshot are copied only if that other replica
+        did not answer, and we may have missed its events."""
         heard = self._sync.heard
         began = time.monotonic()
         told: list[tuple[int, int]] = []  # (router id, event number) of replicas that answered

@@ -125,7 +125,7 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Writes the decision log from the choices and the events of reservations that it is told of.
+    """Writes the decision log, from the choices and the events of reservations that callers report.
     Passes the events on to `then`. Requests without block hashes are not logged."""
 
     def __init__(
@@ -138,7 +138,7 @@ class DecisionLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`share` is the fraction of requests to log, sampled by request id. `clock` must be the
-        clock of the reservations' times. Opens the file for appending. Raises StartError."""
+        clock of `Reservation.touched_at`. Opens the file for appending. Raises StartError."""
         try:
             self._file = RotatingFile(path, most_bytes, header_of(settings, share))
         except OSError as error:

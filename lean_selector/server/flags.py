@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag's name, limits and parser (`each`). Without one, values are parsed by field type."""
+    """A flag's name and limits. `each` parses its value; if None, the field's type says how."""
 
     name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()

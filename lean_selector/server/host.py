@@ -168,7 +168,7 @@ async def _under_watch(service: Coroutine[object, object, None]) -> None:
 
 
 def new_zmq_context() -> zmq.asyncio.Context:
-    """Creates a ZMQ context. Before, raises the process's limit of open files as far as allowed."""
+    """Raises the process's limit of open files as far as allowed, and creates a ZMQ context."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -397,7 +397,7 @@ class PromptsFlags:
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
     memory_mb: maximum memory for the known tokens of earlier prompts, in MiB
     ask_from_bytes: tokenize a prompt if at least this many of its bytes are unknown; `none`: never;
-      unset: 0, or 16384 with --prompts learn if the engine's answer has the token ids
+      unset: 0; the gateway with --prompts learn: 16384 on paths whose answers have token ids
     ask_timeout_s: timeout of tokenization by an engine; then only known blocks are matched
     """
 

@@ -310,9 +310,9 @@ def restore_reservations(
     now: float,
     wall_now: float,
 ) -> tuple[int, int]:
-    """Restores reservations. Returns how many were restored, and how many were dropped: their rank
-    is gone, or they were idle for `expiry_s` (copies of peers' reservations: `copies_expire_s`).
-    Calls `book(reservation, peer)` for the others by last use. `peer`: id of the admitting replica
+    """Restores reservations. Returns how many were restored, and how many were dropped: idle for
+    longer than `expiry_s` (copies of peers' reservations: `copies_expire_s`), or refused by `book`.
+    Calls `book(reservation, peer)`, least recently used first. `peer`: id of the admitting replica
     (None: this one). `now` (monotonic) and `wall_now` are the same moment."""
     problems: list[str] = []
 
@@ -475,7 +475,7 @@ def _kept(
 
 def _taken(directory: StateDirectory, patience_s: float) -> str | None:
     """Locks the directory. Returns None, or the reason of a failure that may pass, such as a full
-    disk. Raises StartError for others, or if another process holds the lock for `patience_s`."""
+    disk. Raises StartError on other failures, or if the lock is held longer than `patience_s`."""
     gives_up_at = time.monotonic() + patience_s
     while True:
         try:

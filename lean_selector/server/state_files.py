@@ -194,7 +194,7 @@ class StateDirectory:
                 raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Renews a lost lock. Changes `generation` if files must be rewritten. Raises OSError."""
+        """Renews a lost lock. Changes `generation` then, and if a file is gone. Raises OSError."""
         self._hold()
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1

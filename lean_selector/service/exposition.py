@@ -118,7 +118,7 @@ class RouteMeter:
 
 
 class LoopLag:
-    """Measures by how many seconds the event loop runs a timer too late, 20 times a second."""
+    """Measures, 20 times a second, how many seconds late the event loop runs a timer."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class Family:
 
 
 class FamilyGroup(Generic[T]):
-    """Several metrics of the same labelled objects, such as ranks, which a scrape lists once."""
+    """Several metrics of the same objects, such as ranks. A scrape lists the objects only once."""
 
     __slots__ = ("families", "things")
 

@@ -215,7 +215,7 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """Returns the endpoint for a route without input; `brief` is used without a valid token."""
+    """Returns the endpoint for a route without input. Without a valid token, `brief` is called."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(status, handler())

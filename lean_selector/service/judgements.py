@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """A rank's use of an endpoint. An endpoint has only one `publisher`: (engine, rank, field)."""
+    """A rank's use of an endpoint. All uses of one endpoint must have the same `publisher`."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]

@@ -141,7 +141,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """Returns the answer for a chosen rank. If `booked` is given, adds that prompt's hashes."""
+        """Returns the answer for a chosen rank. It has more fields if the request was `booked`."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET
@@ -174,7 +174,7 @@ class SelectionService16(SelectionService):
 
     def _is_busy(self, outlook: RankOutlook) -> bool | UnsetType:
         """Whether the rank's active blocks, with this prompt, would exceed the decode busy
-        threshold. UNSET without this threshold, or if the rank's size is unknown."""
+        threshold. UNSET without this threshold, or if the rank's total_kv_blocks is unknown."""
         threshold, blocks = self.selector.settings.decode_busy_threshold, outlook.total_kv_blocks
         if threshold is None or blocks is None:
             return UNSET

@@ -62,8 +62,8 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """Returns the metrics of the selector. `meters` count answers per route, also at the gateway.
-    `overload_status` is the status of shed requests."""
+    """Returns the metrics of the selector. `meters` count answers per route, and the gateway's own
+    choices of workers. `overload_status` is the status of shed requests."""
     issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
     def partitions() -> list[Partition]:
@@ -338,7 +338,7 @@ def worker_families(
 
 
 def model_outcomes(selector: Selector, partitions: list[Partition]) -> Iterator[Sample]:
-    """Yields the number of selections by model, tenant and outcome. With outcome unknown_tenant,
+    """Yields the number of selections by model, tenant and outcome. Outcome unknown_tenant:
     only other tenants have workers for the model. All unknown models share one series."""
     refusals = selector.catalog.refusals
     counts = {key: (0, 0, refused) for key, refused in refusals.known.items()}

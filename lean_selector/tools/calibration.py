@@ -77,7 +77,7 @@ def _times(prompt_token_s: float, pace: float) -> IterationTimes:
 
 
 def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
-    """Returns each engine's estimated cache capacity in 512-token blocks. `chains`: prompts."""
+    """Estimates an engine's cache capacity in 512-token blocks. `chains`: each prompt's blocks."""
     lines = recording.lines
     observed = sum(found_tokens(line) or 0 for line in lines)
     steps: list[tuple[float, int, int]] = []  # (time, 0: look up or 1: store, index of the request)
@@ -179,7 +179,7 @@ def play_recorded(
 def _fitted(
     recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
 ) -> Fleet:
-    """Fits speeds in `fleet` to the observed mean times. First guess: `prompt_token_s`, `pace`."""
+    """Fits speeds to the observed mean times, from `prompt_token_s` and the decode `pace` on."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)

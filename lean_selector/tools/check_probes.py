@@ -61,7 +61,7 @@ class Probe:
         return _packed(self.own) in tokens
 
     def first_hash(self, stored: list[BlockStored]) -> int | None:
-        """Returns the hash that the engine gave the prompt's first block, or None."""
+        """Returns the engine's hash of the prompt's first block; None if no event stores it."""
         for event in stored:
             if event.parent_hash is None and event.token_ids == self.prompt[: len(event.token_ids)]:
                 return event.block_hashes[0]
@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """Sends the prompt. Returns None if the prompt's blocks do not reach the index in time."""
+        """Sends a prompt. Returns a finding; None if its blocks do not reach the index in time."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)
@@ -212,8 +212,8 @@ class Probes:
         return [*findings, *(each for each in alike if each is not None)]
 
     async def _replay(self, source: KvSource) -> tuple[int | None, int | None]:
-        """Requests a replay. Returns the worker whose prompt is in the replay, and the hash of the
-        prompt's first block. Each may be None."""
+        """Requests a replay. Returns the worker whose prompt is in the replay, and the engine's
+        hash of the prompt's first block. Each is None if the replay lacks it or fails."""
         own = self._probes[source.worker_id]
         starts = [source, *(each for each in self._sources if each.worker_id != source.worker_id)]
         firsts = dict.fromkeys(0 if each.last_seq is None else each.last_seq + 1 for each in starts)
@@ -262,7 +262,7 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
 
 
 def judge_hashes(hashes: dict[str, int]) -> Finding | None:
-    """Says whether all engines gave the same block the same hash. `hashes`: engine -> hash."""
+    """Says whether all ranks hash a block alike (None: fewer than two). `hashes`: rank -> hash."""
     if len(hashes) < 2:
         return None
     if len(set(hashes.values())) == 1:

@@ -195,7 +195,7 @@ class Demo:
         self._screen.draw([*(line[:columns] for line in head), *fleet])
 
     async def _pause(self, seconds: float) -> None:
-        """Sleeps for `seconds`; shorter if the demo is stopped in this time."""
+        """Sleeps for `seconds`, or until the demo is stopped."""
         try:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()

@@ -65,7 +65,7 @@ def found_tokens(line: DecisionLine) -> int | None:
 
 
 def read_log(paths: Sequence[Path], model: str | None) -> Recording:
-    """Returns the requests of `model` (None: of the only one) in all files. Raises ServiceError."""
+    """Returns all requests of `model` (None: the only model) in the logs. Raises ServiceError."""
     headers: list[LogHeader] = []
     lines: list[DecisionLine] = []
     settings = RouterSettings()

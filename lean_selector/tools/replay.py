@@ -53,8 +53,8 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> Change:
-    """Returns the relative change from the mean of `others` to that of `ours`, with one value per
-    request. The confidence interval comes from a bootstrap, which draws parts of the log."""
+    """Returns the relative change from the mean of `others` to that of `ours`. Both lists have one
+    value per request. The confidence interval comes from a bootstrap over parts of them."""
     size = -(-len(ours) // PARTS)
     pairs = [
         (sum(ours[at : at + size]), sum(others[at : at + size])) for at in range(0, len(ours), size)
@@ -169,8 +169,8 @@ def run(
     argv: Sequence[str],
     report: Callable[[argparse.Namespace, Recording, Engines], object],
 ) -> int:
-    """Reads the log that `argv` names, estimates from it how fast the engines are and how much they
-    cache, and calls `report` with both. Returns an exit status."""
+    """Reads the log named in `argv`, and estimates the speed and cache size of the engines from it.
+    Calls `report` with the options, the log and the estimate. Returns an exit status."""
     options = parser.parse_args(argv)
 
     def work() -> None:
@@ -307,7 +307,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
 
 
 def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
-    """Returns how many more tokens and seconds `base` took than `other` and an unbounded cache."""
+    """Returns text that compares `base` with `other` and an unbounded cache (`best` tokens)."""
     tokens = base.computed_tokens - other.computed_tokens
     waited_s = sum(base.ttft_s) - sum(other.ttft_s)
     more = base.computed_tokens - best

@@ -172,7 +172,7 @@ class ServiceProcess:
 
 @asynccontextmanager
 async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProcess]:
-    """Starts the child process `command`, which Ctrl-C does not reach; stops it at the end."""
+    """Starts the child process `command`, which gets no Ctrl-C. Stops it when the context ends."""
     with tempfile.TemporaryFile() as output:
         try:
             process = await asyncio.create_subprocess_exec(

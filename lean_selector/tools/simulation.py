@@ -135,7 +135,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """The engines of a simulation. `slowness`: factors of their times, assigned to them in turn."""
+    """A simulation's engines. The i-th takes `slowness[i]` times as long; the list is repeated."""
 
     engines: int = 8
     capacity_blocks: int = 3_000
@@ -351,7 +351,7 @@ def outcome(
     engines: Iterable[BatchingEngine],
     within_s: float,
 ) -> Outcome:
-    """Returns a finished simulation's results. within_share counts TTFTs of at most `within_s`."""
+    """Returns a simulation's results. within_share: share of requests with a TTFT <= `within_s`."""
     ttft = sorted(request.ttft_s for request in requests)
     gaps = sorted(request.token_gap_s for request in requests if request.output_tokens > 1)
     work = [engine.computed_tokens for engine in engines]

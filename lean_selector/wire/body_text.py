@@ -148,7 +148,7 @@ def json_excess(body: bytes | bytearray) -> str:
 
 
 def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
-    """Return which limit a MessagePack body exceeds, or "". `names`: fields of the body's type."""
+    """Return which limit a MessagePack body exceeds, or "". `names`: fields with limited size."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that encode the number of fields
@@ -320,7 +320,7 @@ def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
 
 
 def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """Return a decoder for long MessagePack bodies of `body_type` with hashes of 8 bytes each."""
+    """Return a decoder of long MessagePack bodies with 8-byte hashes; for others it gives None."""
     decode = msgspec.msgpack.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:

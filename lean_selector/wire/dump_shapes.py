@@ -15,8 +15,8 @@ from lean_selector.wire.scalars import U32, NonNegative
 
 
 class PartitionDump(msgspec.Struct, frozen=True):
-    """One partition to write to GET /dump. `watermarks`: each rank's last batch number at the
-    start. `runs` is read while the dump is written, so it may also have blocks of later batches."""
+    """One partition to write to GET /dump. `watermarks`: each rank's last batch number when
+    the dump begins. `runs` is read during the dump, so it may also have blocks of later batches."""
 
     model_name: str
     tenant_id: str
@@ -91,7 +91,7 @@ class DumpedPartition(msgspec.Struct, frozen=True):
 
 
 class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive cached blocks of a rank. `local_hashes`: 8 bytes per block, little-endian."""
+    """Consecutive cached blocks of a rank. `local_hashes`: 8-byte hashes of their own tokens."""
 
     worker_id: int
     dp_rank: int

@@ -84,7 +84,7 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixTree(msgspec.Struct, frozen=True):
-    """An item of GET /prefixes: the runs of a partition's index with the most cached blocks."""
+    """An item of GET /prefixes: a partition's largest runs of cached blocks, parents first."""
 
     model_name: str
     tenant_id: str

@@ -115,7 +115,7 @@ def stored_record(
     salt: str | None = None,
     infos: MultimodalInfos | None = None,
 ) -> BlockStored:
-    """Return a BlockStored event's record. Only MapStored has fields for `salt` and `infos`."""
+    """Return a stored event's record. `salt`, `infos`: a MapStored's salt and multimodal infos."""
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
@@ -154,7 +154,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """Return the token after the first `blocks` blocks, from `lookahead` (next tokens by block)."""
+    """Return the token after `blocks` blocks, if known. `lookahead`: the tokens after each one."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None
@@ -168,7 +168,7 @@ def _u64(value: Hash) -> int:
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:
-    """Return how many of an event's blocks have a hash and all tokens (an EAGLE pair is one)."""
+    """Return how many blocks have a hash and all tokens. An EAGLE pair counts as one token."""
     size = event.block_size
     return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
 
@@ -203,8 +203,8 @@ def tier_of(medium: str | None) -> Tier | None:
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Whether an event's blocks are outside of the worker (D26): `locality` is a text other than
-    LOCAL; or it is no text, but `ownership` is one. An empty text counts as none."""
+    """Whether an event's blocks are outside of the worker (D26). If `locality` is a non-empty text:
+    whether it is not LOCAL. Otherwise: whether `ownership` is a non-empty text."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""

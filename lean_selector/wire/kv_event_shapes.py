@@ -164,7 +164,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class LoadStat(Struct, array_like=True, tag=True, gc=False):
-    """The load that an SGLang rank publishes. SGLang before 0.5.23 ends it with `dp_rank`."""
+    """The load that an SGLang rank publishes. Before SGLang 0.5.23, `dp_rank` is the last field."""
 
     running_requests: Count
     waiting_requests: Count

@@ -464,8 +464,8 @@ class _Reader:
             raise _Unusual
 
     def _plain_keys(self) -> None:
-        """Read an event's extra keys, short texts. Stores as cache salt the first text of the first
-        block that begins with ENGINE_SALT_PREFIX. Skips the other texts."""
+        """Read an event's extra keys, which are short texts. If the first block has a text that
+        begins with ENGINE_SALT_PREFIX, store the rest of it as cache salt. Skip other texts."""
         count: i64 = self._array()
         is_first = True
         while count > 0:

@@ -107,7 +107,7 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """An encoded SnapshotLine without its age, and its prefill fields, which alone can change."""
+    """The text of a SnapshotLine before and after its age, and the other fields that can change."""
 
     before: bytes  # the encoded text after the age
     after: bytes

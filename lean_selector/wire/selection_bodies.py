@@ -95,7 +95,7 @@ class PromptFields(Scoped, kw_only=True):
 
     def check_shape(self) -> None:
         """Raise msgspec.ValidationError for invalid hash lists and integers beyond 2**64 - 1.
-        Called when a handler refuses the request, because these errors are reported first."""
+        Called after a handler raised SelectorError: these errors are reported instead of it."""
         check_ignored(self, "block_hashes")
         check_ignored(self, "sequence_hashes")
         if self.isl_tokens is not None:
@@ -158,7 +158,7 @@ TokenCount = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class WorkerReport(msgspec.Struct, kw_only=True):
-    """The body of POST /workers/{worker_id}/report, about a rank or (no `dp_rank`) the worker."""
+    """The body of POST /workers/{worker_id}/report. Without `dp_rank`: about the whole worker."""
 
     outcome: Outcome
     dp_rank: U32 | None = None

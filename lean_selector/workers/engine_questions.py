@@ -100,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Copies block size, blocks and ranks from vLLM's /metrics; False if the metric is missing."""
+    """Copies block size, block count, ranks from the metric cache_config_info; False without it."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:
@@ -138,7 +138,7 @@ def read_vllm_sources(body: bytes, host: str, into: Particulars) -> None:
 
 
 def _vllm_sources(body: bytes) -> Iterator[EventSource]:
-    """Yields each rank's endpoints from /kv_event_sources: a list, in vLLM 0.32 a map by rank."""
+    """Yields each rank's endpoints from /kv_event_sources: a list, or a map by rank (vLLM 0.32)."""
     if body.lstrip().startswith(b"["):
         yield from msgspec.json.decode(body, type=list[EventSource])
         return

@@ -72,8 +72,8 @@ log = logging.getLogger("lean_selector.discovery")
 
 @dataclass(eq=False)
 class Roster:
-    """The workers that --discover finds. `register` and `remove` may raise SelectorError;
-    `register` returns warnings. Used only on the event loop's thread."""
+    """The workers that --discover finds. Calls `register`, which returns warnings, and `remove`;
+    both may raise SelectorError. Used only on the event loop's thread."""
 
     catalog: Catalog
     register: Callable[[WorkerSpec], Sequence[str]]
@@ -355,7 +355,7 @@ class Asking:
             task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Waits until all cancelled queries have ended."""
+        """Waits for the queries that `end` has cancelled."""
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _run(self, known: KnownWorker) -> None:

@@ -176,7 +176,7 @@ class Ejections:
         return health
 
     def _may_go(self, due: list[RankKey], total: int) -> bool:
-        """Whether the ranks `due` may be ejected, too. `total`: the number of all ranks."""
+        """Whether the ranks `due` may join those already ejected. `total`: number of all ranks."""
         count = len(self.out) + len(due)
         worker_id = due[0][0]
         alone = all(key[0] == worker_id for key in self.out)

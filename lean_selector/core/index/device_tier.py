@@ -175,9 +175,9 @@ class HashAliases:
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
-        """Compare a rank's engine hashes of blocks in a run (`span`: which; `place`: of the first)
-        with those of another rank that holds these blocks. If hashes differ, or the search for such
-        a rank takes too long, record that the rank's hashes may differ from other ranks'."""
+        """Compare a rank's engine hashes of blocks in a run with those of other ranks. If hashes
+        differ, or a comparison takes too long, record that they may differ. `span`: the blocks'
+        positions in the run (a bit mask). `place`: the place of the first block in the trie."""
         strand, bit = run.strand, rank.bit
         mine = 1 << bit
         odd = self.of(strand)
@@ -271,7 +271,7 @@ class DeviceTier:
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """On a prompt's path, remove ranks as holders of blocks that `retire` has dropped."""
+        """On a prompt's path, remove holders that only held the block before they were retired."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -295,7 +295,7 @@ class DeviceTier:
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
-        """Return how many leading blocks of a prompt the ranks hold, and its path (runs of blocks).
+        """Return how many leading blocks of a prompt the ranks hold, and the runs on its path.
 
         The first list has pairs (leading blocks, set of ranks). No rank is in two sets, and no set
         is empty."""
@@ -448,7 +448,7 @@ class DeviceTier:
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop a rank's blocks at these positions (a bit mask); their hashes are gone already."""
+        """Drop a rank's blocks at these positions (a bit mask), after their hashes were removed."""
         first = self.trie.strands[strand]
         if first.after is None:
             self._drop_blocks(rank, first, positions >> first.start)
@@ -487,8 +487,8 @@ class DeviceTier:
         return ends[-1] if ends else 0
 
     def _trim(self, run: Run) -> None:
-        """Cut off blocks without a holder at the end of a run, if these are at least 32 blocks and
-        half of the run, and no other run follows."""
+        """Cut off the blocks at the end of a run that no rank holds, if these are at least 32
+        blocks and at least half of the run, and no other run follows."""
         blocks = len(run.label) >> 3
         if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return
@@ -496,7 +496,7 @@ class DeviceTier:
             self._cut(run)
 
     def _cut(self, run: Run) -> None:
-        """Cut off blocks without a holder at the end of a run. No other run may follow this run."""
+        """Cut off the blocks at the end of a run that no rank holds. No other run may follow."""
         assert run.partial is not None
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
@@ -525,13 +525,13 @@ class DeviceTier:
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:
-        """Free the memory of blocks without a holder at the end of a strand."""
+        """Free the memory of the blocks at the end of a strand that no rank holds."""
         for run in self.trie.pieces(strand)[-1:]:
             if run.partial and not run.whole and not run.children:
                 self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
-        """Drop this many blocks of a rank: its oldest part of the trie first, from the end."""
+        """Drop this many blocks of a rank, beginning at the end of its oldest part of the trie."""
         while blocks:
             strand = next(iter(rank.names.rows))
             last = self._held_end(rank, strand) - 1

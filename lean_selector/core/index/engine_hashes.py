@@ -50,7 +50,7 @@ class EngineHashes:
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
-        """Remove engine hashes. Returns the blocks that have none left, as strand -> bit mask."""
+        """Remove engine hashes. Returns the blocks that lost their last one: strand -> bit mask."""
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
@@ -123,7 +123,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Forget `count` or more repeated stores and further hashes of blocks, or all there are."""
+        """Forget at least `count` repeated stores or further hashes of blocks, or all if fewer."""
         least = self.extra - count
         while self.extra > least and self.copies:
             self.extra -= self.copies.popitem(last=False)[1]
@@ -151,7 +151,7 @@ class EngineHashes:
         return end >> 3
 
     def cut_row(self, strand: int, positions: int) -> None:
-        """Shorten a strand's row of hashes to `positions` entries. No block behind may be held."""
+        """Shorten a strand's row of hashes to `positions` entries. No later block may be held."""
         if positions:
             del self.rows[strand][positions << 3 :]
         else:  # one event removed all blocks of the strand, so the row is already gone
@@ -227,7 +227,7 @@ _LISTED = -1  # dict value of a name whose places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
-    """Finds hashes: a dict gives 64 entries of `rows`, which are searched. Fast if not compiled."""
+    """Dicts map a hash to 64 entries of a row, which are then searched. Fast if not compiled."""
 
     __slots__ = ("_front", "_recent", "_shards")
 
@@ -307,8 +307,8 @@ class HashesInDicts(EngineHashes):
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Overwrite these engine hashes in `rows` with 0, and add their positions to `gone`.
-        `segments`: per hash, which 64 entries of a row have it. Fast if hashes are neighbours."""
+        """Overwrite engine hashes in `rows` with 0, and add their positions to `gone`. `segments`:
+        the segment (64 entries of a row) of each hash. Fast if the hashes are consecutive there."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1

@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Put the segment at each index of `_segments` with the same low bits as `index`."""
+        """Enter the segment at each index whose low `segment.bits` bits are those of `index`."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits

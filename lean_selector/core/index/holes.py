@@ -27,7 +27,7 @@ _MOST_RUNS_ABOVE = 256  # runs visited above a strand; some 100 us
 def review(
     device: DeviceTier, evicted: Callable[[DeviceRank, int], None]
 ) -> Generator[None, None, int]:
-    """If the index takes too much memory, evict blocks that cannot match, as earlier ones are gone.
+    """If the index takes too much memory, evict blocks that cannot match: earlier blocks are gone.
 
     `evicted` gets a rank and the number of blocks that the rank has lost. A step takes some 50 us.
     The generator returns how many blocks all ranks held before these evictions."""
@@ -81,8 +81,8 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Count the blocks directly before a strand that no rank holds, back to the last block that a
-    rank holds. If other strands follow these blocks too, count only this strand's share."""
+    """Count how many blocks directly before a strand are held by no rank. If other strands follow
+    these blocks too, count only this strand's share."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)
     for _ in range(_MOST_RUNS_ABOVE):

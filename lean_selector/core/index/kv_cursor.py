@@ -150,7 +150,7 @@ class KvCursor:
 
     @property
     def complete_to(self) -> int | None:
-        """The number of the batch applied last; None if an earlier batch is known to be missing."""
+        """Number of the last applied batch; None if there is a gap or a replay is being applied."""
         is_in_order = self._phase is _Phase.IDLE or self._phase is _Phase.ASKED
         return self.watermark if is_in_order and not self._missing and not self.lost else None
 
@@ -315,8 +315,8 @@ class KvCursor:
         self._end_replay(complete=answered)  # perhaps only the end marker is missing
 
     def replay_interrupted(self) -> bool:
-        """Record that the caller aborted a replay. If this returns True, call next_held() until it
-        returns None."""
+        """Record that the caller aborted a replay. Returns whether next_held() must now be called
+        (until it returns None), because live batches may have been kept."""
         if self._phase is _Phase.ASKED or self._phase is _Phase.ANSWERING:
             self.replay_failed()
         return self._phase is not _Phase.IDLE
@@ -389,8 +389,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Record that the replay has reached `_top`, an applied batch that it should contain. If a
-        new connection was made during this replay, the next must be compared with `_top`, too."""
+        """Record that the replay has reached or passed `_top`, an applied batch it should have.
+        If a connection was made during this replay, the next replay is compared with it, too."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 
@@ -400,8 +400,8 @@ class KvCursor:
             self._top = seq, digest
 
     def _replaced(self) -> BatchVerdict:
-        """Handle a replay that shows a new publisher, because a batch differs from the applied one.
-        All batches of this publisher count as missing, because the caller drops all blocks."""
+        """Handle a replayed batch that differs from the applied one: the publisher is a new one.
+        All its batches count as missing, because the caller drops all blocks."""
         newest = None if self._is_blind else self.last_live
         self._restarted()
         self._missing_from = 0

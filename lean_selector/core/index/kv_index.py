@@ -189,7 +189,7 @@ class KvIndex:
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """Yield up to `most` large runs of device blocks, parents first. None: you may pause."""
+        """Yield up to `most` large runs of device blocks, parents first; None: a point to pause."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
@@ -307,7 +307,7 @@ class KvIndex:
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """Let each of these device blocks need one removal less, if it needs several."""
+        """Undo one repeated store, if any was counted, for each of these engine hashes."""
         rank = self._ranks.get(key)
         for name in names if rank is not None else ():
             assert rank is not None
@@ -404,7 +404,7 @@ class KvIndex:
         return self._sweeps.go_on(steps)
 
     def do_in_steps(self, sweep: Iterator[None]) -> None:
-        """Run the iterator `sweep`: a few steps now, the others in later calls of sweep()."""
+        """Run an iterator: a few of its steps now, the others in later calls of `KvIndex.sweep`."""
         if self._sweeps.start(sweep) and self.on_sweep is not None:
             self.on_sweep(self)
 

@@ -329,7 +329,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether a block stored again needs one more removal: not for a replay or a cache hit."""
+        """Whether blocks stored again need one more removal: False for replays and cache hits."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -340,8 +340,8 @@ class KvIngest:
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
         """Whether a stored event may only report a cache hit: it starts a prompt, and has no new
-        block. False once the engine is known to report hits, as new blocks followed such an event
-        in a batch. At that moment, blocks of earlier such events begin to need one removal less."""
+        block. If new blocks follow such an event in a batch, the engine does report hits: from then
+        on returns False, and the repeated stores that such events had counted are undone."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before

@@ -81,7 +81,7 @@ class Continuations:
             shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
 
     def only(self, bit: int) -> int:
-        """Return ~bit, which is stored for a set of only this rank, as one shared int object."""
+        """Return ~bit, which stands for the set of only this rank. Always the same int object."""
         while len(self._alone) <= bit:
             self._alone.append(~len(self._alone))
         return self._alone[bit]
@@ -179,7 +179,7 @@ class Edges:
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
         """Follow a prompt's `hashes` from byte `at` on, after the block `name` (engine hash), while
-        all of `ranks` have the blocks. Returns the last block's engine hash and its end (byte)."""
+        all `ranks` have the blocks. Returns the last block's engine hash and the byte after it."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0

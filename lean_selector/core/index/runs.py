@@ -147,7 +147,7 @@ class RunTrie:
 
     @property
     def numbered(self) -> int:
-        """How many strand numbers exist, in use or free. Each of them is below this number."""
+        """Return n: the strand numbers, in use or free, are the integers from 0 to n - 1."""
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:

@@ -165,7 +165,7 @@ class SkippedEvent(msgspec.Struct, gc=False):
 
 
 class EventBatch(msgspec.Struct, gc=False):
-    """Decoded events of an engine's message, or a part of these. `dp_rank`: None if not named."""
+    """All or some events of an engine's message. `dp_rank`: the rank that it names, or None."""
 
     dp_rank: int | None
     events: list[Event]
@@ -173,7 +173,7 @@ class EventBatch(msgspec.Struct, gc=False):
 
 
 class UpperRun(msgspec.Struct, frozen=True, gc=False):
-    """A run of the KV index's trie, whose blocks several prompts may share, for display."""
+    """A run of the index's trie (blocks that prompts may share), as the web page shows it."""
 
     parent: int  # index of the parent in the list; -1: prompts begin with this run
     depth: int  # blocks before the run in a prompt

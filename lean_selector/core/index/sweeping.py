@@ -28,7 +28,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Begin to free memory. Returns True if it is not done yet, and no other sweep is left."""
+        """Begin a sweep. Returns True if it is the only unfinished one now: call `go_on` later."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False

@@ -23,8 +23,8 @@ def upper_runs(
 ) -> Iterator[UpperRun | None]:
     """Yield at most `most` runs, parents before children. Only the ranks in the set `in_use` count.
 
-    Yields None where the caller may pause. The trie may change in a pause. So a run may be yielded
-    although it was removed after the walk visited it."""
+    `hits`: how many prompts matched each run. Yields None where the caller may pause. The trie may
+    change in a pause, so a run may be yielded although it was removed after the walk visited it."""
     # Ordered by weight. The serial number breaks ties.
     heap: list[tuple[int, int, int, int, int, int, Run]] = []
     above, depth, run = -1, 0, root
@@ -65,7 +65,7 @@ def upper_runs(
 
 
 def _held(run: Run, in_use: int) -> tuple[int, int]:
-    """Return how many of the ranks `in_use` hold blocks of a run, and how many they hold in all."""
+    """Return how many ranks `in_use` hold blocks of a run, and how many, summed over the ranks."""
     holders = (run.whole & in_use).bit_count()
     held = holders * (len(run.label) >> 3)
     for bit, positions in (run.partial or {}).items():

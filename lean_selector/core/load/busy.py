@@ -35,7 +35,7 @@ class BusyThresholds:
         return list(self._own.items())
 
     def restore(self, scope: Scope, threshold: BusyThreshold) -> None:
-        """Set thresholds that an earlier process saved (with `own`). Raises BadRequest."""
+        """Set thresholds that `own` returned in an earlier process. Raises BadRequest."""
         threshold.check()
         self._own[scope] = threshold
 
@@ -43,7 +43,7 @@ class BusyThresholds:
         return self._own.get(scope, self._defaults)
 
     def change(self, scope: Scope, given: BusyThreshold, known: Iterable[Scope]) -> BusyThreshold:
-        """Set those limits of a model and tenant that `given` has. Raises BadRequest, NotFound."""
+        """Set the limits in `given`. Raises BadRequest; NotFound if `scope` is not in `known`."""
         given.check()
         return self._put(scope, self.of(scope).changed_by(given), set(known))
 
@@ -86,7 +86,7 @@ class Headroom:
 
     @property
     def free(self) -> int:
-        """The ranks with room, except draining ones, and ejected ones while there are others."""
+        """The ranks that have room and are not busy, draining, or (if others serve) ejected."""
         return self.below & self.idle & ~self.avoided
 
     def put(self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits) -> None:

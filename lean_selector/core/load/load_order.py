@@ -64,7 +64,7 @@ class LoadOrder:
         load.bucket = None
 
     def changed(self, load: RankLoad) -> None:
-        """Sort in again a rank whose load changed. Ignores ranks that were not added."""
+        """Move a rank whose load changed to its new place. Ignores ranks that were not added."""
         bucket = load.bucket
         if bucket is None:
             return
@@ -118,7 +118,7 @@ class LoadOrder:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def place_of(self, key: float, first: int) -> int:
-        """Return where in `loads`, from position `first` on, the first load costs `key` or more."""
+        """Return the position of the first load, from `first` on, with this key or a higher one."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:

@@ -279,7 +279,7 @@ class Slots:
         return expired
 
     def active_prefix(self, sequence_hashes: bytes) -> dict[RankKey, int]:
-        """Return, by rank, how many leading blocks of a prompt active requests have. Omits 0."""
+        """Return how many leading blocks of a prompt are active per rank; omits ranks with none."""
         keys = self.bits.keys
         return {
             key: blocks
@@ -289,7 +289,7 @@ class Slots:
         }
 
     def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
-        """Return pairs (n, set of ranks): requests there have exactly n of the leading blocks."""
+        """Return pairs (n, set of ranks with exactly n leading blocks active); none for n = 0."""
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:

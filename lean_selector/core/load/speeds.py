@@ -83,7 +83,7 @@ class Speeds:
         self._slow = 0  # the ranks with a step above 0
 
     def completed(self, reservation: Reservation, ttft_s: float | None, now: float) -> None:
-        """Learn from a first token that came `ttft_s` seconds after the request; None: now."""
+        """Learn from the time to first token, `ttft_s`. If it is None, the token came `now`."""
         tokens = reservation.ahead_tokens
         if tokens < LEAST_TOKENS:
             return

@@ -196,12 +196,12 @@ class CatchUp:
 def ended_meanwhile(
     targets: Iterable[ReplicaTarget], router_id: int, listed: list[LiveBooking], asked_at: float
 ) -> Iterator[ReplicaEvent | None]:
-    """Yield a replica's events that we missed, according to the replica's snapshot.
+    """Compare our copies of a replica's requests with its snapshot; yield the events we missed.
 
-    `listed` is the snapshot, requested at `asked_at`. A request that the replica admitted has ended
-    if the snapshot does not list it on the same rank. Requests that were active since `asked_at`
-    are skipped. Yields FREE for an ended request, and PREFILL_COMPLETE if only the prefill has
-    completed. For any other request, yields None, so that the caller may pause."""
+    `listed` is the snapshot, requested at `asked_at`. Yields FREE for a request that the snapshot
+    does not list on the same rank, and PREFILL_COMPLETE if the prefill is complete only in the
+    snapshot. For any other request, and for each request whose last activity was at `asked_at` or
+    later, yields None, so that the caller may pause."""
     by_id = {_id_of(live): live for live in listed if live.router_id == router_id}
     for target in targets:
         for held in list(target.slots.reservations.values()):

@@ -271,7 +271,7 @@ class ReplicaSequences:
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """Record event number `sequence`. Returns how many new events up to `before` we missed."""
+        """Record `sequence`. Returns how many events we missed since the last, up to `before`."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:

@@ -72,8 +72,8 @@ class Cell:
 
 
 class Pricing:
-    """Computes what one request costs on the ranks of a cell. `LoadOrder` gives each load a number,
-    its key. A load costs between slope * key and reach * key, before the cell's factor."""
+    """Computes what one request costs on the ranks of a cell. `LoadOrder` sorts loads by a key. A
+    load adds between slope * key and reach * key to the cost, before the cell's factor."""
 
     __slots__ = (
         "_decays",
@@ -186,7 +186,7 @@ def taint_weights(partition: Partition, preferred: dict[str, float]) -> list[tup
 def _weights_by_worker(
     partition: Partition, preferred: dict[str, float]
 ) -> list[tuple[float, int]]:
-    """Return the same as `taint_weights`. This is faster if many workers have different taints."""
+    """Group the ranks as `taint_weights` does, but worker by worker: faster if taints vary much."""
     places = {name: place for place, name in enumerate(preferred)}
     sums: dict[float, int] = {}
     for worker in partition.workers.values():
@@ -273,8 +273,8 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """Adapt the cells to a cost without prefill: blocks - credit, but at least the weight of the
-    active requests. If this minimum may apply in a cell, split the cell by number of requests."""
+    """Adapt cells to untracked prefill: the cost is at least request weight * active requests. If
+    this floor may apply in a cell, split it by number of requests, and set each floor."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -411,7 +411,7 @@ class DrawBounds:
         return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part to tighten its bounds. `others`: sum of ranks * bound over other parts."""
+        """Divide a part to tighten its bounds. `others`: mass (ranks * bound) of other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
         return self._by_load(part, others * _LEFT)  # stop when this little mass is left

@@ -102,7 +102,7 @@ def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
     """Return a table: for each rank, the position in `sets` (disjoint) of the set with this rank.
-    Returns None if walking over all sets `times` times, as the caller would, is cheaper."""
+    Without it, the caller walks over `sets` `times` times. Returns None if that is cheaper."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)

@@ -397,7 +397,7 @@ class Partition:
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:
-        """Recompute the eligible ranks: not draining, not ejected. True if they changed."""
+        """Recompute the set `candidates` (see the class). Returns True if it changed."""
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask

@@ -127,8 +127,8 @@ def placed(
 
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """Return the usable ranks of the target that the request names, or else of its hard session;
-    `ranks` if there are none. A soft session only sets `request.favoured`: its ranks cost less."""
+    """Return the usable ranks of the request's target or, if it names none, of its hard session;
+    `ranks` if none is usable. A soft session only sets `request.favoured`: its ranks cost less."""
     target, sessions = request.target, partition.sessions
     if target is not None:
         return (
@@ -159,8 +159,8 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Raise BadRequest or Unavailable if the request is pinned to another rank than the target that
-    it names, unless the target could not be used without the pin either."""
+    """Raise BadRequest or Unavailable if the request's pin is outside the target that it names.
+    Does nothing if the target would be unusable even without the pin."""
     target, pinned = request.target, request.pinned
     assert target is not None, "it has one"
     assert pinned is not None, "it has one"
@@ -179,8 +179,8 @@ def check_target(partition: Partition, request: SelectionRequest) -> None:
 def check_session(
     partition: Partition, session_id: str, worker_id: int, dp_rank: int, now: float
 ) -> None:
-    """Raise BadRequest if sessions are hard (stay on their rank), and this one is bound to another
-    rank that is still eligible. Its binding is then dropped (D39)."""
+    """If sessions are hard (stay on their rank) and this one is bound to another rank that
+    is still eligible, drop the binding and raise BadRequest (D39)."""
     sessions = partition.sessions
     if sessions is None or sessions.is_soft:
         return

@@ -161,7 +161,7 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place a queued request; if it overtakes others (`passes`), only below the threshold."""
+        """Place a queued request. If it `passes` others, use ranks within the queue threshold."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -673,7 +673,7 @@ def restore_partition(
 
 def restore_booking(selector: Selector, live: LiveBooking, router_id: int | None) -> bool:
     """Restore a reservation of an earlier process. `router_id`: the replica that admitted the
-    request; None: this replica."""
+    request; None: this replica. Returns False if the reservation could not be restored."""
     partition = selector.scheduling_partition(live.model_name, live.tenant_id)
     if partition is None:
         return False

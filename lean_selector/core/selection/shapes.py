@@ -143,7 +143,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """Prompt tokens that the worker's best rank has cached on each tier or on a faster tier."""
+    """Cached prompt tokens per tier, faster tiers included: the maximum over the worker's ranks."""
 
     longest_matched: int
     gpu: int
@@ -192,7 +192,7 @@ class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
 
 
 class Explanation(msgspec.Struct, frozen=True, gc=False):
-    """Why a rank was chosen. `drawn`: how (only_candidate, lowest_cost, uniform_tie, softmax)."""
+    """Why a rank was chosen. `drawn` is only_candidate, lowest_cost, uniform_tie or softmax."""
 
     drawn: str
     tied_ranks: int  # candidates at the lowest cost
@@ -310,7 +310,7 @@ class OverlapRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class SharedCache(msgspec.Struct, frozen=True):
-    """The `shared_cache` of /overlap_scores: always empty, as no shared cache is supported."""
+    """The `shared_cache` of /overlap_scores: always empty, because none is supported."""
 
     enabled: bool = False
     total_hit_blocks: int = 0

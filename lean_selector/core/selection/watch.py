@@ -1,8 +1,8 @@
 """Recent choices and their reasons, collected only while the web page (`service/ui.py`) is open.
 
 To explain a choice, the cost of every candidate is computed, so only a sample of the choices is
-explained. `ChoiceWatch.hits` is filled by every choice: for each `Run` (consecutive blocks) of the
-index, it has the number of prompts that matched the run."""
+explained. `ChoiceWatch.hits` counts every choice: per `Run` (a sequence of consecutive blocks) of
+the index, the number of prompts that matched the run."""
 
 from collections import deque
 from typing import Final
@@ -46,7 +46,7 @@ class ChoiceWatch:
         placement: Placement,
         now: float,
     ) -> Decision | None:
-        """Return the explanation of a choice that is not booked yet; None if it is not sampled."""
+        """Count a choice, before it is booked. Return its explanation, or None if not sampled."""
         self.seen += 1
         self._count(partition, request.prompt.local_hashes)
         if now < self._next_at:

@@ -61,8 +61,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """Bindings get rising numbers from `first_sequence()` on. With peers, it is the Unix time
-        in ns, so numbers rise across restarts. `tell` publishes a binding (None: no peers)."""
+        """Bindings are numbered upwards from `first_sequence()`: with peers the Unix time in ns, so
+        that numbers rise across restarts too. `tell` publishes a binding (None: no peers)."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
@@ -164,8 +164,8 @@ class SessionTable:
         self._drop(session_id)
 
     def hear(self, event: SessionEvent, now: float, idle_s: float = 0.0) -> SessionVerdict:
-        """Apply a binding that another replica published, and last used `idle_s` seconds ago. Do
-        not publish the binding again."""
+        """Apply a binding that another replica published, without publishing it again. The binding
+        was last used `idle_s` seconds ago."""
         sequence = event.sequence
         if sequence >= MAX_SEQUENCE or self._is_far_ahead(sequence):
             return SessionVerdict.SEQUENCE
