@@ -1,6 +1,6 @@
 """Converts between SelectionService's Python values and the bodies of Dynamo 1.6's HTTP API.
 
-In Python, maps with a key per dp_rank have ints as keys, and any sequence may be passed for a list.
+Unlike in JSON, maps by dp_rank have ints as keys, and any sequence may be passed for a list.
 This module checks only types; the code that serves HTTP checks the values."""
 
 from collections.abc import Mapping, Sequence

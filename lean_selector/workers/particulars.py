@@ -1,4 +1,4 @@
-"""Targets of discovery, the fields that are known of a worker, and its registration."""
+"""Where discovery looks, what it knows of a worker, and the registration made from both."""
 
 import re
 from collections.abc import Mapping

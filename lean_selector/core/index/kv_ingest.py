@@ -284,7 +284,7 @@ class KvIngest:
         self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
     ) -> bool:
         """Whether to apply a stored event, judging by its KV cache group, block size and tier. If
-        not, counts it as skipped (only once for the parts of a long event)."""
+        not, counts it as skipped (once, if a long event comes in parts)."""
         if event.part:
             if event.part is EventPart.FIRST:
                 self._is_rest_refused = False

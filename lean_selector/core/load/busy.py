@@ -35,7 +35,7 @@ class BusyThresholds:
         return list(self._own.items())
 
     def restore(self, scope: Scope, threshold: BusyThreshold) -> None:
-        """Set thresholds that `own` returned in an earlier process. Raises BadRequest."""
+        """Set thresholds that were saved before a restart. Raises BadRequest."""
         threshold.check()
         self._own[scope] = threshold
 

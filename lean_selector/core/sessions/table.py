@@ -61,8 +61,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """Bindings are numbered upwards from `first_sequence()`: with peers the Unix time in ns, so
-        that numbers rise across restarts too. `tell` publishes a binding (None: no peers)."""
+        """Bindings are numbered upwards from `first_sequence()`. With peers, that is the Unix time
+        in ns, so that numbers rise across restarts. `tell` publishes a binding (None: no peers)."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
