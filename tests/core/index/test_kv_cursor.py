@@ -99,7 +99,9 @@ WITHOUT_REPLAY = {
     "what came before a first number beyond one is unknown": (
         "live 2; unknown=2 lost=0 state=no_replay"
     ),
-    "nobody is asked": "connect; replay_from=None state=connecting; live 0; state=live",
+    "nobody is asked": (
+        "connect; replay_from=None state=connecting; live 0; state=live is_again=False"
+    ),
 }
 
 WITH_REPLAY = {
