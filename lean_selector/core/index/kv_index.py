@@ -240,7 +240,7 @@ class KvIndex:
         parent_hash: int | None,
         names: bytes,
         local_hashes: bytes,
-        counted: bool = False,
+        counted: bool,
     ) -> StoreResult:
         """Like `store`, for packed hashes. There must be at least one engine hash (`names`), and
         equally many local hashes. Engine hashes must differ from each other and the parent."""
