@@ -8,6 +8,7 @@ import pytest
 
 from lean_selector.core.index.kv_index import KvIndex
 from lean_selector.core.index.shapes import Matched, Tier
+from lean_selector.core.rank_bits import bits_of
 from lean_selector.core.selection import choice
 from lean_selector.core.selection.choice import (
     FEW_LOADS,
@@ -172,6 +173,19 @@ def test_the_dearest_of_ranks_whose_credit_exceeds_their_load_has_the_cost_of_it
     pricing = Pricing(partition, request, partition.candidates)
     cell = Cell(pricing, partition.candidates, Matched(9), 0, 9.0, 0, 1.0, 5.0)
     assert dearest(partition.order, pricing, [cell]) == 5.0
+
+
+def test_a_credit_for_cached_blocks_lowers_the_cost_of_decoding_to_nothing_at_most() -> None:
+    fleet = Fleet(20, held=2)
+    request = fleet.request(0.0)
+    request.terms = CostTerms(3.0, 0.0, 1.0, 0.0, track_prefill=False, credits_untracked=True)
+    pricing, found = fleet.cells_of(request)
+    order = fleet.partition.order
+    for cost, ranks in all_costs(order, pricing, found):
+        for bit in bits_of(ranks):
+            load = order.ranks[bit]
+            credit = 0 if load.worker_id % 2 else 3 * 20
+            assert cost == max(0, load.standing + 40 - credit)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1.0, 1.7e308])
