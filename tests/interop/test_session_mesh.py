@@ -34,13 +34,14 @@ def members(reference_161: Path) -> Iterator[dict[str, Member]]:
 def hears_sessions(hearer: Member, speaker: Member) -> None:
     """Waits until a session that one books is followed by the other."""
     session_id = f"{speaker.port}-is-heard-by-{hearer.port}"
+    load = f"load of {session_id}"  # the third may not have heard yet that another one's has ended
 
     def heard() -> bool:
         rank = book(speaker, session_id, session_id)
-        speaker.add("load", rank, HEAVY)
+        speaker.add(load, rank, HEAVY)
         hearer.shows(speaker.loads())
         seen = select(hearer, session_id) == rank
-        speaker.free("load")
+        speaker.free(load)
         speaker.free(session_id)
         return seen
 

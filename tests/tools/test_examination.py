@@ -144,7 +144,9 @@ def test_endpoints_of_two_workers_that_are_exchanged_are_named(
         found = findings(selector, "--probe", status=1, patience_s=6.0)
         errors = [each for each in found if each["level"] == "error"]
         assert any(field in each["mend"] for each in errors), errors
-        assert {each["subject"][:8] for each in errors} == {"worker 1", "worker 2"}
+        named, both = {each["subject"][:8] for each in errors}, {"worker 1", "worker 2"}
+        # A replay, which is requested at the right endpoint, may bring one of them its own blocks.
+        assert named == both or (field == "kv_events_endpoint" and len(named & both) == 1)
         assert not any("prefix caching" in each["mend"] for each in errors)
 
 
