@@ -78,8 +78,8 @@ class CompletionStream:
     """Converts the bytes of a text/event-stream into chunks.
 
     A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs` and `usage` if the
-    engine sent them. `output_tokens` counts the token ids received (without ids, the chunks with
-    text), unless the engine's usage has a higher number. Data after `[DONE]` is ignored."""
+    engine sent them. `output_tokens`: how many token ids were received (without ids, how many
+    chunks with text), or the usage's number if higher. Data after `[DONE]` is ignored."""
 
     def __init__(self) -> None:
         self.output_tokens = 0

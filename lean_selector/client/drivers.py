@@ -149,7 +149,7 @@ class Driver:
     # -- reservations --------------------------------------------------------------------------
 
     def hold(self, reservation: Reservation, opened: Opened) -> None:
-        """Records the open response of a reserved request. release() will close the response."""
+        """Records the worker's open response for a reservation. release() will close it."""
         self._held[reservation] = opened
 
     def hand_over(self, reservation: Reservation) -> None:
@@ -206,7 +206,7 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Waits for the end of a request to reserve. Returns whether the reservation may exist."""
+        """Waits for the reserving call, or cancels it. False: it certainly reserved nothing."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()

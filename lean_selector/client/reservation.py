@@ -72,7 +72,7 @@ class Reservation:
         return calls.output_block(self.id, self._decay_fraction(size))
 
     def _decay_fraction(self, size: int) -> float | None:
-        """Returns the fraction of expected output left after the next block, or None if unknown."""
+        """Returns which fraction of the expected output is left after the next block, or None."""
         if self._expected_output_tokens is None:
             return None
         done = (self._told_blocks + 1) * size

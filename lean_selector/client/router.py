@@ -268,7 +268,7 @@ class KvRouter(AsyncClosing):
         *,
         cached_tokens: int | None = None,
     ) -> None:
-        """Frees a reservation. outcome, cached_tokens: see report(). Raises NotFound."""
+        """Frees a reservation. Raises NotFound for an unknown id. Other arguments: see report()."""
         await self._driver.ask(calls.free(request_id, outcome, cached_tokens))
 
     async def report(

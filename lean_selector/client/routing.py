@@ -102,8 +102,8 @@ class Routing:
         """Returns model, tenant and block size for requests. What the router's settings leave open
         is looked up at the service.
 
-        If the router has no model_name, the only served model is taken, or `model` if none or
-        several are served. Raises ModelNotNamed if several are served, and `model` is not."""
+        If the router has no model_name, uses the only served model, or `model` if none or several
+        are served. Raises ModelNotNamed if several are served and `model` is not one of them."""
         name = self._model_name
         if name is None or self._block_size is None:
             served = await self._look(name or model)
@@ -356,7 +356,7 @@ class Routing:
 
 
 def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
-    """Whether to try another worker: this one is unreachable, sheds load or is starting."""
+    """Whether to try another worker: the error's worker is unreachable, busy or starting."""
     if isinstance(error, WorkerRefused):
         return error.status in NOT_FREE
     return isinstance(error, WorkerUnreachable)

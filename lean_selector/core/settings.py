@@ -20,7 +20,7 @@ DEFAULT_BONUS_BLOCKS = 64.0
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of sessions. A request must (hard) or should (soft) go to its session's rank."""
+    """Settings of sessions. A request goes to its session's rank, or prefers it if `is_soft`."""
 
     ttl_s: float  # seconds that a binding lasts after the session's last reservation
     is_soft: bool = False

@@ -164,7 +164,7 @@ class Trackers:
         return gone
 
     def arrived(self) -> int:
-        """Return how many requests all present trackers have booked, or copied from peers."""
+        """Return the sum over all trackers: requests that were booked, or copied from peers."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def replay_endpoint_for(endpoint: str, rank_offset: int) -> str:
 
 
 def rank_endpoints(endpoint: str, ranks: int) -> Iterator[str]:
-    """Yield the endpoints of this many ranks, on consecutive ports. Stops after port 65535. If
+    """Yield one endpoint per rank: `endpoint`, then the same on the next ports, up to 65535. If
     `endpoint` has no port, yields only `endpoint`. Raises ValueError for an invalid endpoint."""
     check_endpoint(endpoint)
     yield endpoint

@@ -141,8 +141,8 @@ def _key(text: str) -> bytes | None:
 
 
 def _is_of_no_key(line: str, words: list[str]) -> bool:
-    """Whether a line without a key is allowed in a list file: a comment, which begins with `#`, or
-    a certificate's section name or metadata entry."""
+    """Whether a line of a list file may lack a key, because it is a comment (it begins with `#`), a
+    section name of a certificate, or a metadata entry of a certificate."""
     return words[0].startswith("#") or words[0] in _SECTIONS or _OTHER.fullmatch(line) is not None
 
 

@@ -195,7 +195,7 @@ class KvListener:
 
     @property
     def watermark(self) -> int | None:
-        """Number of the last batch applied; None amid a batch, or if an earlier one is missing."""
+        """Number of the last applied batch; None while a batch is being applied or is missing."""
         return None if self._work.is_under_way else self.cursor.complete_to
 
     def status(self) -> SourceStatus:

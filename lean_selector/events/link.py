@@ -443,7 +443,7 @@ class Link:
             raise OSError(error.errno, error.strerror) from None
 
     def _hear(self) -> None:
-        """Read libzmq's reports on an attempt to connect. `_reach` goes on when it has ended."""
+        """Read libzmq's reports on an attempt to connect. The end of the attempt wakes `_reach`."""
         assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:
@@ -528,7 +528,7 @@ class Link:
         self._read()
 
     def _read(self) -> None:
-        """Receive messages: the descriptor of the socket has signalled that new ones arrived."""
+        """Receive messages. Called when the socket's descriptor signals that messages arrived."""
         if not self._is_put_off:
             self._read_on()
 

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Backlog:
-    """Counts the unused bytes that a connection received. `shed(size)` drops about that many."""
+    """Counts the unused bytes that a connection received. `shed(size)` drops about `size` bytes."""
 
     def __init__(self, waiting: "Backlogs", shed: Callable[[int], None]) -> None:
         self.bytes = 0

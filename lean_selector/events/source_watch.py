@@ -62,7 +62,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Return why prompts cannot match the rank's blocks, if no event had another block size."""
+    """Return why prompts cannot match the rank's blocks. The block size is not the reason."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events have less than a block"
     told = str(ingest.is_eagle).lower()
@@ -81,7 +81,7 @@ class SourceWatch:
         has_work: Callable[[], bool],
         grace_s: float = GRACE_S,
     ) -> None:
-        """`has_work()` returns whether the rank has requests now, so KV events are expected."""
+        """`has_work()` returns whether the rank has requests now. If so, KV events are expected."""
         self._log = log
         self._has_work = has_work
         self._grace_s = grace_s

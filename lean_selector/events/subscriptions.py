@@ -97,8 +97,8 @@ class KvSubscriptions:
         listener.start()
 
     def hold(self) -> None:
-        """From now on, new subscriptions with a replay endpoint wait. They connect when a `holding`
-        context, entered later, ends or reaches its time limit."""
+        """Let new subscriptions with a replay endpoint wait from now on. The caller must enter a
+        `holding` context later: when it ends or reaches its time limit, they connect."""
         if self._held is None:
             self._held = set()
 
@@ -218,7 +218,7 @@ class KvSubscriptions:
         return self._held is None or rank not in self._held
 
     def is_ahead(self, rank: RankKey) -> bool:
-        """Whether KV events came from this rank, so our blocks are newer than a peer's copy."""
+        """Whether the rank sent us KV events. If so, our blocks are newer than a peer's copy."""
         listener = self._listeners.get(rank)
         return listener is not None and listener.cursor.has_told
 

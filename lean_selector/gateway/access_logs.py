@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether a log line ended this reservation before it was made. Forgets the log line."""
+        """Whether a log line reported the end before the reservation was made. True only once."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 

@@ -50,8 +50,8 @@ def request_lines(
     drops_authorization: bool = False,
     drops_traceparent: bool = False,
 ) -> bytes:
-    """Returns the client's header lines for the worker, each preceded by CRLF. `section` is the
-    HTTP version, such as 1.1, and the headers. `without_codings` removes `accept-encoding`."""
+    """Returns the client's header lines for the worker, each preceded by CRLF. `section`: the
+    request from its HTTP version to the blank line. `without_codings` drops `accept-encoding`."""
     lines = section[3:-4]
     named = _named(lines)
     lines = _NOT_TO_WORKER[without_codings].sub(b"", lines)

@@ -18,8 +18,8 @@ from lean_selector.gateway.prompt_values import LINK_BYTES, links_of, rendering_
 
 
 class Chain:
-    """The keys of a prompt's prefixes: `keys[n]` is that of the first `ends[n]` bytes of the
-    prompt's JSON. The first prefix is the request's tools, of 0 bytes if there are none."""
+    """The keys of a prompt's prefixes. `keys[n]` is the key of the first `ends[n]` bytes of the
+    prompt's JSON. The shortest prefix is the request's tools (0 bytes if it has no tools)."""
 
     __slots__ = ("block_size", "ends", "is_eagle", "keys", "model", "seed")
 
@@ -72,7 +72,7 @@ class _Run:
 
 
 class _Entry:
-    """A stored prefix. `run` has a prompt's block hashes; those of this prefix come first there."""
+    """A stored prefix. `run` has the block hashes of a prompt that begins with this prefix."""
 
     __slots__ = ("asked", "is_guess", "run", "shared", "tail", "tokens")
 
@@ -85,7 +85,7 @@ class _Entry:
         self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Returns the block hashes of the prompt that was just this prefix. Needs `asked` >= 0."""
+        """Returns the block hashes of this prefix, which must once have been a whole prompt."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 
@@ -108,7 +108,7 @@ class Averages:
 
 
 class Known(NamedTuple):
-    """What is known of a prompt. `hashes` are those of its longest known prefix, 8 bytes each."""
+    """What is known of a prompt. `hashes`: 8 bytes per block of its longest known prefix."""
 
     hashes: bytes
     tokens: int  # of the whole prompt; an estimate unless `is_whole`
@@ -196,8 +196,8 @@ class PromptMemory:
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
         """Makes the entries of prefixes 0 to `at` refer to `new` instead of `old`; these share
-        `common` blocks. If a prefix was a whole prompt, its entry keeps those last blocks that
-        differ in `new`, because chat templates may render a prompt's end differently later."""
+        `common` blocks. If a prefix was a whole prompt once, its entry keeps its blocks that
+        `new` lacks: chat templates may render a prompt's end differently if messages follow."""
         for key in chain.keys[: at + 1]:
             entry = self._entries.get(key)
             if entry is None or entry.run is not old or entry.shared > common:

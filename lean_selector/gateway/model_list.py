@@ -19,8 +19,8 @@ TIMEOUT_S: Final = 2.0  # for a worker's answer
 
 
 class ModelList:
-    """Answers GET /v1/models and requests for one model. The workers are queried concurrently, and
-    the result is cached briefly. For an ejected worker, the worker's last answer is used."""
+    """Answers GET /v1/models and GET /v1/models/MODEL. Workers are queried concurrently, and the
+    result is cached briefly. For an ejected worker, the worker's last answer is used."""
 
     def __init__(self, rotation: Rotation, client: OutboundClient) -> None:
         self._rotation = rotation

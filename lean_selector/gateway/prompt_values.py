@@ -51,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """A message's hashes: 8 bytes per LINK_BYTES of its compact JSON, which has `size` bytes."""
+    """The size of a message as compact JSON, and an 8-byte hash of each LINK_BYTES of it."""
 
     hashes: bytes
     size: int

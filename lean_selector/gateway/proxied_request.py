@@ -400,8 +400,8 @@ class ProxiedRequest:
         self._finish(OK if is_whole else None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
-        """Tries another worker (after a stale connection, the same), or answers 502 if the retry
-        budget is used up. `how` is a metric label; `outcome` goes to outlier detection."""
+        """Tries another worker (or the same again, if the connection was stale). Answers 502 if the
+        retry budget is used up. `how` is a metric label; `outcome` goes to outlier detection."""
         lease = self.lease
         assert lease is not None
         counts = self._counts

@@ -159,7 +159,7 @@ class RouteHandler:
     def _wait(
         self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
-        """When `parked` leaves the queue, answers `pending`. `told(selection)` makes the answer."""
+        """Resolves `pending` when `parked` leaves the queue: by `told(selection)` or an error."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):

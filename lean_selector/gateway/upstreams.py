@@ -128,7 +128,7 @@ class Rotation:
             self._health.report([(endpoint.number, 0)], outcome, len(self.in_turn), now)
 
     def sweep(self, now: float, silence_s: float) -> None:
-        """Ends past ejections; closes connections that are idle, or silent for `silence_s`."""
+        """Ends ejections that are over; closes connections that are idle or silent for too long."""
         self._now = now
         self._health.settle(now)
         for endpoint in list(self.endpoints.values()):
@@ -196,8 +196,8 @@ class Directory:
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of a model's workers; if none, of the command line's workers whose
-        models are unknown; if none again, or if `model` is None, returns None (any worker)."""
+        """Returns the base URLs of the workers that may serve a model: those that serve it, or else
+        the command line's workers whose models are unknown. None: any worker may be tried."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]

@@ -162,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """Returns False: without access logs, no log has reported the end of this request."""
+    """Returns False: the request has not ended, as far as is known without access logs."""
     return False

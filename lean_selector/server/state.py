@@ -56,7 +56,7 @@ _NO_WORKERS = b"[]}"
 
 
 def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
-    """Returns the text of the file `catalog`: `head`, with `workers` as the field `workers`."""
+    """Encodes the file `catalog`: `head`, whose empty list of workers is replaced by `workers`."""
     text = _encode(head)
     assert text.endswith(_NO_WORKERS)
     return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
@@ -214,8 +214,8 @@ class SelectorCatalog:
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
-        """Removes a worker, whose registration failed, from its partition (model and tenant). If
-        the partition is empty then, removes it too, so that its old block size does not remain."""
+        """Takes a worker that failed to register out of its restored partition (model and tenant).
+        If that is empty then, removes it too, so that its old block size does not remain."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -270,7 +270,7 @@ _AGAIN_AFTER_S = (0.01, 0.1, 0.5)  # delays before retries of a read that failed
 
 
 class OtherService(Exception):
-    """The state directory is intact, but is the other service's (selector or slot tracker)."""
+    """The state directory is intact, but the other service (selector or slot tracker) wrote it."""
 
 
 def restore_catalog(
@@ -310,10 +310,10 @@ def restore_reservations(
     now: float,
     wall_now: float,
 ) -> tuple[int, int]:
-    """Restores reservations. Returns how many were restored, and how many were dropped: idle for
-    longer than `expiry_s` (copies of peers' reservations: `copies_expire_s`), or refused by `book`.
-    Calls `book(reservation, peer)`, least recently used first. `peer`: id of the admitting replica
-    (None: this one). `now` (monotonic) and `wall_now` are the same moment."""
+    """Restores saved reservations with `book(reservation, peer)`, least recently used first. `peer`
+    is the id of the admitting replica (None: this one). Returns how many were restored, and how
+    many were dropped because `book` returned False or they were idle for longer than `expiry_s`
+    (`copies_expire_s` if of a peer). `now` (monotonic) and `wall_now` are the same moment."""
     problems: list[str] = []
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:
@@ -474,8 +474,8 @@ def _kept(
 
 
 def _taken(directory: StateDirectory, patience_s: float) -> str | None:
-    """Locks the directory. Returns None, or the reason of a failure that may pass, such as a full
-    disk. Raises StartError on other failures, or if the lock is held longer than `patience_s`."""
+    """Locks the directory. Returns None, or the reason of a temporary failure, such as a full disk.
+    Raises StartError on other failures, or if another process holds the lock for `patience_s`."""
     gives_up_at = time.monotonic() + patience_s
     while True:
         try:

@@ -194,7 +194,7 @@ class StateDirectory:
                 raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Renews a lost lock. Changes `generation` then, and if a file is gone. Raises OSError."""
+        """Renews a lost lock. Changes `generation` if files may be missing. Raises OSError."""
         self._hold()
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1
@@ -283,7 +283,7 @@ T = TypeVar("T")
 
 
 class DiskHangs(Exception):
-    """The disk has accepted no data for as long as the caller could wait."""
+    """The disk has accepted no data for as long as the caller was willing to wait."""
 
 
 class DiskThread:
@@ -304,7 +304,7 @@ class DiskThread:
         return None if self._job is None or self._job.done() else self._moved_at
 
     async def run(self, work: Callable[[], T], patience_s: float | None = None) -> T:
-        """Runs `work` in a thread. Raises errors of `work`, and DiskHangs after `patience_s`."""
+        """Runs `work` in a thread. Raises its errors; DiskHangs if it stalls for `patience_s`."""
         assert self.moved_at is None, "one at a time"
 
         def timed() -> T:

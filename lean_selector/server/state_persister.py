@@ -36,7 +36,7 @@ class LiveBookings:
         router_id: int,
         sequence: Callable[[], int],
     ) -> None:
-        """`router_id`: this replica's id. `sequence` returns the number of its last event."""
+        """`router_id`: this replica's id. `sequence` returns the last published event's number."""
         self._targets: Final = targets
         self._router_id: Final = router_id
         self._sequence: Final = sequence

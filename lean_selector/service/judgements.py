@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """A rank's use of an endpoint. All uses of one endpoint must have the same `publisher`."""
+    """A rank's use of an endpoint. An endpoint must have one `publisher` (engine, rank, field)."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]
@@ -141,7 +141,7 @@ class _Use:
 def judge_shared_endpoints(
     workers: Sequence[WorkerRecord], sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """Yields a finding for each endpoint that must be wrong for some of the ranks that use it."""
+    """Yields a finding for each endpoint that several engines, ranks or fields wrongly share."""
     engines = {worker.worker_id: worker.endpoint for worker in workers}
     uses: dict[str, list[_Use]] = {}
     for source in sources:

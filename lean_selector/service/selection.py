@@ -96,7 +96,7 @@ class DumpAnswers:
         call_soon: CallSoon,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`watermarks` returns rank -> number of the last applied batch of KV events."""
+        """`watermarks(partition)`: rank -> number of its last applied batch of KV events."""
         self._catalog = catalog
         self._watermarks = watermarks
         self._sliced = SlicedAnswers("a dump", self.parts, call_soon, clock=clock)
@@ -183,7 +183,7 @@ class SelectionService(WorkerHandlers):
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
         """`call_later` is needed only if queue time is limited. `bare_dump` answers `/dump` as
-        Dynamo 1.6 does. `books_at` is the route under which metrics count `select_and_reserve`."""
+        Dynamo 1.6 does. Metrics count calls of `select_and_reserve` as route `books_at`."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump

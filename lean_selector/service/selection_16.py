@@ -141,7 +141,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """Returns the answer for a chosen rank. It has more fields if the request was `booked`."""
+        """Returns the answer for a chosen rank; adds fields if the request `booked` reserved it."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET

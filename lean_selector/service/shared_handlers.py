@@ -1,6 +1,6 @@
 """Routes of the selector and the slot tracker for replicas and discovery.
 
-Spec: slot_tracker.md, section 3.6. Dynamo lacks the snapshot and the details of peers (D22)."""
+Spec: slot_tracker.md, section 3.6. Dynamo lacks /replica_sync/snapshot and `?detail=true` (D22)."""
 
 from collections.abc import Callable
 from typing import Final, Protocol

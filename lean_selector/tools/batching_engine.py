@@ -120,7 +120,7 @@ class BatchingEngine:
         self._is_decoding_only = False
 
     def submit(self, request: SimulatedRequest, now: float) -> None:
-        """Queues a request. A series of decode-only iterations ends after the current one."""
+        """Queues a request. Cancels planned decode-only iterations after the current one."""
         self._waiting.append(request)
         if self.due is not None and self._is_decoding_only:
             self._count = min(self._count, max(1, math.ceil((now - self._began_at) / self._each_s)))

@@ -161,7 +161,7 @@ def _gap_s(recording: Recording) -> float | None:
 def play_recorded(
     recording: Recording, engines: Engines, most: int | None = None
 ) -> tuple[Simulation, list[SimulatedRequest]]:
-    """Simulates the first `most` requests (None: all) at logged times, on the logged engines."""
+    """Simulates the first `most` requests (None: all), each at its logged time and engine."""
     requests = requests_of(recording.lines, 1.0)[:most]
     for request, line, tokens in zip(
         requests, recording.lines, engines.output_tokens, strict=False
@@ -179,7 +179,7 @@ def play_recorded(
 def _fitted(
     recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
 ) -> Fleet:
-    """Fits speeds to the observed mean times, from `prompt_token_s` and the decode `pace` on."""
+    """Fits speeds to the observed mean times; first guesses: `prompt_token_s` and decode `pace`."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)

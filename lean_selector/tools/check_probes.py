@@ -262,7 +262,7 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
 
 
 def judge_hashes(hashes: dict[str, int]) -> Finding | None:
-    """Says whether all ranks hash a block alike (None: fewer than two). `hashes`: rank -> hash."""
+    """Finds whether all ranks hash a block alike; None if `hashes` (by rank) has fewer than two."""
     if len(hashes) < 2:
         return None
     if len(set(hashes.values())) == 1:

@@ -105,7 +105,7 @@ class AskedSelector:
         self, worker: WorkerRecord, token_ids: list[int], is_eagle: bool | None = None
     ) -> dict[int, int]:
         """Returns worker_id -> number of blocks of the prompt `token_ids` that the selector
-        believes to be cached. `is_eagle` overrides the registered value.
+        believes to be cached. `is_eagle`, if given, overrides the `is_eagle` of the registration.
 
         Raises OutboundFailed, and msgspec's DecodeError."""
         body: dict[str, object] = {

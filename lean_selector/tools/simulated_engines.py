@@ -255,8 +255,8 @@ class SimulatedEngine(EngineModel):
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
     def _publish(self, request: EngineRequest, first: int, placed: HeldChain) -> None:
-        """Publishes, as one batch, the changes of the cache that `hold` returned in `placed`.
-        first: how many of the request's blocks come before those that were passed to `hold`."""
+        """Publishes, as one batch, the changes of the cache when blocks of `request` were stored.
+        placed: what BlockCache.hold returned for the request's blocks from index `first` on."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit
         stop = start + placed.stored

@@ -135,7 +135,7 @@ class Policy(msgspec.Struct, frozen=True):
 
 
 class Fleet(msgspec.Struct, frozen=True):
-    """A simulation's engines. The i-th takes `slowness[i]` times as long; the list is repeated."""
+    """A simulation's engines. Engine i needs `slowness[i % len(slowness)]` times the usual time."""
 
     engines: int = 8
     capacity_blocks: int = 3_000

@@ -89,8 +89,8 @@ def level_of(rank: FleetRank, finding: Finding | None) -> str:
 def drawing(
     fleet: Fleet, before: dict[RankKey, FleetRank], columns: int, lines: int | None, colours: bool
 ) -> list[str]:
-    """Returns the fleet as lines of at most `columns` characters, fewer than `lines` if given. Hit
-    rates and times to first token count the requests since the earlier state `before`."""
+    """Returns the fleet as lines of at most `columns` characters. If `lines` is given, there are at
+    most `lines` - 1. Hit rates and TTFTs count the requests since the earlier state `before`."""
     worst = verdicts(fleet.findings)
     blocks = {worker.worker_id: worker.total_kv_blocks for worker in fleet.workers}
     most = max((rank.prefill_tokens for rank in fleet.ranks), default=0) or 1

@@ -285,8 +285,8 @@ def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) -> T | None:
-    """Put the lists that were cut out of the body into the decoded fields. Return None if a field
-    lacks its placeholder: the key was repeated, or found inside of another field's value."""
+    """Put the lists that placeholders replaced in the body into the decoded fields. Return None
+    if a field lacks its placeholder: its key was repeated, or is inside another field's value."""
     if not isinstance(fields, PromptFields):
         return None
     if block is not None:
@@ -320,7 +320,7 @@ def _with_tokens(decode: Callable[[bytes], T], body: Body) -> T | None:
 
 
 def long_binary_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """Return a decoder of long MessagePack bodies with 8-byte hashes; for others it gives None."""
+    """Return a decoder of long MessagePack bodies with 8-byte hashes. It gives None for others."""
     decode = msgspec.msgpack.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:

@@ -115,7 +115,7 @@ def stored_record(
     salt: str | None = None,
     infos: MultimodalInfos | None = None,
 ) -> BlockStored:
-    """Return a stored event's record. `salt`, `infos`: a MapStored's salt and multimodal infos."""
+    """Return a stored event's record. `salt`, `infos`: a map event's cache_salt, block_mm_infos."""
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
@@ -154,7 +154,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """Return the token after `blocks` blocks, if known. `lookahead`: the tokens after each one."""
+    """Return the token after `blocks` blocks, if known. lookahead[i]: the tokens after block i."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None

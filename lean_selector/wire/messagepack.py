@@ -80,7 +80,7 @@ class ListReader(Generic[_T]):
             raise ValueError("not an array")
 
     def take(self, count: int) -> list[_T]:
-        """Decode up to `count` next values. ValueError if invalid, or beyond WINDOW_BYTES."""
+        """Decode the next values, at most `count`. ValueError if invalid or over WINDOW_BYTES."""
         count = min(count, self.left)
         head = array_header(count)
         end = self._end_of(count)

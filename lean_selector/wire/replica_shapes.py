@@ -107,9 +107,9 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """The text of a SnapshotLine before and after its age, and the other fields that can change."""
+    """A SnapshotLine's text before and after its age, and its other fields that can change."""
 
-    before: bytes  # the encoded text after the age
+    before: bytes  # the encoded text before the age
     after: bytes
     prefill_tokens: int
     prefill_done: bool

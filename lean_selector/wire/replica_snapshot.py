@@ -41,7 +41,7 @@ def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
     """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the live reservations, in
-    which this replica's first `sequence` events are included. `clock` (monotonic) is for ages."""
+    which this replica's first `sequence` events are included. `clock()`: monotonic time, in s."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:

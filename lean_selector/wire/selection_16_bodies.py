@@ -149,8 +149,8 @@ class KvHint(msgspec.Struct, frozen=True):
 
 
 class Selection16(msgspec.Struct, frozen=True, gc=False):
-    """The answer to /select and /select_and_reserve, with JSON keys in this order. That of /select
-    has no field before `model_name`, except `selection_id` (if the request gave one)."""
+    """The answer to /select and /select_and_reserve, with JSON keys in this order. /select omits
+    the fields before `model_name`, except a `selection_id` that the request gave."""
 
     selection_id: str | UnsetType
     sequence_hashes: tuple[int, ...] | UnsetType  # as signed integers

@@ -95,7 +95,7 @@ class PromptFields(Scoped, kw_only=True):
 
     def check_shape(self) -> None:
         """Raise msgspec.ValidationError for invalid hash lists and integers beyond 2**64 - 1.
-        Called after a handler raised SelectorError: these errors are reported instead of it."""
+        Called after a handler raised SelectorError: an error found here is reported instead."""
         check_ignored(self, "block_hashes")
         check_ignored(self, "sequence_hashes")
         if self.isl_tokens is not None:
@@ -283,7 +283,7 @@ class Registration(WorkerFields, kw_only=True):
         )
 
     def more(self) -> dict[str, Any]:
-        """Return the fields that only this version of the API (1.3 or 1.6) has."""
+        """Return the fields that only the subclass's version of the API (1.3 or 1.6) has."""
         raise NotImplementedError
 
 
@@ -424,7 +424,7 @@ class SelectAndReserveRequest(SelectFields, kw_only=True):
 
 class ReservationRequest(PromptFields, kw_only=True):
     """POST /reservations. Reserves a rank of the given worker. Without `worker_id`, reserves what
-    /select chose for this selection_id; then `reservation_id` defaults to the selection_id."""
+    /select chose for `selection_id`, and `reservation_id` defaults to `selection_id`."""
 
     reservation_id: str | UnsetType = UNSET
     selection_id: str | None = None

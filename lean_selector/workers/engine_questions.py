@@ -100,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Copies block size, block count, ranks from the metric cache_config_info; False without it."""
+    """Copies block size, block count and ranks from cache_config_info. False: no such metric."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:
@@ -227,7 +227,7 @@ def reachable(endpoint: str, host: str) -> str:
 
 
 def _cover(into: Particulars, ranks: Iterable[int]) -> None:
-    """Sets the ranks of the worker `into` to the smallest range that contains `ranks`."""
+    """Sets the range of ranks in `into` to the smallest one that contains `ranks`."""
     found = set(ranks)
     if not found or found == {0}:
         return

@@ -1,4 +1,4 @@
-"""Where discovery looks, what it knows of a worker, and the registration made from both."""
+"""Parses the targets of discovery, and makes a registration from what is known about a worker."""
 
 import re
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
     """What is known about a worker: fields of POST /workers, all optional, and two ports.
 
     events_port and replay_port are the first rank's ports, on the host of `endpoint`; the next rank
-    has the next port. Endpoints for events, or for replay, take precedence over the port."""
+    has the next port. If event endpoints are given, events_port is ignored; likewise for replay."""
 
     worker_id: NonNegative | None = None
     model_name: str | None = None

@@ -102,8 +102,8 @@ class Roster:
         return len(self._known)
 
     def found(self, discovery: str, found: Found, now: float) -> None:
-        """Handles the list of all workers at one target of --discover. Workers that no target lists
-        any more are removed after a grace period."""
+        """Handles the list of all workers at one target of --discover. A worker that no target
+        lists any more is removed after a grace period, or at once if in `found.leaving`."""
         entries = {endpoint_key(entry.endpoint or ""): entry for entry in found.entries}
         before = self._found.get(discovery, {})
         self._found[discovery] = entries
@@ -143,7 +143,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Returns what `take_back` needs to restore the discovered workers after a restart."""
+        """Returns the discovered workers, to be stored and given to `take_back` after a restart."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -169,7 +169,7 @@ class Roster:
     # -- found workers -------------------------------------------------------------------------
 
     def _name(self, key: str, now: float) -> None:
-        """Applies a target's new list to the worker at the endpoint `key`. If several targets list
+        """Updates the worker at the endpoint `key` after a target was read. If several targets list
         the worker, the first target's description of it is used."""
         by = [name for name, entries in self._found.items() if key in entries]
         known = self._known.get(key)
@@ -355,7 +355,7 @@ class Asking:
             task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Waits for the queries that `end` has cancelled."""
+        """Waits until the queries that `end` cancelled have stopped. Cancels none itself."""
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _run(self, known: KnownWorker) -> None:

@@ -52,7 +52,7 @@ _WORDS: Final = {FAILED: "it failed", REFUSED: "connection refused"}
 
 
 class Ejections:
-    """Ejects ranks of a partition. Methods return whether the ejected ranks may have changed."""
+    """Ejects failing ranks. Methods return True if the set of ejected ranks may have changed."""
 
     def __init__(self, settings: EjectionSettings) -> None:
         self._settings = settings
@@ -176,7 +176,7 @@ class Ejections:
         return health
 
     def _may_go(self, due: list[RankKey], total: int) -> bool:
-        """Whether the ranks `due` may join those already ejected. `total`: number of all ranks."""
+        """Whether the limit lets the ranks `due` be ejected, too. `total`: number of all ranks."""
         count = len(self.out) + len(due)
         worker_id = due[0][0]
         alone = all(key[0] == worker_id for key in self.out)

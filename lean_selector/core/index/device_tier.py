@@ -146,7 +146,7 @@ class HashAliases:
         return len(self._odd)
 
     def of(self, strand: int) -> int:
-        """Return the ranks whose hashes may differ from other ranks' in this part of the trie."""
+        """Return the ranks whose hashes of the strand's blocks may not be those of other ranks."""
         return self._odd.get(strand, 0)
 
     def forget(self, strand: int, bit: int) -> None:
@@ -171,7 +171,7 @@ class HashAliases:
         return list(found.items())
 
     def add(self, strand: int, bit: int) -> None:
-        """Record that the rank's hashes may differ from other ranks' in this part of the trie."""
+        """Record that the rank's hashes of the strand's blocks may not be those of other ranks."""
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
@@ -271,7 +271,7 @@ class DeviceTier:
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """On a prompt's path, remove holders that only held the block before they were retired."""
+        """On a prompt's path, remove ranks from runs that they held only until their retirement."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -367,8 +367,8 @@ class DeviceTier:
             done = end
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
-        """Append the blocks of `local` from byte `done` on, as many as fit into a strand, for this
-        rank. Returns their run, the first block's position in it, and their end byte in `local`."""
+        """Add blocks of this rank after `run`: those of `local` from byte `done` on that fit into a
+        strand. Returns the run with them, where they begin in it, and where they end in `local`."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length
@@ -438,8 +438,8 @@ class DeviceTier:
         return bytes(row[start : start + 8]) + local
 
     def remove(self, rank: DeviceRank, names: bytes) -> int:
-        """Remove a rank's blocks by engine hash (8 bytes each). A block that was stored repeatedly,
-        or under several hashes, takes as many removals. Returns how many blocks were dropped."""
+        """Remove a rank's blocks by engine hash (8 bytes each). Returns how many were dropped: a
+        block that was stored n times, or under n hashes, is dropped by its n-th removal."""
         before = rank.blocks
         for strand, positions in rank.names.take(names).items():
             self._drop_positions(rank, strand, positions)
@@ -531,7 +531,7 @@ class DeviceTier:
                 self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
-        """Drop this many blocks of a rank, beginning at the end of its oldest part of the trie."""
+        """Drop this many blocks of a rank, from the end of the strand that it has held longest."""
         while blocks:
             strand = next(iter(rank.names.rows))
             last = self._held_end(rank, strand) - 1

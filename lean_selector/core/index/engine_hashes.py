@@ -50,7 +50,7 @@ class EngineHashes:
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
-        """Remove engine hashes. Returns the blocks that lost their last one: strand -> bit mask."""
+        """Remove engine hashes. Returns the blocks left without a hash: strand -> bit mask."""
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
@@ -123,7 +123,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Forget at least `count` repeated stores or further hashes of blocks, or all if fewer."""
+        """Forget repeated stores, then blocks' further hashes: `count` or more, or all if fewer."""
         least = self.extra - count
         while self.extra > least and self.copies:
             self.extra -= self.copies.popitem(last=False)[1]

@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Enter the segment at each index whose low `segment.bits` bits are those of `index`."""
+        """Set `_segments[i]` to the segment if i has the low `segment.bits` bits of `index`."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits

@@ -27,7 +27,7 @@ _MOST_RUNS_ABOVE = 256  # runs visited above a strand; some 100 us
 def review(
     device: DeviceTier, evicted: Callable[[DeviceRank, int], None]
 ) -> Generator[None, None, int]:
-    """If the index takes too much memory, evict blocks that cannot match: earlier blocks are gone.
+    """If the index is too large, evict blocks that cannot match because earlier blocks are gone.
 
     `evicted` gets a rank and the number of blocks that the rank has lost. A step takes some 50 us.
     The generator returns how many blocks all ranks held before these evictions."""
@@ -81,8 +81,8 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Count how many blocks directly before a strand are held by no rank. If other strands follow
-    these blocks too, count only this strand's share."""
+    """Return how many blocks directly before a strand are held by no rank. Where the trie branches
+    after such blocks, their number is divided by the number of branches."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)
     for _ in range(_MOST_RUNS_ABOVE):

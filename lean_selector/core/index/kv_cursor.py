@@ -389,8 +389,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Record that the replay has reached or passed `_top`, an applied batch it should have.
-        If a connection was made during this replay, the next replay is compared with it, too."""
+        """Record that the replay has reached or passed `_top`, an applied batch that it should
+        have. After a reconnection during this replay, the next one is checked for `_top`, too."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 

@@ -129,7 +129,7 @@ class KvIndex:
         self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
     def beside(self) -> "KvIndex":
-        """Return an empty index with this one's block size, default limits, `on_sweep`, `bits`."""
+        """Return an empty index with the same block size, default limits, `on_sweep` and `bits`."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -189,7 +189,7 @@ class KvIndex:
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """Yield up to `most` large runs of device blocks, parents first; None: a point to pause."""
+        """Yield up to `most` large device runs, parents first; None where the caller may pause."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)

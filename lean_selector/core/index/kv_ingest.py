@@ -305,8 +305,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether an event with another block size than the registered one is acceptable: it has no
-        size and no tokens, or a size that divides ours (on the device, only for a single block)."""
+        """Whether to accept an event whose block size is not the registered one: it has no size and
+        no tokens, or its size divides the registered one (on the device, it must be one block)."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -339,9 +339,9 @@ class KvIngest:
     def _is_announced(
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
-        """Whether a stored event may only report a cache hit: it starts a prompt, and has no new
-        block. If new blocks follow such an event in a batch, the engine does report hits: from then
-        on returns False, and the repeated stores that such events had counted are undone."""
+        """Whether a stored event may be a mere report of a cache hit: it starts a prompt and has no
+        new block. New blocks after it in the batch prove that the engine reports hits. Then earlier
+        such events no longer count as repeated stores. From then on, this returns False."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before

@@ -114,7 +114,7 @@ class Edges:
         self.doubtful = 0
 
     def admit(self, bit: int, held: dict[bytes, bytes]) -> None:
-        """Add a rank. `held`: a block's engine hash -> the parent's engine hash + local hash."""
+        """Add a rank. `held` has its blocks: engine hash -> parent's engine hash + local hash."""
         self._held[bit] = held
 
     def release(self, bit: int) -> None:
@@ -266,8 +266,8 @@ class LowerTier:
             parent = name
 
     def remove(self, name: bytes) -> bool:
-        """Drop a block, or if it needs several removals, count one. Returns True if the block is
-        gone. Blocks after this block stay, but cannot match until the block returns."""
+        """Drop a block and return True; False if it needs further removals, or is not on this tier.
+        Blocks after this block stay, but cannot match until the block returns."""
         if self._copies and (copies := self._copies.pop(name, 0)):
             if copies > 1:
                 self._copies[name] = copies - 1

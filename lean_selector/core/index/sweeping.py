@@ -28,7 +28,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Begin a sweep. Returns True if it is the only unfinished one now: call `go_on` later."""
+        """Begin a sweep. If it is the only unfinished one, returns True: begin to call `go_on`."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False

@@ -65,7 +65,7 @@ def upper_runs(
 
 
 def _held(run: Run, in_use: int) -> tuple[int, int]:
-    """Return how many ranks `in_use` hold blocks of a run, and how many, summed over the ranks."""
+    """Return how many ranks of `in_use` hold blocks of a run, and the sum of their held blocks."""
     holders = (run.whole & in_use).bit_count()
     held = holders * (len(run.label) >> 3)
     for bit, positions in (run.partial or {}).items():

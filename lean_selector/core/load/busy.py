@@ -48,7 +48,7 @@ class BusyThresholds:
         return self._put(scope, self.of(scope).changed_by(given), set(known))
 
     def switch_off(self, scope: Scope, known: Iterable[Scope]) -> BusyThreshold:
-        """Disable all thresholds of a model and tenant, also the defaults. Raises NotFound."""
+        """Let a model and tenant have no thresholds, not even the defaults. Raises NotFound."""
         return self._put(scope, OFF, set(known))
 
     def _put(self, scope: Scope, new: BusyThreshold, known: set[Scope]) -> BusyThreshold:
@@ -76,7 +76,7 @@ class Headroom:
     """The ranks of a partition that have room for queued requests. Used only if queueing is on."""
 
     def __init__(self, threshold: float) -> None:
-        """A rank has room up to `threshold` * max_num_batched_tokens waiting prefill tokens."""
+        """A rank has room if at most `threshold` * max_num_batched_tokens prefill tokens wait."""
         self._threshold = threshold
         self.below = self.idle = 0
         self.avoided = 0  # draining ranks, and ejected ones while others serve

@@ -74,8 +74,8 @@ class PromptTrie:
         return freed_bytes // HASH_BYTES
 
     def weigh(self, run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
-        """For those blocks of the prompt ending with `run` that no other prompt on the rank has,
-        set their weight in the rank's load. Updates `weights`, the weights of the rank's blocks."""
+        """Set the weight of the blocks that, on this rank, only the prompt ending with `run` has.
+        Updates `weights`, the weights of the rank's blocks."""
         while (parent := run.parent) is not None:
             if run.refs[rank] == 1:
                 _weigh_run(run, rank, weight, weights)
@@ -84,8 +84,8 @@ class PromptTrie:
             run = parent
 
     def active_prefix(self, hashes: bytes) -> list[tuple[int, int]]:
-        """Return pairs of a number of leading blocks and the ranks on which exactly this many are
-        active. The highest number comes first. Ranks without active blocks are in no pair."""
+        """Return pairs (n, ranks): exactly n leading blocks of the prompt are active on these
+        ranks. The highest n comes first. Ranks without active blocks are in no pair."""
         found: list[tuple[int, int]] = []
         run = self.root
         start, end = 0, len(hashes)

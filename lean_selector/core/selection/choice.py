@@ -273,8 +273,8 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """Adapt cells to untracked prefill: the cost is at least request weight * active requests. If
-    this floor may apply in a cell, split it by number of requests, and set each floor."""
+    """If prefill is not tracked, a cost is at least request weight * active requests. Where this
+    minimum may apply, split the cell by active requests, and set the `floor` of each part."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -411,7 +411,7 @@ class DrawBounds:
         return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part to tighten its bounds. `others`: mass (ranks * bound) of other parts."""
+        """Divide a part to tighten its bounds. `others`: sum of ranks * bound of other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
         return self._by_load(part, others * _LEFT)  # stop when this little mass is left

@@ -108,7 +108,7 @@ _place = attrgetter("key")
 
 
 class Line:
-    """Queued requests with the same pin, allowed workers and required taints (`ties`)."""
+    """Queued requests that have the same `ties`: pin, allowed workers and required taints."""
 
     __slots__ = ("items", "leads_to", "ranks", "ties")
 

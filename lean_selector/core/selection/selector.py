@@ -129,7 +129,7 @@ class Admission:
 
     def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
         """Admit at most `most` queued requests that can use ranks that came free. Stops early if no
-        request can be placed or more ranks come free. Returns how many of `most` are left."""
+        request can be placed or more ranks come free. Returns `most` minus the number admitted."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
         blocked: Place | None = None  # the first request that cannot leave
@@ -161,7 +161,7 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place a queued request. If it `passes` others, use ranks within the queue threshold."""
+        """Place a queued request. If it `passes` others, use only ranks within the threshold."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -414,7 +414,7 @@ class Selector:
     def select(
         self, partition: Partition, request: SelectionRequest, now: float, on_answer: OnAnswer
     ) -> Placement | Parked:
-        """Choose a rank, and book it if the request `books`. Returns the placement, or queues the
+        """Choose a rank, and book it if `request.books`. Returns the placement, or queues the
         request and calls `on_answer` later. Raises SelectorError, with nothing changed."""
         room, parked = partition.room, partition.parked
         if room is None:
@@ -459,7 +459,7 @@ class Selector:
         return parked
 
     def select_now(self, partition: Partition, request: SelectionRequest, now: float) -> Placement:
-        """Choose a rank even if requests are queued, and book it if the request `books`."""
+        """Choose a rank even if requests are queued, and book it if `request.books`."""
         ranks = self._free_ranks(partition, request)
         matches = match_sets(partition, request.prompt.local_hashes)
         return self._place(partition, request, ranks, matches, now)
@@ -484,7 +484,7 @@ class Selector:
         matches: MatchSets,
         now: float,
     ) -> Placement:
-        """Choose among these ranks, and book the choice if the request `books`."""
+        """Choose among these ranks, and book the choice if `request.books`."""
         is_steered = False
         if request.session_id is not None or request.target is not None:
             chosen = steered(partition, request, ranks, now)
@@ -651,7 +651,7 @@ class Selector:
         return gone
 
     def arrived(self) -> int:
-        """Return how many requests this replica and its peers booked in the current partitions."""
+        """Count all requests booked so far, here and by peers, in partitions that still exist."""
         return sum(partition.slots.arrived for partition in self.catalog.partitions.values())
 
 

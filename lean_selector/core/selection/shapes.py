@@ -143,7 +143,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """Cached prompt tokens per tier, faster tiers included: the maximum over the worker's ranks."""
+    """Cached tokens of a prompt, by tier (faster tiers included), at the rank with the most."""
 
     longest_matched: int
     gpu: int
