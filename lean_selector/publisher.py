@@ -98,11 +98,11 @@ class _EventSink:
     ) -> None:
         """Announces consecutive blocks of one sequence that the cache now holds.
 
-        token_ids: the tokens of all these blocks; each block has kv_block_size tokens.
+        token_ids: the tokens of these blocks, in order; a full block has kv_block_size tokens.
         block_hashes: the engine's own cumulative hashes, signed or unsigned 64 bits.
         parent_hash: hash of the preceding block; None only at the start of a sequence.
-        num_block_tokens: tokens per block. The first partial block and all later blocks are not
-            sent, since only full blocks can match. None: all blocks are full.
+        num_block_tokens: the number of tokens in each block. Only the full blocks before the
+            first partial block are sent, since no others can match. None: all are full.
         lora_name: the adapter, which is part of a block's identity. lora_id is sent unchanged.
         medium: "GPU" (default), "CPU", "DISK".
         event_id has no effect: the batch's sequence number orders events. The parameter exists

@@ -152,7 +152,7 @@ class Connections:
             connection.abort()
 
     def forget(self, connection: Connection) -> None:
-        """Remove a connection that was closed, or that has completed its TLS handshake."""
+        """Remove a connection from all sets: it was closed, or its TLS handshake is complete."""
         self.greeting.discard(connection)
         self.open.discard(connection)
         self.told.discard(connection)

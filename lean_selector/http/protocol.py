@@ -372,7 +372,7 @@ class HttpProtocol(asyncio.Protocol):
         self._proceed()
 
     def _proceed(self) -> None:
-        """Continue with queued requests or unread bytes, unless `_holds` has a reason to wait."""
+        """Continue with queued requests or unread bytes, unless a flag in `_holds` says to wait."""
         if not self._holds:
             if self._reader.waiting and not self._queue:
                 self._take(b"")

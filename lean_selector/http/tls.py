@@ -2,8 +2,8 @@
 
 To the HTTP protocol, a TLS connection looks like a plain one: it can half-close and still be read,
 and it counts unwritten bytes. The loop's own TLS does not support this (D27, D46). Handshakes and
-long input are put off to later turns of the loop (TURN_S per turn). A connection counts as open
-during its handshake, and `Connections.sweep` applies its timeout. Plain HTTP gets a 400."""
+long input take TURN_S per turn of the loop; the rest is done in later turns. A connection counts as
+open during its handshake, and `Connections.sweep` applies its timeout. Plain HTTP gets a 400."""
 
 import asyncio
 import contextlib
@@ -185,7 +185,7 @@ class TlsConnection(asyncio.Protocol):
     # called by Connections, during the handshake
 
     def expire(self, now: float) -> None:
-        """Drop the connection if its handshake, or the time since it failed, exceeds a timeout."""
+        """Drop the connection if its handshake takes too long, or failed too long ago."""
         connections = self._door.connections
         timeouts, is_draining = connections.timeouts, connections.is_draining
         age_s = now - self.since

@@ -14,7 +14,7 @@ from lean_selector.core.selection.shapes import BY_RANK
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of `select`'s cache of choices. Defaults: 120 s, 4096, 256 MiB. Any 0: no caching."""
+    """Limits of `select`'s cache (default: 120 s, 4096 choices, 256 MiB). If one is 0: no cache."""
 
     ttl_secs: float | None = None
     max_entries: int | None = None

@@ -134,7 +134,7 @@ class ReplicaLinks:
     # receiving
 
     def _wake(self, link: Link) -> None:
-        """Start to handle a peer's unread messages in time slices, unless this has been started."""
+        """Have a peer's unread messages handled in time slices, unless they already are."""
         if link not in self._draining:
             self._draining.add(link)
             self._turns.start(partial(self._drain, link), partial(self._drained, link))

@@ -114,7 +114,7 @@ class CatchingUp:
         self._again.set()
 
     def missed(self) -> None:
-        """Schedule a catch-up for missed events. One that recovers none doubles the delay."""
+        """Schedule a catch-up for missed events, later after each catch-up that recovered none."""
         if self._mending is None:
             left_s = self._mend_not_before - time.monotonic()
             self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
@@ -126,7 +126,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """Schedule a catch-up if events are missing. `mended`: the last catch-up recovered some."""
+        """Schedule a catch-up if events are missing. `mended`: the last one recovered events."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -158,8 +158,8 @@ class CatchingUp:
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _run_once(self) -> None:
-        """Copy peers' reservations once. Then, until the catch-up ends or another one is due, add
-        reservations whose rank gets registered. Drop the others, unless another one is due."""
+        """Copy peers' reservations once. Retry those whose rank is not registered until the
+        catch-up ends, then drop them. If another catch-up is due, return without dropping."""
         again = self._again
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())

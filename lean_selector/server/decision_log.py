@@ -44,9 +44,9 @@ _encoder = msgspec.json.Encoder()
 
 
 def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
-    """Returns one id per SPAN_TOKENS tokens of a prompt; the last id may stand for fewer tokens.
-    Prompts with the same first tokens have the same first ids. An id is 32 bits of the sequence
-    hash of the block in which the span ends."""
+    """Returns one id for each span of a prompt: SPAN_TOKENS tokens, the last span maybe fewer.
+    Prompts with the same first tokens have the same first ids. An id is made of 32 bits of the
+    sequence hash of the block in which its span ends."""
     words = memoryview(sequence_hashes).cast("I")[1::2]  # the upper halves
     blocks = len(words)
     spans = -(-blocks * block_size // SPAN_TOKENS)
@@ -125,8 +125,8 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Writes the decision log, from the choices and the events of reservations that callers report.
-    Passes the events on to `then`. Requests without block hashes are not logged."""
+    """Writes the decision log. Callers report choices and changes of reservations; the changes are
+    also reported to `then`. Requests without block hashes are not logged."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class DecisionLog:
         placement: Placement,
         now: float,
     ) -> None:
-        """Keeps a choice until its request is reserved. `ranks` is a bit mask of the candidates."""
+        """Keeps a choice until its rank is reserved. `ranks` is a bit mask of the candidates."""
         if self._share < 1.0 and not self._is_drawn(request.reservation_id):
             return
         tokens = request.prompt.isl_tokens

@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag's name and limits. `each` parses its value; if None, the field's type says how."""
+    """A flag's name and limits. If `each` is None, the type of the field says how to parse."""
 
     name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()

@@ -136,7 +136,7 @@ class GatewayConfig(SelectorConfig):
 
     @property
     def touch_after_s(self) -> float:
-        """Returns how often, in seconds, to renew a reservation while its response is streamed."""
+        """Returns after how many seconds to renew a reservation while its response is streamed."""
         return self.reservations.reservation_expiry_s / _TOUCHES
 
     @cached_property
