@@ -85,7 +85,7 @@ def _gateway(arguments: Sequence[str]) -> int:
 
 
 def slot_tracker_main(argv: Sequence[str] | None = None) -> int:
-    """Runs the slot tracker. Returns the exit status."""
+    """Runs the slot tracker, which tracks active requests by rank. Returns the exit status."""
     hold_standard_streams()
     from lean_selector.server.service_flags import TrackerConfig
 

@@ -60,7 +60,7 @@ def signed_hashes(hashes: Sequence[int]) -> list[int]:
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
     """Returns the endpoint of a data-parallel rank. For tcp, dp_rank is added to the port. Other
     endpoints get the suffix `_dp<rank>`. The endpoint is unchanged for rank 0, and for a port that
-    the system chooses (`0` or `*`)."""
+    the system chooses (`0` or `*`). Raises ValueError if the new tcp port is invalid."""
     head, _, port = endpoint.rpartition(":")
     if dp_rank == 0 or (endpoint.startswith("tcp:") and port in ("0", "*")):
         return endpoint

@@ -72,7 +72,7 @@ def _failed(name: str, again: bool) -> None:
 
 
 def failed(name: str, outcome: str, error: BaseException | None = None) -> None:
-    """Logs and counts that task `name` failed with `error` (None: the exception being handled)."""
+    """Counts a failure of task `name`. Logs `outcome` and `error` (None: the current exception)."""
     failures[name] += 1
     told = True if error is None else error
     log.critical("task failed: %s; %s", name, outcome, exc_info=told, extra={"task": name})
@@ -170,7 +170,7 @@ async def _step(steps: Steps[T], awaited: Awaitable[Any]) -> T:
 
 
 async def within(limit_s: float | None, future: "asyncio.Future[T]") -> T:
-    """Returns the result of `future`. Raises TimeoutError after `limit_s` seconds; None: never."""
+    """Returns the result of `future`. Raises TimeoutError after `limit_s` s (None: no limit)."""
     async with asyncio.timeout(limit_s):
         return await future
 

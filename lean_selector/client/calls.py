@@ -31,7 +31,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     """One request to the service. `waits`: the response may be delayed until a worker is free.
 
     `fields`: the body as a dict, in which lists of hashes are packed bytes. `has_prompt`: the body
-    has a prompt, and may be MessagePack. `content`: an encoded body, given instead of `fields`."""
+    has a prompt, so it may be sent as MessagePack. `content`: a body that is already encoded."""
 
     method: str
     path: str
@@ -43,7 +43,7 @@ class Call(msgspec.Struct, Generic[T], frozen=True):
     headers: Mapping[str, str] = {}
 
     def json(self) -> bytes | None:
-        """Returns the body as JSON, which Dynamo's service also accepts. Hashes are signed ints."""
+        """Returns the body as JSON, with hashes as signed integers. Returns None without a body."""
         if self.content is not None:
             return self.content
         if self.fields is None:

@@ -78,8 +78,8 @@ class CompletionStream:
     """Converts the bytes of a text/event-stream into chunks.
 
     A chunk has `index`, and `text`, `token_ids`, `finish_reason`, `logprobs` and `usage` if the
-    engine sent them. `output_tokens`: how many token ids were received (without ids, how many
-    chunks with text), or the usage's number if higher. Data after `[DONE]` is ignored."""
+    engine sent them. `output_tokens` counts token ids, and chunks with text but without ids. A
+    higher count in the engine's usage takes precedence. Data after `[DONE]` is ignored."""
 
     def __init__(self) -> None:
         self.output_tokens = 0
@@ -134,7 +134,7 @@ class CompletionStream:
 
 
 def error_text(body: bytes) -> str:
-    """Returns the message of an error body in OpenAI's or the selector's format, or the body."""
+    """Returns the message in a JSON error body (OpenAI's or the selector's), otherwise the body."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

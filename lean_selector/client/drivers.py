@@ -206,7 +206,7 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Waits for the reserving call, or cancels it. False: it certainly reserved nothing."""
+        """Awaits `booking`, and cancels it if late. Returns whether the reservation may exist."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()

@@ -135,7 +135,7 @@ class KvRouter(AsyncClosing):
         block_size: the workers' number of tokens per KV block. None: ask the service.
         model_name: the model's name at the service. None: the only model that is served.
         is_eagle: True if the workers use EAGLE, so that a block's hash also covers the next token.
-            None: ask the service.
+            None: ask the service, but False if block_size and model_name are given.
         return_token_ids: whether to ask engines for token ids in the stream, a vLLM extension.
         verify, cert, token: for requests to the service, not to workers. verify: True for the
             system's CA certificates, the path of a PEM file with other CA certificates, False for
@@ -310,8 +310,8 @@ class KvRouter(AsyncClosing):
         strict_priority: int | None = None,
         routing_constraints: Mapping[str, object] | None = None,
     ) -> AsyncIterator[Placement]:
-        """`with router.reserve(token_ids) as placement:` reserves a rank until the end of the
-        block. On an event loop, use `async with`.
+        """`async with router.reserve(token_ids) as placement:` reserves a rank until the end of the
+        block. With a SyncKvRouter, use `with`.
 
         Retries with the router's `backoff` while workers are busy or the service is unreachable."""
         terms = Wishes(

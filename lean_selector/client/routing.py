@@ -125,7 +125,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """Returns the served models' Scopes, from a list of workers fetched at most FRESH_S ago."""
+        """Returns the models' Scopes. Asks again after FRESH_S seconds, or if `model` is new."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -356,7 +356,7 @@ class Routing:
 
 
 def _is_passed_over(error: BaseException) -> TypeGuard[WorkerError]:
-    """Whether to try another worker: the error's worker is unreachable, busy or starting."""
+    """Whether another worker should be tried because this one is unreachable, busy or starting."""
     if isinstance(error, WorkerRefused):
         return error.status in NOT_FREE
     return isinstance(error, WorkerUnreachable)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def not_a(name: str, expected: str, given: object) -> TypeError:
-    """Return a TypeError about the argument `name`. `expected` says what it must be: `an int`."""
+    """Return a TypeError about argument `name`. `expected` is the right type, such as `an int`."""
     return TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
 
 
@@ -51,5 +51,5 @@ def switch(name: str, given: object) -> bool:
 
 
 def optional(taken: Callable[[str, object], T], name: str, given: object) -> T | None:
-    """Return None if `given` is None; otherwise `taken(name, given)`, such as `whole(...)`."""
+    """Return None if `given` is None; otherwise check and convert `given` with `taken`."""
     return None if given is None else taken(name, given)

@@ -164,7 +164,7 @@ class Trackers:
         return gone
 
     def arrived(self) -> int:
-        """Return the sum over all trackers: requests that were booked, or copied from peers."""
+        """Count all requests booked here or copied from peers, in trackers that still exist."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------

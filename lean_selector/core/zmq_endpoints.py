@@ -71,7 +71,7 @@ class HttpPlace(NamedTuple):
 
 
 def http_place(endpoint: str) -> HttpPlace | None:
-    """Parse an HTTP endpoint; None for other text. An endpoint without a scheme is plain HTTP."""
+    """Parse an HTTP endpoint; `http://` may be omitted. Returns None if host or port is unknown."""
     try:
         url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         port = url.port or {"http": 80, "https": 443}.get(url.scheme)

@@ -33,7 +33,7 @@ class IngestTurns:
         self._is_scheduled = False
 
     def start(self, drain: Drain, done: Done) -> None:
-        """Call `drain(deadline)` in slices while it returns True; then `done(error or None)`."""
+        """Call `drain(deadline)` in slices while it is True. Then call `done(error or None)`."""
         self._waiting.append((drain, done))
         if not self._is_scheduled:
             self._schedule(asyncio.get_running_loop())

@@ -49,8 +49,8 @@ class KvReplay:
         may_go_on: Callable[[float], bool],
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
-        """`on_reply(frames)` starts to apply a reply, and returns True if no other is needed.
-        `may_go_on(deadline)` applies more of it, and returns True when all of it is applied."""
+        """`on_reply(frames)` starts to apply a reply. True means that no further reply is needed.
+        `may_go_on(deadline)` continues to apply this reply. True means that it has been applied."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on
@@ -266,7 +266,7 @@ class KvListener:
     # live batches
 
     def _wake(self) -> None:
-        """Start to apply the received messages in time slices, if this has not started yet."""
+        """Schedule `_drain_live`, which applies received messages, if it is not yet scheduled."""
         if not self._is_draining:
             self._is_draining = True
             self._turns.start(self._drain_live, self._drained)
@@ -414,7 +414,7 @@ class KvListener:
         return end
 
     def _report_failure(self) -> None:
-        """After a failed request for missed batches, log a warning if batches are missing."""
+        """Log a warning if batches are still missing after a request for missed batches."""
         if self.cursor.state is SourceState.DEGRADED:
             text = f"no full replay from {self.replay_endpoint}: {self._no_replay}"
             self._report("degraded", logging.WARNING, f"degraded: {text}")

@@ -1,5 +1,5 @@
-"""Open an engine's ZMQ connections, and parse frames: a SUB for KV events, a DEALER to request
-missed KV events, and a SUB for load reports. Spec: indexer.md 1.1, 1.2 and 1.5."""
+"""Open an engine's ZMQ connections, and parse received frames. SUB sockets receive KV events and
+load reports. A DEALER socket requests missed KV events. Spec: indexer.md 1.1, 1.2, 1.5."""
 
 import struct
 from collections.abc import Callable

@@ -112,7 +112,7 @@ _monitors = itertools.count()
 
 
 class _TryAt(OSError):
-    """Raised to start a new attempt to connect at once, to this address of the endpoint's host."""
+    """Raised to stop an attempt to connect, and to try the host's address `address` next."""
 
     def __init__(self, address: Address) -> None:
         super().__init__("another address of its name is tried")
@@ -163,10 +163,10 @@ class Link:
         once: bool = False,
         curve: "CurveClient | None" = None,
     ) -> None:
-        """`socket_type` is a constant of zmq. `opening(socket)` is called with each new socket, to
-        subscribe or to send. With `once`, the link does not reconnect; received messages can still
-        be taken. With `curve`, the link uses CURVE, and accepts only servers whose keys are in
-        `curve`."""
+        """`socket_type` is a constant of zmq. `opening(socket)` subscribes or sends on a new
+        socket. With `once`, the link does not reconnect, but the messages that it has received can
+        still be taken. With `curve`, the link uses CURVE, and accepts only servers whose keys are
+        in `curve`."""
         # Set once, in the constructor.
         self.endpoint = endpoint
         self._links = links
@@ -593,7 +593,7 @@ HTTP: Final = b"HTTP/"
 
 
 async def said_at(address: Address) -> bytes:
-    """Return `HTTP/` if the listener speaks HTTP, else its answer to a ZMTP greeting, or b""."""
+    """Return `HTTP/` if the listener speaks HTTP, else its answer (or b"") to a ZMTP greeting."""
     for question, size in ((b"HEAD / HTTP/1.0\r\n\r\n", len(HTTP)), (_GREETING, _GREETING_BYTES)):
         said = b""
         with contextlib.suppress(OSError):  # a timeout is an OSError

@@ -32,8 +32,8 @@ def condition(
     replay_endpoint: str | None,
     no_replay: str,
 ) -> tuple[str, str]:
-    """Return the state of a rank's KV-event source, and one line that describes its fault. The line
-    is "" if there is no fault to log. `no_replay` is why missed batches could not be requested."""
+    """Return the state of a rank's KV-event source, and one line about its fault ("" if there is
+    none to log). `no_replay` is why the last request for missed batches failed."""
     if live.state is not LinkState.CONNECTED:
         if live.error is None:
             return "resolving" if live.state is LinkState.RESOLVING else "connecting", ""
@@ -62,7 +62,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Return why prompts cannot match the rank's blocks. The block size is not the reason."""
+    """Return why prompts cannot match the rank's blocks although the block size is right."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events have less than a block"
     told = str(ingest.is_eagle).lower()

@@ -98,7 +98,7 @@ class KvSubscriptions:
 
     def hold(self) -> None:
         """Let new subscriptions with a replay endpoint wait from now on. The caller must enter a
-        `holding` context later: when it ends or reaches its time limit, they connect."""
+        `holding` context later. The subscriptions connect when this context ends or times out."""
         if self._held is None:
             self._held = set()
 

@@ -117,7 +117,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """Returns the outcome at the first worker tried; None if unclear. Raises ValueError."""
+    """Tells how the first worker did: ok, failed or refused; None if unclear. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether a log line reported the end before the reservation was made. True only once."""
+        """Whether the end was logged before the reservation was made. Later calls return False."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 

@@ -157,7 +157,7 @@ class AnswerReader:
         return b"".join(kept)
 
     def _without_usage(self, data: bytes) -> bytes:
-        """Returns `data` up to the end of its last complete event, without the usage event."""
+        """Returns `data` up to its last complete event, without the event that has the usage."""
         data = self._event + data
         end = data.rfind(b"\n\n") + 2
         if end < 2:
@@ -220,9 +220,9 @@ class Additions:
         self._drops_usage = False
 
     def mark_salt(self, request: ModelRequest, forwards: bool) -> bool:
-        """Adds a prefix to vLLM's `cache_salt` in the forwarded body, because KV events carry only
-        salts that have it. `request.salt` is the salt without the prefix. If the prefix is missing
-        and the request is not forwarded, drops the salt and returns False."""
+        """Adds a prefix to `cache_salt` in the forwarded body, because vLLM's KV events have only
+        salts with this prefix. Sets `request.salt` to the salt without the prefix. If the request
+        is not forwarded and its salt has no prefix, drops the salt and returns False."""
         salt = request.salt
         if salt is None:
             return True

@@ -259,7 +259,7 @@ def _role_for(request: Request) -> Role:
 
 
 def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Connections) -> App:
-    """Returns an app that requires tokens: no request without a valid token reaches a worker.
+    """Returns an app that checks access tokens. No request without a valid token reaches a worker.
 
     /health and /ready need no token. Lists of models need the role `read`; all other requests need
     `write`, because they use a worker. The token is meant for the gateway, so it is not forwarded.

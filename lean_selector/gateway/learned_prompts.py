@@ -195,9 +195,9 @@ class PromptMemory:
         entry.is_guess = False
 
     def _repoint(self, chain: Chain, at: int, old: _Run, new: _Run, common: int) -> None:
-        """Makes the entries of prefixes 0 to `at` refer to `new` instead of `old`; these share
-        `common` blocks. If a prefix was a whole prompt once, its entry keeps its blocks that
-        `new` lacks: chat templates may render a prompt's end differently if messages follow."""
+        """Makes the entries of prefixes 0 to `at` refer to `new`, not `old`. Both start with the
+        same `common` blocks. The entry of an earlier whole prompt keeps its last blocks if `new`
+        lacks them: chat templates may render a prompt's end differently if messages follow."""
         for key in chain.keys[: at + 1]:
             entry = self._entries.get(key)
             if entry is None or entry.run is not old or entry.shared > common:
@@ -221,8 +221,8 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Adds entries for the prefixes between prefix `at` and the whole prompt. `known`: tokens
-        and bytes of prefix `at`. `whole`: the prompt's tokens and blocks. Tokens are estimated."""
+        """Adds entries, with estimated sizes, for the prefixes between `at` and the whole prompt.
+        `known`: tokens and bytes of prefix `at`. `whole`: tokens and blocks of the prompt."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)

@@ -110,8 +110,8 @@ class Chooser:
             self.meter.add(perf_counter() - started, b"%d" % status)
 
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
-        """Returns how many seconds a client should wait before a retry: `waited_s`, or how long the
-        first request of any of the model's queues has waited, if that is longer."""
+        """Returns how many seconds a client should wait before a retry: the maximum of `waited_s`
+        and the times that the first requests of the model's queues have waited."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.parked.lines()
         now = monotonic()

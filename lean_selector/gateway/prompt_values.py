@@ -51,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """The size of a message as compact JSON, and an 8-byte hash of each LINK_BYTES of it."""
+    """A message as compact JSON: an 8-byte hash per piece of LINK_BYTES bytes, and the size."""
 
     hashes: bytes
     size: int

@@ -32,8 +32,8 @@ from lean_selector.wire.scalars import packed_u32
 class Routed:
     """A raw OpenAI request, with the block hashes of its prompt.
 
-    If `why_not` is None or UNMARKED, all hashes were computed from the prompt's tokens (UNMARKED:
-    without the request's `cache_salt`). For any other `why_not`, only a prefix has computed hashes;
+    If `why_not` is None, all hashes were computed from the prompt's tokens. If it is UNMARKED, they
+    were computed without the request's `cache_salt`. Otherwise only a prefix has computed hashes;
     the other blocks, up to the estimated length `prompt.isl_tokens`, have random hashes."""
 
     model_name: str  # as registered; for an adapter its base model
@@ -190,7 +190,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """Returns the prompt; if some hashes are random, also the reason and the known hashes."""
+        """Returns (prompt, None, b""), or (prompt, reason, known hashes) if hashes are random."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)

@@ -427,7 +427,7 @@ class ProxiedRequest:
         self._look()
 
     def _finish(self, outcome: str | None) -> None:
-        """Ends the request and its lease of a worker, once."""
+        """Ends the request and its lease (claim on a worker). Must be called only once."""
         assert not self.is_over
         self.is_over = True
         self.outcome = outcome
@@ -459,7 +459,7 @@ class ProxiedRequest:
             counts.compared_prompt_tokens += self.routed.prompt.isl_tokens
 
     def _note(self, reason: str, consequence: str) -> None:
-        """Counts a failure, with its consequence, for the log; keeps the reason for the client."""
+        """Counts a failure, which is logged later. Keeps its reason for a later error answer."""
         assert self.lease is not None
         text, trouble = self.lease.endpoint.text, f"{reason}; {consequence}"
         self.why = f"{text}: {reason}"

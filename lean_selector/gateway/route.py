@@ -159,7 +159,7 @@ class RouteHandler:
     def _wait(
         self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
-        """Resolves `pending` when `parked` leaves the queue: by `told(selection)` or an error."""
+        """When `parked` gets a selection or an error, resolves `pending` with the response."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):

@@ -27,8 +27,8 @@ class WorkerLease:
         dp_rank: int | None = None,
         overlap_tokens: int | None = None,
     ) -> None:
-        """If the selector did not choose the worker, only `endpoint` is given. `dp_rank` is also
-        None if the worker has only one rank."""
+        """If the selector did not choose the worker, all parameters except `endpoint` are None. If
+        the worker has only one rank, `dp_rank` is None."""
         self.endpoint = endpoint
         endpoint.users += 1
         self.worker_id = worker_id
@@ -196,8 +196,8 @@ class Directory:
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of the workers that may serve a model: those that serve it, or else
-        the command line's workers whose models are unknown. None: any worker may be tried."""
+        """Returns the base URLs of the workers that serve the model, or, if there are none, of the
+        command line's workers whose models are unknown. None means that any worker may be tried."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]

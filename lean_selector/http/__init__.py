@@ -1,1 +1,1 @@
-"""HTTP/1.1: the server's connections, parsed by httptools, and a client."""
+"""HTTP/1.1: the server's side of connections, and a client. Both parse headers with httptools."""

@@ -145,7 +145,7 @@ class _Pattern:
         self.name = _glob(host, "[^.]*")
 
     def concerns(self, target: "_Target") -> bool:
-        """Whether the pattern's scheme and port match those of the endpoint."""
+        """Whether the pattern's scheme and port match those of `target`, a parsed endpoint."""
         if self.is_local or target.scheme in _LOCAL:
             return self.scheme == target.scheme
         return self.scheme in (target.scheme, "*") and target.port in self.ports
@@ -204,8 +204,8 @@ class AllowedEndpoints:
         self._patterns: Final = [_Pattern(text) for text in patterns]
 
     def refusal(self, endpoint: str) -> str | None:
-        """Return in one line why an endpoint is refused. Returns None if the endpoint is allowed,
-        or if this depends on the addresses of its host name, which `among` checks."""
+        """Return in one line why `endpoint` is refused, else None. For a host name, None is not
+        final: after the name is resolved, `among` may still refuse its addresses."""
         try:
             target, patterns = self._judged(endpoint)
         except ValueError:
@@ -219,7 +219,7 @@ class AllowedEndpoints:
         return f"`{endpoint}` is not allowed by {FLAG}"
 
     def check(self, endpoint: str) -> None:
-        """Raise PermissionError if `refusal` returns a reason."""
+        """Raise PermissionError if `endpoint` is refused, whatever addresses its host name has."""
         reason = self.refusal(endpoint)
         if reason is not None:
             raise PermissionError(reason)

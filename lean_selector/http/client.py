@@ -325,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
     def send(
         self, head: bytes, body: bytes | bytearray, receiver: Receiver, answers_head: bool = False
     ) -> None:
-        """Send a request. `receiver` is called after this returns. `answers_head`: set for HEAD."""
+        """Send a request. Set `answers_head` for the method HEAD. `receiver` is called later."""
         transport = self._transport
         assert transport is not None
         assert self._receiver is None, "one request at a time"
@@ -357,7 +357,7 @@ class ClientConnection(asyncio.Protocol):
                 self._transport.resume_reading()
 
     def drop(self) -> None:
-        """Abort the connection without a call to the receiver. An engine then stops generating."""
+        """Abort the connection; no callback follows. An LLM engine stops generating on an abort."""
         self._receiver = None
         self.upstream.closed(self)
         if self._transport is not None:

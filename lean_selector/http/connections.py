@@ -83,7 +83,7 @@ class Connection(Protocol):
 
 
 class Connections:
-    """All open connections of a server. Also counts refusals. Used only on the loop's thread."""
+    """A server's open connections. Also counts refused connections. Only for the loop's thread."""
 
     def __init__(
         self,
@@ -206,8 +206,8 @@ class Connections:
 
     def start_draining(self) -> None:
         """From now on, close each connection after its answer, unless the connection has more
-        requests queued. An idle connection is closed only after `quiet_s` seconds, because a
-        request from the client may be on its way."""
+        requests queued. An idle connection is closed only after `Timeouts.quiet_s` seconds,
+        because a request from the client may be on its way."""
         self.is_draining = True
         self.quiet_from = self.now
 

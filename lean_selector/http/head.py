@@ -123,7 +123,7 @@ class HeaderBlock:
 
 
 class LengthFrame:
-    """The text around the content length, to recognize header sections that differ only in it."""
+    """Text around a content length. Recognizes header sections that differ only in the length."""
 
     __slots__ = ("_prefix", "_prefix_bytes", "_suffix", "_suffix_bytes", "block", "lengths")
 
@@ -135,7 +135,7 @@ class LengthFrame:
         self.lengths = 0  # number of cached sections that match this frame
 
     def length_in(self, section: bytes) -> int:
-        """Return a section's content length; -1 if the text around the length differs."""
+        """Return the length between prefix and suffix in `section`; -1 for any other section."""
         if section.startswith(self._prefix) and section.endswith(self._suffix):
             return length_of(section[self._prefix_bytes : -self._suffix_bytes])
         return -1

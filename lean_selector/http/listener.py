@@ -74,7 +74,7 @@ def inet_socket(
     host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> socket.socket:
     """Return a bound socket. A TCP socket also listens; accepted connections inherit its options.
-    Raises OSError. Blocks while it resolves `host`: the loop's resolver would leave threads."""
+    Resolving `host` blocks: the loop's resolver would leave threads behind. Raises OSError."""
     try:
         found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
     except UnicodeError:  # part of the name is too long for DNS

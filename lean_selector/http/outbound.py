@@ -63,9 +63,9 @@ async def connect(
     allowed: AllowedEndpoints | None = None,
     tls_name: str | None = None,
 ) -> None:
-    """Connect to the upstream server if `allowed` permits this. If the host has several addresses,
-    each address gets a share of `timeout_s`. `tls_name` is the name that the server's certificate
-    must have, if it is not the host. Raises OSError."""
+    """Connect to the upstream server if `allowed` permits this. The addresses of the host are tried
+    in turn, each for a share of `timeout_s`. The server's certificate must have the name
+    `tls_name`; if `tls_name` is None, the name of the host. Raises OSError."""
     to, ends = connection.upstream.url, time.monotonic() + timeout_s
     if allowed is not None:
         allowed.check(to.origin)

@@ -162,7 +162,7 @@ class RequestReader:
         return requests
 
     def read_heads(self, data: bytes, at: int, requests: list[Request]) -> None:
-        """Append the requests that start at data[at] to `requests`. `waiting` must be empty."""
+        """Append the requests in data[at:] to `requests`. No unread bytes may be in `waiting`."""
         size = len(data)
         method: bytes
         path: bytes
@@ -255,7 +255,7 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """Cut out the `authorization` line. Take the rest from the cache, or parse the rest."""
+        """Look up `text` in the cache without its `authorization` line. If not found, parse it."""
         credentials = self._credentials
         # The known line is already cut out, so any remaining one is a second one.
         is_second = credentials is not None and credentials.credential is not None

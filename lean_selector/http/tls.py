@@ -2,8 +2,8 @@
 
 To the HTTP protocol, a TLS connection looks like a plain one: it can half-close and still be read,
 and it counts unwritten bytes. The loop's own TLS does not support this (D27, D46). Handshakes and
-long input take TURN_S per turn of the loop; the rest is done in later turns. A connection counts as
-open during its handshake, and `Connections.sweep` applies its timeout. Plain HTTP gets a 400."""
+long input get TURN_S seconds of each turn of the loop, then wait for the next turn. A connection
+counts as open during its handshake, for which there is a timeout. Plain HTTP gets a 400."""
 
 import asyncio
 import contextlib

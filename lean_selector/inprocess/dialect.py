@@ -1,7 +1,7 @@
 """Converts between SelectionService's Python values and the bodies of Dynamo 1.6's HTTP API.
 
-Unlike in JSON, maps by dp_rank have ints as keys, and any sequence may be passed for a list.
-This module checks only types; the code that serves HTTP checks the values."""
+In the Python values, the keys of maps by dp_rank are ints (in JSON, strings). Callers may pass any
+sequence for a list. This module checks only types; the code that serves HTTP checks the values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from lean_selector.core.selection.shapes import BY_RANK
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of `select`'s cache (default: 120 s, 4096 choices, 256 MiB). If one is 0: no cache."""
+    """Limits of `select`'s cache. Default: 120 s, 4096 choices, 256 MiB. A 0 disables the cache."""
 
     ttl_secs: float | None = None
     max_entries: int | None = None
@@ -71,7 +71,7 @@ _PACKED = ("block_hashes", "sequence_hashes")  # may be bytes, 8 per hash
 
 
 def fields_of(name: str, given: object) -> Fields:
-    """Copies a request, a map of any type, to a dict of JSON types. Raises ValueError."""
+    """Copies `given`, a map of any type, to a dict of JSON types. Raises ValueError."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{name}: expected a dict, got {type(given).__name__}")
     return {key: _plain(str(key), value) for key, value in given.items()}
@@ -146,7 +146,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def record(decoded: Fields) -> Fields:
-    """Returns a worker's decoded JSON record. In maps with a key per dp_rank, keys become ints."""
+    """Returns `decoded`, a worker's record. Changes the keys of its maps by dp_rank to ints."""
     for field in BY_RANK:
         if field in decoded:
             decoded[field] = {int(rank): value for rank, value in decoded[field].items()}

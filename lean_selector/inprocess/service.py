@@ -366,8 +366,8 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """Calls a handler and returns its response. If the selector has not started, and
-        cannot without a running event loop, returns `before`: what an empty selector returns."""
+        """Calls a handler and returns its response. If the selector has not started and no event
+        loop is running, returns `before`, which is the response of an empty selector."""
         if self._running is None and not _is_on_a_loop():
             return before
         running = self._start()
@@ -442,8 +442,8 @@ class SelectionService:
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
-        """Reports one more block of output. A `decay_fraction` (0 to 1) becomes the weight, in
-        the load, of all blocks (also the new one) that no other request has on this rank."""
+        """Reports one more block of output. `decay_fraction` (0 to 1), if given, becomes the weight
+        of all blocks of the request that no other request has, in the load of the rank."""
         name = selection_id_of(selection_id)
         body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
         if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:

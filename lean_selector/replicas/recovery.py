@@ -54,8 +54,8 @@ async def fetched(
 ) -> T:
     """GET `url` from a peer and return `read(body)`. Raises PeerFailed.
 
-    The request may take `left_s` seconds, as long as the peer keeps sending. If the peer sends
-    nothing for `left_s / peers_left` seconds, the request fails, to leave time for other peers.
+    `peers_left` counts this peer and the peers that are asked after it. The request may take
+    `left_s` seconds, but fails if the peer sends nothing for `left_s / peers_left` seconds.
     `read` runs in a thread and should be quick, because it holds the GIL."""
     loop = asyncio.get_running_loop()
     began = loop.time()

@@ -102,8 +102,8 @@ class CatchingUp:
         self._is_mending = False  # the current or next catch-up is to close a gap
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """Record an event for the catch-up, if one is running or due. `verdict` is the result of
-        applying a peer's event; None for our own event."""
+        """Record an applied event, so that an older snapshot does not undo the event. For a peer's
+        event, `verdict` is the result of applying the event; for our own event, None."""
         if self._is_recording:
             self._catch_up.note(event, verdict, now)
 
@@ -114,7 +114,7 @@ class CatchingUp:
         self._again.set()
 
     def missed(self) -> None:
-        """Schedule a catch-up for missed events, later after each catch-up that recovered none."""
+        """Schedule a catch-up for missed events. The delay grows if catch-ups recover nothing."""
         if self._mending is None:
             left_s = self._mend_not_before - time.monotonic()
             self._mending = asyncio.get_running_loop().call_later(max(0.0, left_s), self._mend)
@@ -126,7 +126,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """Schedule a catch-up if events are missing. `mended`: the last one recovered events."""
+        """Catch up later if events are missing. `mended`: the last catch-up recovered events."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -158,8 +158,8 @@ class CatchingUp:
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _run_once(self) -> None:
-        """Copy peers' reservations once. Retry those whose rank is not registered until the
-        catch-up ends, then drop them. If another catch-up is due, return without dropping."""
+        """Copy peers' reservations once. Retry a reservation whose rank is not registered until the
+        catch-up ends, then drop it. If another catch-up is due, return without dropping any."""
         again = self._again
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())
@@ -212,9 +212,9 @@ class CatchingUp:
         log.warning("catch-up: no peer had a snapshot; continuing without")
 
     async def _take_from_all(self, occasion: Occasion) -> bool:
-        """Copy each peer's own reservations. Returns True if this recovered missed events.
-        Another replica's reservations in a peer's snapshot are copied only if that other replica
-        did not answer, and we may have missed its events."""
+        """Copy from each peer's snapshot the reservations that this peer admitted. A reservation
+        that another replica admitted is copied only if that replica did not answer, and we may
+        have missed events of that replica. Returns True if missed events were recovered."""
         heard = self._sync.heard
         began = time.monotonic()
         told: list[tuple[int, int]] = []  # (router id, event number) of replicas that answered
@@ -287,8 +287,8 @@ class CatchingUp:
     async def _read(
         self, url: str, asked_at: float, snapshot: SnapshotParts
     ) -> tuple[list[LiveBooking], bool]:
-        """Return a snapshot's reservations, and whether every line was valid. If so, also end those
-        of the peer's reservations and prefills that have ended according to the snapshot."""
+        """Return a snapshot's reservations, and whether all lines were valid. If all were valid,
+        also apply the ends of the peer's reservations and prefills that we missed."""
         fetched_at = time.monotonic()
         live: list[LiveBooking] = []
         if await self._each(

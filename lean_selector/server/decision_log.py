@@ -44,9 +44,9 @@ _encoder = msgspec.json.Encoder()
 
 
 def span_ids(sequence_hashes: bytes, block_size: int) -> list[int]:
-    """Returns one id for each span of a prompt: SPAN_TOKENS tokens, the last span maybe fewer.
-    Prompts with the same first tokens have the same first ids. An id is made of 32 bits of the
-    sequence hash of the block in which its span ends."""
+    """Returns one id for each span of a prompt. A span has SPAN_TOKENS tokens; the last span may
+    have fewer. Prompts with the same first tokens have the same first ids. An id is made of 32 bits
+    of the sequence hash of the block in which the span ends."""
     words = memoryview(sequence_hashes).cast("I")[1::2]  # the upper halves
     blocks = len(words)
     spans = -(-blocks * block_size // SPAN_TOKENS)

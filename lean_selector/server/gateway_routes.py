@@ -162,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """Returns False: the request has not ended, as far as is known without access logs."""
+    """Returns False: without access logs, no request's end is reported before the reservation."""
     return False

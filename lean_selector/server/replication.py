@@ -69,9 +69,9 @@ class Replication:
         tells_sessions: bool = False,
     ) -> None:
         """`lookup` returns the partition of a model and tenant; `targets` returns all partitions.
-        `links` holds the process's outgoing ZMQ connections. If sessions are exchanged too
-        (`tells_sessions`), set `sessions` to a PeerSessions before `start`. The functions are
-        called only after construction, so they may use objects that are created later."""
+        `links` holds the process's outgoing ZMQ connections. If `tells_sessions`, sessions are
+        exchanged too, and the caller sets the attribute `sessions` before `start`. The functions
+        are called only after construction, so they may use objects that are created later."""
         self._lookup = lookup
         self._credentials = credentials_of(config.peers)  # for HTTP requests to peers
         self._allowed = links.allowed

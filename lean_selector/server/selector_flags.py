@@ -396,9 +396,9 @@ class PromptsFlags:
     mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; unset: no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
     memory_mb: maximum memory for the known tokens of earlier prompts, in MiB
-    ask_from_bytes: tokenize a prompt if at least this many of its bytes are unknown; `none`: never;
-      unset: 0; the gateway with --prompts learn: 16384 on paths whose answers have token ids
-    ask_timeout_s: timeout of tokenization by an engine; then only known blocks are matched
+    ask_from_bytes: tokenize a prompt if it has at least this many bytes after the part seen before;
+      `none`: never; unset: 0; with --prompts learn: 16384 on paths whose answers have token ids
+    ask_timeout_s: how long to wait for a prompt's tokens; after that, only known blocks are matched
     """
 
     mode: str | None = flag(None, "--prompts", each=_mode)

@@ -377,7 +377,7 @@ def protocol_of(config: SelectorConfig) -> type[HttpProtocol]:
 
 
 def gateway_routes_of(config: SelectorConfig, parts: SelectorParts) -> "GatewayRoutes | None":
-    """Returns what serves gateways (POST /route, access logs); None if off. Raises StartError."""
+    """Returns what serves POST /route and access logs; None if both are off. Raises StartError."""
     if not config.access_logs.places and config.prompts.settings is None:
         return None
     from lean_selector.server.gateway_routes import GatewayRoutes

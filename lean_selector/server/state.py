@@ -215,7 +215,7 @@ class SelectorCatalog:
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
         """Takes a worker that failed to register out of its restored partition (model and tenant).
-        If that is empty then, removes it too, so that its old block size does not remain."""
+        Removes an empty partition, so that the partition's old block size does not remain."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -310,10 +310,10 @@ def restore_reservations(
     now: float,
     wall_now: float,
 ) -> tuple[int, int]:
-    """Restores saved reservations with `book(reservation, peer)`, least recently used first. `peer`
-    is the id of the admitting replica (None: this one). Returns how many were restored, and how
-    many were dropped because `book` returned False or they were idle for longer than `expiry_s`
-    (`copies_expire_s` if of a peer). `now` (monotonic) and `wall_now` are the same moment."""
+    """Calls `book(reservation, peer)` for saved reservations, least recently used first. `peer` is
+    the id of the admitting replica, or None for this replica. A reservation is dropped if `book`
+    returns False, or if it was idle longer than `expiry_s` (a peer's: `copies_expire_s`). Returns
+    how many were restored and dropped. `now` (monotonic) and `wall_now` are the same moment."""
     problems: list[str] = []
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:

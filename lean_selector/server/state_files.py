@@ -194,7 +194,8 @@ class StateDirectory:
                 raise OSError(errno.EBUSY, str(error)) from None
 
     def check(self, names: Iterable[str]) -> None:
-        """Renews a lost lock. Changes `generation` if files may be missing. Raises OSError."""
+        """Renews a lost lock. If the lock was lost or a file of `names` is missing, increases
+        `generation`, so that the caller saves all files again. Raises OSError."""
         self._hold()
         if not all(os.path.exists(os.path.join(self.path, name)) for name in names):
             self.generation += 1
@@ -255,8 +256,7 @@ class StateDirectory:
 
 
 def _created(path: str) -> int:
-    """Creates a new file for writing. An older file of that name is unlinked, since the directory's
-    previous owner may still write to that file."""
+    """Creates a file. Unlinks an older one first, because another process may be writing to it."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -304,7 +304,7 @@ class DiskThread:
         return None if self._job is None or self._job.done() else self._moved_at
 
     async def run(self, work: Callable[[], T], patience_s: float | None = None) -> T:
-        """Runs `work` in a thread. Raises its errors; DiskHangs if it stalls for `patience_s`."""
+        """Runs `work` in a thread. Raises DiskHangs if the disk takes no data for `patience_s`."""
         assert self.moved_at is None, "one at a time"
 
         def timed() -> T:

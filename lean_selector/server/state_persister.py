@@ -166,8 +166,8 @@ class Persister:
         self._changed.set()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
-        """Calls `then` when all catalog changes are on disk, or writing them has failed. If there
-        is no change to write, or the last write failed, returns False and never calls `then`."""
+        """Returns True if `then` will be called, when all catalog changes are on disk, or writing
+        fails or hangs. Returns False if there is no change to write, or the last write failed."""
         if self._saved_change == self._change or CATALOG in self._faults:
             return False
         self._waiting.append((self._change, then))
@@ -283,8 +283,8 @@ class Persister:
             self._on_fault(self.fault)
 
     def look(self, now: float) -> None:
-        """Schedules saving if workers changed without a call of `note`, for example by discovery.
-        If the disk hangs for HANGS_AFTER_S, runs callbacks of `when_saved`. Call periodically."""
+        """Call this periodically. Schedules saving if workers changed without a call of `note`.
+        If a catalog write hangs for HANGS_AFTER_S, calls the functions given to `when_saved`."""
         if self._catalog.revision != self._seen_revision:
             self.note()
         for name, file in self._files.items():

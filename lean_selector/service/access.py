@@ -110,7 +110,7 @@ class AccessTokens:
 
 
 def _roles_of(path: str, text: bytes) -> dict[bytes | None, Role]:
-    """Parses a token file to digest -> role. Raises ValueError with the invalid line's number."""
+    """Maps tokens' digests to roles. Raises ValueError with the number of an invalid line."""
     roles: dict[bytes | None, Role] = {}
     lines: dict[bytes, int] = {}
     for number, line in enumerate(text.splitlines(), 1):

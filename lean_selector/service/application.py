@@ -57,7 +57,7 @@ def metrics_route(
 
 def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False) -> Route:
     """Returns the route GET /openapi.json, which describes `routes` and itself. `document` names
-    the file with the descriptions. If `asks_tokens`, the answer has the role of each route."""
+    the file with the descriptions. If `asks_tokens`, the answer says which role a route needs."""
     served = {(method.lower(), path.replace("*}", "}")) for method, path, *_ in routes}
     served.add(("get", "/openapi.json"))
     made: list[bytes] = []
@@ -104,9 +104,9 @@ def observed(
 ) -> App:
     """Returns the HTTP application for `routes`. Must be called while the event loop runs.
 
-    `families_of` gets the meters of all routes, then `meters`, and returns metrics. `service` is
-    the service's name in metrics; `document` names the file that describes its routes. `lines`
-    returns header lines for errors. With `tokens`, a request needs one with the route's role."""
+    `families_of` gets the counters of all routes, and more counters in `meters`; returns metrics.
+    `service` is the service's name in metrics; `document` names the file that describes the routes.
+    `lines` returns error headers. With `tokens`, a request needs a token with the route's role."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))

@@ -94,7 +94,7 @@ class RouteMeter:
             self.others[status] = self.others.get(status, 0) + 1
 
     def refused(self, error: Exception) -> None:
-        """Counts a failed request if all workers were busy or none serves its model and tenant."""
+        """Counts a request that was shed, or for whose model and tenant there is no worker."""
         if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
             self.shed += 1
         elif isinstance(error, UnknownModel):
@@ -268,7 +268,7 @@ def table_of(
     things: Callable[[], Iterable[tuple[str, T]]],
     rows: Mapping[str, tuple[Callable[[T], Value], str]],
 ) -> FamilyGroup[T]:
-    """Returns metrics of the objects in `things()`. `rows`: name -> (function for value, help)."""
+    """Returns a metric per name in `rows`. The name's function returns the value for one thing."""
     return FamilyGroup(
         things, [(*_named(name), help, value) for name, (value, help) in rows.items()]
     )

@@ -152,7 +152,7 @@ class FleetView:
         )
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
-        """Computes the findings of `judge_selector`, in steps. Drops those of level `ok`."""
+        """Computes in steps the problems that the page shows: findings not of level `ok`."""
         catalog, state = self._selector.catalog, self._state
         records: list[WorkerRecord] = []
         for worker in workers:

@@ -36,9 +36,9 @@ Run = Callable[[Request, bytes | None], Served]  # the second argument is the pa
 
 
 class Endpoint:
-    """The handler `run` of a route, and the types of its input. If tokens are enabled and `brief`
-    is given, `brief` is called instead of `run` for requests without a valid token. `refused`
-    encodes the answer 401 or 403, for routes whose errors are not `{"error": ...}`."""
+    """The handler `run` of a route, and the types of its input. `brief` (gives a shorter answer)
+    replaces `run` if tokens are enabled and a request has no valid token. `refused` encodes the
+    answers 401 and 403 of routes whose errors do not have the form `{"error": ...}`."""
 
     __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
 
@@ -197,7 +197,7 @@ class Gate:
 
 
 def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
-    """Counts an answer that follows later, once it is sent or the client disconnects."""
+    """Counts a delayed answer when it is sent, or status 499 when the client disconnects first."""
 
     def told(response: Response) -> None:
         if answer.fault is not None:
@@ -215,7 +215,7 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """Returns the endpoint for a route without input. Without a valid token, `brief` is called."""
+    """Returns a route's endpoint. Without a valid token, `brief` is called instead of `handler`."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(status, handler())

@@ -74,7 +74,7 @@ def known_models_line(models: Iterable[str]) -> bytes:
 
 
 def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) -> bytes:
-    """Returns header lines for a failed request, also warnings of body fields not in `fields`."""
+    """Returns header lines for a failed request: known models, and warnings of unknown fields."""
     lines, warnings = b"", unread_fields(request, fields)
     if isinstance(error, NoWorkers):
         lines = known_models_line(error.known_models)
@@ -141,7 +141,7 @@ _NAMED: Final = 4  # endpoints or workers listed in a warning; a worker may have
 
 
 class Sources(Protocol):
-    """Finds the ranks that use an endpoint for KV events (`listeners`) or replays (`askers`)."""
+    """Lists the ranks that get KV events (`listeners`) or replays (`askers`) from an endpoint."""
 
     def listeners(self, key: str) -> Sequence[RankKey]: ...
 

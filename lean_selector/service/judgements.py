@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """A rank's use of an endpoint. An endpoint must have one `publisher` (engine, rank, field)."""
+    """A rank's use of an endpoint. An endpoint's uses must have the same engine, rank and field."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]

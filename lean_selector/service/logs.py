@@ -74,7 +74,7 @@ class LineWriter:
                 event.set()
 
     def _waiting(self) -> list[bytes | threading.Event]:
-        """Empties the queue, and returns what was in the queue."""
+        """Removes and returns the queued lines, and events to set when the lines are written."""
         items = []
         try:
             while True:

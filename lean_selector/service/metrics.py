@@ -180,7 +180,7 @@ def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
 
 
 def prompt_families(unknown: Mapping[str, int]) -> Families:
-    """Returns metrics of raw prompts. `unknown` counts, by reason, prompts with unknown blocks."""
+    """Returns a metric of raw prompts with unknown block hashes. `unknown`: count by reason."""
     return table({
         "unknown_prompts_total": (lambda: by("reason", dict(sorted(unknown.items()))),
             "Prompts of raw requests with unknown blocks, by reason."),

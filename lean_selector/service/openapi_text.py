@@ -47,7 +47,7 @@ def _file(name: str) -> dict[str, Any]:
 
 
 def _add_schemas(node: Any, known: Schemas, dialect: str, found: Schemas) -> None:
-    """Adds to `found` the schemas `node` uses; with `dialect` "16", schema X16 instead of X."""
+    """Adds all schemas used in `node` to `found`. If `dialect` is "16", schema X16 replaces X."""
     if isinstance(node, list):
         for each in node:
             _add_schemas(each, known, dialect, found)

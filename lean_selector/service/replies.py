@@ -71,8 +71,8 @@ class LaterReply(PendingReply):
             self.answer(200, body)
 
     def refuse(self, error: Exception) -> None:
-        """Answers with `error`: a SelectorError with its status and message; any other exception is
-        logged and answered with 500. A `take` callback gets a SelectorError unchanged."""
+        """Answers with a SelectorError's status and message. The callback `take`, if set, gets the
+        SelectorError itself. Any other exception is logged and answered with status 500."""
         if not isinstance(error, SelectorError):
             _log.error("a request that waited could not be answered", exc_info=error)
             self.answer(500, INTERNAL_ERROR)

@@ -96,7 +96,7 @@ class DumpAnswers:
         call_soon: CallSoon,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`watermarks(partition)`: rank -> number of its last applied batch of KV events."""
+        """`watermarks` returns, by rank, the number of the last applied batch of KV events."""
         self._catalog = catalog
         self._watermarks = watermarks
         self._sliced = SlicedAnswers("a dump", self.parts, call_soon, clock=clock)
@@ -182,8 +182,8 @@ class SelectionService(WorkerHandlers):
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`call_later` is needed only if queue time is limited. `bare_dump` answers `/dump` as
-        Dynamo 1.6 does. Metrics count calls of `select_and_reserve` as route `books_at`."""
+        """`call_later` is needed only if queue time is limited. `bare_dump` makes a dump with only
+        Dynamo's fields. If `select_and_reserve` sheds a request, route `books_at` is counted."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump
@@ -316,8 +316,8 @@ class SelectionService(WorkerHandlers):
     def _placed_or_parked(
         self, partition: Partition, request: SelectionRequest, shape: Shape
     ) -> object:
-        """Chooses a rank, and returns the answer that `shape` makes for the choice; or queues the
-        request, and returns a LaterReply, which calls `shape` later. Calls it at most once."""
+        """Chooses a rank, and returns the answer that `shape` makes for the choice. If the request
+        must wait in the queue, returns a LaterReply. Then `shape` is called after the choice."""
         pending: LaterReply | None = None
 
         def on_answer(parked: Parked, outcome: Placement | Exception) -> None:

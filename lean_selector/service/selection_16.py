@@ -141,7 +141,7 @@ class SelectionService16(SelectionService):
         load: WorkerLoad | UnsetType,
         booked: SelectionRequest | None = None,
     ) -> Selection16:
-        """Returns the answer for a chosen rank; adds fields if the request `booked` reserved it."""
+        """Returns the answer for a chosen rank. `booked`: the request, if it reserved the rank."""
         outlook = _outlook_of(placement)
         hashes: tuple[int, ...] | UnsetType = UNSET
         isl_tokens: int | UnsetType = UNSET

@@ -138,7 +138,7 @@ def health_of(worker: Worker, catalog: Catalog, now: float) -> WorkerHealthDetai
 
 
 def ejected_workers(catalog: Catalog) -> list[EjectedWorker] | msgspec.UnsetType:
-    """Returns the workers that have at least one ejected rank, by id; UNSET if there are none."""
+    """Returns the workers with an ejected rank, in order of id, or UNSET if no rank is ejected."""
     found: dict[int, EjectedWorker] = {}
     for partition in catalog.partitions.values():
         for worker_id, dp_rank in sorted(partition.health.out):
@@ -207,7 +207,7 @@ class WorkerHandlers(ReplicaHandlers):
         return self._ready(self._records.all(), ejected_workers(self.selector.catalog))
 
     def ready_in_brief(self) -> Reply:
-        """Returns the answer of GET /ready without workers, for requests without a token."""
+        """Returns the answer to a GET /ready without a token. This answer does not list workers."""
         return self._ready(UNSET, UNSET)
 
     def _ready(

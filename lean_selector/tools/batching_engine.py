@@ -120,7 +120,7 @@ class BatchingEngine:
         self._is_decoding_only = False
 
     def submit(self, request: SimulatedRequest, now: float) -> None:
-        """Queues a request. Cancels planned decode-only iterations after the current one."""
+        """Queues a request. If the engine only decodes, sets `due` to the end of this iteration."""
         self._waiting.append(request)
         if self.due is not None and self._is_decoding_only:
             self._count = min(self._count, max(1, math.ceil((now - self._began_at) / self._each_s)))
@@ -156,7 +156,7 @@ class BatchingEngine:
         self.due = now + self._count * self._each_s
 
     def _admit(self, request: SimulatedRequest, made: Iteration) -> bool:
-        """Stores a prompt in the cache. False if too many requests run, or they leave no room."""
+        """Stores a prompt. Returns False if too many requests run, or the cache has no room."""
         busy = len(self._running) + len(made.first_tokens)
         if busy and (
             busy >= self._times.most_running or not self.cache.has_room_for(request.chain)

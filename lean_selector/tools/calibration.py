@@ -179,7 +179,7 @@ def play_recorded(
 def _fitted(
     recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
 ) -> Fleet:
-    """Fits speeds to the observed mean times; first guesses: `prompt_token_s` and decode `pace`."""
+    """Fits speeds to the observed mean times. First tries `prompt_token_s` and decode `pace`."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)

@@ -197,8 +197,8 @@ def add_selector_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selector_credentials(args: argparse.Namespace) -> Credentials:
-    """Returns the credentials in the arguments of `add_selector_arguments`. Raises OSError or
-    ValueError if a file is unusable."""
+    """Returns the access token and certificates that the command line names. Raises OSError or
+    ValueError if a file is unusable, and ValueError for --key-file without --cert-file."""
     if args.key_file is not None and args.cert_file is None:
         raise ValueError("--key-file requires --cert-file")
     trust = Trust(args.ca_file, args.cert_file, args.key_file)
@@ -276,7 +276,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _client_keys(servers_file: str | None, secret_file: str | None) -> CurveClient | None:
-    """Returns the CURVE keys in these files; None without files. Raises OSError and ValueError."""
+    """Returns the CURVE keys in the files, None if no file is given. Raises OSError, ValueError."""
     if servers_file is None:
         if secret_file is not None:
             raise ValueError(f"{SECRET} requires {SERVERS}")

@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """Sends a prompt. Returns a finding; None if its blocks do not reach the index in time."""
+        """Sends a prompt. Returns a finding; None (cause unknown) if its KV events come late."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)
@@ -213,7 +213,7 @@ class Probes:
 
     async def _replay(self, source: KvSource) -> tuple[int | None, int | None]:
         """Requests a replay. Returns the worker whose prompt is in the replay, and the engine's
-        hash of the prompt's first block. Each is None if the replay lacks it or fails."""
+        hash of the prompt's first block. None: no replay has the value, or the replay fails."""
         own = self._probes[source.worker_id]
         starts = [source, *(each for each in self._sources if each.worker_id != source.worker_id)]
         firsts = dict.fromkeys(0 if each.last_seq is None else each.last_seq + 1 for each in starts)
@@ -262,7 +262,7 @@ def _wrong_eagle(probe: Probe, is_eagle: bool) -> Finding:
 
 
 def judge_hashes(hashes: dict[str, int]) -> Finding | None:
-    """Finds whether all ranks hash a block alike; None if `hashes` (by rank) has fewer than two."""
+    """Compares the ranks' hashes of one block. Returns None if there are fewer than two ranks."""
     if len(hashes) < 2:
         return None
     if len(set(hashes.values())) == 1:

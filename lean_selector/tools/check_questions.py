@@ -134,7 +134,7 @@ class AskedSelector:
 async def judge_port(
     resolve: Resolve, subject: str, field: str, endpoint: str, timeout_s: float
 ) -> Finding:
-    """Returns whether ZMQ listens at `endpoint`, as a finding about `field` of `subject`."""
+    """Tests whether ZMQ listens at `endpoint`, which is `field` of the rank named `subject`."""
     level, what, mend = await _judged_port(resolve, endpoint, timeout_s)
     return Finding(level, subject, f"{field} {endpoint}{what}", mend)
 

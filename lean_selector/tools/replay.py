@@ -307,7 +307,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
 
 
 def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
-    """Compares `base` with `other`, and with `best`: tokens computed with one unbounded cache."""
+    """Returns what `base` costs more than `other`, and than an unbounded cache (`best` tokens)."""
     tokens = base.computed_tokens - other.computed_tokens
     waited_s = sum(base.ttft_s) - sum(other.ttft_s)
     more = base.computed_tokens - best

@@ -55,9 +55,8 @@ def make_request(
 
 
 class HeldChain(msgspec.Struct, frozen=True):
-    """How many of a request's blocks were cached already (`hit`) or were added (`stored`).
-
-    The remaining blocks did not fit. evicted: hashes of the evicted blocks, in order."""
+    """How many of a request's blocks were cached already (`hit`) or were added (`stored`). The
+    remaining blocks did not fit. evicted: hashes of the evicted blocks, in order."""
 
     hit: int
     stored: int
@@ -171,7 +170,8 @@ class EngineModel:
         return running, placed
 
     def decode_block(self, running: RunningRequest, index: int) -> HeldChain | None:
-        """Caches output block `index`; None: its tokens are unknown, or earlier blocks missing."""
+        """Caches output block `index`. Returns None if the block's tokens are unknown, or if an
+        earlier block of the request is not in the cache."""
         at = running.request.prompt_blocks + index
         if running.held != at or at >= len(running.request.sequence_hashes):
             return None

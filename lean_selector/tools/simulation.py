@@ -351,7 +351,7 @@ def outcome(
     engines: Iterable[BatchingEngine],
     within_s: float,
 ) -> Outcome:
-    """Returns a simulation's results. within_share: share of requests with a TTFT <= `within_s`."""
+    """Returns a simulation's results, with the share of requests whose TTFT was <= `within_s`."""
     ttft = sorted(request.ttft_s for request in requests)
     gaps = sorted(request.token_gap_s for request in requests if request.output_tokens > 1)
     work = [engine.computed_tokens for engine in engines]

@@ -69,7 +69,7 @@ def printed(text: str) -> str:
 
 
 def verdicts(findings: Sequence[Finding]) -> dict[tuple[int, int | None], Finding]:
-    """Returns the worst finding on each rank, by (worker, rank), and worker, by (worker, None)."""
+    """Returns the worst finding by (worker, rank). Findings about a whole worker have rank None."""
     found: dict[tuple[int, int | None], Finding] = {}
     for finding in sorted(findings, key=lambda each: _LEVELS.index(each.level), reverse=True):
         if about := _SUBJECT.fullmatch(finding.subject):

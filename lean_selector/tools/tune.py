@@ -35,14 +35,14 @@ def _grid() -> Iterator[dict[str, object]]:
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """The recommended settings, and how they change the mean time to first token."""
+    """Recommended changes of the settings in a log, and by how much they change the mean TTFT."""
 
     settings: dict[str, object]
     ttft_change: Change
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints a table and the recommended settings. Returns an exit status."""
+    """Prints a row per combination of settings, and the best one. Returns an exit status."""
     parser = argparse.ArgumentParser(
         prog="lean-selector tune",
         description=(

@@ -35,7 +35,7 @@ class LoggedCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
 
 
 class DecisionLine(msgspec.Struct, omit_defaults=True, gc=False):
-    """One request that has ended. `timestamp`: its arrival in ms (in our own logs, since 1970)."""
+    """One request that has ended. `timestamp`: its arrival in ms; our logs count from 1970."""
 
     timestamp: float
     input_length: int  # tokens

@@ -1,4 +1,4 @@
-"""The structs of GET /dump: the input of the writer, the JSON, and what the reader accepts.
+"""The structs of GET /dump: what the writer gets, what it writes, and what the reader accepts.
 
 Reading and writing have separate types, because the reader accepts more than we ever write."""
 
@@ -91,7 +91,7 @@ class DumpedPartition(msgspec.Struct, frozen=True):
 
 
 class StoredBlocks(msgspec.Struct, frozen=True, gc=False):
-    """Consecutive cached blocks of a rank. `local_hashes`: 8-byte hashes of their own tokens."""
+    """Consecutive cached blocks. `local_hashes`: an 8-byte hash of each block's own tokens."""
 
     worker_id: int
     dp_rank: int

@@ -115,7 +115,7 @@ def stored_record(
     salt: str | None = None,
     infos: MultimodalInfos | None = None,
 ) -> BlockStored:
-    """Return a stored event's record. `salt`, `infos`: a map event's cache_salt, block_mm_infos."""
+    """Return a stored event's record. `salt`, `infos`: two fields that only map events have."""
     is_eagle = bool(event.token_ids) and type(event.token_ids[0]) is not int
     tokens = _flattened(event.token_ids) if is_eagle else cast("list[int]", event.token_ids)
     parent = event.parent_block_hash
@@ -154,7 +154,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """Return the token after `blocks` blocks, if known. lookahead[i]: the tokens after block i."""
+    """Return the token after the last of `blocks` blocks. `lookahead`: tokens after each block."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None
@@ -203,8 +203,8 @@ def tier_of(medium: str | None) -> Tier | None:
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Whether an event's blocks are outside of the worker (D26). If `locality` is a non-empty text:
-    whether it is not LOCAL. Otherwise: whether `ownership` is a non-empty text."""
+    """Whether an event's blocks are outside of the worker (D26). If `locality` is a text, only
+    LOCAL means no. If it is empty or no text, then any text in `ownership` means yes."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""
@@ -220,9 +220,9 @@ def _salt_of(keys: list[object] | None) -> str | None:
 def _mm_hashes_of_keys(
     event: ArrayStored | MapStored,
 ) -> tuple[list[list[int] | None] | None, dict[str, int] | None]:
-    """Return the multimodal hashes in each block's extra keys, and how many extra keys were of an
-    unknown kind, by kind. An unknown key becomes a hash that no prompt has, so that no prompt
-    matches the block or its descendants (D26)."""
+    """Return each block's multimodal hashes, which are among its extra keys, and the number of
+    extra keys of each unknown kind. An unknown key becomes a hash that no prompt has, so that no
+    prompt matches the block or its descendants (D26)."""
     extra_keys = event.extra_keys[: _blocks(event)] if event.extra_keys else []
     if not any(extra_keys):
         return None, None

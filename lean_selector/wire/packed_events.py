@@ -1,7 +1,7 @@
 """Decode event batches in their usual layouts into packed lists. Meant to be compiled.
 
 Supports events as tagged maps (what vLLM and SGLang send now) and as arrays. Hashes may be numbers
-or digests, tokens must be u32, and extra keys may be an adapter and a salt. Any other batch is left
+or bytes, tokens must be u32, and extra keys must be short texts. Any other batch is left
 to `kv_events.py`; both modules produce equivalent records. No Python object is created per token or
 hash. When compiled, this module saves most of the work; when interpreted, it is slower than
 `kv_events.py`. Spec: indexer.md 1.4."""
@@ -365,7 +365,7 @@ class _Reader:
             write_i64_le(out, self._hash())
 
     def _hash(self) -> i64:
-        """Read a hash as a signed 64-bit number. A digest is cut to its last eight bytes."""
+        """Read a hash as a signed 64-bit number. A hash in bytes is cut to its last eight bytes."""
         data, at = self._data, self._at
         tag: i64 = data[at]
         if tag == 0xCF or tag == 0xD3:

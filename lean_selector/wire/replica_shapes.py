@@ -107,7 +107,7 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """A SnapshotLine's text before and after its age, and its other fields that can change."""
+    """A cached snapshot line: its text around the age, and the fields whose change outdates it."""
 
     before: bytes  # the encoded text before the age
     after: bytes

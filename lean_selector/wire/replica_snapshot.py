@@ -40,8 +40,8 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
-    """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the live reservations, in
-    which this replica's first `sequence` events are included. `clock()`: monotonic time, in s."""
+    """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the live reservations
+    after this replica's first `sequence` events. `clock()` returns monotonic seconds."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:

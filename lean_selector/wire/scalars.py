@@ -91,7 +91,7 @@ def packed_by_msgspec(text: bytes, kind: Literal["q", "I"]) -> bytes | None:
 def packed_with(
     parse: Callable[[bytes], Any], text: bytes, of_type: Literal["i", "u"]
 ) -> bytes | None:
-    """Parse and pack a list with simdjson: signed integers to 8 bytes each, unsigned to 4."""
+    """Pack a list with simdjson: signed integers to 8 bytes, unsigned to 4. None if invalid."""
     if text[:1] != b"[":  # simdjson accepts a leading byte order mark
         text = text.lstrip(_BLANKS)
     if text[:1] != b"[" or text.rfind(b"[") > 0:  # simdjson flattens nested lists

@@ -158,7 +158,7 @@ TokenCount = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class WorkerReport(msgspec.Struct, kw_only=True):
-    """The body of POST /workers/{worker_id}/report. Without `dp_rank`: about the whole worker."""
+    """The body of POST /workers/{worker_id}/report. Without `dp_rank`, it is for all ranks."""
 
     outcome: Outcome
     dp_rank: U32 | None = None
@@ -494,7 +494,7 @@ class BodyIds(msgspec.Struct):
 
 
 class OpenAiError(msgspec.Struct, frozen=True):
-    """An error in OpenAI's format. `param` is always null: the message names the wrong field."""
+    """An error in OpenAI's format. `param` is always null; `message` names the invalid field."""
 
     message: str
     type: str

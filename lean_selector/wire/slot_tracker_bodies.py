@@ -11,14 +11,14 @@ from lean_selector.wire.scalars import U32, NonNegative, check_u64, group_of, ha
 
 
 class ScopedBody(msgspec.Struct, kw_only=True):
-    """The fields of every body: the model, and the tenant under either of its names (D2)."""
+    """The fields of every body: the model and the tenant (`tenant_id` or `routing_group`, D2)."""
 
     model_name: str
     tenant_id: str | UnsetType = UNSET
     routing_group: str | UnsetType = UNSET
 
     def group(self) -> str:
-        """Return the tenant. Raises BadRequest if both names are given and differ."""
+        """Return the tenant. Raises BadRequest if a given tenant_id and routing_group differ."""
         return group_of(self.tenant_id, self.routing_group)
 
 

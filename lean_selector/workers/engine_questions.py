@@ -100,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Copies block size, block count and ranks from cache_config_info. False: no such metric."""
+    """Reads block size, block count and ranks from cache_config_info. Returns False without it."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:

@@ -101,7 +101,7 @@ class Particulars(WorkerFields, kw_only=True, forbid_unknown_fields=True):
     """What is known about a worker: fields of POST /workers, all optional, and two ports.
 
     events_port and replay_port are the first rank's ports, on the host of `endpoint`; the next rank
-    has the next port. If event endpoints are given, events_port is ignored; likewise for replay."""
+    has the next port. Each port is ignored if endpoints of its kind (events, replay) are given."""
 
     worker_id: NonNegative | None = None
     model_name: str | None = None

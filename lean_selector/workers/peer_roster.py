@@ -61,9 +61,9 @@ def is_own_address_here(host: str) -> bool:
 
 @dataclass(eq=False)
 class PeerRoster:
-    """The peers that discovery finds. Leaves out this replica: it has `own_endpoint`, or `own_port`
+    """The peers that discovery finds, except this replica, which has `own_endpoint`, or `own_port`
     at an address of this machine. Snapshots are fetched from each peer's `http_port`, with TLS if
-    `is_secure`, unless `refusal(url)` returns why not. Used only on the event loop's thread."""
+    `is_secure`, unless `refusal(url)` returns a reason. Used only on the event loop's thread."""
 
     mesh: Mesh
     own_port: int

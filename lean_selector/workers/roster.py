@@ -72,8 +72,8 @@ log = logging.getLogger("lean_selector.discovery")
 
 @dataclass(eq=False)
 class Roster:
-    """The workers that --discover finds. Calls `register`, which returns warnings, and `remove`;
-    both may raise SelectorError. Used only on the event loop's thread."""
+    """The workers that --discover finds. `register` and `remove` change the catalog, and may raise
+    SelectorError. `register` returns warnings. Used only on the event loop's thread."""
 
     catalog: Catalog
     register: Callable[[WorkerSpec], Sequence[str]]
@@ -143,7 +143,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Returns the discovered workers, to be stored and given to `take_back` after a restart."""
+        """Returns, for `take_back`, workers registered by discovery and those deleted over HTTP."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -207,7 +207,7 @@ class Roster:
     # -- registrations --------------------------------------------------------------------
 
     def _settle(self, known: KnownWorker) -> None:
-        """Registers a worker once all required fields are known, and again if a field changes."""
+        """Registers a worker, or its change, if a target gave all fields or its engine answered."""
         if known.state in (State.BY_HTTP, State.REMOVED):
             return
         if known.engine is None and not self._is_complete(known):

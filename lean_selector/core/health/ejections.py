@@ -176,7 +176,7 @@ class Ejections:
         return health
 
     def _may_go(self, due: list[RankKey], total: int) -> bool:
-        """Whether the limit lets the ranks `due` be ejected, too. `total`: number of all ranks."""
+        """Whether the limit (a share of the `total` ranks) allows ejecting the ranks `due`, too."""
         count = len(self.out) + len(due)
         worker_id = due[0][0]
         alone = all(key[0] == worker_id for key in self.out)

@@ -146,7 +146,7 @@ class HashAliases:
         return len(self._odd)
 
     def of(self, strand: int) -> int:
-        """Return the ranks whose hashes of the strand's blocks may not be those of other ranks."""
+        """Return the ranks whose hashes of the strand's blocks may differ from other ranks'."""
         return self._odd.get(strand, 0)
 
     def forget(self, strand: int, bit: int) -> None:
@@ -171,7 +171,7 @@ class HashAliases:
         return list(found.items())
 
     def add(self, strand: int, bit: int) -> None:
-        """Record that the rank's hashes of the strand's blocks may not be those of other ranks."""
+        """Record that the rank's hashes of the strand's blocks may differ from other ranks'."""
         self._odd[strand] = self.of(strand) | 1 << bit
 
     def compare(self, rank: DeviceRank, run: Run, span: int, place: int) -> None:
@@ -271,7 +271,7 @@ class DeviceTier:
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """On a prompt's path, remove ranks from runs that they held only until their retirement."""
+        """From the runs that match a prompt, remove ranks whose blocks there have been dropped."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -367,8 +367,8 @@ class DeviceTier:
             done = end
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
-        """Add blocks of this rank after `run`: those of `local` from byte `done` on that fit into a
-        strand. Returns the run with them, where they begin in it, and where they end in `local`."""
+        """Add the blocks of `local` from byte `done` on after `run`, as many as fit into a strand.
+        Returns the run that has these blocks, their first position, and their end in `local`."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length

@@ -123,7 +123,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Forget repeated stores, then blocks' further hashes: `count` or more, or all if fewer."""
+        """Forget at least `count` extra records (or all): repeated stores, then further hashes."""
         least = self.extra - count
         while self.extra > least and self.copies:
             self.extra -= self.copies.popitem(last=False)[1]
@@ -135,7 +135,7 @@ class EngineHashes:
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
-        """Return the position after the last hash of a strand that is not 0; 0 if all are 0."""
+        """Return the position after the last nonzero hash in a strand's row; 0 if all are 0."""
         row = self.rows.get(strand)
         if row is None:
             return 0
@@ -177,7 +177,7 @@ class EngineHashes:
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """Like `take`, but slower. Handles copies, further hashes and hashes of several blocks."""
+        """A slower `take` that handles blocks with several stores or hashes, and shared hashes."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
             name = int.from_bytes(packed[at : at + 8], "little")
@@ -227,7 +227,7 @@ _LISTED = -1  # dict value of a name whose places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
-    """Dicts map a hash to 64 entries of a row, which are then searched. Fast if not compiled."""
+    """Dicts map a hash to 64 consecutive blocks, which are then searched. Fast if not compiled."""
 
     __slots__ = ("_front", "_recent", "_shards")
 
@@ -307,8 +307,8 @@ class HashesInDicts(EngineHashes):
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Overwrite engine hashes in `rows` with 0, and add their positions to `gone`. `segments`:
-        the segment (64 entries of a row) of each hash. Fast if the hashes are consecutive there."""
+        """Overwrite hashes in `rows` with 0. Add their positions to `gone` (strand -> bit mask).
+        `segments`: which 64 entries of a row have each hash. Fast if the hashes are neighbours."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1

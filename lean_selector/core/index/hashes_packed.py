@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Set `_segments[i]` to the segment if i has the low `segment.bits` bits of `index`."""
+        """Set `_segments[i]` to `segment` if the low `segment.bits` bits of i and `index` agree."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits
@@ -254,7 +254,7 @@ class HashesPacked(EngineHashes):
         return gone
 
     def _empty(self, low: i64, high: i64, gone: dict[int, int]) -> None:
-        """Overwrite the hashes from place `low` to `high` with 0. Adds the positions to `gone`."""
+        """Set hashes at places `low` to `high` to 0. Adds the places to `gone` (strand -> mask)."""
         count: int = high - low + 1
         strand: int = low >> POSITION_BITS
         position: int = low & POSITION_MASK

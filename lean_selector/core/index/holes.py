@@ -50,8 +50,8 @@ def review(
 
 
 def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[int, int, int]]:
-    """Return how many hashes are stored for a strand, how many blocks the ranks hold in the strand,
-    and the set of these ranks. Approximate: ranks that were cleared may still count."""
+    """For a strand (part of the trie), return how many hashes are stored, how many blocks the ranks
+    hold, and the set of these ranks. Approximate: ranks that were cleared may still count."""
     kept = held = holders = looked_at = 0
     for run in device.trie.pieces(strand):
         length = len(run.label) >> 3
@@ -106,7 +106,7 @@ def _held_end(run: Run) -> int:
 
 
 def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
-    """Return which of a rank's blocks in a strand to evict, as a bit mask of positions."""
+    """Return which blocks of a rank in a strand (part of the trie) to evict, as a bit mask."""
     held = device.held_in(rank, strand)
     if _kept_above(device, strand):
         return held
@@ -117,7 +117,7 @@ def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
 def _closed(
     device: DeviceTier, strand: int, holders: int, evicted: Callable[[DeviceRank, int], None]
 ) -> Iterator[None]:
-    """Evict blocks of a strand that cannot match, for each rank in the set `holders`."""
+    """From a strand (part of the trie), evict the blocks of `holders` that cannot match."""
     for bit in bits_of(holders):
         while (rank := device.ranks.rank_in(strand, bit)) is not None:
             device.cut_row(rank, strand)

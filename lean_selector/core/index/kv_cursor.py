@@ -389,8 +389,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Record that the replay has reached or passed `_top`, an applied batch that it should
-        have. After a reconnection during this replay, the next one is checked for `_top`, too."""
+        """Record that the replay has reached or passed `_top`, a batch that was applied before.
+        If a new connection was made during this replay, the next replay must also show `_top`."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 
@@ -401,7 +401,7 @@ class KvCursor:
 
     def _replaced(self) -> BatchVerdict:
         """Handle a replayed batch that differs from the applied one: the publisher is a new one.
-        All its batches count as missing, because the caller drops all blocks."""
+        All batches of the new publisher are missing, because the caller drops all blocks."""
         newest = None if self._is_blind else self.last_live
         self._restarted()
         self._missing_from = 0

@@ -129,7 +129,7 @@ class KvIndex:
         self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
     def beside(self) -> "KvIndex":
-        """Return an empty index with the same block size, default limits, `on_sweep` and `bits`."""
+        """Return an empty index with our block size, default limits, `on_sweep` and `bits`."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -170,9 +170,9 @@ class KvIndex:
     def match_sets(
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
-        """Like `match`, but groups ranks with equal matches as bit masks (bit numbers: `bits`).
-        Returns two lists: pairs (leading blocks on the device, ranks), and pairs (match, ranks) for
-        ranks whose match continues on a lower tier. Each rank is in at most one pair."""
+        """Like `match`, but ranks with equal matches form a bit mask (bit numbers: `bits`). Returns
+        a list of pairs (leading blocks on the device, ranks), and a list of pairs (match, ranks).
+        The second list has matches that continue on a lower tier; the first has all others."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []

@@ -305,8 +305,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether to accept an event whose block size is not the registered one: it has no size and
-        no tokens, or its size divides the registered one (on the device, it must be one block)."""
+        """Whether to accept an event with another block size. It must have neither size nor tokens,
+        or a size that divides the registered size. A device event must then have only one block."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -339,9 +339,9 @@ class KvIngest:
     def _is_announced(
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
-        """Whether a stored event may be a mere report of a cache hit: it starts a prompt and has no
-        new block. New blocks after it in the batch prove that the engine reports hits. Then earlier
-        such events no longer count as repeated stores. From then on, this returns False."""
+        """Whether a stored event may only report a cache hit: it starts a prompt, and has no new
+        block. If the batch's next stored event continues it with new blocks, the engine reports
+        hits. Then such events no longer count as repeated stores; the method returns False."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before

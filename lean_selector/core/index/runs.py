@@ -147,7 +147,7 @@ class RunTrie:
 
     @property
     def numbered(self) -> int:
-        """Return n: the strand numbers, in use or free, are the integers from 0 to n - 1."""
+        """How many strand numbers exist, used or free. (Strand: the parts of what was one run.)"""
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:
@@ -160,7 +160,7 @@ class RunTrie:
         return run
 
     def resolve(self, place: int) -> tuple[Run, int]:
-        """Find the block at a place (see the module): its run, and its position in the run."""
+        """Return the run of block `place`, and its position there. Splits do not change places."""
         strand, position = place >> POSITION_BITS, place & POSITION_MASK
         pieces = self._split.get(strand)
         if pieces is None:
@@ -270,7 +270,7 @@ class RunTrie:
         return result, path
 
     def pieces(self, strand: int) -> list[Run]:
-        """Return the runs of a strand in order: one, or several if it was split. [] if unknown."""
+        """Return the runs of a strand (the parts of what was one run) in order; [] if unknown."""
         pieces = self._split.get(strand)
         if pieces is not None:
             return list(pieces.runs)

@@ -47,7 +47,7 @@ class Matched(msgspec.Struct, frozen=True, gc=False):
 
 
 class Edge(msgspec.Struct, gc=False):
-    """A block on a lower tier: the key to find it below its parent, its engine hash, its ranks."""
+    """A block after a certain parent on a lower tier, and the set of ranks that hold the block."""
 
     key: bytes  # engine hash of the parent (empty for a prompt's first block), then local hash
     child: bytes
@@ -165,7 +165,7 @@ class SkippedEvent(msgspec.Struct, gc=False):
 
 
 class EventBatch(msgspec.Struct, gc=False):
-    """All or some events of an engine's message. `dp_rank`: the rank that it names, or None."""
+    """All or some events of an engine's message. `dp_rank`: the rank in the message, or None."""
 
     dp_rank: int | None
     events: list[Event]

@@ -1,7 +1,7 @@
 """The largest runs of the index's trie, from the root down: the prefixes that prompts share.
 
-For display; no choice depends on this. A limited number of runs is visited. The size of a run is
-estimated as (its blocks, each counted once per rank that holds it) * (1 + number of children)."""
+The web page shows these runs; no choice of a rank uses them. A limited number is visited. A run's
+size is estimated: (blocks of the run that each rank holds, summed) * (1 + number of children)."""
 
 import heapq
 from collections.abc import Iterator

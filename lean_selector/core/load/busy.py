@@ -86,7 +86,7 @@ class Headroom:
 
     @property
     def free(self) -> int:
-        """The ranks that have room and are not busy, draining, or (if others serve) ejected."""
+        """The ranks with room that are not busy, draining, or (while other ranks serve) ejected."""
         return self.below & self.idle & ~self.avoided
 
     def put(self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits) -> None:

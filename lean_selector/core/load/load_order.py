@@ -118,7 +118,7 @@ class LoadOrder:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def place_of(self, key: float, first: int) -> int:
-        """Return the position of the first load, from `first` on, with this key or a higher one."""
+        """Return the position in `loads`, from `first` on, where loads of at least `key` begin."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:

@@ -179,7 +179,7 @@ class Speeds:
         del self._medians[bisect.bisect_left(self._medians, median)]
 
     def _judge(self, bit: int, speed: RankSpeed) -> None:
-        """Change a rank's step (rounded speed) if its median is well outside the step."""
+        """Change a rank's step (rounded factor) if the rank's median is well outside the step."""
         steps = STEPS * math.log2(speed.judged / self._reference)
         steps = max(-MOST_STEPS, min(MOST_STEPS, steps))
         if abs(steps - speed.step) > _HOLD:

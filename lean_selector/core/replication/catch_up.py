@@ -43,8 +43,8 @@ class CatchUp:
     """Copies reservations from peers' snapshots until `ends_at`. Publishes nothing.
 
     Until then, pass each event that this replica receives or publishes to `note`, after applying
-    the event. `counts[fate]` is the number of reservations with that outcome. A reservation that
-    waited for its rank's registration counts twice: as WAITING and with its final outcome."""
+    the event. `counts[fate]` is the number of reservations with that outcome. A reservation of a
+    snapshot that had to wait for its rank counts twice: as WAITING, and with its final outcome."""
 
     def __init__(
         self,
@@ -110,12 +110,12 @@ class CatchUp:
         return fate
 
     def snapshot_is_in(self) -> None:
-        """Stop recording ends of requests, because the snapshot is complete or has failed."""
+        """Stop recording ends and completed prefills: the snapshot is complete or has failed."""
         self._noted = None
 
     def admit_waiting(self, now: float, max_steps: int) -> bool:
         """Copy reservations whose ranks are now registered, and drop reservations that waited too
-        long for their rank. Handles at most `max_steps` of them; returns True if more are due."""
+        long for their rank. Handles at most `max_steps` reservations; True if more are left."""
         steps_left = max_steps
         for (model_name, tenant_id, worker_id, dp_rank), bookings in list(self._by_rank.items()):
             target = self._lookup(model_name, tenant_id)

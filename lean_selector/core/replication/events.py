@@ -254,7 +254,7 @@ class ReplicaSequences:
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
-        """Record that a snapshot covers events up to `sequence`. True if we had missed some."""
+        """Record that a snapshot covers events up to `sequence`. True if it has all we missed."""
         publisher = self._publishers.get(router_id)
         if publisher is None or not 0 < publisher.gap_at <= sequence:
             return False
@@ -271,7 +271,7 @@ class ReplicaSequences:
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """Record `sequence`. Returns how many events we missed since the last, up to `before`."""
+        """Record `sequence`. Returns how many events we missed: after the last, up to `before`."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:

@@ -21,7 +21,7 @@ REPUBLISH_AFTER_S = 120.0
 
 
 def copies_expire_s(expiry_s: float) -> float:
-    """Return the expiry time of copies of peers' reservations; `expiry_s` is that of our own."""
+    """Return the expiry time of copies of peers' reservations. Our own expire after `expiry_s`."""
     return expiry_s + REPLICA_GRACE_S
 
 

@@ -251,8 +251,8 @@ class SourceSink(Protocol):
     def follow_load(
         self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None
     ) -> None:
-        """Subscribe to these endpoints, where engines publish the load of each rank, and end other
-        subscriptions to the worker's load. `slots` stores the reports (None: no endpoints)."""
+        """Subscribe to `endpoints`, where engines publish the load of each rank. End the worker's
+        other load subscriptions. `slots` stores the reports; it is None if `endpoints` is empty."""
 
 
 class Worker:

@@ -72,8 +72,8 @@ class Cell:
 
 
 class Pricing:
-    """Computes what one request costs on the ranks of a cell. `LoadOrder` sorts loads by a key. A
-    load adds between slope * key and reach * key to the cost, before the cell's factor."""
+    """Computes what one request costs on a rank. `LoadOrder` sorts the loads of ranks by a key. A
+    load costs at least slope * key and at most reach * key, times the factor of the rank's cell."""
 
     __slots__ = (
         "_decays",
@@ -126,14 +126,14 @@ class Pricing:
         return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
 
     def beyond(self, cell: Cell, least: float) -> float:
-        """Return a limit: a rank of the cell costs more than `least` if slope * key (the least that
-        the rank's load costs) is above the limit. NaN if the limit is unknown."""
+        """Return a limit for slope * key, the least that a load costs. If a rank of the cell is
+        above the limit, the prompt costs more than `least` there. NaN if the limit is unknown."""
         least /= cell.factor
         return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
 
     def below(self, cell: Cell, most: float) -> float:
-        """Return a limit: a rank of the cell costs less than `most` if reach * key (the most that
-        the rank's load costs) is below the limit. NaN if the limit is unknown."""
+        """Return a limit for reach * key, the most that a load costs. If a rank of the cell is
+        below the limit, the prompt costs less than `most` there. NaN if the limit is unknown."""
         if most < cell.floor * cell.factor:
             return -math.inf  # a rank may cost that much at any load
         most /= cell.factor
@@ -148,8 +148,8 @@ class Pricing:
         return most - rest - 1e-9 * (1.0 + abs(most) + abs(rest))
 
     def at_least(self, cell: Cell, load: float) -> float:
-        """Return the least that a prompt costs on those ranks of the cell whose slope * key is at
-        least `load`, less a margin for rounding errors. NaN if this is unknown."""
+        """Return a lower bound of the prompt's cost on ranks of this cell whose load costs at least
+        `load`. The bound allows for rounding errors. Returns NaN if the bound is unknown."""
         cost = cell.rest + load
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 
@@ -204,7 +204,7 @@ def cells(
     ranks: int,
     matches: MatchSets,
 ) -> list[Cell]:
-    """Divide these ranks into disjoint cells, none of them empty, in the order of `matches`."""
+    """Divide `ranks` into cells (ranks that differ only in load), in the order of `matches`."""
     prompt, terms, block_size = request.prompt, request.terms, partition.block_size
     isl, new_blocks = prompt.isl_tokens, prompt.sequence_count
     shares = active_prefix_sets(partition, request)
@@ -261,7 +261,7 @@ def cells(
 
 
 def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
-    """Return the intersections of the sets of two groupings; the factors are multiplied."""
+    """Intersect the sets of `groups` with those of `others`, and multiply their cost factors."""
     return [
         (factor * other, both)
         for other, alike in others
@@ -273,8 +273,8 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """If prefill is not tracked, a cost is at least request weight * active requests. Where this
-    minimum may apply, split the cell by active requests, and set the `floor` of each part."""
+    """A credit must not lower a cost below request weight * active requests. Where it could, split
+    the cells by their ranks' number of active requests, and set each part's `floor`."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -295,7 +295,7 @@ def _crediting(
 
 
 def _favouring(found: list[Cell], pricing: Pricing, request: SelectionRequest) -> list[Cell]:
-    """Put the ranks that a soft session is bound to into cells of their own, which cost less."""
+    """Split cells that contain ranks of the request's soft session: these ranks cost less."""
     favoured, bonus = request.favoured, request.bonus_blocks
     divided: list[Cell] = []
     for cell in found:
@@ -405,13 +405,13 @@ class DrawBounds:
         return self._weight(cost)
 
     def _bound(self, cell: Cell, load: float) -> float:
-        """Return an upper bound of the weights of the cell's ranks with slope * key >= `load`."""
+        """Return an upper bound of the weights of `cell`'s ranks with a load cost >= `load`."""
         above = (self._pricing.at_least(cell, load) - self._least) / self._spread
         above /= self._temperature
         return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part to tighten its bounds. `others`: sum of ranks * bound of other parts."""
+        """Divide a part to tighten its bounds. `others`: sum of the other parts' ranks * bound."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
         return self._by_load(part, others * _LEFT)  # stop when this little mass is left
@@ -421,8 +421,8 @@ class DrawBounds:
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Divide the part by load. If a load's key determines the cost, each new part spans an
-        equal range of keys; otherwise each load becomes a part."""
+        """Divide the part into ranges of loads, or into single loads if a load's sort key does not
+        determine the cost. A rest with a mass (ranks * bound) up to `enough` is not divided."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
         loads = order.loads

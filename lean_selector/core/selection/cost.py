@@ -61,7 +61,7 @@ def evicted_blocks(
     terms: CostTerms, isl_tokens: int, cached: int, owed_tokens: int, block_size: int
 ) -> float:
     """Return what evictions for this prompt cost on a rank with a full cache, in blocks. `cached`:
-    the prompt's tokens that the rank has cached; `owed_tokens`: see `Fullness.owed_tokens`."""
+    the prompt's tokens that the rank has cached. At most `owed_tokens` of them count as evicted."""
     evicted = _MISSED * (isl_tokens - cached) + 2 * min(owed_tokens, cached)
     return terms.eviction * evicted / block_size
 
@@ -101,7 +101,7 @@ def preferences(request: SelectionRequest) -> dict[str, float]:
 
 
 def softmax(costs: list[float], temperature: float) -> list[float] | None:
-    """Return a weight per cost for a random draw; None if the lowest cost is chosen instead."""
+    """Return each cost's weight in a draw; None without temperature, or if all costs are equal."""
     if temperature <= 0.0:
         return None
     least = min(costs)

@@ -223,9 +223,9 @@ def _hint(
     request: SelectionRequest,
     matches: MatchSets,
 ) -> FetchHint | None:
-    """Return the rank from which the chosen rank can fetch blocks of the prompt: the rank of the
-    same worker type with most of the prompt's leading blocks in device memory. Returns None if the
-    chosen rank has at least as many. Only blocks known from KV events count."""
+    """Return from which rank the chosen rank can fetch blocks: the rank with the most of the
+    prompt's leading blocks in device memory. That rank must have a control endpoint, and the same
+    `router_hint_worker_type`. Returns None if the chosen rank has at least as many blocks."""
     local_hashes = request.prompt.local_hashes
     if request.matches:  # the request was queued, so its matches may be outdated
         matches = match_sets(partition, local_hashes)

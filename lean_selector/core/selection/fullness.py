@@ -61,8 +61,8 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """Return how many of a prompt's cached tokens count as evicted on a rank with a full cache.
-        Grows with prefill on full ranks, falls with other prefill. 0 if all `ranks` are full."""
+        """Return how many cached tokens of a prompt count as evicted on a rank with a full cache.
+        Prefill on full ranks raises this, and on others lowers it. 0 if all `ranks` are full."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:

@@ -9,7 +9,7 @@ from lean_selector.core.selection.shapes import Decision, Placement, SelectionRe
 
 
 class Decisions(Protocol):
-    """Receives each booked choice, and the figures that are later reported for its request."""
+    """Receives each booked choice, and later the time to first token and the cached tokens."""
 
     def chosen(
         self,

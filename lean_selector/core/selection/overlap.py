@@ -20,7 +20,7 @@ _LOOKS_PER_RANK = 8  # a table look-up of a rank costs as much as looking at thi
 
 
 def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
-    """Group the ranks by how many blocks of the prompt they have per tier; most on device first."""
+    """Group the ranks by how many blocks of the prompt they have on each tier."""
     sets, extended = partition.index.match_sets(local_hashes)
     found: MatchSets = []
     for blocks, ranks in reversed(sets):
@@ -33,7 +33,7 @@ def match_sets(partition: Partition, local_hashes: bytes) -> MatchSets:
 
 
 def match_by_rank(partition: Partition, local_hashes: bytes) -> Matches:
-    """Return how many of the prompt's blocks each rank has, also ranks of unregistered workers."""
+    """Return how many blocks of the prompt each rank has. Includes unregistered workers' ranks."""
     matches = partition.index.match(local_hashes)
     if partition.predicted is not None:
         for key, predicted in partition.predicted.match(local_hashes).items():
@@ -101,16 +101,16 @@ def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
 
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
-    """Return a table: for each rank, the position in `sets` (disjoint) of the set with this rank.
-    Returns None if walking over `sets` instead, `times` times, costs less than the table."""
+    """Return a table: for each rank, the position in `sets` of the set that contains the rank.
+    Returns None if the table would cost more than searching through `sets` `times` times."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)
 
 
 def met(sets: list[tuple[Value, int]], numbers: Numbers, ranks: int) -> list[tuple[Value, int]]:
-    """Return those of `sets`, in order, that may contain some of these ranks. `numbers` is the
-    table that `set_numbers` returned."""
+    """Return, in order, the sets that contain some of `ranks`. If there are many ranks, simply
+    returns all `sets`. `numbers` is the table that `set_numbers` returned."""
     if ranks.bit_count() >= len(sets):
         return sets
     found = {numbers[bit] for bit in bits_of(ranks) if bit in numbers}

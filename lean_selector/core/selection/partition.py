@@ -121,7 +121,7 @@ class Line:
         self.leads_to = 0
 
     def open_worker(self, worker: SchedulableWorker) -> None:
-        """Add those ranks of a new worker that these queued requests may use."""
+        """Add those ranks of a new worker to the line that the requests in the line may use."""
         pinned, allowed, required = self.ties
         if not required <= worker.taints:
             return
@@ -141,8 +141,8 @@ class Line:
         self.leads_to &= ~worker.mask
 
     def is_open(self, room: Headroom) -> bool:
-        """Whether one of these queued requests can be placed now, on a rank below the queue's
-        threshold."""
+        """Whether a request in this line can be placed now on a rank below the queue's threshold.
+        All requests in a line may use the same ranks."""
         if self.ties[0] is None:
             return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
@@ -323,7 +323,7 @@ class Partition:
         self._listen()
 
     def _listen(self) -> None:
-        """Choose the callback for changed loads, depending on the threshold and the queue."""
+        """Set the callback that updates load order, busy ranks and queue when a load changes."""
         told = self._judge if self.threshold.is_set else self.order.changed
         room, slots = self.room, self.slots
         if room is None:

@@ -16,7 +16,7 @@ _Waiting = list[tuple[float, LiveSession]]  # (time of receipt, binding)
 
 
 class PeerSessions:
-    """Applies other replicas' bindings of sessions to ranks, and counts them by verdict."""
+    """Applies other replicas' bindings of sessions to ranks, and counts them by result."""
 
     def __init__(self, catalog: Catalog, writer_id: int) -> None:
         """`writer_id` is this replica's id in the bindings that it publishes."""

@@ -52,7 +52,7 @@ class Prompt:
             self.first_sequence_hash = self._sequence[:8]
 
     def blocks(self, block_size: int) -> int:
-        """Return the number of blocks for all tokens, including a partial last block."""
+        """Return the number of blocks for all tokens, or the number of hashes if that is higher."""
         return max(self.sequence_count, -(-self.isl_tokens // block_size))
 
     def sequence_hashes(self) -> bytes:

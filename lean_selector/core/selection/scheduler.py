@@ -127,8 +127,8 @@ def placed(
 
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """Return the usable ranks of the request's target or, if it names none, of its hard session;
-    `ranks` if none is usable. A soft session only sets `request.favoured`: its ranks cost less."""
+    """Return the eligible ranks of the request's target or, without a target, of its hard session.
+    Returns `ranks` if none is eligible. A soft session only makes its ranks cost less."""
     target, sessions = request.target, partition.sessions
     if target is not None:
         return (

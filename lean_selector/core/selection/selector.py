@@ -128,8 +128,8 @@ class Admission:
         self._call_soon(go_on)
 
     def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
-        """Admit at most `most` queued requests that can use ranks that came free. Stops early if no
-        request can be placed or more ranks come free. Returns `most` minus the number admitted."""
+        """Admit at most `most` queued requests that can use ranks that came free. Returns `most`
+        minus the number admitted. If more ranks come free, stops: the caller then calls again."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
         blocked: Place | None = None  # the first request that cannot leave
@@ -161,7 +161,7 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place a queued request. If it `passes` others, use only ranks within the threshold."""
+        """Place a queued request. If it `passes` earlier ones, respect the queue threshold."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -231,7 +231,7 @@ class WorkerHealth:
             self._admit(partition, now)
 
     def polled(self, worker_id: int, fault: str | None, now: float) -> None:
-        """Record a worker's health poll; `fault`: None if it succeeded. Ignores unknown workers."""
+        """Record a health poll. `fault` is None if the poll succeeded. Ignores unknown workers."""
         if worker_id in self._catalog.workers:
             found = self.ranks_of(worker_id, None)
             if found is not None and found[0].poll(found[1], fault, now):
@@ -529,8 +529,8 @@ class Selector:
         return placement
 
     def admit_waiting(self, now: float) -> None:
-        """End ejections, admit queued requests, and fail requests that no worker can serve and that
-        are older than RECHECK_AFTER_S. Call this about every second."""
+        """End ejections whose time is over, admit queued requests, and fail requests that no worker
+        can serve and that are older than RECHECK_AFTER_S. Call this about every second."""
         self.health.settle(now)
         self.selections.expire(now)
         for partition in list(self.catalog.partitions.values()):

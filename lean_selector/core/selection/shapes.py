@@ -143,7 +143,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """Cached tokens of a prompt, by tier (faster tiers included), at the rank with the most."""
+    """A prompt's cached tokens: per tier (plus faster tiers), the maximum over a worker's ranks."""
 
     longest_matched: int
     gpu: int

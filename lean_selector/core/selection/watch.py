@@ -1,8 +1,8 @@
 """Recent choices and their reasons, collected only while the web page (`service/ui.py`) is open.
 
 To explain a choice, the cost of every candidate is computed, so only a sample of the choices is
-explained. `ChoiceWatch.hits` counts every choice: per `Run` (a sequence of consecutive blocks) of
-the index, the number of prompts that matched the run."""
+explained. `ChoiceWatch.hits` includes all choices. For each `Run` of the index (a sequence of
+consecutive blocks), `hits` has the number of prompts that matched the run."""
 
 from collections import deque
 from typing import Final

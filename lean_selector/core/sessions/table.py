@@ -61,8 +61,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """Bindings are numbered upwards from `first_sequence()`: with peers, the Unix time in ns,
-        which is above all numbers before a restart. `tell` publishes a binding (None: no peers)."""
+        """Bindings are numbered upwards from `first_sequence()`. With peers, this number
+        is the time in ns, so a restart reuses none. `tell` publishes a binding (None: no peers)."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
