@@ -101,8 +101,8 @@ class _EventSink:
         token_ids: the tokens of these blocks, in order; a full block has kv_block_size tokens.
         block_hashes: the engine's own cumulative hashes, signed or unsigned 64 bits.
         parent_hash: hash of the preceding block; None only at the start of a sequence.
-        num_block_tokens: the number of tokens in each block. Only the full blocks before the
-            first partial block are sent, since no others can match. None: all are full.
+        num_block_tokens: the number of tokens in each block; None if all are full. Blocks from
+            the first partial block on are not sent, because no prompt could match them.
         lora_name: the adapter, which is part of a block's identity. lora_id is sent unchanged.
         medium: "GPU" (default), "CPU", "DISK".
         event_id has no effect: the batch's sequence number orders events. The parameter exists
@@ -186,7 +186,7 @@ class KvEventPublisher(_EventSink):
         curve_secret_key_file: str | None = None,
         curve_client_keys_file: str | None = None,
     ) -> None:
-        """Binds the sockets. `rank_endpoint` derives the addresses from the endpoints and dp_rank.
+        """Binds the sockets. dp_rank is added to the tcp ports of the endpoints (`rank_endpoint`).
 
         If curve_secret_key_file is given (a key pair made by `lean-selector keys`), both sockets
         require CURVE, and services need our public key. curve_client_keys_file lists the public

@@ -129,8 +129,8 @@ Steps = Generator[Awaitable[Any], Any, T]
 
 
 def stepped(steps: Steps[None]) -> "asyncio.Task[None] | None":
-    """Runs the generator `steps`, which yields futures, up to its first future. Returns a task that
-    awaits the futures and runs the rest; None if the generator has ended already."""
+    """Runs the generator `steps` until it yields its first future. Returns a task that awaits the
+    futures and runs the rest, or None if the generator ends without yielding a future."""
     try:
         awaited = steps.send(None)
     except StopIteration:

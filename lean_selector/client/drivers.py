@@ -206,7 +206,7 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Awaits `booking`, and cancels it if late. Returns whether the reservation may exist."""
+        """Returns whether `reservation` may exist. Cancels `booking` after BOOKING_GRACE_S."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()

@@ -125,7 +125,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """Returns the models' Scopes. Asks again after FRESH_S seconds, or if `model` is new."""
+        """Returns Scopes by model, cached for FRESH_S s. Looks up an unknown `model` at once."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):
@@ -225,7 +225,7 @@ class Routing:
             raise
 
     async def _give_back(self, reservation: Reservation) -> None:
-        """Releases a reservation. Waits if the user chose its id, because retries reuse this id."""
+        """Releases a reservation. Waits for the release if a retry may use the same id again."""
         if reservation.is_named:
             await self.driver.release_now(reservation)
         else:

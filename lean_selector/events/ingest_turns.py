@@ -33,7 +33,7 @@ class IngestTurns:
         self._is_scheduled = False
 
     def start(self, drain: Drain, done: Done) -> None:
-        """Call `drain(deadline)` in slices while it is True. Then call `done(error or None)`."""
+        """Call `drain` in time slices until it returns False. Then call `done(error or None)`."""
         self._waiting.append((drain, done))
         if not self._is_scheduled:
             self._schedule(asyncio.get_running_loop())
@@ -103,7 +103,7 @@ def _swept(error: Exception | None) -> None:
 
 
 class Pauses:
-    """`await pauses()` lets the event loop run if the coroutine has run for a millisecond."""
+    """`await pauses()` lets the event loop run if the last pause ended at least 1 ms ago."""
 
     def __init__(self) -> None:
         self._slice_ends = time.perf_counter() + SLICE_S

@@ -221,7 +221,7 @@ class Links:
         return not self._read_s or self._read_s < READ_SLICE_S
 
     def has_read(self, began: float) -> None:
-        """Add the time since `began` (perf_counter) to this iteration's time of receiving."""
+        """Count the time since `began` (perf_counter) as spent on receiving in this iteration."""
         self._read_s += time.perf_counter() - began
         self._await_turn()
 

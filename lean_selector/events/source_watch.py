@@ -32,8 +32,8 @@ def condition(
     replay_endpoint: str | None,
     no_replay: str,
 ) -> tuple[str, str]:
-    """Return the state of a rank's KV-event source, and one line about its fault ("" if there is
-    none to log). `no_replay` is why the last request for missed batches failed."""
+    """Return the state of a rank's KV-event source, and one line that describes its fault. The line
+    is "" if there is no fault. `no_replay`: why the last request for missed batches failed."""
     if live.state is not LinkState.CONNECTED:
         if live.error is None:
             return "resolving" if live.state is LinkState.RESOLVING else "connecting", ""
@@ -91,8 +91,8 @@ class SourceWatch:
         self._is_told = False
 
     def look(self, state: str, what: str, now: float) -> None:
-        """Record the current state of the KV-event source, and log the fault `what` when it is due.
-        Call this regularly, and when the state may have changed."""
+        """Record the current state of the KV-event source. If the state is a fault, log `what`, at
+        once or after `grace_s`. Call this regularly, and when the state may have changed."""
         if state != self._state:
             if self._is_told:
                 text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"

@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether the end was logged before the reservation was made. Later calls return False."""
+        """Whether the log reported the end before the reservation was made. Forgets this report."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 

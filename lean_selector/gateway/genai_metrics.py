@@ -90,7 +90,7 @@ class GenAiMetrics:
         series.add(timing)
 
     def keep(self, workers: Iterable[Upstream]) -> None:
-        """Deletes the histograms of all workers except these."""
+        """Deletes the histograms of all workers that are not in `workers`."""
         there = {each.text for each in workers}
         for key in [each for each in self._series if each[2] not in there]:
             del self._series[key]

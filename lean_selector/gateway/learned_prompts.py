@@ -1,9 +1,9 @@
 """Remembers the block hashes of prompts, so that a prompt that was seen before needs no tokenizer.
 
-Each prefix of a prompt (its first messages, the last perhaps in part) has a key, which is computed
-from JSON values (`prompt_values.py`), not from text. An entry per key refers to the block hashes of
-a prompt that begins with this prefix. If a prompt continues an earlier prompt, the entries of both
-prompts refer to the hashes of the longer prompt. The number of blocks of a prefix is estimated,
+A prefix is the first messages of a prompt; the last of these may be cut. Each prefix has a key,
+computed from JSON values (`prompt_values.py`), not from text. An entry per key refers to the block
+hashes of a prompt that begins with this prefix. If a prompt continues an earlier prompt, entries of
+both prompts refer to the hashes of the longer prompt. The number of blocks of a prefix is estimated
 until two prompts that differ after this prefix show how many of their blocks are equal."""
 
 from collections import OrderedDict
@@ -85,7 +85,7 @@ class _Entry:
         self.tail = b""  # the last of these blocks, if `run` has others in their place
 
     def whole(self) -> bytes:
-        """Returns the block hashes of this prefix, which must once have been a whole prompt."""
+        """Returns this prefix's block hashes. Requires that the prefix was once a whole prompt."""
         return self.run.hashes[: 8 * self.asked - len(self.tail)] + self.tail
 
 

@@ -167,8 +167,8 @@ class Chooser:
         return lease
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
-        """Returns the recently ejected workers that may get no more requests now: those with a rank
-        at its limit. The limit rises from 1 request to 1 more than the other ranks' average."""
+        """Returns the recently ejected workers that may get no more requests now: a rank of theirs
+        is at its limit. The limit rises from 1 active request to 1 + the other ranks' average."""
         returned, ranks = partition.health.returned, partition.slots.ranks
         total = sum(load.active_requests for load in ranks.values())
         full = set()
@@ -246,7 +246,7 @@ class Reservation(WorkerLease):
         overlap_tokens: int,
         known_tokens: int | None,
     ) -> None:
-        """`known_tokens`: how many prompt tokens have real, not random block hashes (None: all)."""
+        """`known_tokens`: the number of prompt tokens in blocks with known hashes (None: all)."""
         super().__init__(endpoint, worker_id, dp_rank, overlap_tokens)
         self._selector = selector
         self._id = reservation_id

@@ -93,8 +93,8 @@ class Prompts:
     def read(
         self, path: str, body: bytes, tenant_id: str = "default", forwards: bool = True
     ) -> Steps[Routed]:
-        """Computes the block hashes of the prompt of a request to `path`. With `forwards`, may
-        add fields to the body, which the caller forwards. Raises BadRequest and UnknownModel."""
+        """Computes the block hashes of a request's prompt. With `forwards`, the caller must forward
+        the result's body, which may have added fields. Raises BadRequest and UnknownModel."""
         request = ModelRequest(path, body)
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         if self._is_off:

@@ -66,8 +66,8 @@ class ProxiedRequest:
         token: Callable[[], bytes] | None = None,
     ) -> None:
         """`place` finds a worker and calls `refused`, `fail` or `sent`, at once or in the task that
-        it returns. `on_failed` is called with each worker that failed and was replaced by another.
-        `token` replaces the client's authorization."""
+        it returns. `on_failed(lease, outcome)` is called if a worker refuses a connection or fails
+        before the client gets an answer. `token` replaces the client's authorization."""
         self.request = request
         self.request_id = request_id  # may be the client's own
         self.lease_id = lease_id  # generated, so it is unique
@@ -114,7 +114,7 @@ class ProxiedRequest:
 
     @property
     def why_unknown(self) -> Unknown | None:
-        """The reason if block hashes of the prompt are unknown; None before the prompt is read."""
+        """Why block hashes of the prompt are unknown; None if all are known or not yet computed."""
         return None if self.routed is None else self.routed.why_not
 
     # -- choosing and sending ------------------------------------------------------------------
@@ -298,7 +298,7 @@ class ProxiedRequest:
         self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
 
     def _pass_shed(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
-        """Relays the last worker's answer, because all workers have shed the request or failed."""
+        """Relays the last error that a worker answered, because no other worker will be tried."""
         self.lease, self.status = lease, head.status
         self._counts.answers[head.status] += 1
         is_head = self.request.method == b"HEAD"
@@ -400,8 +400,8 @@ class ProxiedRequest:
         self._finish(OK if is_whole else None)
 
     def _retry(self, how: str, outcome: str | None, reason: str) -> None:
-        """Tries another worker (or the same again, if the connection was stale). Answers 502 if the
-        retry budget is used up. `how` is a metric label; `outcome` goes to outlier detection."""
+        """Tries another worker (or the same again, if the connection was stale). Calls `fail` if
+        the retry budget is empty. `how` is a metric label; `outcome` goes to outlier detection."""
         lease = self.lease
         assert lease is not None
         counts = self._counts

@@ -42,7 +42,7 @@ UNKNOWN: Final = 503
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
     """Returns the response that names the worker in headers and, if `has_body`, in the body. A
-    header gives the reason `why_not`. Raises Unavailable if the worker has no HTTP endpoint."""
+    header tells why hashes are unknown. Raises Unavailable if the worker has no HTTP endpoint."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
@@ -159,7 +159,7 @@ class RouteHandler:
     def _wait(
         self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
-        """When `parked` gets a selection or an error, resolves `pending` with the response."""
+        """Resolves `pending` when `parked` is resolved. `told` makes a selection a response."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):

@@ -82,7 +82,7 @@ class Rotation:
         self.draining: frozenset[str] = frozenset()
 
     def endpoint(self, text: str) -> Upstream:
-        """Returns the worker with this base URL, in rotation or not. Raises ValueError."""
+        """Returns the worker at this URL, even if it is not in the rotation. Raises ValueError."""
         known = self._by_text.get(text)
         if known is None:
             origin = base_of(text)
@@ -105,8 +105,8 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """Returns the next worker, round-robin, that is not in `avoided` and, if `among` is given,
-        is in `among`. Workers that are not ejected are preferred."""
+        """Returns the next worker in turn that is in `among` (None: any), not in `avoided`, and not
+        draining. An ejected worker is returned only if no other is left. None: no worker."""
         candidates = [
             each
             for each in self.in_turn

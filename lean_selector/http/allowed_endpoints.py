@@ -219,7 +219,7 @@ class AllowedEndpoints:
         return f"`{endpoint}` is not allowed by {FLAG}"
 
     def check(self, endpoint: str) -> None:
-        """Raise PermissionError if `endpoint` is refused, whatever addresses its host name has."""
+        """Raise PermissionError if `endpoint` is refused. A host name is not resolved for this."""
         reason = self.refusal(endpoint)
         if reason is not None:
             raise PermissionError(reason)

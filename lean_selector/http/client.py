@@ -74,7 +74,7 @@ class UnboundedRelay:
 
 
 class ChunkedRelay(ChunkedBody):
-    """An answer's chunked body. One regex match parses a chunk, such as one streamed token."""
+    """An answer's chunked body. A chunk that arrives whole needs only one regex match."""
 
     __slots__ = ("_payload",)
 
@@ -429,7 +429,7 @@ class ClientConnection(asyncio.Protocol):
         receiver.on_lost(f"{what} {when}", self.requests > 1 and not self._has_answer)
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """Parse the answer's head when it is complete. Returns the bytes after the head, if any."""
+        """Parse the answer's head. Returns the bytes after the head; None if no work is left."""
         receiver = self._receiver
         assert receiver is not None
         while True:

@@ -55,7 +55,7 @@ _MAX_TOLD: Final = 256
 
 
 def plain_refusal(error: HttpError) -> bytes:
-    """Return the JSON body of the answer to an HTTP error."""
+    """Return the body of an error answer: JSON with the error's text."""
     return b'{"error":"%b"}' % error.text.encode()
 
 
@@ -83,7 +83,7 @@ class Connection(Protocol):
 
 
 class Connections:
-    """A server's open connections. Also counts refused connections. Only for the loop's thread."""
+    """A server's open connections, and statistics. Used only on the event loop's thread."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Connections:
             connection.abort()
 
     def forget(self, connection: Connection) -> None:
-        """Remove a connection from all sets: it was closed, or its TLS handshake is complete."""
+        """Stop tracking a connection that was closed, or a TLS handshake that is complete."""
         self.greeting.discard(connection)
         self.open.discard(connection)
         self.told.discard(connection)

@@ -73,8 +73,8 @@ _SO_ATTACH_FILTER: Final = 26
 def inet_socket(
     host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM
 ) -> socket.socket:
-    """Return a bound socket. A TCP socket also listens; accepted connections inherit its options.
-    Resolving `host` blocks: the loop's resolver would leave threads behind. Raises OSError."""
+    """Return a bound socket. A TCP socket listens; accepted connections inherit its options. Raises
+    OSError. Resolving `host` blocks, because the loop's resolver would leave threads behind."""
     try:
         found = socket.getaddrinfo(host, port, type=kind, flags=socket.AI_PASSIVE)
     except UnicodeError:  # part of the name is too long for DNS

@@ -303,7 +303,7 @@ class OutboundClient:
         silence_s: float,
         most_bytes: int = MOST_LINE_BYTES,
     ) -> AsyncIterator[Lines]:
-        """Send a GET, and yield the lines of the 2xx answer. Leaving the context ends the request.
+        """Send a GET, and yield the lines of the 2xx answer. Leaving `async with` ends the request.
         `timeout_s` limits the wait for the head, `silence_s` limits each wait for more data, and
         `most_bytes` limits a line's length. Connecting and reading raise OutboundFailed."""
         with _failures_of(f"GET {url}", timeout_s):
@@ -319,7 +319,7 @@ class OutboundClient:
     async def exchange(
         self, method: str, url: str, body: bytes, timeout_s: float
     ) -> AsyncIterator[Exchange]:
-        """Send a request, and yield its answer. Leaving the context ends the request. `timeout_s`
+        """Send a request, and yield its answer. Leaving `async with` ends the request. `timeout_s`
         limits only the time to connect. Raises OutboundFailed, OSError and ValueError."""
         to, credentials = Url(url), self._credentials
         context = credentials.trust.context() if to.is_secure else None

@@ -223,7 +223,7 @@ class RequestReader:
                 at = self._begin_body(request, length, data, end, requests)
 
     def _judge(self, text: bytes) -> HeaderBlock | None:
-        """Parse a header section that is not cached. If this fails, set `error`, return None."""
+        """Parse a header section that is not cached. On failure, set `error` and return None."""
         self._frame = None
         if len(text) > self._limits.max_head_bytes:
             self._fail(HttpError(431, "request header section too large"))
@@ -255,7 +255,7 @@ class RequestReader:
         return block
 
     def _judge_rest(self, text: bytes) -> HeaderBlock | None:
-        """Look up `text` in the cache without its `authorization` line. If not found, parse it."""
+        """Drop `text`'s `authorization` line. Find the rest in the cache, or parse the rest."""
         credentials = self._credentials
         # The known line is already cut out, so any remaining one is a second one.
         is_second = credentials is not None and credentials.credential is not None
@@ -307,7 +307,7 @@ class RequestReader:
     def _begin_body(
         self, request: Request, length: int, data: bytes, at: int, requests: list[Request]
     ) -> int:
-        """Begin a body that is chunked, too large, or incomplete. Returns where reading stopped."""
+        """Begin a chunked, too large, or incomplete body. Returns the next offset in `data`."""
         limits = self._limits
         is_held_back = request.headers.expects_continue and at == len(data)
         if length > limits.max_body_bytes and (is_held_back or length > limits.max_discard_bytes):
@@ -342,7 +342,7 @@ class RequestReader:
         return at
 
     def _cut_short(self, request: Request, data: bytes, requests: list[Request]) -> int:
-        """Complete a request without the rest of its body. The connection ends after the answer."""
+        """Complete a request before its body ends. Ignore all later input. Returns len(data)."""
         request.body_too_large = True
         request.keep_alive = False
         requests.append(request)

@@ -50,8 +50,8 @@ class StreamedReply(PendingReply):
     # -- for the app ---------------------------------------------------------------------------
 
     def begin(self, *, closes: bool = False) -> bytes:
-        """Begin the answer. Returns the `connection` header line for its head, or b"". `closes`:
-        the client recognizes the end of the answer by the end of the connection."""
+        """Begin the answer. Returns the `connection` header line for the head, or b"".
+        Set `closes` if only the end of the connection marks the end of the answer."""
         assert self._protocol is not None, "the request is not parked yet"
         self.begun = True
         line = self._protocol.connection_line()
@@ -145,7 +145,7 @@ class StreamingProtocol(HttpProtocol):
         return _KEPT_LINE if request.headers.is_http10 else b""
 
     def finish(self, closes: bool) -> None:
-        """End a streamed answer normally. `closes`: then close the connection."""
+        """End a streamed answer normally. If `closes` is True, also close the connection."""
         self._unpark()
         if not self.transport.is_closing():
             if closes:

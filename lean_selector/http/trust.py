@@ -154,7 +154,7 @@ class Credentials:
         trust: Trust | None = None,
         tls_name: str | None = None,
     ) -> None:
-        """`tls_name` is the name that a server's certificate must have, if not the URL's host."""
+        """`tls_name`: the name that a server's certificate must have; None: the URL's host."""
         self.token: Final = token
         self.trust: Final = Trust() if trust is None else trust
         self.tls_name: Final = tls_name

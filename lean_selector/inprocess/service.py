@@ -429,8 +429,8 @@ class SelectionService:
         return await self._asked(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
-        """Reserves the rank that `select` chose under this selection_id; or, if the request has a
-        worker_id, the rank `dp_rank` (default 0) of that worker, for the request's prompt."""
+        """Reserves the rank that `select` chose under this selection_id. If the request has a
+        worker_id, the rank `dp_rank` (default 0) of that worker is reserved for the prompt."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
         return await self._asked(self._handlers.reserve, body)
@@ -442,8 +442,8 @@ class SelectionService:
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
-        """Reports one more block of output. `decay_fraction` (0 to 1), if given, becomes the weight
-        of all blocks of the request that no other request has, in the load of the rank."""
+        """Reports one more block of output. If `decay_fraction` (0 to 1) is given, the rank's load
+        counts the blocks that only this request has, also the new one, with this weight."""
         name = selection_id_of(selection_id)
         body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
         if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:
@@ -518,8 +518,8 @@ class SelectionService:
         return replication
 
     async def recover_indexer_from_peers(self, peers: Sequence[str]) -> bool:
-        """Copies the index from the first peer that has a usable dump; returns False if no peer has
-        one. `peers` are HTTP URLs."""
+        """Copies the index from the first peer that has a usable dump. Returns False if no peer has
+        a usable dump. `peers` are HTTP URLs."""
         self._check_open()
         running, timeout_s = self._start(), self._config.index.recovery_timeout_s
         catalog, subscriptions = running.parts.selector.catalog, running.parts.subscriptions
@@ -594,7 +594,7 @@ def _decoded(result: object) -> Any:
 async def _awaited(
     handler: Handler, arguments: Sequence[object], undo: Callable[[Fields], None] | None
 ) -> Any:
-    """Calls a handler, awaits the response. If cancelled after success, calls `undo(response)`."""
+    """Awaits a handler's response. If a cancellation comes after success, calls undo(response)."""
     result = _called(handler, *arguments)
     if not isinstance(result, LaterReply):
         return _decoded(result)

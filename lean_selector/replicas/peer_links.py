@@ -35,8 +35,8 @@ class ReplicaLinks:
         on_connected: Callable[[], None],
         curve: CurveClient | None = None,
     ) -> None:
-        """Calls `on_message(frames, now)` for each message with one of `topics` (in order per
-        peer), and `on_connected()` when the connection to a peer is made or restored."""
+        """Calls `on_message(frames, now)` for each message with one of `topics`. A peer's messages
+        stay in order. Calls `on_connected()` when a peer is connected or reconnected."""
         self._links = links
         self._curve = curve
         self._topics = topics
@@ -134,7 +134,7 @@ class ReplicaLinks:
     # receiving
 
     def _wake(self, link: Link) -> None:
-        """Have a peer's unread messages handled in time slices, unless they already are."""
+        """Have a peer's unread messages handled in time slices, unless this is under way."""
         if link not in self._draining:
             self._draining.add(link)
             self._turns.start(partial(self._drain, link), partial(self._drained, link))

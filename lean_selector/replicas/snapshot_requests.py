@@ -126,7 +126,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """Catch up later if events are missing. `mended`: the last catch-up recovered events."""
+        """If events are missing, catch up later. `mended`: the last catch-up recovered events."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -141,7 +141,7 @@ class CatchingUp:
             self._mending.cancel()
 
     async def run(self) -> None:
-        """Copy peers' reservations now, and again after each call of `connected` or `missed`."""
+        """Copy peers' reservations now, and again whenever `connected` or `missed` requests it."""
         self._occasion = Occasion.START
         while True:
             began = time.monotonic()
@@ -158,8 +158,8 @@ class CatchingUp:
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _run_once(self) -> None:
-        """Copy peers' reservations once. Retry a reservation whose rank is not registered until the
-        catch-up ends, then drop it. If another catch-up is due, return without dropping any."""
+        """Copy peers' reservations once. If a reservation's rank is not registered, retry until the
+        catch-up ends, then drop the reservation. If a new catch-up is due first, drop nothing."""
         again = self._again
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())

@@ -125,8 +125,8 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Writes the decision log. Callers report choices and changes of reservations; the changes are
-    also reported to `then`. Requests without block hashes are not logged."""
+    """Writes the decision log. Callers report choices, and changes of reservations. The changes are
+    passed on to the constructor's `then`. Requests without block hashes are not logged."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class DecisionLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`share` is the fraction of requests to log, sampled by request id. `clock` must be the
-        clock of `Reservation.touched_at`. Opens the file for appending. Raises StartError."""
+        clock that sets `Reservation.touched_at`. Opens the file to append. Raises StartError."""
         try:
             self._file = RotatingFile(path, most_bytes, header_of(settings, share))
         except OSError as error:

@@ -109,8 +109,8 @@ def discovery_families(finding: Discoveries) -> Families:
 def _discoveries_of(
     finder: FinderFlags, resolve: Resolve, workers: list[str], peers: list[str]
 ) -> tuple[Discoveries, list[Target], list[Target]]:
-    """Parses the flags' values (targets). Returns a Discoveries object that has no targets yet, and
-    the parsed targets for workers and for peers. Raises StartError."""
+    """Parses the targets `workers` and `peers`, such as `dns:NAME:PORT`. Returns a Discoveries
+    object without targets, the parsed `workers`, and the parsed `peers`. Raises StartError."""
     worker_targets, peer_targets = list(map(target_of, workers)), list(map(peer_target_of, peers))
     targets = [*worker_targets, *peer_targets]
     for target in targets:

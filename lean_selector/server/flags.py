@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag's name and limits. `each` parses the text; if None, the field's type says how."""
+    """A flag's name, limits and parser (`each`; if None, the field's type decides)."""
 
     name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()

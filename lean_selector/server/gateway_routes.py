@@ -162,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """Returns False: without access logs, no request's end is reported before the reservation."""
+    """Returns False: only access logs can report a request's end before its reservation is made."""
     return False

@@ -396,8 +396,8 @@ class PromptsFlags:
     mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; unset: no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
     memory_mb: maximum memory for the known tokens of earlier prompts, in MiB
-    ask_from_bytes: tokenize a prompt if it has at least this many bytes after the part seen before;
-      `none`: never; unset: 0; with --prompts learn: 16384 on paths whose answers have token ids
+    ask_from_bytes: tokenize a prompt with at least this many bytes after the part seen before;
+      `none`: never; unset: 0; with the gateway's learn: 16384 on paths whose answers have token ids
     ask_timeout_s: how long to wait for a prompt's tokens; after that, only known blocks are matched
     """
 

@@ -129,7 +129,7 @@ _decode_spec = msgspec.json.Decoder(WorkerSpec).decode
 @dataclass
 class SelectorCatalog:
     """Saves and restores a selector's file `catalog`. `roster` has the discovered workers;
-    `discoveries` has the names of the running discoveries of workers."""
+    `discoveries` has the values of the flag --discover, such as dns:NAME:PORT."""
 
     selector: Selector
     peers: PeersByHttp
@@ -215,7 +215,7 @@ class SelectorCatalog:
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
         """Takes a worker that failed to register out of its restored partition (model and tenant).
-        Removes an empty partition, so that the partition's old block size does not remain."""
+        If no worker is left in the partition, removes it, to forget its old block size."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)
@@ -311,9 +311,9 @@ def restore_reservations(
     wall_now: float,
 ) -> tuple[int, int]:
     """Calls `book(reservation, peer)` for saved reservations, least recently used first. `peer` is
-    the id of the admitting replica, or None for this replica. A reservation is dropped if `book`
-    returns False, or if it was idle longer than `expiry_s` (a peer's: `copies_expire_s`). Returns
-    how many were restored and dropped. `now` (monotonic) and `wall_now` are the same moment."""
+    the id of the admitting replica, or None for this replica. Drops a reservation if `book` returns
+    False, or if it was idle longer than `expiry_s` (if a peer admitted it: `copies_expire_s`).
+    Returns how many were restored and dropped. `now` is monotonic, `wall_now` is Unix time."""
     problems: list[str] = []
 
     def read(text: bytes, written_at: float) -> tuple[int, list[LiveBooking]]:

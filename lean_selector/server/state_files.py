@@ -88,8 +88,8 @@ class Checksum:
 
 
 def opened(sealed: bytes) -> tuple[bytes, float]:
-    """Verifies the checksum of a file's content. Returns the text in it, and the wall-clock time at
-    which the file was written. Raises Damaged."""
+    """Verifies the checksum at the end of a file's content. Returns the text before it, and the
+    wall-clock time at which the file was written. Raises Damaged."""
     at = len(sealed) - len(_END) - _SUM_BYTES
     if at <= 0 or not sealed.endswith(_END):
         raise Damaged("its end is missing")
@@ -226,10 +226,10 @@ class StateDirectory:
         return copy
 
     def write(self, name: str, parts: Iterable[bytes], written_at: float) -> int:
-        """Replaces a file by these parts and their checksum. Returns the size of the file in bytes.
+        """Replaces a file by `parts` and their checksum. Returns the size of the file in bytes.
 
-        On return the file is on disk. Raises OSError, and errors of `parts`. After an error the old
-        file is unchanged, unless only the final fsync of the directory failed."""
+        On return the file is on disk. Raises OSError, and exceptions of the iterator of `parts`.
+        After an error the old file is unchanged, unless only the directory's fsync failed."""
         path = os.path.join(self.path, name)
         new = f"{path}.new"
         self._hold()
@@ -256,7 +256,7 @@ class StateDirectory:
 
 
 def _created(path: str) -> int:
-    """Creates a file. Unlinks an older one first, because another process may be writing to it."""
+    """Creates a file. Unlinks an older file first, because another process may be writing to it."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -166,8 +166,8 @@ class Persister:
         self._changed.set()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
-        """Returns True if `then` will be called, when all catalog changes are on disk, or writing
-        fails or hangs. Returns False if there is no change to write, or the last write failed."""
+        """Returns True, and later calls `then`: when all catalog changes are on disk, or writing
+        fails or hangs. Returns False if there is nothing to write, or the last write failed."""
         if self._saved_change == self._change or CATALOG in self._faults:
             return False
         self._waiting.append((self._change, then))

@@ -104,9 +104,9 @@ def observed(
 ) -> App:
     """Returns the HTTP application for `routes`. Must be called while the event loop runs.
 
-    `families_of` gets the counters of all routes, and more counters in `meters`; returns metrics.
-    `service` is the service's name in metrics; `document` names the file that describes the routes.
-    `lines` returns error headers. With `tokens`, a request needs a token with the route's role."""
+    `families_of` gets the counters of all routes and the counters `meters`, and returns metrics.
+    `service` is the service's name in metrics. The file `document` describes the routes. `lines`
+    returns headers for errors. With `tokens`, a request needs a token with the route's role."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))

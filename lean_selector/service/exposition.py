@@ -54,10 +54,10 @@ class Histogram:
 
 
 class RouteMeter:
-    """Durations and statuses of the answers of one route.
+    """Counts the answers of one route, by duration and by status.
 
-    `others` counts the answers with another status than 200, by status. Class Gate has a copy of
-    the code of `add`, because a function call would double the time that counting takes."""
+    `others` has the counts of all statuses except 200. Class Gate does not call method `add` but
+    has a copy of its code, because a call would double the time that counting takes."""
 
     __slots__ = (
         "fastest",
@@ -268,7 +268,7 @@ def table_of(
     things: Callable[[], Iterable[tuple[str, T]]],
     rows: Mapping[str, tuple[Callable[[T], Value], str]],
 ) -> FamilyGroup[T]:
-    """Returns a metric per name in `rows`. The name's function returns the value for one thing."""
+    """Returns metrics. `rows`: name -> (function that returns an object's value, help)."""
     return FamilyGroup(
         things, [(*_named(name), help, value) for name, (value, help) in rows.items()]
     )
@@ -299,7 +299,7 @@ def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample
 
 
 def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:
-    """Yields the answer to a scrape in small pieces. Some pieces are empty strings."""
+    """Yields the answer to a scrape in small pieces. A step without text yields an empty string."""
     for family in families:
         yield from family.text()
     yield _process_text()

@@ -152,7 +152,7 @@ class FleetView:
         )
 
     def _judge(self, workers: list[Worker], now: float) -> Iterator[None]:
-        """Computes in steps the problems that the page shows: findings not of level `ok`."""
+        """Computes in steps the problems that the page shows: findings whose level is not `ok`."""
         catalog, state = self._selector.catalog, self._state
         records: list[WorkerRecord] = []
         for worker in workers:

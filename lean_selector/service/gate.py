@@ -36,9 +36,9 @@ Run = Callable[[Request, bytes | None], Served]  # the second argument is the pa
 
 
 class Endpoint:
-    """The handler `run` of a route, and the types of its input. `brief` (gives a shorter answer)
-    replaces `run` if tokens are enabled and a request has no valid token. `refused` encodes the
-    answers 401 and 403 of routes whose errors do not have the form `{"error": ...}`."""
+    """The handler `run` of a route, and the types of its input. If tokens are enabled and a request
+    has no valid token, the handler `brief` gives a shorter answer. `refused` encodes the answers
+    401 and 403 of routes whose errors do not have the form `{"error": ...}`."""
 
     __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
 

@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """A rank's use of an endpoint. An endpoint's uses must have the same engine, rank and field."""
+    """An endpoint in `field` of a rank's registration. `publisher` is (engine, rank, `field`)."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]
@@ -141,7 +141,7 @@ class _Use:
 def judge_shared_endpoints(
     workers: Sequence[WorkerRecord], sources: Sequence[KvSource]
 ) -> Iterator[Finding]:
-    """Yields a finding for each endpoint that several engines, ranks or fields wrongly share."""
+    """Yields an error per endpoint used by two engines, by two ranks, or for events and replays."""
     engines = {worker.worker_id: worker.endpoint for worker in workers}
     uses: dict[str, list[_Use]] = {}
     for source in sources:
@@ -179,7 +179,7 @@ _MENDS: Final = {
 
 
 def judge_discoveries(found: DiscoveryReport) -> Iterator[Finding]:
-    """Yields findings about discoveries that fail, discovered workers, and peers with errors."""
+    """Yields findings about discoveries, and about the workers and peers that they found."""
     for discovery in found.discoveries:
         yield from _judge_discovery(discovery)
     for worker in found.workers:

@@ -33,7 +33,7 @@ class SelectorLog:
             self._expired[partition.model_name, partition.tenant_id] += 1
 
     def look(self) -> None:
-        """Logs changes of workers, shedding and ejections since the last call, and expirations."""
+        """Logs changes since the last call: of workers, shedding, ejections and expirations."""
         self._look_at_workers(self._selector.catalog.workers)
         self._look_at_shedding(self._selector.catalog.partitions)
         self._look_at_health(self._selector.catalog.partitions)

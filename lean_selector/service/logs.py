@@ -4,7 +4,7 @@ A log call passes fields as `extra`. Lines that peers or clients can cause are l
 (`RateLimit`), except in the access log, which has one line per request.
 
 A thread writes the lines, so if nobody reads stderr, only this thread blocks. The bytes of waiting
-lines are limited. Lines beyond the limit are dropped; the next line has their number."""
+lines are limited. Lines beyond the limit are dropped, and the next line says how many."""
 
 import logging
 import os
@@ -268,8 +268,8 @@ class LineAllowance:
 
 
 class RateLimit(logging.Filter):
-    """A token bucket for each kind of line (logger and unformatted message): size BURST, rate
-    LINES_PER_S. The next line of the kind has the number of suppressed lines."""
+    """Each kind of line (logger and unformatted message) has a token bucket of size BURST and rate
+    LINES_PER_S. The next line that passes says how many lines of its kind were suppressed."""
 
     def __init__(self, burst: float = BURST, lines_per_s: float = LINES_PER_S) -> None:
         super().__init__()

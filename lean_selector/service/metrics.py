@@ -1,8 +1,8 @@
 """Metrics that both services have: tables with the name, source and meaning of each metric.
 
-Metrics of optional parts are in the modules of `server/` that create these parts. A scrape runs in
-slices, so samples are made from copies of other modules' counters. Labels are registered models and
-workers, never ids that clients choose."""
+Metrics of optional parts are in the modules of `server/` that create these parts. A scrape is
+answered in slices. Between two slices counters may change, so samples are made from copies of them.
+Labels are registered models and workers, never ids that clients choose."""
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -180,7 +180,7 @@ def _key_of(rank: tuple[tuple[int, int], RankLoad]) -> tuple[int, int]:
 
 
 def prompt_families(unknown: Mapping[str, int]) -> Families:
-    """Returns a metric of raw prompts with unknown block hashes. `unknown`: count by reason."""
+    """Returns the metric that counts OpenAI prompts with unknown block hashes, by reason."""
     return table({
         "unknown_prompts_total": (lambda: by("reason", dict(sorted(unknown.items()))),
             "Prompts of raw requests with unknown blocks, by reason."),

@@ -84,7 +84,7 @@ class SelectionService16(SelectionService):
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
-        """If KV reuse is off, hashes derived from tokens become random, and thus match nothing."""
+        """Returns `prompt`. If KV reuse is off, random numbers replace hashes made from tokens."""
         reuses = None if override is None else override.assume_kv_reuse
         if reuses is None:
             reuses = self.selector.settings.assume_kv_reuse

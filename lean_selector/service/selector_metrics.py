@@ -62,8 +62,8 @@ def selection_families(
     overload_status: int,
     now: Callable[[], float] = time.monotonic,
 ) -> Families:
-    """Returns the metrics of the selector. `meters` count the answers of each route, and choices
-    that the gateway makes without a route. `overload_status` is the status of shed requests."""
+    """Returns the metrics of the selector. Each of `meters` counts the answers of one route, or
+    the gateway's choices of workers. `overload_status` is the status of shed requests."""
     issued = [meter for meter in meters if meter.method == "POST" and meter.route in _ASKED_AT]
 
     def partitions() -> list[Partition]:

@@ -82,7 +82,7 @@ class SimulatedRequest:
 
 
 class Iteration(msgspec.Struct):
-    """The results of one iteration of an engine, or of several in a row without prefill."""
+    """The results of one iteration, or of several in a row in which the engine only decodes."""
 
     evicted: list[int] = []
     first_tokens: list[SimulatedRequest] = []
@@ -120,7 +120,7 @@ class BatchingEngine:
         self._is_decoding_only = False
 
     def submit(self, request: SimulatedRequest, now: float) -> None:
-        """Queues a request. If the engine only decodes, sets `due` to the end of this iteration."""
+        """Queues a request. If decode iterations run in a row, the current one becomes the last."""
         self._waiting.append(request)
         if self.due is not None and self._is_decoding_only:
             self._count = min(self._count, max(1, math.ceil((now - self._began_at) / self._each_s)))

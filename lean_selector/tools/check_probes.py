@@ -56,7 +56,7 @@ class Probe:
         return f"worker {self.worker.worker_id}"
 
     def is_in(self, stored: list[BlockStored]) -> bool:
-        """Whether the events store this prompt's tokens, apart from the first block."""
+        """Whether the events `stored` have the tokens of this prompt's random blocks."""
         tokens = b"".join([_packed(list(event.token_ids)) for event in stored])
         return _packed(self.own) in tokens
 
@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """Sends a prompt. Returns a finding; None (cause unknown) if its KV events come late."""
+        """Sends the prompt. Returns None if its KV events are late, and otherwise a finding."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)
@@ -212,8 +212,8 @@ class Probes:
         return [*findings, *(each for each in alike if each is not None)]
 
     async def _replay(self, source: KvSource) -> tuple[int | None, int | None]:
-        """Requests a replay. Returns the worker whose prompt is in the replay, and the engine's
-        hash of the prompt's first block. None: no replay has the value, or the replay fails."""
+        """Requests replays from an engine. If a replay has the prompt of a worker, returns this
+        worker's id and the engine's hash of the first block, if known; otherwise (None, None)."""
         own = self._probes[source.worker_id]
         starts = [source, *(each for each in self._sources if each.worker_id != source.worker_id)]
         firsts = dict.fromkeys(0 if each.last_seq is None else each.last_seq + 1 for each in starts)

@@ -54,7 +54,7 @@ class Change(msgspec.Struct, frozen=True):
 
 def change_of(ours: Sequence[float], others: Sequence[float], seed: int = 0) -> Change:
     """Returns the relative change from the mean of `others` to that of `ours`. Both lists have one
-    value per request. A bootstrap over up to 40 consecutive parts gives the confidence interval."""
+    value per request. The interval is bootstrapped from up to 40 groups of successive requests."""
     size = -(-len(ours) // PARTS)
     pairs = [
         (sum(ours[at : at + size]), sum(others[at : at + size])) for at in range(0, len(ours), size)
@@ -307,7 +307,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
 
 
 def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
-    """Returns what `base` costs more than `other`, and than an unbounded cache (`best` tokens)."""
+    """Compares the cost of `base` with that of `other`, and of an unbounded cache (`best`)."""
     tokens = base.computed_tokens - other.computed_tokens
     waited_s = sum(base.ttft_s) - sum(other.ttft_s)
     more = base.computed_tokens - best

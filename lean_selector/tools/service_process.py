@@ -172,7 +172,7 @@ class ServiceProcess:
 
 @asynccontextmanager
 async def running_service(command: Sequence[str]) -> AsyncIterator[ServiceProcess]:
-    """Starts the child process `command`, which gets no Ctrl-C. Stops it when the context ends."""
+    """Starts `command`, which Ctrl-C does not reach. Stops the process when the context ends."""
     with tempfile.TemporaryFile() as output:
         try:
             process = await asyncio.create_subprocess_exec(

@@ -193,7 +193,7 @@ def hit_rate(engines: Sequence[EngineModel]) -> float:
 class SimulatedEngine(EngineModel):
     """An engine that takes real time for requests, and publishes KV events on its own sockets.
 
-    sleep: waits the given seconds, or less if the program stops. None: requests take no time."""
+    `sleep` waits the given seconds, or less if the program stops. None: requests take no time."""
 
     def __init__(
         self,
@@ -255,8 +255,8 @@ class SimulatedEngine(EngineModel):
             self._publish(running.request, running.request.prompt_blocks + index, placed)
 
     def _publish(self, request: EngineRequest, first: int, placed: HeldChain) -> None:
-        """Publishes, as one batch, the changes of the cache when blocks of `request` were stored.
-        placed: what BlockCache.hold returned for the request's blocks from index `first` on."""
+        """Publishes, as one batch, which blocks were evicted and stored. `placed` is what
+        BlockCache.hold returned for the blocks of `request` from index `first` on."""
         hashes, size = request.sequence_hashes, self.block_size
         start = first + placed.hit
         stop = start + placed.stored

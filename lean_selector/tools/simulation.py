@@ -175,7 +175,7 @@ class _NoSources:
 
 
 class _Router:
-    """One of the selectors of a simulation. `publish` sends its reservations to the others."""
+    """A selector of a simulation. `publish` sends this selector's reservations to the others."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ def _grid() -> Iterator[dict[str, object]]:
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """Recommended changes of the settings in a log, and by how much they change the mean TTFT."""
+    """The settings that `tune` recommends ({} if none), and how they change the mean TTFT."""
 
     settings: dict[str, object]
     ttft_change: Change

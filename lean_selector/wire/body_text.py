@@ -148,7 +148,7 @@ def json_excess(body: bytes | bytearray) -> str:
 
 
 def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
-    """Return which limit a MessagePack body exceeds, or "". `names`: fields of at most 256 KiB."""
+    """Return which limit a MessagePack body exceeds, or "". Fields in `names` may have 256 KiB."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that encode the number of fields
@@ -207,8 +207,8 @@ _WIDE: Final = b"\xcf\xd3"  # tags of 8-byte integers, which nearly all hashes a
 
 
 def long_json_reader(body_type: type[T]) -> Callable[[Body], T | None]:
-    """Return a decoder for long JSON bodies of `body_type`, a subclass of PromptFields. The decoder
-    packs the prompt's hashes or tokens to bytes. It returns None for a body of unusual form."""
+    """Return a fast decoder for JSON bodies of `body_type` with a long prompt. The decoder
+    packs the prompt to bytes. It returns None for a body that an ordinary decoder must read."""
     decode = msgspec.json.Decoder(body_type).decode
 
     def read(body: Body) -> T | None:
@@ -285,8 +285,8 @@ def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) -> T | None:
-    """Put `block` and `sequence`, the lists cut out of a body, in place of their placeholders.
-    Return None if a field has no placeholder: its key was repeated, or was in another value."""
+    """Put the packed hash lists `block` and `sequence` into `fields`, a body decoded without them.
+    Return None if a list was not the value of its field, for example because a key was repeated."""
     if not isinstance(fields, PromptFields):
         return None
     if block is not None:

@@ -35,7 +35,7 @@ class LoggedCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
 
 
 class DecisionLine(msgspec.Struct, omit_defaults=True, gc=False):
-    """One request that has ended. `timestamp`: its arrival in ms; our logs count from 1970."""
+    """One request that has ended. `timestamp`: when it arrived (in our logs: Unix time in ms)."""
 
     timestamp: float
     input_length: int  # tokens

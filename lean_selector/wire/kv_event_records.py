@@ -168,7 +168,7 @@ def _u64(value: Hash) -> int:
 
 
 def _blocks(event: ArrayStored | MapStored) -> int:
-    """Return how many blocks have a hash and all tokens. An EAGLE pair counts as one token."""
+    """Return how many blocks have a hash and `block_size` tokens (or token pairs of EAGLE)."""
     size = event.block_size
     return min(len(event.block_hashes), len(event.token_ids) // size) if size else 0
 
@@ -203,8 +203,8 @@ def tier_of(medium: str | None) -> Tier | None:
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Whether an event's blocks are outside of the worker (D26). If `locality` is a text, only
-    LOCAL means no. If it is empty or no text, then any text in `ownership` means yes."""
+    """Whether an event's blocks are outside of the worker (D26). A text `locality` other
+    than LOCAL means yes. If `locality` is empty or no text, any text in `ownership` means yes."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""
@@ -239,10 +239,10 @@ def _mm_hashes_of_keys(
 def _mm_hashes_of_block(
     keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
 ) -> list[int] | None:
-    """Return the hashes of multimodal objects among a block's extra keys. An object's key is
-    [identifier, offset], or a text of 64 hex digits other than the LoRA adapter's name. The hash is
-    the first 16 of 64 hex digits; other identifiers are hashed. Objects behind the block (offset >=
-    `end`), other texts, numbers and bytes are skipped. Other keys are counted in `unknown`."""
+    """Return hashes of the objects (images etc.) in a block's extra keys; None if there are none. A
+    key [identifier, offset < `end`], or a text of 64 hex digits except `lora_name`, is an object.
+    Its hash is the first 16 of 64 hex digits; an identifier of another form is hashed. Other texts,
+    integers and bytes are skipped. All other keys get one hash, and are counted in `unknown`."""
     hashes = []
     others = []
     for key in keys:

@@ -191,7 +191,7 @@ def _fields_of(data: Bytes) -> list[Raw] | Mapping[str | int, Raw] | Mapping[byt
 
 
 def _value(data: memoryview, most: int) -> object:
-    """Decode a value. Return () if it has more than `most` bytes; no value decodes to ()."""
+    """Decode a value. If it has more than `most` bytes, return (), which no field accepts."""
     return _untyped(data) if len(data) <= most else ()
 
 

@@ -80,7 +80,7 @@ class ListReader(Generic[_T]):
             raise ValueError("not an array")
 
     def take(self, count: int) -> list[_T]:
-        """Decode the next values, at most `count`. ValueError if invalid or over WINDOW_BYTES."""
+        """Decode up to `count` values. ValueError if they are invalid or exceed WINDOW_BYTES."""
         count = min(count, self.left)
         head = array_header(count)
         end = self._end_of(count)
@@ -112,7 +112,7 @@ class ListReader(Generic[_T]):
         return found, count
 
     def _end_of(self, count: int) -> int | None:
-        """Return the offset where the next `count` values end; None if beyond WINDOW_BYTES."""
+        """Return the end offset of `count` values; None if invalid or over WINDOW_BYTES long."""
         window = self._data[self._at : self._at + WINDOW_BYTES]
         head = array_header(count)
         try:

@@ -3,8 +3,8 @@
 Supports events as tagged maps (what vLLM and SGLang send now) and as arrays. Hashes may be numbers
 or bytes, tokens must be u32, and extra keys must be short texts. Any other batch is left
 to `kv_events.py`; both modules produce equivalent records. No Python object is created per token or
-hash. When compiled, this module saves most of the work; when interpreted, it is slower than
-`kv_events.py`. Spec: indexer.md 1.4."""
+hash. The compiled form of this module is much faster than `kv_events.py`. The interpreted form is
+slower, and is not used. Spec: indexer.md 1.4."""
 
 from typing import Final
 

@@ -22,12 +22,12 @@ from lean_selector.wire.selection_bodies import PromptFields
 
 
 def binary_form(body_type: type[Any]) -> type[Any]:
-    """Return the variant of a body's type for MessagePack: hash lists are int arrays or `bin`."""
+    """Return a subclass of `body_type` for MessagePack, with hash lists as int arrays or `bin`."""
     return _with_hash_lists(body_type, "Binary", bytes | tuple[int, ...] | None)
 
 
 def short_form(body_type: type[Any]) -> type[Any]:
-    """Return the variant of a body's type for short JSON: hash lists become Python lists."""
+    """Return a subclass of `body_type` for short JSON bodies, with hash lists as Python lists."""
     return _with_hash_lists(body_type, "Short", list[int] | None)
 
 

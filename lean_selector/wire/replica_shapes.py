@@ -107,7 +107,7 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """A cached snapshot line: its text around the age, and the fields whose change outdates it."""
+    """A cached snapshot line without the age. A change of the prefill fields makes it outdated."""
 
     before: bytes  # the encoded text before the age
     after: bytes

@@ -41,7 +41,7 @@ def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
     """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the live reservations
-    after this replica's first `sequence` events. `clock()` returns monotonic seconds."""
+    after at least `sequence` events of this replica. `clock()` returns monotonic seconds."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:

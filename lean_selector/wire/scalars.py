@@ -1,7 +1,7 @@
 """Scalars on the wire: integers and lists of them, hashes, and the names of a partition.
 
-In JSON, hashes are signed 64-bit integers. Internally a list of hashes is `bytes`, 8 per block,
-little-endian, whether signed or not. Only this module converts between these two forms."""
+In JSON (except dumps), block hashes are signed 64-bit integers. In memory, a list of hashes is
+`bytes`: 8 little-endian bytes per hash. Only this module converts such JSON to bytes and back."""
 
 import functools
 import math

@@ -210,7 +210,7 @@ class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
-    """A row of /overlap_scores. host_pinned_blocks and disk_blocks include the faster tiers."""
+    """A row of /overlap_scores. host_pinned_blocks and disk_blocks also count faster tiers."""
 
     worker_id: int
     dp_rank: int

@@ -158,7 +158,7 @@ TokenCount = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class WorkerReport(msgspec.Struct, kw_only=True):
-    """The body of POST /workers/{worker_id}/report. Without `dp_rank`, it is for all ranks."""
+    """POST /workers/{worker_id}/report: how a request ended. Without `dp_rank`: for all ranks."""
 
     outcome: Outcome
     dp_rank: U32 | None = None

@@ -59,8 +59,8 @@ class KvEvents(msgspec.Struct):
 
 
 class EventsConfig(msgspec.Struct):
-    """The value of --kv-events-config. SGLang reports it once, as JSON text. vLLM reports it for
-    each rank, in GET /kv_event_sources."""
+    """The value of the engine's flag --kv-events-config. SGLang's /server_info has this value as
+    JSON text. vLLM 0.32 reports a value for each rank, in GET /kv_event_sources."""
 
     publisher: str | None = None
     endpoint: str | None = None
@@ -100,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Reads block size, block count and ranks from cache_config_info. Returns False without it."""
+    """Reads vLLM's metric cache_config_info (blocks, ranks). Returns False without the metric."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:

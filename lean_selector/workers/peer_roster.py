@@ -61,9 +61,9 @@ def is_own_address_here(host: str) -> bool:
 
 @dataclass(eq=False)
 class PeerRoster:
-    """The peers that discovery finds, except this replica, which has `own_endpoint`, or `own_port`
-    at an address of this machine. Snapshots are fetched from each peer's `http_port`, with TLS if
-    `is_secure`, unless `refusal(url)` returns a reason. Used only on the event loop's thread."""
+    """The peers that discovery finds. This replica is skipped: it has `own_endpoint`, or `own_port`
+    at an address of this machine. Peers serve snapshots on `http_port` (HTTPS if `is_secure`).
+    `refusal(url)` returns why a URL is refused, else None. Used only on the event loop's thread."""
 
     mesh: Mesh
     own_port: int

@@ -143,7 +143,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Returns, for `take_back`, workers registered by discovery and those deleted over HTTP."""
+        """Returns workers to store: discovery registered them, or they were deleted over HTTP."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -207,7 +207,7 @@ class Roster:
     # -- registrations --------------------------------------------------------------------
 
     def _settle(self, known: KnownWorker) -> None:
-        """Registers a worker, or its change, if a target gave all fields or its engine answered."""
+        """Registers a new or changed worker, unless its engine has to be queried first."""
         if known.state in (State.BY_HTTP, State.REMOVED):
             return
         if known.engine is None and not self._is_complete(known):
@@ -355,7 +355,7 @@ class Asking:
             task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Waits until the queries that `end` cancelled have stopped. Cancels none itself."""
+        """Waits until cancelled queries have stopped. First call `end(known)` for each worker."""
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _run(self, known: KnownWorker) -> None:

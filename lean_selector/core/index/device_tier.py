@@ -271,7 +271,7 @@ class DeviceTier:
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """From the runs that match a prompt, remove ranks whose blocks there have been dropped."""
+        """From runs (trie parts) along a prompt, remove ranks that no longer hold blocks there."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -295,10 +295,10 @@ class DeviceTier:
         return len(self.trie.strands) + blocks // STRAND_BLOCKS + 2 <= MAX_STRANDS
 
     def match_sets(self, local_hashes: bytes) -> tuple[list[tuple[int, int]], list[Run]]:
-        """Return how many leading blocks of a prompt the ranks hold, and the runs on its path.
+        """Return how many leading blocks of a prompt the ranks hold, and the runs along the prompt.
 
         The first list has pairs (leading blocks, set of ranks). No rank is in two sets, and no set
-        is empty."""
+        is empty. A run is a sequence of blocks of the trie, without a branch."""
         if self.ranks.reborn:
             self._settle_along(local_hashes)
         return self.trie.match_sets(self.ranks.in_use, local_hashes)

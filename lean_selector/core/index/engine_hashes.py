@@ -108,7 +108,7 @@ class EngineHashes:
         self.extra += 1
 
     def take_copy(self, name: int) -> bool:
-        """Remove one copy that was counted for this hash. Returns False if there was none."""
+        """Uncount a repeated store of a block under this hash. Returns False if none is counted."""
         copies = self.copies.get(name)
         if copies is None:
             return False
@@ -123,7 +123,7 @@ class EngineHashes:
         self.extra -= self.copies.pop(name, 0)
 
     def forget_extra(self, count: int) -> None:
-        """Forget at least `count` extra records (or all): repeated stores, then further hashes."""
+        """Forget repeated stores, then blocks' further hashes: at least `count` records, or all."""
         least = self.extra - count
         while self.extra > least and self.copies:
             self.extra -= self.copies.popitem(last=False)[1]
@@ -131,7 +131,7 @@ class EngineHashes:
             self.forget_alias(next(iter(self.aliases)))
 
     def has_unnamed(self) -> bool:
-        """Whether a block has the hash 0, which stands for "not held" in `rows`."""
+        """Whether a held block has the hash 0. (If not, 0 in `rows` means that none is held.)"""
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
@@ -177,7 +177,7 @@ class EngineHashes:
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """A slower `take` that handles blocks with several stores or hashes, and shared hashes."""
+        """A slower `take`, for hashes that must be removed one by one (see is_told_apart)."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
             name = int.from_bytes(packed[at : at + 8], "little")
@@ -227,7 +227,7 @@ _LISTED = -1  # dict value of a name whose places are in `listed`
 
 
 class HashesInDicts(EngineHashes):
-    """Dicts map a hash to 64 consecutive blocks, which are then searched. Fast if not compiled."""
+    """Dicts map each hash to a group of 64 blocks, which is then searched. Fast in plain Python."""
 
     __slots__ = ("_front", "_recent", "_shards")
 
@@ -307,8 +307,8 @@ class HashesInDicts(EngineHashes):
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Overwrite hashes in `rows` with 0. Add their positions to `gone` (strand -> bit mask).
-        `segments`: which 64 entries of a row have each hash. Fast if the hashes are neighbours."""
+        """Set the hashes `names` to 0 in `rows`. Add their positions to `gone` (strand -> bits).
+        `segments`: per hash, the number of its group of 64 row entries. Fast for neighbours."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1

@@ -177,7 +177,7 @@ class HashTable:
             self._place(smaller, index)
 
     def _place(self, segment: _Segment, index: i64) -> None:
-        """Set `_segments[i]` to `segment` if the low `segment.bits` bits of i and `index` agree."""
+        """Set `_segments[i]` to `segment` for all i with the low `segment.bits` bits of `index`."""
         step: i64 = 1 << segment.bits
         at: i64 = index & (step - 1)
         end: i64 = 1 << self._bits
@@ -208,7 +208,7 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 
 
 class HashesPacked(EngineHashes):
-    """Keeps the first hash of each block in a hash table, except 0 and hashes of several blocks."""
+    """Keeps each block's first hash in a hash table, except 0 and hashes that blocks share."""
 
     __slots__ = ("_table",)
 
@@ -254,7 +254,7 @@ class HashesPacked(EngineHashes):
         return gone
 
     def _empty(self, low: i64, high: i64, gone: dict[int, int]) -> None:
-        """Set hashes at places `low` to `high` to 0. Adds the places to `gone` (strand -> mask)."""
+        """Set hashes at places `low` through `high` to 0. Add these to `gone` (strand -> mask)."""
         count: int = high - low + 1
         strand: int = low >> POSITION_BITS
         position: int = low & POSITION_MASK

@@ -117,7 +117,7 @@ def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
 def _closed(
     device: DeviceTier, strand: int, holders: int, evicted: Callable[[DeviceRank, int], None]
 ) -> Iterator[None]:
-    """From a strand (part of the trie), evict the blocks of `holders` that cannot match."""
+    """Evict blocks of the ranks `holders` in a strand (part of the trie) if they cannot match."""
     for bit in bits_of(holders):
         while (rank := device.ranks.rank_in(strand, bit)) is not None:
             device.cut_row(rank, strand)

@@ -11,10 +11,10 @@ time. The second time, a block that is already held is not counted again (`is_ag
 The first live batch of a restarted engine may have a higher number than our last batch. To notice
 such a restart, we request the replay from the batch before the gap. If the engine's batch differs
 from the batch that we applied, the engine has restarted. The newest batch that was applied before
-the last connection is also compared, because the other batch may come from the new engine. If the
-engine's buffer has neither of these two batches, the source is degraded (batches may be missing).
-Without a replay endpoint, a restart looks like a gap, and the source is degraded. If the number of
-the first batch happens to be the next in order, the restart is not noticed.
+the last connection is also compared, because the batch before the gap may come from the new engine.
+If the engine's buffer has neither of these two batches, the source is degraded (batches may be
+missing). Without a replay endpoint, a restart looks like a gap, and the source is degraded. If the
+number of the first batch happens to be the next in order, the restart is not noticed.
 
 After each new connection, we request a replay from our last batch on, even if there is no gap,
 because an idle engine publishes nothing. If the engine has none of these batches, the engine has
@@ -272,8 +272,8 @@ class KvCursor:
         return BatchVerdict.APPLY
 
     def replay_finished(self) -> BatchVerdict:
-        """Record that a replay has ended. The engine no longer has the batches that it did not
-        replay. Call next_held() until it returns None. May return RESTART: see `replayed`."""
+        """Record that a replay has ended. Batches that were requested but not replayed are lost.
+        Returns IGNORE (apply what next_held() returns, until None) or RESTART (see `replayed`)."""
         since = 0  # missing batches after the request, which the replay may lack
         if self._phase is _Phase.ASKED:
             since = self._missing - self._asked_missing
@@ -302,8 +302,8 @@ class KvCursor:
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
-        """Record that a replay got no answer, or stopped early. Call next_held() until it returns
-        None, and request a replay again later."""
+        """Record that a replay got no answer, or stopped early. The caller must then apply what
+        next_held() returns, until None. Retry the replay later unless `replay_from` is None."""
         answered = self._phase is _Phase.ANSWERING
         if answered and (self._is_blind or self._next < self._asked_next):
             self._early_from = self._missing_from = self._next
@@ -389,8 +389,8 @@ class KvCursor:
         self._next = seq + 1
 
     def _has_shown_top(self) -> None:
-        """Record that the replay has reached or passed `_top`, a batch that was applied before.
-        If a new connection was made during this replay, the next replay must also show `_top`."""
+        """Record that this replay has reached or passed `_top`, a batch that was applied before.
+        If a new connection was made meanwhile, the next replay must reach `_top`, too."""
         self._is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 

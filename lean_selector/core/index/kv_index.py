@@ -96,8 +96,8 @@ _STORED = StoreResult.STORED
 
 class KvIndex:
     """The index of one partition. Local hashes are packed into bytes, 8 per block, little-endian.
-    `evicted` counts blocks that were dropped because a rank exceeded its limit, or because too many
-    blocks before them are gone (see holes.py)."""
+    `evicted` counts blocks dropped to save memory: blocks above a rank's limit, and some blocks
+    that cannot match because a block before them is gone (see holes.py)."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class KvIndex:
         new_names: Callable[[], EngineHashes] = engine_hashes,
         bits: RankBits | None = None,
     ) -> None:
-        """`on_sweep` is called with this index when `sweep` has work to do. `new_names` creates a
-        rank's table of engine hashes. `bits` assigns bit numbers to ranks, and may be shared."""
+        """`on_sweep` is called with this index when `sweep` gets work. `new_names` creates one
+        rank's table of engine hashes. `bits` numbers the ranks; other objects may share `bits`."""
         self.block_size = block_size
         self.evicted = 0
         self.bounds = Bounds(device_bound, lower_tier_bound)
@@ -129,7 +129,7 @@ class KvIndex:
         self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
     def beside(self) -> "KvIndex":
-        """Return an empty index with our block size, default limits, `on_sweep` and `bits`."""
+        """Return an empty index with this index's block size, default limits, callback, `bits`."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -170,9 +170,9 @@ class KvIndex:
     def match_sets(
         self, local_hashes: bytes
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
-        """Like `match`, but ranks with equal matches form a bit mask (bit numbers: `bits`). Returns
-        a list of pairs (leading blocks on the device, ranks), and a list of pairs (match, ranks).
-        The second list has matches that continue on a lower tier; the first has all others."""
+        """Like `match`, but each set of ranks with equal matches is a bit mask (see `bits`).
+        Returns two lists. The first has pairs (leading blocks on the device, ranks). The second has
+        pairs (match, ranks) if the match continues on a lower tier; the first omits these ranks."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []
@@ -189,7 +189,7 @@ class KvIndex:
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """Yield up to `most` large device runs, parents first; None where the caller may pause."""
+        """Yield up to `most` large runs, parents first. Yields None where the caller may pause."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
@@ -273,8 +273,8 @@ class KvIndex:
         return _STORED
 
     def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
-        """Apply a `stored` event that has engine hashes but no tokens: store the blocks that the
-        rank already holds on some tier. Returns how many these are. `counted`: as in `store`."""
+        """Apply a `stored` event without tokens to the blocks of `names` that the rank has on the
+        device or, for a lower `tier`, on any tier. Returns how many. `counted`: as in `store`."""
         known = 0
         for at in range(0, len(names), 8):
             rank = self._ranks.get(key)
@@ -307,7 +307,7 @@ class KvIndex:
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """Undo one repeated store, if any was counted, for each of these engine hashes."""
+        """For each of these engine hashes, forget one repeated `stored` event, if counted."""
         rank = self._ranks.get(key)
         for name in names if rank is not None else ():
             assert rank is not None
@@ -366,8 +366,8 @@ class KvIndex:
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
         """Limit the blocks of each rank of a worker, on the device and on each lower tier; None
-        means the default. Later calls of `sweep` evict the blocks above the limit. On the device,
-        the oldest stretch of the trie is evicted first, beginning at its end."""
+        means the default. Blocks above the limit are evicted, now or in later calls of `sweep`. On
+        the device, eviction starts at the end of the unbranched sequence held longest."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 

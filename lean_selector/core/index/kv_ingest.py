@@ -126,7 +126,7 @@ class KvIngest:
     @property
     def is_mismatched(self) -> bool:
         """Whether most of the source's blocks cannot match prompts: their block size is wrong, or
-        only the engine's or only the prompts' block hashes include the token after a block."""
+        the engine's hashes cover the token after a block and the prompts' do not, or vice versa."""
         return (
             self.stored_of_other_size > self.stored
             or (not self.stored and self.stored_partial >= _PARTIAL_IS_DOUBTED)
@@ -134,9 +134,9 @@ class KvIngest:
         )
 
     def apply(self, batch: EventBatch, is_again: bool = False) -> bool:
-        """Apply a batch. Returns True if the batch cleared the only rank that this source has
-        reported. With `is_again`, the batch may be a repetition: blocks that the rank already holds
-        do not need one more removal."""
+        """Apply a batch. Returns True if the batch cleared a rank, and the source's events so far
+        were all for this rank. With `is_again`, the batch may have been applied before. Then a
+        block that the rank already holds does not need one more `removed` event."""
         self._is_again = is_again
         counts = self.counts
         for skipped in batch.skipped:
@@ -305,8 +305,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether to accept an event with another block size. It must have neither size nor tokens,
-        or a size that divides the registered size. A device event must then have only one block."""
+        """Whether to accept an event of another block size. True if the event has no size and no
+        tokens, or if its size divides ours and the event (on the device) has just one block."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -339,9 +339,9 @@ class KvIngest:
     def _is_announced(
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
-        """Whether a stored event may only report a cache hit: it starts a prompt, and has no new
-        block. If the batch's next stored event continues it with new blocks, the engine reports
-        hits. Then such events no longer count as repeated stores; the method returns False."""
+        """Whether a stored event may be a cache hit: it starts a prompt and has no new block. If
+        the batch's next stored event adds new blocks to this prompt, the engine reports cache hits.
+        From then on, such events do not count as repeated stores, and the result is False."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before
@@ -410,7 +410,7 @@ class KvIngest:
 def _objection(
     rank: LearnedFacts, group_idx: int | None, kind: str | None, is_remote: bool
 ) -> str | None:
-    """Return why to skip an event, or None. Of KV groups of unknown kind, only group 0 counts."""
+    """Return why to skip an event, or None. A KV cache group of unknown kind must be group 0."""
     if is_remote:
         return "remote"
     if kind is not None and kind != _NO_KIND:

@@ -81,7 +81,7 @@ class Continuations:
             shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
 
     def only(self, bit: int) -> int:
-        """Return ~bit, which stands for the set of only this rank. Always the same int object."""
+        """Return ~bit: the stored form of a set with only this rank. The int object is shared."""
         while len(self._alone) <= bit:
             self._alone.append(~len(self._alone))
         return self._alone[bit]
@@ -210,7 +210,7 @@ class Edges:
         return edge.child, having
 
     def others(self, ranks: int, key: bytes) -> dict[bytes, int]:
-        """Return the engine hashes at `key` of ranks that `follow` omits: hash -> set of ranks."""
+        """Return the engine hashes at `key` that `follow` does not return: hash -> set of ranks."""
         found: dict[bytes, int] = {}
         if self._odd and (odd := self._odd.get(key)) is not None:
             for bit in bits_of(ranks):
@@ -363,8 +363,8 @@ class LowerMatches:
                 edges.doubtful &= ~(1 << bit)
 
     def retire(self, rank: Holdings) -> Iterator[None]:
-        """Like `release`, for lower tiers that have blocks. From now on, no match finds these
-        blocks. Returns an iterator that frees memory in steps. The index may change in between."""
+        """Drop a rank's lower tiers, which have blocks. From now on, no match finds these blocks.
+        Returns an iterator that frees their memory in steps. The index may change between steps."""
         bit, tiers = rank.device.bit, rank.lower
         self.release(rank)
         self._dismantled[bit] = self._dismantled.get(bit, 0) + 1

@@ -147,7 +147,7 @@ class RunTrie:
 
     @property
     def numbered(self) -> int:
-        """How many strand numbers exist, used or free. (Strand: the parts of what was one run.)"""
+        """How many strand numbers exist (used or free). Strand: a run, or parts of a split run."""
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:
@@ -160,7 +160,7 @@ class RunTrie:
         return run
 
     def resolve(self, place: int) -> tuple[Run, int]:
-        """Return the run of block `place`, and its position there. Splits do not change places."""
+        """Return the run of the block numbered `place`, and the block's position in this run."""
         strand, position = place >> POSITION_BITS, place & POSITION_MASK
         pieces = self._split.get(strand)
         if pieces is None:
@@ -270,7 +270,7 @@ class RunTrie:
         return result, path
 
     def pieces(self, strand: int) -> list[Run]:
-        """Return the runs of a strand (the parts of what was one run) in order; [] if unknown."""
+        """Return the runs of a strand (a run, or parts of a split run) in order; [] if unknown."""
         pieces = self._split.get(strand)
         if pieces is not None:
             return list(pieces.runs)

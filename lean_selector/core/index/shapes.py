@@ -110,8 +110,8 @@ class BlockStored(msgspec.Struct, gc=False):
 
 
 class PackedStored(msgspec.Struct, gc=False):
-    """A `BlockStored` with lists packed into bytes; not for multimodal or EAGLE events. `names`:
-    the engine's hashes of the blocks. No two are equal, and none equals `parent_hash`."""
+    """A `BlockStored` whose lists are packed into bytes. Not used for multimodal or EAGLE events.
+    `names`: the engine's hashes of the blocks. They differ from each other and `parent_hash`."""
 
     names: bytes  # u64, little-endian
     parent_hash: int | None

@@ -28,7 +28,7 @@ class Sweeps:
         return len(self._waiting)
 
     def start(self, sweep: Iterator[None]) -> bool:
-        """Do a sweep's first steps. Returns True if the caller must now begin to call `go_on`."""
+        """Do a sweep's first steps. Returns True if the sweep is now the only unfinished sweep."""
         for _ in range(_STEPS_AT_ONCE):
             if next(sweep, _ENDED) is _ENDED:
                 return False

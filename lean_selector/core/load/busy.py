@@ -86,7 +86,7 @@ class Headroom:
 
     @property
     def free(self) -> int:
-        """The ranks with room that are not busy, draining, or (while other ranks serve) ejected."""
+        """The ranks with room, except busy, draining and (if other ranks serve) ejected ranks."""
         return self.below & self.idle & ~self.avoided
 
     def put(self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits) -> None:

@@ -96,7 +96,7 @@ class LoadOrder:
             self._close(bucket)
 
     def _open(self, tokens: int, standing: float) -> LoadBucket:
-        """Add the bucket (set of ranks of equal load) for a load that no other rank has."""
+        """Add and return a bucket (set of ranks of equal load) for a load that no rank has yet."""
         key = self.scale * tokens / self._block_size + standing
         place = key, tokens, standing
         at = bisect.bisect_left(self._places, place)

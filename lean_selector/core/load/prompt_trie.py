@@ -74,8 +74,8 @@ class PromptTrie:
         return freed_bytes // HASH_BYTES
 
     def weigh(self, run: ActiveRun, rank: int, weight: float, weights: BlockWeights) -> None:
-        """Set the weight of the blocks that, on this rank, only the prompt ending with `run` has.
-        Updates `weights`, the weights of the rank's blocks."""
+        """Set the weight of the blocks that only one prompt on this rank has: the prompt that ends
+        with `run`. Updates `weights`, which counts the rank's blocks by weight."""
         while (parent := run.parent) is not None:
             if run.refs[rank] == 1:
                 _weigh_run(run, rank, weight, weights)
@@ -136,7 +136,7 @@ def _split(run: ActiveRun, head_bytes: int) -> ActiveRun:
 
 
 def _merge_into_child(run: ActiveRun) -> None:
-    """Merge a run with its only child (of the same requests) if their block weights are equal."""
+    """Merge a run into its only child, which has the same requests, if their weights are equal."""
     (child,) = run.children.values()
     if child.weights != run.weights:
         return

@@ -89,8 +89,8 @@ def _weigh_one_by_one(total: float, weight: float, blocks: int) -> float:
 
 
 class LoadBucket:
-    """Ranks with equal load. Only `LoadOrder` changes it. Each rank's `RankLoad` refers to its
-    bucket, so no look-up is needed to remove the rank."""
+    """A set of ranks with equal load. Only `LoadOrder` changes this set. The `RankLoad` of a rank
+    refers to the rank's bucket, so no look-up is needed to remove the rank."""
 
     __slots__ = ("key", "ranks", "standing", "tokens")
 
@@ -147,7 +147,7 @@ class RankCounts:
 
     @property
     def index_accuracy(self) -> float | None:
-        """Return how well the index predicted cached tokens; 1.0 is exact, None unknown."""
+        """Return how well the index predicted cached tokens: 1.0 if exactly, None if unknown."""
         if not self.recent_tokens:
             return None
         return 1 - (self.recent_missed + self.recent_wrong) / self.recent_tokens

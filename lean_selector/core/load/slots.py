@@ -289,7 +289,7 @@ class Slots:
         }
 
     def active_prefix_sets(self, sequence_hashes: bytes) -> list[tuple[int, int]]:
-        """Return pairs (n, set of ranks with exactly n leading blocks active); none for n = 0."""
+        """Return pairs (n, set of ranks with exactly n leading blocks active). n is at least 1."""
         return self._trie.active_prefix(sequence_hashes)
 
     def starts_no_prompt(self, first_hash: int | bytes) -> bool:

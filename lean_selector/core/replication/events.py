@@ -254,7 +254,7 @@ class ReplicaSequences:
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
-        """Record that a snapshot covers events up to `sequence`. True if it has all we missed."""
+        """Record that a snapshot has all events up to `sequence`. True if this closes a gap."""
         publisher = self._publishers.get(router_id)
         if publisher is None or not 0 < publisher.gap_at <= sequence:
             return False
@@ -262,7 +262,7 @@ class ReplicaSequences:
         return True
 
     def is_followed(self, router_id: int, since: float) -> bool:
-        """Whether a replica sent something after `since`, and none of its events is missing."""
+        """Whether a replica sent something since `since`, and none of its events is missing."""
         publisher = self._publishers.get(router_id)
         return publisher is not None and not publisher.gap_at and publisher.heard_at >= since
 
@@ -271,7 +271,7 @@ class ReplicaSequences:
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """Record `sequence`. Returns how many events we missed: after the last, up to `before`."""
+        """Record event number `sequence`. Returns how many new events up to `before` we missed."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:

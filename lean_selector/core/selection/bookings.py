@@ -236,7 +236,7 @@ class Bookings:
             raise self._taken(reservation_id)
 
     def not_booked(self, error: Conflict, reservation_id: str) -> Conflict:
-        """Return the Conflict to answer in this API version after a booking raised `error`."""
+        """Return the Conflict with which this API version answers if booking raised `error`."""
         if self._dialect.claims_ids:
             return self._taken(reservation_id)
         return Conflict(f"failed to book scheduler state: {error.message}")

@@ -72,8 +72,8 @@ class Cell:
 
 
 class Pricing:
-    """Computes what one request costs on a rank. `LoadOrder` sorts the loads of ranks by a key. A
-    load costs at least slope * key and at most reach * key, times the factor of the rank's cell."""
+    """Computes a request's cost on a rank. `LoadOrder` gives each load a number, the key. A load's
+    part of the cost is from `slope` * key to `reach` * key, times the factor of the rank's cell."""
 
     __slots__ = (
         "_decays",
@@ -126,14 +126,14 @@ class Pricing:
         return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
 
     def beyond(self, cell: Cell, least: float) -> float:
-        """Return a limit for slope * key, the least that a load costs. If a rank of the cell is
-        above the limit, the prompt costs more than `least` there. NaN if the limit is unknown."""
+        """Return a limit for the cost of a load, without the cell's factor. If a rank's load costs
+        more, the prompt costs more than `least` on this rank. Returns NaN if unknown."""
         least /= cell.factor
         return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
 
     def below(self, cell: Cell, most: float) -> float:
-        """Return a limit for reach * key, the most that a load costs. If a rank of the cell is
-        below the limit, the prompt costs less than `most` there. NaN if the limit is unknown."""
+        """Return a limit for the cost of a load, without the cell's factor. If a rank's load costs
+        less, the prompt costs less than `most` on this rank. Returns NaN if unknown."""
         if most < cell.floor * cell.factor:
             return -math.inf  # a rank may cost that much at any load
         most /= cell.factor
@@ -273,8 +273,8 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """A credit must not lower a cost below request weight * active requests. Where it could, split
-    the cells by their ranks' number of active requests, and set each part's `floor`."""
+    """Limit the credit for cached blocks: no cost may fall below request weight * active requests.
+    If a cell's credit is too high, split the cell by active requests, and set each `floor`."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -411,7 +411,8 @@ class DrawBounds:
         return math.exp(-above) if above > 0.0 else 1.0  # 1.0 also for NaN
 
     def _divided(self, part: DrawPart, others: float) -> list[DrawPart]:
-        """Divide a part to tighten its bounds. `others`: sum of the other parts' ranks * bound."""
+        """Divide a part to tighten its bounds. The mass of a part is its number of ranks times its
+        bound. `others` is the total mass of the other parts."""
         if part.ranks.bit_count() <= _FEW_RANKS:
             return self._one_by_one(part)
         return self._by_load(part, others * _LEFT)  # stop when this little mass is left
@@ -422,7 +423,7 @@ class DrawBounds:
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
         """Divide the part into ranges of loads, or into single loads if a load's sort key does not
-        determine the cost. A rest with a mass (ranks * bound) up to `enough` is not divided."""
+        determine the cost. Stops when the mass (ranks * bound) of the rest is at most `enough`."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
         loads = order.loads
@@ -513,7 +514,6 @@ def drawn(
 
 def cheapest(order: LoadOrder, pricing: Pricing, cells: list[Cell]) -> tuple[float, list[int]]:
     """Return the lowest cost in these cells, and disjoint sets of the ranks that have this cost.
-
     Because of rounding, a higher load may have the same or a lower cost. So the cost is computed
     for each load that may be the cheapest within the rounding error."""
     least, tied = math.inf, list[int]()

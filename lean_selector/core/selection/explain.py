@@ -59,7 +59,7 @@ def explained(
     best: int = 0,
 ) -> Explanation:
     """Explain the choice among the candidates `ranks`, and why other ranks are no candidates.
-    `is_steered`: the request goes to its session's rank, or to a target that it names. If `shown`
+    `is_steered`: `ranks` was limited to the session's rank or the preferred worker. If `shown`
     is given, include only the ranks in `shown` and the N cheapest candidates, with N = `best`."""
     prompt, terms, order = request.prompt, request.terms, partition.order
     block_size = partition.block_size

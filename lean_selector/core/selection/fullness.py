@@ -6,9 +6,9 @@ capacity counts as full. A rank is checked again after its load has changed, not
 
 Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. To limit
 this, prefill tokens that go to a full rank while another rank has room are *owed*. Prefill that
-goes to a rank with room reduces the owed tokens. For each owed token, the cost of a full rank
-counts a cached token as evicted. So when the owed tokens reach the length of a prefix, another rank
-computes the prefix."""
+goes to a rank with room reduces the owed tokens. On a full rank, one cached token of the prompt
+counts as evicted for each owed token, which raises the cost. So when the owed tokens reach the
+length of a prefix, another rank computes the prefix."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -62,7 +62,7 @@ class Fullness:
 
     def owed_tokens(self, ranks: int) -> int:
         """Return how many cached tokens of a prompt count as evicted on a rank with a full cache.
-        Prefill on full ranks raises this, and on others lowers it. 0 if all `ranks` are full."""
+        Prefill on full ranks raises the number, other prefill lowers it. 0 if all are full."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:

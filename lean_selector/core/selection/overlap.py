@@ -76,8 +76,8 @@ def _with_device(match: Matched, blocks: int) -> Matched:
 
 
 def as_sets(partition: Partition, matches: Matches, serial: int | None = None) -> MatchSets:
-    """Group the ranks by match (cached blocks per tier), without removed ranks. If `serial`,
-    a queued request's number, is given, ranks added after this request are omitted too."""
+    """Group the ranks by match (cached blocks per tier), without removed ranks. `serial` may be
+    the number of a queued request. If so, ranks added after this request are omitted too."""
     sets: dict[Matched, int] = {}
     ranks = partition.slots.ranks
     for key, match in matches.items():
@@ -102,7 +102,7 @@ def by_bit(sets: list[tuple[Value, int]], ranks: int) -> dict[int, Value]:
 
 def set_numbers(sets: list[tuple[Value, int]], ranks: int, times: int) -> Numbers | None:
     """Return a table: for each rank, the position in `sets` of the set that contains the rank.
-    Returns None if the table would cost more than searching through `sets` `times` times."""
+    Returns None if `times` searches through `sets` cost less than building the table."""
     if times * len(sets) <= _LOOKS_PER_RANK * ranks.bit_count():
         return None
     return by_bit([(number, alike) for number, (_, alike) in enumerate(sets)], ranks)

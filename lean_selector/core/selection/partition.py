@@ -121,7 +121,7 @@ class Line:
         self.leads_to = 0
 
     def open_worker(self, worker: SchedulableWorker) -> None:
-        """Add those ranks of a new worker to the line that the requests in the line may use."""
+        """Add a new worker's ranks, except those that this line's queued requests may not use."""
         pinned, allowed, required = self.ties
         if not required <= worker.taints:
             return
@@ -141,8 +141,8 @@ class Line:
         self.leads_to &= ~worker.mask
 
     def is_open(self, room: Headroom) -> bool:
-        """Whether a request in this line can be placed now on a rank below the queue's threshold.
-        All requests in a line may use the same ranks."""
+        """Whether a queued request of this line can be placed now on a rank below the queue's
+        threshold. All requests of a line have the same pin, allowed workers and required taints."""
         if self.ties[0] is None:
             return (self.ranks & ~room.avoided or self.ranks) & room.below & room.idle != 0
         return self.ranks & room.below != 0 and self.leads_to & room.idle != 0
@@ -261,9 +261,9 @@ class Partition:
     """State of one (model_name, tenant_id). Sets of ranks are ints (`RankBits`).
 
     `everyone`: all ranks. `candidates`: the ranks that a request without restrictions may use.
-    Draining ranks are no candidates, and ejected ranks only if there are no others. `busy`: ranks
-    whose load exceeds the busy threshold. `tainted`: for each taint, the ranks of workers with this
-    taint. `room` is None if requests are not queued."""
+    Draining ranks are never candidates. Ejected ranks are candidates only if there are no others.
+    `busy`: ranks whose load exceeds the busy threshold. `tainted`: the ranks of workers, by taint.
+    `room`: the ranks with room for queued requests; None if requests are not queued."""
 
     def __init__(
         self,
@@ -397,7 +397,7 @@ class Partition:
         return self.health.settle(now) and self._admit()
 
     def _admit(self) -> bool:
-        """Recompute the set `candidates` (see the class). Returns True if it changed."""
+        """Recompute `candidates`: ranks for unrestricted requests. Returns True if they changed."""
         ranks, ejected = self.slots.ranks, 0
         for key in self.health.out:
             ejected |= ranks[key].mask

@@ -16,7 +16,7 @@ _Waiting = list[tuple[float, LiveSession]]  # (time of receipt, binding)
 
 
 class PeerSessions:
-    """Applies other replicas' bindings of sessions to ranks, and counts them by result."""
+    """Applies session bindings that other replicas published, and counts them by SessionVerdict."""
 
     def __init__(self, catalog: Catalog, writer_id: int) -> None:
         """`writer_id` is this replica's id in the bindings that it publishes."""
@@ -47,7 +47,7 @@ class PeerSessions:
         return partition.sessions.hear(event, now, idle_s)
 
     def take(self, listed: LiveSession, now: float) -> SessionVerdict:
-        """Apply a binding of a peer's snapshot, or keep it until its worker is registered."""
+        """Apply a binding of a peer's snapshot, or keep the binding until the worker registers."""
         verdict = self._hear(listed.event, now, listed.idle_s)
         if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
             self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))

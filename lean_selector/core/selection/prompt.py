@@ -34,7 +34,7 @@ class Prompt:
         self._sequence = sequence
 
     def to_book(self, keeps_blocks: bool) -> "Prompt":
-        """Return a copy of the prompt, to book it. It has block hashes only if `keeps_blocks`."""
+        """Return a copy for a booking. The copy has `local_hashes` only if `keeps_blocks`."""
         return Prompt(
             self.isl_tokens,
             self.local_hashes if keeps_blocks else b"",

@@ -124,7 +124,7 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostTerms(msgspec.Struct, frozen=True, gc=False):
-    """The weights of the cost formula for one decision: the router's, changed by the request."""
+    """The cost formula's weights for one choice. A request can override the router's weights."""
 
     credit: float
     decay: float

@@ -1,5 +1,5 @@
-"""Find the ranks that a request may use, prefer the rank of its session or the target that it
-names, and make the answer for a chosen rank. `choice.py` chooses among the ranks.
+"""Find the ranks that a request may use, and make the answer for a chosen rank. A request can
+prefer a worker (its target) or the rank of its session. `choice.py` chooses among the ranks.
 
 Spec selection.md 3.1, 3.3 and 4."""
 
@@ -127,8 +127,8 @@ def placed(
 
 
 def steered(partition: Partition, request: SelectionRequest, ranks: int, now: float) -> int:
-    """Return the eligible ranks of the request's target or, without a target, of its hard session.
-    Returns `ranks` if none is eligible. A soft session only makes its ranks cost less."""
+    """Return the eligible ranks of the request's target (a preferred worker or rank) or hard
+    session. Returns `ranks` if none is eligible. A soft session only makes its ranks cost less."""
     target, sessions = request.target, partition.sessions
     if target is not None:
         return (
@@ -159,8 +159,8 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Raise BadRequest or Unavailable if the request's pin is outside the target that it names.
-    Does nothing if the target would be unusable even without the pin."""
+    """Raise BadRequest or Unavailable if the request is pinned to a rank outside its target (a
+    preferred worker or rank). Does nothing if the target is unusable even without the pin."""
     target, pinned = request.target, request.pinned
     assert target is not None, "it has one"
     assert pinned is not None, "it has one"
@@ -179,8 +179,8 @@ def check_target(partition: Partition, request: SelectionRequest) -> None:
 def check_session(
     partition: Partition, session_id: str, worker_id: int, dp_rank: int, now: float
 ) -> None:
-    """If sessions are hard (stay on their rank) and this one is bound to another rank that
-    is still eligible, drop the binding and raise BadRequest (D39)."""
+    """If sessions must stay on their rank, and this session is bound to another rank that is
+    still eligible, drop the binding and raise BadRequest (D39)."""
     sessions = partition.sessions
     if sessions is None or sessions.is_soft:
         return

@@ -128,8 +128,8 @@ class Admission:
         self._call_soon(go_on)
 
     def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
-        """Admit at most `most` queued requests that can use ranks that came free. Returns `most`
-        minus the number admitted. If more ranks come free, stops: the caller then calls again."""
+        """Admit at most `most` queued requests that can use ranks that came free. Returns how many
+        more may be admitted. Stops when more ranks come free; the caller then calls again."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
         blocked: Place | None = None  # the first request that cannot leave
@@ -161,7 +161,8 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place a queued request. If it `passes` earlier ones, respect the queue threshold."""
+        """Place a queued request. If `passes` is true, earlier requests stay queued. Then only
+        ranks below the queue's threshold may be chosen."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -598,10 +599,8 @@ class Selector:
         known_tokens: int | None = None,
     ) -> None:
         """Free a reservation and record the outcome for its rank. A refused connection counts for
-        the whole worker.
-
-        `cached_tokens` is the engine's count of cached tokens. `known_tokens`: how many tokens of
-        the prompt were in blocks whose hashes were available for the choice; None: all of them."""
+        the whole worker. `cached_tokens` is the engine's count of cached tokens. `known_tokens`:
+        the number of prompt tokens whose block hashes are real, not random (None: all)."""
         partition = self.bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking

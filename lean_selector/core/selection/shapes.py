@@ -143,7 +143,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """A prompt's cached tokens: per tier (plus faster tiers), the maximum over a worker's ranks."""
+    """The most tokens of a prompt cached on a rank of the worker. A tier includes faster tiers."""
 
     longest_matched: int
     gpu: int
@@ -310,7 +310,7 @@ class OverlapRow(msgspec.Struct, frozen=True, gc=False):
 
 
 class SharedCache(msgspec.Struct, frozen=True):
-    """The `shared_cache` of /overlap_scores: always empty, because none is supported."""
+    """The `shared_cache` of /overlap_scores: always empty. Shared caches are not supported."""
 
     enabled: bool = False
     total_hit_blocks: int = 0

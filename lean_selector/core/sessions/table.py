@@ -61,8 +61,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """Bindings are numbered upwards from `first_sequence()`. With peers, this number
-        is the time in ns, so a restart reuses none. `tell` publishes a binding (None: no peers)."""
+        """Bindings are numbered upwards from `first_sequence()`. With peers, this is the time in
+        ns, so that a restart uses no number again. `tell` publishes a binding (None: no peers)."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
@@ -159,7 +159,7 @@ class SessionTable:
             self._tell(session_id, binding, now)
 
     def refuse(self, session_id: str) -> None:
-        """A booking on another rank was refused: count this, and end the session's binding."""
+        """Count that a booking on another rank was refused, and end the session's binding."""
         self.counts.refused += 1
         self._drop(session_id)
 
