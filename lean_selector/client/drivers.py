@@ -169,8 +169,7 @@ class Driver:
             self._reporting.discard(reservation)
 
     def release(self, reservation: Reservation) -> None:
-        """Closes the worker's response and frees the reservation, in the background. Calling this
-        method again has no effect."""
+        """In the background, closes the worker's response and frees the reservation. Idempotent."""
         if not reservation.ended:
             reservation.ended = True
             opened = self._held.pop(reservation, None)
@@ -206,7 +205,8 @@ class Driver:
                 del self._releasing[reservation.id]
 
     async def _may_exist(self, reservation: Reservation, booking: asyncio.Task[Any]) -> bool:
-        """Returns whether `reservation` may exist. Cancels `booking` after BOOKING_GRACE_S."""
+        """Returns whether the service may hold `reservation`. Waits for `booking`, the call that
+        makes the reservation, for at most BOOKING_GRACE_S, then cancels the call."""
         await asyncio.wait({booking}, timeout=BOOKING_GRACE_S)
         if not booking.done():
             booking.cancel()

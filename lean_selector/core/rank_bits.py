@@ -2,7 +2,7 @@
 
 The index, the slots and the order of loads use the same numbers. So one `&` combines their sets,
 for example to find the least loaded ranks that have a prompt cached. A number can be reused when
-all users have released its rank."""
+the index and the slots have both released the rank that had it."""
 
 import heapq
 

@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """An endpoint in `field` of a rank's registration. `publisher` is (engine, rank, `field`)."""
+    """An endpoint registered as a rank's `field`. Its `publisher` is (engine, rank, `field`)."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]

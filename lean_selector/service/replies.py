@@ -37,8 +37,8 @@ _log = logging.getLogger("lean_selector.http")
 
 
 class Reply:
-    """A handler's result with its own status or with warnings, which are sent in the header
-    `x-warning`."""
+    """The result of a handler that sets the status of the answer, or adds warnings. Warnings are
+    sent in the header `x-warning`."""
 
     __slots__ = ("body", "status", "warnings")
 

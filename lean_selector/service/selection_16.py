@@ -84,7 +84,7 @@ class SelectionService16(SelectionService):
         return self._reused_or_not(prompt, override)
 
     def _reused_or_not(self, prompt: Prompt, override: RouterOverride | None) -> Prompt:
-        """Returns `prompt`. If KV reuse is off, random numbers replace hashes made from tokens."""
+        """Returns `prompt`, with random sequence hashes if KV reuse is off and none were sent."""
         reuses = None if override is None else override.assume_kv_reuse
         if reuses is None:
             reuses = self.selector.settings.assume_kv_reuse

@@ -61,8 +61,8 @@ def is_own_address_here(host: str) -> bool:
 
 @dataclass(eq=False)
 class PeerRoster:
-    """The peers that discovery finds. This replica is skipped: it has `own_endpoint`, or `own_port`
-    at an address of this machine. Peers serve snapshots on `http_port` (HTTPS if `is_secure`).
+    """The peers that discovery finds. A peer at `own_endpoint`, or at `own_port` of this machine,
+    is this replica, and skipped. Peers serve snapshots on `http_port` (HTTPS if `is_secure`).
     `refusal(url)` returns why a URL is refused, else None. Used only on the event loop's thread."""
 
     mesh: Mesh

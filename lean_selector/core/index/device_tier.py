@@ -525,7 +525,7 @@ class DeviceTier:
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:
-        """Free the memory of the blocks at the end of a strand that no rank holds."""
+        """If no rank holds the last blocks of a strand (a part of the trie), free their memory."""
         for run in self.trie.pieces(strand)[-1:]:
             if run.partial and not run.whole and not run.children:
                 self._cut(run)

@@ -156,8 +156,8 @@ class KvCursor:
 
     @property
     def replay_from(self) -> int | None:
-        """The number of the first batch to request in a replay: that of the last batch before the
-        gap, or 0 without such a batch. None if no replay is due."""
+        """Number of the first batch to replay: the last batch before the gap, because it shows
+        whether the engine restarted, or batch 0 if the gap begins there. None: no replay is due."""
         if self._missing_from is None or self._phase is not _Phase.IDLE:
             return None
         return max(0, self._missing_from - 1)

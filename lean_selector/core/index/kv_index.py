@@ -214,8 +214,8 @@ class KvIndex:
         """Apply a `stored` event: blocks after the block `parent_hash` (None: start of a prompt).
 
         Hashes are u64. If the lists have different lengths, the surplus is ignored. If the rank
-        then exceeds its limit, its oldest blocks are evicted. With `counted`, a block that the rank
-        already holds then needs one more `removed` event to be dropped."""
+        then exceeds its limit, its oldest blocks are evicted. If `counted`, each block that
+        the rank already held needs one more `removed` event from now on, before it is dropped."""
         if not local_hashes or not block_hashes:
             return StoreResult.EMPTY
         if len(block_hashes) == 1:  # usual for an engine that decodes

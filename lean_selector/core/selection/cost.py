@@ -96,7 +96,7 @@ def taint_factor(weight: float) -> float:
 
 
 def preferences(request: SelectionRequest) -> dict[str, float]:
-    """Return the request's preferred taints with their weights; none if the request is pinned."""
+    """Return the request's weights for taints (worker labels); empty if the request is pinned."""
     return request.preferred_taints if request.pinned is None else {}
 
 

@@ -45,8 +45,8 @@ class Prompt:
         )
 
     def forget_likeness(self, draw: Callable[[int], bytes]) -> None:
-        """Replace sequence hashes derived from tokens by random ones, which match no other prompt.
-        `draw` returns as many random bytes as requested."""
+        """Unless the sequence hashes were given, replace them by random hashes, which match no
+        other prompt. `draw` returns as many random bytes as requested."""
         if not isinstance(self._sequence, bytes):
             self._sequence = draw(8 * self.sequence_count)
             self.first_sequence_hash = self._sequence[:8]
