@@ -292,7 +292,7 @@ class ModelRequest:
 
 
 def _without_odd_forms(text: Raw, kind: str) -> Raw:
-    """Returns messages as a JSON list, without `cache_control`, which clients move each turn."""
+    """Returns the messages as a JSON list without `cache_control` marks, which change each turn."""
     if kind == Kind.RESPONSES:
         if bytes(memoryview(text)[:1]) == b'"':
             return Raw(b"".join((b'[{"role":"user","content":', text, b"}]")))

@@ -41,8 +41,8 @@ UNKNOWN: Final = 503
 
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
-    """Returns the response that names the worker in headers and, if `has_body`, in the body. A
-    header tells why hashes are unknown. Raises Unavailable if the worker has no HTTP endpoint."""
+    """Returns the response that names the worker in headers and, if `has_body`, in the body. If
+    `why_not` is given, a header has it. Raises Unavailable if the worker has no HTTP endpoint."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"

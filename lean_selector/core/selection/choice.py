@@ -1,6 +1,6 @@
-"""Choose a rank for a prompt without visiting each rank (spec selection.md 3.3). Ranks on which the
-prompt costs the same if their loads are equal form a cell. The cheapest rank is chosen. With a
-temperature, the choice is random, and cheaper ranks are more likely."""
+"""Choose a rank for a prompt without visiting each rank (spec selection.md 3.3). A cell is a
+group of ranks on which the prompt costs the same if their loads are equal. The cheapest rank is
+chosen. With a temperature, the choice is random, and cheaper ranks are more likely."""
 
 import math
 import random

@@ -1,13 +1,13 @@
 """Which ranks have a full cache, where new blocks evict others.
 
-Used by the policy `latency`. A rank is full if less than an eighth of its worker's stated capacity
+Used by the policy `latency`. A rank is full if at most an eighth of its worker's stated capacity
 is left. Blocks in the index and blocks of waiting prefill count as used. A worker without a stated
 capacity counts as full. A rank is checked again after its load has changed, not at each KV event.
 
 Requests that share a prefix go to the rank that caches it, even if other ranks stay idle. To limit
 this, prefill tokens that go to a full rank while another rank has room are *owed*. Prefill that
-goes to a rank with room reduces the owed tokens. On a full rank, one cached token of the prompt
-counts as evicted for each owed token, which raises the cost. So when the owed tokens reach the
+goes to a rank with room reduces the owed tokens. On a full rank, as many cached tokens of the
+prompt as are owed are treated as evicted, which raises the cost. So when the owed tokens reach the
 length of a prefix, another rank computes the prefix."""
 
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ class Fullness:
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:
-        """Record that `load` was chosen from `ranks`, and has to prefill `uncached_tokens`."""
+        """Record that, of `ranks`, the rank of `load` was chosen, to prefill `uncached_tokens`."""
         full = self._full
         if not load.mask & full:
             self._owed_tokens = max(0, self._owed_tokens - uncached_tokens)

@@ -77,7 +77,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def routed_ttl_s(self) -> float:
-        """Return for how many seconds a booked prompt is assumed to be cached; 0: not at all."""
+        """Return how many seconds a routed prompt is assumed to stay cached; 0: not at all."""
         return self.predicted_ttl_s if self.use_kv_events else self.ttl_s
 
 

@@ -179,8 +179,8 @@ def check_target(partition: Partition, request: SelectionRequest) -> None:
 def check_session(
     partition: Partition, session_id: str, worker_id: int, dp_rank: int, now: float
 ) -> None:
-    """If sessions must stay on their rank, and this session is bound to another rank that is
-    still eligible, drop the binding and raise BadRequest (D39)."""
+    """If sessions are hard, and this session is bound to another rank that is still eligible,
+    raise BadRequest (D39). Drop the binding, so that a retry is not refused."""
     sessions = partition.sessions
     if sessions is None or sessions.is_soft:
         return
