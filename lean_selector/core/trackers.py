@@ -164,7 +164,7 @@ class Trackers:
         return gone
 
     def arrived(self) -> int:
-        """Count all requests booked here or copied from peers, in trackers that still exist."""
+        """Count requests booked here or copied from peers, without those of dropped trackers."""
         return sum(tracker.slots.arrived for tracker in self._trackers.values())
 
     # loads --------------------------------------------------------------------------------------

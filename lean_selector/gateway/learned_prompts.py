@@ -1,10 +1,10 @@
 """Remembers the block hashes of prompts, so that a prompt that was seen before needs no tokenizer.
 
-A prefix is the first messages of a prompt; the last of these may be cut. Each prefix has a key,
-computed from JSON values (`prompt_values.py`), not from text. An entry per key refers to the block
-hashes of a prompt that begins with this prefix. If a prompt continues an earlier prompt, entries of
-both prompts refer to the hashes of the longer prompt. The number of blocks of a prefix is estimated
-until two prompts that differ after this prefix show how many of their blocks are equal."""
+A prefix is the first messages of a prompt; its last message may be incomplete. Each prefix has a
+key, computed from JSON values (`prompt_values.py`), not from text. An entry per key refers to the
+block hashes of a prompt with this prefix. If a prompt continues an earlier prompt, entries of both
+prompts refer to the hashes of the longer prompt. The number of blocks of a prefix is first
+estimated. When a second prompt has this prefix, the blocks that both prompts share are counted."""
 
 from collections import OrderedDict
 from typing import Final, NamedTuple

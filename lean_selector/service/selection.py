@@ -183,7 +183,7 @@ class SelectionService(WorkerHandlers):
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
         """`call_later` is needed only if queue time is limited. `bare_dump` makes a dump with only
-        Dynamo's fields. Requests that `select_and_reserve` sheds count for the route `books_at`."""
+        Dynamo's fields. Metrics count what `select_and_reserve` sheds under route `books_at`."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump

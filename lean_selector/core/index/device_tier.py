@@ -521,7 +521,7 @@ class DeviceTier:
         self._drop_positions(rank, strand, positions)
 
     def cut_row(self, rank: DeviceRank, strand: int) -> None:
-        """Free the memory for engine hashes behind the rank's last block in a strand."""
+        """Free the memory for engine hashes of blocks after the rank's last block in a strand."""
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:

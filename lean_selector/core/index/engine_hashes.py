@@ -177,7 +177,7 @@ class EngineHashes:
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """A slower `take`, for hashes that must be removed one by one (see is_told_apart)."""
+        """Like `take`, but looks each hash up alone: slower, needed if `is_told_apart(packed)`."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
             name = int.from_bytes(packed[at : at + 8], "little")

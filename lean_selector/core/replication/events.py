@@ -246,7 +246,7 @@ class ReplicaSequences:
         return [publisher for publisher in self._publishers.values() if publisher.gap_at]
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
-        """Record a replica's event number. Returns how many events just before it we missed."""
+        """Record a replica's event number. Returns how many earlier events we newly missed."""
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:

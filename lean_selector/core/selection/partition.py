@@ -509,7 +509,7 @@ class Partition:
         return sorted(recovered - self.workers.keys())
 
     def forget_unclaimed(self, worker_id: int) -> int:
-        """Drop an unregistered worker's blocks, copied from a peer. Returns their number."""
+        """If the worker is not registered, drop blocks copied from peers. Returns how many."""
         if worker_id in self.workers:
             return 0
         for rank in [rank for rank in self.watermarks if rank[0] == worker_id]:

@@ -2,7 +2,7 @@
 
 No call awaits anything, so choosing a rank and booking it is one atomic step. A request that must
 wait is queued. A later call that frees capacity answers the request through its callback (D11).
-`events` gets the events for other replicas. Time is an argument, in monotonic seconds."""
+The argument `events` publishes to other replicas. Times are arguments, in monotonic seconds."""
 
 import heapq
 import random
@@ -161,8 +161,8 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place a queued request. If `passes` is true, earlier requests stay queued. Then only
-        ranks below the queue's threshold may be chosen."""
+        """Place a queued request. `passes`: it overtakes earlier requests, which stay queued.
+        Then only ranks below the queue's threshold may be chosen."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
