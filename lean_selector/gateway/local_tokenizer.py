@@ -189,7 +189,7 @@ def _is_content(node: nodes.Node) -> bool:
 
 
 THREADS: Final = 2
-MOST_WAITING: Final = 64  # prompts; above this, load alone decides
+MOST_WAITING: Final = 64  # prompts; above this, only known prefixes match
 
 
 class LocalTokenizer:

@@ -44,7 +44,7 @@ class BatchVerdict(Enum):
     APPLY = auto()
     IGNORE = auto()  # it was applied before
     HOLD = auto()  # it is kept: next_held() returns it later
-    RESTART = auto()  # drop every block of this source, then apply the batch
+    RESTART = auto()  # drop every block of this source; then, if live, apply the batch
 
 
 class SourceState(Enum):
@@ -77,9 +77,7 @@ class KvCursor:
         # Batches that no replay can bring back, since the index last matched the engine.
         self.lost = 0
         self.unknown = 0  # missing batches before the first known one
-        self.last_live: int | None = (
-            None  # time of this engine's start as far as known; grows with each restart
-        )
+        self.last_live: int | None = None  # number of the last live batch
         self.is_again = False  # the batch to apply now may already have been applied
         self._next = 0  # number of the next batch in order; 0 before the first batch
         self._digest: int | None = (
