@@ -225,6 +225,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.requests < 32 * CLIENTS:  # else there is a series without a request
+        parser.error(f"--requests must be at least {32 * CLIENTS}, not {options.requests}")
     if options.worker:
         import uvloop
 
