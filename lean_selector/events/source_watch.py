@@ -91,8 +91,8 @@ class SourceWatch:
         self._is_told = False
 
     def look(self, state: str, what: str, now: float) -> None:
-        """Record the current state of the KV-event source. If the state is a fault, log `what`, at
-        once or after `grace_s`. Call this regularly, and when the state may have changed."""
+        """Record the state of the KV-event source. If it is a fault, log `what`: at once, or after
+        `grace_s` if it may pass. Call this regularly, and when the state may have changed."""
         if state != self._state:
             if self._is_told:
                 text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"

@@ -35,7 +35,7 @@ class Recording(msgspec.Struct, frozen=True):
         return self.workers.index((line.worker, line.rank)) + 1
 
     def requests(self, output_tokens: Sequence[int]) -> list[SimulatedRequest]:
-        """Returns the log's requests for a simulation. `output_tokens` has their output lengths."""
+        """Returns the recorded requests for a simulation. `output_tokens`: their output lengths."""
         made = requests_of(self.lines, 1.0)
         for request, line, output in zip(made, self.lines, output_tokens, strict=True):
             request.output_tokens = output

@@ -146,7 +146,7 @@ class HashAliases:
         return len(self._odd)
 
     def of(self, strand: int) -> int:
-        """Return the ranks whose hashes of the strand's blocks may differ from other ranks'."""
+        """Return the ranks that may have other hashes for the strand's blocks than the rest."""
         return self._odd.get(strand, 0)
 
     def forget(self, strand: int, bit: int) -> None:

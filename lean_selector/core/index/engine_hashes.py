@@ -59,7 +59,7 @@ class EngineHashes:
         raise NotImplementedError
 
     def drop_name(self, name: int, place: int) -> None:
-        """Remove `name`, the first engine hash of the block at `place`, from the look-up tables."""
+        """Remove the engine hash `name` from the table that maps it to `place`. It is no alias."""
         raise NotImplementedError
 
     def dismantled(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class EngineHashes:
             self.forget_alias(next(iter(self.aliases)))
 
     def has_unnamed(self) -> bool:
-        """Whether a held block has the hash 0. (If not, 0 in `rows` means that none is held.)"""
+        """Whether a held block has the hash 0. If not, a 0 in `rows` means: block not held."""
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
@@ -196,7 +196,7 @@ class EngineHashes:
         return gone
 
     def _rename(self, place: int, name: int) -> None:
-        """Replace `name`, the first hash of the block at `place`, by the block's next hash."""
+        """Replace `name` in the row, at `place`, by the block's next hash (its oldest alias)."""
         names = self.alias_at[place]
         alias = names.pop(0)
         if not names:

@@ -208,7 +208,7 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 
 
 class HashesPacked(EngineHashes):
-    """Keeps each block's first hash in a hash table, except 0 and hashes that blocks share."""
+    """Keeps the hashes in `rows` in a hash table, except 0 and hashes that blocks share."""
 
     __slots__ = ("_table",)
 

@@ -267,7 +267,7 @@ class ReplicaSequences:
         return publisher is not None and not publisher.gap_at and publisher.heard_at >= since
 
     def is_numbered(self, router_id: int) -> bool:
-        """Whether a replica has sent an event number, so that missed events are noticed."""
+        """Whether the replica numbers its events. Only then can we notice missed events."""
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:

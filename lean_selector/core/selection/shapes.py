@@ -339,7 +339,7 @@ class Booked(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, gc=False):
-    """The `worker_load` of an answer: the load of the chosen rank, without the prompt."""
+    """The `worker_load` of an answer: the chosen rank's load before this request is added."""
 
     active_prefill_tokens: int
     prefill_token_capacity: int
