@@ -441,10 +441,11 @@ class DeviceTier:
         """Remove a rank's blocks by engine hash (8 bytes each). Returns how many were dropped: a
         block that was stored n times, or under n hashes, is dropped by its n-th removal."""
         before = rank.blocks
-        for strand, positions in rank.names.take(names).items():
-            self._drop_positions(rank, strand, positions)
-        while rank.names.renamed:
+        gone = rank.names.take(names)
+        while rank.names.renamed:  # before the drops, which forget strands that the rank leaves
             self._odd.add(rank.names.renamed.pop(), rank.bit)
+        for strand, positions in gone.items():
+            self._drop_positions(rank, strand, positions)
         return before - rank.blocks
 
     def _drop_positions(self, rank: DeviceRank, strand: int, positions: int) -> None:

@@ -245,6 +245,15 @@ def test_ranks_whose_engines_hash_alike_are_asked_once_for_a_name() -> None:
     assert lines[400] == lines[40]
 
 
+def test_blocks_that_are_removed_under_all_their_names_at_once_leave_nothing_behind() -> None:
+    fleet = Fleet(1)
+    fleet.store(0, 2)
+    fleet.store(0, 2, seed=2)
+    names = [name_of(seed, SIX[:blocks]) for seed in (1, 2) for blocks in (1, 2)]
+    assert fleet.tier.remove(fleet.ranks[0], pack(names)) == 2
+    assert not len(fleet.tier._odd)
+
+
 def test_ranks_that_call_a_block_otherwise_are_odd_until_they_hold_nothing_there() -> None:
     fleet = Fleet(4)
     for number, seed in enumerate((1, 2, 1, 3)):
