@@ -45,7 +45,7 @@ BOOKING_GRACE_S = 0.5
 
 
 class Driver:
-    """Sends the requests of one router. Not thread-safe; only for the loop that used it first."""
+    """Sends one router's requests. Not thread-safe: all calls must come from one event loop."""
 
     def __init__(
         self,

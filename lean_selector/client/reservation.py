@@ -72,7 +72,7 @@ class Reservation:
         return calls.output_block(self.id, self._decay_fraction(size))
 
     def _decay_fraction(self, size: int) -> float | None:
-        """Returns which share of expected output follows the next `size` tokens; None: unknown."""
+        """Returns what share of expected output is left after `size` more tokens. None: unknown."""
         if self._expected_output_tokens is None:
             return None
         done = (self._told_blocks + 1) * size

@@ -135,7 +135,7 @@ class KvRouter(AsyncClosing):
         block_size: the workers' number of tokens per KV block. None: ask the service.
         model_name: the model's name at the service. None: the only model that is served.
         is_eagle: True if the workers use EAGLE, so that a block's hash also covers the next token.
-            None: ask the service, but False if block_size and model_name are given.
+            None: False if block_size and model_name are both given; otherwise ask the service.
         return_token_ids: whether to ask engines for token ids in the stream, a vLLM extension.
         verify, cert, token: for requests to the service, not to workers. verify: True for the
             system's CA certificates, the path of a PEM file with other CA certificates, False for

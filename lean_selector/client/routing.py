@@ -125,7 +125,7 @@ class Routing:
         return Scope(name, self._tenant_id, size, eagle)
 
     async def _look(self, model: str | None) -> dict[str, Scope]:
-        """Returns Scopes by model, cached for FRESH_S s. Looks up an unknown `model` at once."""
+        """Returns each model's Scope, cached for FRESH_S s. An uncached `model` is looked up."""
         now = self._clock()
         is_fresh = bool(self._served) and now - self._looked_at < FRESH_S
         if is_fresh and (model is None or model in self._served or model in self._absent):

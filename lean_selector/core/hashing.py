@@ -69,7 +69,7 @@ def any_local_hashes(
 
 
 def packed_local_hashes(data: bytes, block_size: int, seed: int) -> bytes:
-    """Return the local hash of each full block (4 bytes per token). Does not check block_size."""
+    """Return each full block's local hash. `data` has 4 bytes per token; block_size must be > 0."""
     width, digests = 4 * block_size, list[int]()
     if len(data) == width:  # one block, as a decoding engine usually sends
         return xxh3_64_intdigest(data, seed).to_bytes(8, "little")
@@ -127,7 +127,7 @@ def block_hashes(
 
 
 def sequence_hashes(block_hashes: Sequence[int]) -> list[int]:
-    """Return the hash of each prefix that ends with a block. Raises ValueError outside u64."""
+    """Hash each prefix that ends with a block. Raises ValueError if a block hash is not a u64."""
     return _unpack(sequence_hashes_bytes(_pack(block_hashes)))
 
 

@@ -103,7 +103,7 @@ def _swept(error: Exception | None) -> None:
 
 
 class Pauses:
-    """`await pauses()` lets the event loop run if the last pause ended at least 1 ms ago."""
+    """`await pauses()` lets the event loop run, unless the last pause ended less than 1 ms ago."""
 
     def __init__(self) -> None:
         self._slice_ends = time.perf_counter() + SLICE_S

@@ -49,8 +49,8 @@ class KvReplay:
         may_go_on: Callable[[float], bool],
         on_reply: Callable[[list[bytes]], bool],
     ) -> None:
-        """`on_reply(frames)` starts to apply a reply. True means that no further reply is needed.
-        `may_go_on(deadline)` continues to apply this reply. True means that it has been applied."""
+        """`on_reply(frames)` starts to apply a reply; returns True if no more replies are needed.
+        `may_go_on(deadline)` continues to do so; returns True if all of the reply is applied."""
         self._news = asyncio.Event()
         self._turns = turns
         self._may_go_on = may_go_on

@@ -593,7 +593,7 @@ HTTP: Final = b"HTTP/"
 
 
 async def said_at(address: Address) -> bytes:
-    """Return `HTTP/` from an HTTP listener, else the answer to a ZMTP greeting (b"": no answer)."""
+    """Return `HTTP/` if an HTTP server listens, else the reply to a ZMTP greeting (b"": none)."""
     for question, size in ((b"HEAD / HTTP/1.0\r\n\r\n", len(HTTP)), (_GREETING, _GREETING_BYTES)):
         said = b""
         with contextlib.suppress(OSError):  # a timeout is an OSError

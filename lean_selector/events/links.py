@@ -94,8 +94,8 @@ class Watched(Protocol):
 
 class Rounds(Generic[_T]):
     """Calls `look(member)` for each member every `every_s` seconds, for a few members in each
-    iteration of the event loop. Members may be added and removed at any time. When no member is
-    left, the calls end until start() is called again."""
+    iteration of the event loop. Members may be added and removed at any time. The calls stop when
+    no member is left; start() then starts the calls again."""
 
     def __init__(self, members: Collection[_T], look: Callable[[_T], None], every_s: float) -> None:
         self._members: Final = members

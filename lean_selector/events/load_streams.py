@@ -106,7 +106,7 @@ class LoadStreams:
         self._streams: dict[int, dict[int, LoadStream]] = {}  # worker id -> rank -> stream
 
     def follow(self, worker_id: int, endpoints: Mapping[int, str], slots: Slots | None) -> None:
-        """Subscribe to load reports at `endpoints` (by rank). End the worker's other streams."""
+        """Subscribe to a worker's load reports at `endpoints` (by rank), and nowhere else."""
         streams = self._streams.pop(worker_id, {})
         for dp_rank, stream in list(streams.items()):
             if endpoints.get(dp_rank) != stream.endpoint or stream.slots is not slots:

@@ -62,7 +62,7 @@ def condition(
 
 
 def _unlike_prompts(ingest: KvIngest) -> str:
-    """Return why prompts cannot match the rank's blocks although the block size is right."""
+    """The block size is right, but prompts cannot match the rank's blocks. Return the reason."""
     if not ingest.stored:
         return f"all {ingest.stored_partial} stored events have less than a block"
     told = str(ingest.is_eagle).lower()
@@ -91,8 +91,8 @@ class SourceWatch:
         self._is_told = False
 
     def look(self, state: str, what: str, now: float) -> None:
-        """Record the state of the KV-event source. If it is a fault, log `what`: at once, or after
-        `grace_s` if it may pass. Call this regularly, and when the state may have changed."""
+        """Record the source's `state`. If it is a fault, log `what` once. A fault that the start of
+        an engine can cause is logged when it has lasted `grace_s` seconds. Call this regularly."""
         if state != self._state:
             if self._is_told:
                 text = f"no longer {self._state}, after {now - self.since:.0f} s: {state}"

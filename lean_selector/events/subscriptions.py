@@ -196,7 +196,7 @@ class KvSubscriptions:
                 yield self._partitions[rank], listener.status()
 
     def watermarks(self, partition: Partition) -> dict[RankKey, int]:
-        """Return, by rank, the number of the last batch of KV events that was applied in order."""
+        """Return rank -> number of the last applied batch. Ranks that lack batches are left out."""
         watermarks = dict(partition.watermarks)
         for rank, of in self._partitions.items():
             watermark = self._listeners[rank].watermark if of is partition else None

@@ -117,7 +117,7 @@ _OF_ENVOY: Final[tuple[tuple[str, str | None], ...]] = (
 
 
 def outcome_of(fields: Mapping[str, str], status: int | None) -> str | None:
-    """Tells how the first worker did: ok, failed or refused; None if unclear. Raises ValueError."""
+    """Judges the worker tried first: ok, failed or refused; None: unclear. Raises ValueError."""
     if "upstream" in fields:
         return _of_nginx(fields)
     if "termination" in fields or "retries" in fields:
@@ -354,7 +354,7 @@ class LogEnds:
         )
 
     def has_ended(self, reservation_id: str) -> bool:
-        """Whether the log reported the end before the reservation was made. Forgets this report."""
+        """Whether an access-log line ended a reservation before it was made. Forgets the line."""
         at = self._early.pop(reservation_id, None)
         return at is not None and self._clock() - at <= EARLY_MEMORY_S
 

@@ -1,9 +1,9 @@
 """Adds fields to a forwarded request, and removes their effects from the engine's answer.
 
 Token ids in an answer are read while the answer is relayed. Streams and whole answers are both
-handled piece by piece. A list of ids is found by its name in quotes. No JSON string can contain a
-name in quotes, because quotes inside strings are escaped. Only an unfinished list, or the start of
-its name, is buffered. To remove the usage from a stream, an incomplete event is buffered too."""
+handled piece by piece. A list of ids is found by its field's name (`"token_ids"`). No JSON string
+can contain this name, because quotes inside strings are escaped. An unfinished list or name is
+buffered. To remove the usage from a stream, an incomplete event is buffered too."""
 
 import re
 from collections.abc import Callable
@@ -189,7 +189,7 @@ class AnswerReader:
 
 
 def _beginning(data: bytes, at: int) -> int:
-    """Returns how many bytes at the end of `data[at:]` may be the start of an id list's name."""
+    """Returns how many bytes at the end of `data[at:]` may begin the field name of an id list."""
     quote = data.find(b'"', max(at, len(data) - _LONGEST_NAME))
     while quote >= 0:
         if data[quote:].translate(None, b" ") in _BEGINNINGS:

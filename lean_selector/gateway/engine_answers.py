@@ -168,7 +168,7 @@ class EngineAnswers:
     def _beside(
         self, key: object, work: Callable[[], Coroutine[Any, Any, None]]
     ) -> "asyncio.Task[None]":
-        """Starts a background query, or returns the running query with this key."""
+        """Returns the running query with this key. If there is none, starts the query `work`."""
         task = self._under_way.get(key)
         if task is None:
             task = self._under_way[key] = supervise("model lists", work, again=False)

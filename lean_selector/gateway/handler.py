@@ -263,7 +263,7 @@ def guarded(handle: App, tokens: AccessTokens, counts: Counts, connections: Conn
 
     /health and /ready need no token. Lists of models need the role `read`; all other requests need
     `write`, because they use a worker. The token is meant for the gateway, so it is not forwarded.
-    Refusals are in OpenAI's format. A refusal does not wait for the request's body."""
+    Refusals are in OpenAI's format, and are sent even if the request's body has not arrived yet."""
     connections.refuses = lambda request: tokens.role_of(request.credential) < _role_for(request)
 
     def app(request: Request) -> bytes | PendingReply:

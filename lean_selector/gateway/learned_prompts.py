@@ -221,8 +221,8 @@ class PromptMemory:
         known: tuple[int, int],
         whole: tuple[int, int],
     ) -> None:
-        """Adds entries, with estimated sizes, for the prefixes between `at` and the whole prompt.
-        `known`: tokens and bytes of prefix `at`. `whole`: tokens and blocks of the prompt."""
+        """Adds entries, with estimated sizes, for the prefixes between number `at` and the last.
+        `known`: (tokens, bytes) of prefix `at`. `whole`: (tokens, blocks) of the whole prompt."""
         known_tokens, known_end = known
         tokens, asked = whole
         more_bytes = max(1, chain.size - known_end)

@@ -204,7 +204,7 @@ class ModelRequest:
 
     @property
     def most_output_tokens(self) -> int | None:
-        """The maximum number of output tokens that the request sets, or None."""
+        """The request's limit of output tokens, or None. For embeddings, reranks and scores: 0."""
         if not self._has_output:
             return 0
         for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):

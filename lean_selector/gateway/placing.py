@@ -110,8 +110,8 @@ class Chooser:
             self.meter.add(perf_counter() - started, b"%d" % status)
 
     def _wait_s(self, routed: Routed, waited_s: float) -> float:
-        """Returns how many seconds a client should wait before a retry: the maximum of `waited_s`
-        and the times that the first requests of the model's queues have waited."""
+        """Returns how many seconds a client should wait before a retry: the longest time
+        that the first request of a queue of this model has waited, but at least `waited_s`."""
         partition = self._selector.catalog.partitions.get((routed.model_name, routed.tenant_id))
         lines = () if partition is None else partition.parked.lines()
         now = monotonic()
@@ -167,7 +167,7 @@ class Chooser:
         return lease
 
     def _warming(self, partition: Partition, now: float) -> frozenset[int]:
-        """Returns the recently ejected workers that may get no more requests now: a rank of theirs
+        """Returns the recently ejected workers that must get no more requests now, because a rank
         is at its limit. The limit rises from 1 active request to 1 + the other ranks' average."""
         returned, ranks = partition.health.returned, partition.slots.ranks
         total = sum(load.active_requests for load in ranks.values())

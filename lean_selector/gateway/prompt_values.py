@@ -51,7 +51,7 @@ _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
 
 
 class Links(NamedTuple):
-    """A message as compact JSON: an 8-byte hash per piece of LINK_BYTES bytes, and the size."""
+    """Hashes of a message's compact JSON (8 bytes per piece of LINK_BYTES bytes), and its size."""
 
     hashes: bytes
     size: int

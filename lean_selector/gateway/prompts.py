@@ -190,7 +190,7 @@ class Prompts:
         worker_ids: frozenset[int] | None,
         chain: Chain | None,
     ) -> Steps[tuple[Prompt, Unknown | None, bytes]]:
-        """Returns (prompt, None, b""), or (prompt, reason, known hashes) if hashes are random."""
+        """Returns (prompt, None, b""). If not all hashes are known: (prompt, why, known hashes)."""
         if request.why_not is not None:
             averages = self.memory.averages(model_key(served, lora_name))
             tokens = request.estimated_tokens(averages.tokens_per_byte)
@@ -223,7 +223,7 @@ class Prompts:
         return prompt, why_not, known.hashes
 
     def _learning(self, chain: Chain) -> Callable[[bytes | None, bytes], None]:
-        """Returns a function that stores the prompt's block hashes from an answer's token ids."""
+        """Returns a function that gets an answer's token ids and stores the prompt's hashes."""
 
         def learn(prompt_ids: bytes | None, output_ids: bytes) -> None:
             if prompt_ids is None:

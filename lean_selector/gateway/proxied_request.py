@@ -150,7 +150,7 @@ class ProxiedRequest:
         self._retry(REFUSED, REFUSED, reason)
 
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
-        """Sends the client the last error that a worker answered; if there is none, this error."""
+        """Relays the last error that a worker answered. If no worker did so, sends this error."""
         self.placing = None
         if self._shed is not None:
             self._pass_shed(*self._shed)

@@ -41,8 +41,8 @@ UNKNOWN: Final = 503
 
 
 def worker_headers(selection: Selection, why_not: Unknown | None, *, has_body: bool) -> bytes:
-    """Returns the response that names the worker in headers and, if `has_body`, in the body. If
-    `why_not` is given, a header has it. Raises Unavailable if the worker has no HTTP endpoint."""
+    """Returns the response that names the worker in headers and, if `has_body`, in the body. One
+    more header has `why_not`, if given. Raises Unavailable if the worker has no HTTP endpoint."""
     overlap = selection.overlap.longest_matched
     lines = (
         b"x-gateway-destination-endpoint: %b\r\nx-worker-id: %d\r\nx-data-parallel-rank: %d\r\n"
@@ -159,7 +159,7 @@ class RouteHandler:
     def _wait(
         self, parked: LaterReply, told: Callable[[Selection], Response], pending: LaterReply
     ) -> None:
-        """Resolves `pending` when `parked` is resolved. `told` makes a selection a response."""
+        """Resolves `pending` when `parked` is resolved. `told(selection)` returns the response."""
 
         def take(status: int, body: object) -> None:
             if isinstance(body, Selection):

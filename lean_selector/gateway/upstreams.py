@@ -105,8 +105,8 @@ class Rotation:
                 del self.endpoints[text]
 
     def next(self, avoided: Collection[str], among: Collection[str] | None) -> Upstream | None:
-        """Returns the next worker in turn that is in `among` (None: any), not in `avoided`, and not
-        draining. An ejected worker is returned only if no other is left. None: no worker."""
+        """Returns the next worker in `among` (None: any) that is not in `avoided` and not draining.
+        Returns an ejected worker only if no other is left. Returns None if no worker is left."""
         candidates = [
             each
             for each in self.in_turn
@@ -191,13 +191,13 @@ class Directory:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the command line names workers, and all are registered and schedulable. Then all
-        models are known, so the gateway can answer that an unknown model does not exist."""
+        """Whether the command line names workers, and all of these are registered and schedulable.
+        If so, all models are known. The gateway can then answer that a model does not exist."""
         return bool(self._named) and all(url in self._ready for url in self._named)
 
     def may_serve(self, model: str | None) -> list[str] | None:
-        """Returns the base URLs of the workers that serve the model, or, if there are none, of the
-        command line's workers whose models are unknown. None means that any worker may be tried."""
+        """Returns the base URLs of the workers that serve the model. If there are none, returns the
+        command line's URLs whose models are unknown. None means that any worker may be tried."""
         if model is None or not self._models:
             return None
         serving = [base for base, models in self._models.items() if model in models]

@@ -151,7 +151,7 @@ class _Pattern:
         return self.scheme in (target.scheme, "*") and target.port in self.ports
 
     def has_name(self, name: str) -> bool:
-        """Whether the pattern's host or path matches `name`. The host `*` matches any name."""
+        """Whether the pattern matches `name`, a host or path. The host `*` matches any name."""
         if self.name is not None:
             return self.name.fullmatch(name) is not None
         return self.network is None
@@ -204,8 +204,8 @@ class AllowedEndpoints:
         self._patterns: Final = [_Pattern(text) for text in patterns]
 
     def refusal(self, endpoint: str) -> str | None:
-        """Return in one line why `endpoint` is refused, else None. For a host name, None is not
-        final: after the name is resolved, `among` may still refuse its addresses."""
+        """Return in one line why `endpoint` is refused; None if it is not. A host name is not
+        resolved here. After the name is resolved, `among` may still refuse the addresses."""
         try:
             target, patterns = self._judged(endpoint)
         except ValueError:

@@ -104,7 +104,7 @@ class ChunkedBody(_Kept):
 
     def feed(self, data: bytes, at: int) -> int:
         """Consume body bytes, starting at data[at]. Returns the offset of the first unread byte.
-        Stops at an error. Also stops after _MOST_CHUNKS chunks; pass the rest in a later call."""
+        Sets `error` for an invalid body. Stops after _MOST_CHUNKS chunks: pass the rest later."""
         begin, steps = at, 0
         while at < len(data) and not self.is_done and self.error is None and steps < _MOST_CHUNKS:
             steps += 1

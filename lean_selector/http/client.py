@@ -325,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
     def send(
         self, head: bytes, body: bytes | bytearray, receiver: Receiver, answers_head: bool = False
     ) -> None:
-        """Send a request. Set `answers_head` for the method HEAD. `receiver` is called later."""
+        """Send a request. Set `answers_head` for the method HEAD. `receiver` gets the answer."""
         transport = self._transport
         assert transport is not None
         assert self._receiver is None, "one request at a time"
@@ -429,7 +429,7 @@ class ClientConnection(asyncio.Protocol):
         receiver.on_lost(f"{what} {when}", self.requests > 1 and not self._has_answer)
 
     def _read_head(self, data: bytes) -> bytes | None:
-        """Parse the answer's head. Returns the bytes after the head; None if no work is left."""
+        """Return the bytes after the answer's head. None: wait for more, or the answer failed."""
         receiver = self._receiver
         assert receiver is not None
         while True:
@@ -507,7 +507,7 @@ class Upstream:
         return bool(self.open or self.users)
 
     def kept(self) -> ClientConnection | None:
-        """Return the idle connection that was used most recently; None if no connection is idle."""
+        """Take the idle connection that was used most recently; None if no connection is idle."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:

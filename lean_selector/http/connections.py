@@ -95,7 +95,7 @@ class Connections:
         refusal: Callable[[HttpError], bytes] = plain_refusal,
         clock: Callable[[], float] = perf_counter,
     ) -> None:
-        """`call_soon` is the event loop's method. `refusal` makes the body of an error's answer."""
+        """`call_soon` is the event loop's method. `refusal` returns the body of an error answer."""
         self.call_soon = call_soon
         self.clock = clock
         # Returns whether to refuse a request whatever its body is, for example without a token.

@@ -322,7 +322,7 @@ class Request:
 
     `path` and `query` are raw. `body` is empty if the body was too large. `section` is the head
     after `HTTP/`: the version, and the header lines with their line ends. `credential` is the
-    digest of the bearer token, UNUSABLE for another scheme, or None."""
+    digest of the bearer token, UNUSABLE for another scheme, None if no credential was sent."""
 
     __slots__ = (
         "body",

@@ -123,7 +123,7 @@ class RequestReader:
 
     @property
     def received_bytes(self) -> int:
-        """How many bytes of the incomplete request have arrived; 0 between requests."""
+        """Bytes received of an incomplete head, or of the body after it; 0 between requests."""
         return len(self._head) if self._body is None else self._body.wire_bytes
 
     @property

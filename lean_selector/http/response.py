@@ -124,7 +124,7 @@ class PendingReply:
 
     If the client disconnects first, `on_disconnect` is called once, and `resolve` does nothing. A
     client that half-closes, as `nc -N` does after its request, counts as disconnected. But if
-    the app works on the answer already (`is_being_made`), such a client still gets it."""
+    the app works on the answer already (`is_being_made`), such a client still gets the answer."""
 
     __slots__ = ("_observers", "_send", "held_bytes", "is_being_made", "on_disconnect", "response")
 

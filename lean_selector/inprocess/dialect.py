@@ -14,8 +14,8 @@ from lean_selector.core.selection.shapes import BY_RANK
 
 
 class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of the cache of `select`'s choices. None means the default: 120 s, 4096 choices,
-    256 MiB. If one of the limits is 0, nothing is cached."""
+    """Limits of the cache of choices that `select` made. None means the default: 120 s, 4096
+    choices, 256 MiB. If one of the limits is 0, no choice is cached."""
 
     ttl_secs: float | None = None
     max_entries: int | None = None
@@ -23,7 +23,7 @@ class SelectionCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SelectionServiceError(Exception):
-    """A request that the service cannot serve now. `status_code` is the status in the HTTP API.
+    """A valid request that the service cannot serve. `status_code` is the status in the HTTP API.
     `kind`: not_found, conflict, scheduler (no worker is free now), not_ready (no worker exists, or
     the service is shut down), sequence (the worker has no such rank), internal."""
 

@@ -318,7 +318,7 @@ class SelectionService:
         session_affinity_ttl_secs: float | None = None,
     ) -> None:
         """`indexer_threads` is accepted for compatibility; there is one thread. Raises ValueError,
-        also for an invalid environment variable; TypeError for a cache or peers of a wrong type;
+        also for an invalid environment variable; TypeError for an argument of a wrong type;
         and OSError if the replica port cannot be bound."""
         self._config = config_of(
             indexer_threads,
@@ -366,8 +366,8 @@ class SelectionService:
     def _asked_at_once(
         self, handler: Callable[[SelectorParts], Handler], *arguments: object, before: object
     ) -> Any:
-        """Calls a handler and returns its response. If the selector has not started and no event
-        loop is running, returns `before`, which is the response of an empty selector."""
+        """Returns the response of the handler that `handler` returns. If the selector has not
+        started and no event loop runs, returns `before`, the response of an empty selector."""
         if self._running is None and not _is_on_a_loop():
             return before
         running = self._start()
@@ -429,8 +429,8 @@ class SelectionService:
         return await self._asked(service.select_and_reserve, body, undo=undo)
 
     async def create_reservation(self, request: object) -> Fields:
-        """Reserves the rank that `select` chose under this selection_id. If the request has a
-        worker_id, the rank `dp_rank` (default 0) of that worker is reserved for the prompt."""
+        """Reserves the rank that `select` chose for the request's selection_id. If the request has
+        a worker_id, the rank `dp_rank` (default 0) of that worker is reserved instead."""
         self._check_open()
         body = _body(_RESERVATION, fields_of("request", request))
         return await self._asked(self._handlers.reserve, body)
@@ -442,8 +442,8 @@ class SelectionService:
         return ()
 
     def add_output_block(self, selection_id: str, *, decay_fraction: float | None = None) -> None:
-        """Reports one more block of output. If `decay_fraction` (0 to 1) is given, the rank's load
-        counts the blocks that only this request has, also the new one, with this weight."""
+        """Reports one more block of output. With a `decay_fraction` (0 to 1), the new block and all
+        blocks that only this request has count as this fraction of a block in the rank's load."""
         name = selection_id_of(selection_id)
         body = _body(OutputBlockRequest, {"decay_fraction": decay_fraction})
         if self._asked_at_once(lambda parts: parts.service.output_block, name, body, before=0) == 0:

@@ -86,8 +86,8 @@ class ReplicaSync:
     """The replica mesh of one process. Used only on the loop where it was started.
 
     `bind` is a port (on all IPv4 interfaces) or a ZMQ endpoint. `on_event(event, now)` handles each
-    decoded event and returns its outcome; `now` is in monotonic seconds. `on_session` does the same
-    for session events; if it is None, we do not subscribe to session events. `router_id` is the
+    decoded event and returns the outcome; `now` is in monotonic seconds. `on_session(event, now)`
+    handles session events; if None, we do not subscribe to session events. `router_id` is the
     sender id of published events. `advertise`, the endpoint at which peers reach us, is refused as
     a peer. `on_connected()` is called when a subscription is made or restored, `on_missed()` when
     events were missed. If `gate` is given, peers must use CURVE with a key that the gate admits.
@@ -239,10 +239,10 @@ class ReplicaSync:
     # peers --------------------------------------------------------------------------------------
 
     def register_peer(self, endpoint: str) -> bool:
-        """Subscribe to a peer. Returns False for a registered peer. Raises BadRequest or Conflict.
+        """Subscribe to a peer. Returns False if the peer is registered already.
 
-        The connection is made in the background. Events of the next few hundred milliseconds may be
-        missed."""
+        Connects in the background. Events of the next few hundred milliseconds may be missed.
+        Raises BadRequest for an invalid or forbidden endpoint, Conflict for too many peers."""
         _check(endpoint)
         if endpoint == self._advertise:
             raise BadRequest("peer endpoint matches this replica's advertised endpoint")
@@ -374,7 +374,7 @@ class DropWarnings:
             self.warn(now, verdict.name.lower().replace("_", " "), name_of(event))
 
     def warn(self, now: float, reason: str, detail: str, events: int = 1) -> None:
-        """Count dropped events, and log when due. `detail` describes the last of these events."""
+        """Log dropped events, each reason once in WARN_EVERY_S. `detail` describes the last one."""
         last, count = self._said.get(reason, (-WARN_EVERY_S, 0))
         count += events
         if now - last < WARN_EVERY_S:

@@ -69,8 +69,8 @@ class ReplicaPub:
         self.endpoint: Final = plain.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def send(self, topic: bytes, payload: bytes) -> bool:
-        """Send to all connected peers. Returns False if a peer's queue became full and this peer
-        missed the message. Peers whose queues became full earlier are skipped and do not count."""
+        """Send to all connected peers. Returns False if a peer missed the message because the
+        peer's queue has just become full. A queue that was already full does not matter."""
         is_for_all = True
         try:
             self.socket.send(topic, zmq.SNDMORE | zmq.DONTWAIT)

@@ -4,8 +4,8 @@ Peers are queried in order. The first usable dump is read completely, then appli
 between which the loop serves requests. If the first worker of a partition registers later and has
 another block size, the partition's recovered blocks are discarded (D3). A rank is skipped if its
 engine has sent us events (they are newer than any dump), or if our subscription to it ended during
-the recovery. A subscription with a replay endpoint starts after the recovery. It then requests the
-batches after the dump, and the dump's last batch (D34). Spec: indexer.md 4.2 and 7.5."""
+the recovery. A subscription with a replay endpoint starts after the recovery. Its replay begins
+with the dump's last batch, to detect an engine restart (D34). Spec: indexer.md 4.2 and 7.5."""
 
 import asyncio
 import logging

@@ -2,7 +2,7 @@
 
 At the start, peers are queried until one returns a snapshot of all reservations. When a connection
 to a peer was made or restored, or events of a peer were missed, all peers are queried, because only
-the replica that admitted a request knows exactly whether it is live (decision D24). We subscribe to
+the replica that admitted a request knows exactly whether the request is live (D24). We subscribe to
 peers before we fetch snapshots, so that no later release is missed. Dynamo's own service has no
 snapshots (404) and is skipped. Reservations are read and added to our load in time slices. If a
 reservation's rank is not registered here yet, adding is retried until the catch-up ends."""
@@ -126,7 +126,7 @@ class CatchingUp:
             self._again.set()
 
     def _plan_to_mend(self, mended: bool) -> None:
-        """If events are missing, catch up later. `mended`: the last catch-up recovered events."""
+        """If events are missing, catch up later. `mended`: whether the last catch-up got any."""
         if mended:
             self._mend_pause_s = 0.0
         elif self._is_mending:
@@ -158,8 +158,8 @@ class CatchingUp:
             await asyncio.sleep(max(0.0, began + pause_s - time.monotonic()))
 
     async def _run_once(self) -> None:
-        """Copy peers' reservations once. If a reservation's rank is not registered, retry until the
-        catch-up ends, then drop the reservation. If a new catch-up is due first, drop nothing."""
+        """Copy peers' reservations once. Then retry the reservations whose rank is not registered.
+        Drop these at the catch-up's deadline; keep them if a new catch-up is requested first."""
         again = self._again
         self._failed = False
         is_restored = any(target.slots.live_counts()[1] for target in self._targets())

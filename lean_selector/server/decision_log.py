@@ -125,8 +125,8 @@ class RotatingFile(LineWriter):
 
 
 class DecisionLog:
-    """Writes the decision log. Callers report choices, and changes of reservations. The changes are
-    passed on to the constructor's `then`. Requests without block hashes are not logged."""
+    """Writes the decision log. Callers report each choice, and each change of a reservation. The
+    constructor's `then` also gets the changes. Requests without block hashes are not logged."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class DecisionLog:
     def reported(
         self, reservation_id: str, ttft_s: float | None, cached_tokens: int | None
     ) -> None:
-        """Adds the TTFT, and how many tokens the engine had cached, to the line of a request."""
+        """Adds the TTFT, and the number of tokens that the engine had cached, to a log line."""
         line = self._begun.get(reservation_id)
         if line is not None:
             if ttft_s is not None:

@@ -83,7 +83,7 @@ def tracker_discoveries(
 
 
 def discovery_families(finding: Discoveries) -> Families:
-    """Returns the metrics of discovery. How many series there are depends on the flags only."""
+    """Returns the metrics of discovery. The number of time series depends only on the flags."""
 
     def sightings() -> list[tuple[str, Sighting]]:
         return [(labels(discovery=one.name, finds=finds), one) for finds, one in finding.sightings]

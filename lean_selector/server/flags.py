@@ -30,7 +30,7 @@ _WORDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag's name, limits and parser (`each`; if None, the field's type decides)."""
+    """A flag's name, limits and parser. If `each` is None, the field's type says how to parse."""
 
     name: str  # with --; without --, a list of positional arguments
     env: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ def flag(default: Any, name: str, *env: str, **more: Any) -> Any:
 
 
 def dyn_flag(default: Any, name: str, *env: str, **more: Any) -> Any:
-    """Declares a flag of Dynamo, whose environment variable (DYN_ and the name) is accepted too."""
+    """Declares a flag that Dynamo has too. Dynamo's variable (DYN_ and the name) also sets it."""
     return flag(default, name, f"DYN_{name[2:].upper().replace('-', '_')}", *env, **more)
 
 

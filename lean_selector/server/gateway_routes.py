@@ -162,5 +162,5 @@ class GatewayRoutes:
 
 
 def _never(reservation_id: str) -> bool:
-    """Returns False: only access logs can report a request's end before its reservation is made."""
+    """Returns False: without access logs, no end is reported before a reservation is made."""
     return False

@@ -153,8 +153,8 @@ class RouterFlags:
       nothing; unset: 120 with --api 1.6, else nothing
     predicted_ttl_s: with KV events on, assume that a routed prompt is cached this long, until its
       events arrive; gateway: 10 by default
-    approximate_cache_policy: accepted for compatibility; lru is treated as ttl, and refused while
-      KV events are on
+    approximate_cache_policy: accepted for compatibility; lru has the same effect as ttl, and is
+      refused while KV events are on
     overlap_score_credit: reduction of a rank's cost, in prefill blocks, for each block cached on
       the device; above 1 only with --api 1.6
     overlap_score_credit_decay: how fast the overlap credit falls as a rank's waiting prefill grows
@@ -396,8 +396,8 @@ class PromptsFlags:
     mode: who tokenizes text; tokenize: engines, local: this process, off: nobody; unset: no /route
     tokenizer: folder with tokenizer.json and the chat template, for --prompts local
     memory_mb: maximum memory for the known tokens of earlier prompts, in MiB
-    ask_from_bytes: tokenize a prompt with at least this many bytes after the part seen before;
-      `none`: never; unset: 0; with the gateway's learn: 16384 on paths whose answers have token ids
+    ask_from_bytes: tokenize a prompt if at least this many bytes follow the part seen before;
+      `none`: never; unset: 0, but with learn (gateway) 16384 where answers contain token ids
     ask_timeout_s: how long to wait for a prompt's tokens; after that, only known blocks are matched
     """
 

@@ -56,7 +56,7 @@ _NO_WORKERS = b"[]}"
 
 
 def catalog_text(head: CatalogFile, workers: Sequence[bytes]) -> bytes:
-    """Encodes the file `catalog`: `head`, whose empty list of workers is replaced by `workers`."""
+    """Encodes the file `catalog` from `head`, which has no workers, and the encoded `workers`."""
     text = _encode(head)
     assert text.endswith(_NO_WORKERS)
     return b"%b[\n%b\n]}" % (text[: -len(_NO_WORKERS)], b",\n".join(workers))
@@ -214,8 +214,8 @@ class SelectorCatalog:
         return problems
 
     def _not_a_member(self, spec: WorkerSpec) -> None:
-        """Takes a worker that failed to register out of its restored partition (model and tenant).
-        If no worker is left in the partition, removes it, to forget its old block size."""
+        """Removes a worker that failed to register from its restored partition (model and tenant).
+        A partition left without workers is removed too, so that its old block size is forgotten."""
         partitions = self.selector.catalog.partitions
         if (partition := partitions.get(spec.key)) is not None:
             partition.members.discard(spec.worker_id)

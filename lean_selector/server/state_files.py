@@ -180,8 +180,8 @@ class StateDirectory:
         return os.path.samestat(at_path, os.fstat(fd))
 
     def _hold(self) -> None:
-        """Locks the directory if this is necessary, for example because another directory is
-        mounted at the path now. Raises OSError."""
+        """Locks the directory, unless we still hold the lock. A lock is lost, for example, if
+        another directory is mounted at the path. Raises OSError."""
         with self._holding:
             if self._fd is not None and self._is_at_path(self._fd):
                 return

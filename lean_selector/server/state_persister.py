@@ -166,8 +166,8 @@ class Persister:
         self._changed.set()
 
     def when_saved(self, then: Callable[[], None]) -> bool:
-        """Returns True, and later calls `then`: when all catalog changes are on disk, or writing
-        fails or hangs. Returns False if there is nothing to write, or the last write failed."""
+        """Returns False if all catalog changes are saved, or the last write failed. Else returns
+        True, and calls `then` when the changes are on disk, or writing them fails or hangs."""
         if self._saved_change == self._change or CATALOG in self._faults:
             return False
         self._waiting.append((self._change, then))

@@ -87,8 +87,8 @@ class AccessTokens:
         self.roles = _roles_of(path, self._file.read()[0])
 
     def role_of(self, credential: bytes | None) -> Role:
-        """Returns the role of the token with the digest `credential`; OPEN if there is none. The
-        digest is keyed, so the duration of the look-up reveals nothing about the token."""
+        """Returns the role of the token with the digest `credential`, or OPEN if no token has it.
+        The digest is keyed, so the duration of the look-up reveals nothing about the token."""
         return self.roles.get(credential, OPEN)
 
     def look(self, again: bool = False) -> None:

@@ -57,7 +57,7 @@ def metrics_route(
 
 def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False) -> Route:
     """Returns the route GET /openapi.json, which describes `routes` and itself. `document` names
-    the file with the descriptions. If `asks_tokens`, the answer says which role a route needs."""
+    the file with the routes' descriptions. With `asks_tokens`, these include the needed roles."""
     served = {(method.lower(), path.replace("*}", "}")) for method, path, *_ in routes}
     served.add(("get", "/openapi.json"))
     made: list[bytes] = []
@@ -106,7 +106,7 @@ def observed(
 
     `families_of` gets the counters of all routes and the counters `meters`, and returns metrics.
     `service` is the service's name in metrics. The file `document` describes the routes. `lines`
-    returns headers for errors. With `tokens`, a request needs a token with the route's role."""
+    returns headers of error answers. With `tokens`, a request needs a token of the route's role."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))

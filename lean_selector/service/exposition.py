@@ -94,7 +94,7 @@ class RouteMeter:
             self.others[status] = self.others.get(status, 0) + 1
 
     def refused(self, error: Exception) -> None:
-        """Counts a request that was shed, or for whose model and tenant there is no worker."""
+        """Counts a failed request if it was shed, or if its model and tenant have no worker."""
         if isinstance(error, (AllWorkersBusy, WaitedTooLong)):
             self.shed += 1
         elif isinstance(error, UnknownModel):
@@ -299,7 +299,7 @@ def each(text: str, label: str, counts: Mapping[str, Number]) -> Iterator[Sample
 
 
 def exposition_text(families: Iterable[AnyFamily]) -> Iterator[str]:
-    """Yields the answer to a scrape in small pieces. A step without text yields an empty string."""
+    """Yields the answer to a scrape in small pieces. A piece is empty if a step makes no text."""
     for family in families:
         yield from family.text()
     yield _process_text()

@@ -191,8 +191,8 @@ class FleetView:
         self._findings = findings
 
     def prefixes(self, hits: Hits | None) -> Iterator[PrefixTree | None]:
-        """Yields the tree of cached prefixes of each model and tenant, and None after each step.
-        `hits`: number of prompts that matched each run (tree node); None: not counted."""
+        """Yields the tree of cached prefixes of each of the first 10 pairs of model and tenant, and
+        None after each step. `hits`: number of prompts that matched each run (a tree node)."""
         partitions = list(established(self._selector.catalog, None, None))
         most = max(_LEAST_RUNS, MOST_RUNS // max(1, len(partitions)))
         for partition in partitions[: MOST_RUNS // _LEAST_RUNS]:

@@ -36,9 +36,9 @@ Run = Callable[[Request, bytes | None], Served]  # the second argument is the pa
 
 
 class Endpoint:
-    """The handler `run` of a route, and the types of its input. If tokens are enabled and a request
-    has no valid token, the handler `brief` gives a shorter answer. `refused` encodes the answers
-    401 and 403 of routes whose errors do not have the form `{"error": ...}`."""
+    """The handler `run` of a route, and the types of its input. If access tokens are enabled, the
+    handler `brief` gives a shorter answer to a request without a valid token. If the route's errors
+    do not have the form `{"error": ...}`, `refused` encodes its answers 401 and 403."""
 
     __slots__ = ("body", "brief", "is_body_optional", "query", "refused", "run")
 
@@ -215,7 +215,7 @@ def _meter_later(answer: LaterReply, meter: RouteMeter, started: float) -> None:
 def plain(
     handler: Callable[[], object], status: int = 200, brief: Callable[[], object] | None = None
 ) -> Endpoint:
-    """Returns a route's endpoint. Without a valid token, `brief` is called instead of `handler`."""
+    """Returns an endpoint. If access tokens are on, requests without a valid one go to `brief`."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(status, handler())
@@ -226,7 +226,7 @@ def plain(
 def with_query(
     handler: Callable[[Query], object], known: frozenset[str] = SCOPE_FIELDS
 ) -> Endpoint:
-    """Returns the endpoint of a route with a query. `routing_group` is renamed to `tenant_id`."""
+    """Returns an endpoint. Its `handler` gets those fields of the query that are in `known`."""
 
     def answer(request: Request, param: bytes | None) -> Answer:
         return sent(200, handler(query_of(request, known)))

@@ -141,7 +141,7 @@ _NAMED: Final = 4  # endpoints or workers listed in a warning; a worker may have
 
 
 class Sources(Protocol):
-    """Lists the ranks that get KV events (`listeners`) or replays (`askers`) from an endpoint."""
+    """Lists the ranks whose KV events (`listeners`) or replays (`askers`) an endpoint sends."""
 
     def listeners(self, key: str) -> Sequence[RankKey]: ...
 
@@ -260,7 +260,7 @@ def _events_of(spec: WorkerSpec) -> list[tuple[str, str, int]]:
 
 
 def _replays_of(worker: Worker) -> Iterator[tuple[str, str]]:
-    """Yields (field, endpoint) for a worker's replay endpoints, also those of single ranks."""
+    """Yields (field, endpoint) for each replay endpoint of a worker and of its ranks."""
     spec = worker.spec
     if spec.replay_endpoint is not None:
         yield "replay_endpoint", spec.replay_endpoint

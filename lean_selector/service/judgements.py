@@ -127,7 +127,7 @@ _NAMED: Final = 4  # ranks listed in a finding
 
 
 class _Use:
-    """An endpoint registered as a rank's `field`. Its `publisher` is (engine, rank, `field`)."""
+    """A rank's KV-event or replay endpoint. Ranks with equal `publisher` may share an endpoint."""
 
     def __init__(
         self, subject: str, field: str, endpoint: str, publisher: tuple[str | int, int, str]

@@ -233,8 +233,7 @@ def _quoted(text: str) -> str:
 
 
 def _one_line(json: bytes) -> str:
-    """Returns JSON text in which characters that a terminal or a line reader may interpret are
-    escaped."""
+    """Returns `json` as text. Escapes characters that a terminal or a line reader may interpret."""
     return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.decode())
 
 

@@ -30,7 +30,7 @@ WORKERS: Final = "Registered workers by lifecycle."
 
 
 class LoadScope(Protocol):
-    """A model and tenant, and the reservations and load of its ranks."""
+    """A model and tenant, with the reservations and the load of their ranks."""
 
     model_name: str
     tenant_id: str

@@ -49,8 +49,8 @@ class Reply:
 
 
 class LaterReply(PendingReply):
-    """The result of a handler that cannot answer at once. If a caller in the same process sets
-    `take`, `take(status, body or error)` is called, and no response is sent."""
+    """The result of a handler that cannot answer at once. A caller in the same process can set
+    `take`. Then `take(status, body or error)` is called, and no response is sent."""
 
     __slots__ = ("fault", "take")
 

@@ -182,8 +182,8 @@ class SelectionService(WorkerHandlers):
         bare_dump: Callable[[], Answer] | None = None,
         books_at: str = SELECT_AND_RESERVE,
     ) -> None:
-        """`call_later` is needed only if queue time is limited. `bare_dump` makes a dump with only
-        Dynamo's fields. Metrics count what `select_and_reserve` sheds under route `books_at`."""
+        """`call_later` is needed only if queue time is limited. `bare_dump` omits fields unknown to
+        Dynamo. If `select_and_reserve` sheds a request, metrics count it for route `books_at`."""
         super().__init__(selector, sources, state, replication, clock)
         self._dump = dump
         self._bare_dump = dump if bare_dump is None else bare_dump

@@ -82,7 +82,7 @@ class SimulatedRequest:
 
 
 class Iteration(msgspec.Struct):
-    """The results of one iteration, or of several in a row in which the engine only decodes."""
+    """The results of one iteration. Successive iterations that only decode count as one."""
 
     evicted: list[int] = []
     first_tokens: list[SimulatedRequest] = []
@@ -120,7 +120,7 @@ class BatchingEngine:
         self._is_decoding_only = False
 
     def submit(self, request: SimulatedRequest, now: float) -> None:
-        """Queues a request. If decode iterations run in a row, the current one becomes the last."""
+        """Queues a request. A running row of decode iterations ends after its current iteration."""
         self._waiting.append(request)
         if self.due is not None and self._is_decoding_only:
             self._count = min(self._count, max(1, math.ceil((now - self._began_at) / self._each_s)))
@@ -156,7 +156,7 @@ class BatchingEngine:
         self.due = now + self._count * self._each_s
 
     def _admit(self, request: SimulatedRequest, made: Iteration) -> bool:
-        """Stores a prompt. Returns False if too many requests run, or the cache has no room."""
+        """Caches a prompt. Returns False if too many requests run, or the cache has no room."""
         busy = len(self._running) + len(made.first_tokens)
         if busy and (
             busy >= self._times.most_running or not self.cache.has_room_for(request.chain)

@@ -77,7 +77,7 @@ def _times(prompt_token_s: float, pace: float) -> IterationTimes:
 
 
 def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
-    """Estimates an engine's cache size in 512-token blocks. `chains`: block hashes by prompt."""
+    """Estimates an engine's cache size in 512-token blocks. `chains`: block hashes per prompt."""
     lines = recording.lines
     observed = sum(found_tokens(line) or 0 for line in lines)
     steps: list[tuple[float, int, int]] = []  # (time, 0: look up or 1: store, index of the request)
@@ -118,7 +118,7 @@ def capacity_of(recording: Recording, chains: Sequence[Sequence[int]]) -> int:
 
 
 def _ratios(recording: Recording) -> dict[int, list[float]]:
-    """Returns, by engine, a number per request: prefill seconds / tokens computed meanwhile."""
+    """Returns engine -> prefill seconds per computed prompt token, one value per request."""
     waiting: dict[int, list[tuple[float, float]]] = {}  # engine -> (end of prefill, tokens)
     ratios: dict[int, list[float]] = {}
     for line in recording.lines:
@@ -179,7 +179,7 @@ def play_recorded(
 def _fitted(
     recording: Recording, fleet: Fleet, output_tokens: list[int], prompt_token_s: float, pace: float
 ) -> Fleet:
-    """Returns `fleet` with speeds fitted to the log. First tries `prompt_token_s` and `pace`."""
+    """Returns `fleet` with speeds fitted to the log, starting from `prompt_token_s` and `pace`."""
     lines = list(islice(recording.lines, _MOST_REQUESTS))
     timed = [(at, each) for at, line in enumerate(lines) if (each := ttft_s(line)) is not None]
     wanted_s = fmean(each for _, each in timed)

@@ -100,7 +100,7 @@ class Probes:
     # -- completions -------------------------------------------------------------------------------
 
     async def _probe(self, probe: Probe) -> Finding | None:
-        """Sends the prompt. Returns None if its KV events are late, and otherwise a finding."""
+        """Sends the prompt. Returns a finding, or None if its KV events do not come in time."""
         async with self._asked.turn:
             try:
                 await self._complete(probe)

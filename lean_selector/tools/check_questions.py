@@ -134,7 +134,7 @@ class AskedSelector:
 async def judge_port(
     resolve: Resolve, subject: str, field: str, endpoint: str, timeout_s: float
 ) -> Finding:
-    """Tests whether ZMQ listens at `endpoint`. The finding names the rank `subject` and `field`."""
+    """Tests whether ZMQ listens at `endpoint`, registered as the `field` of the rank `subject`."""
     level, what, mend = await _judged_port(resolve, endpoint, timeout_s)
     return Finding(level, subject, f"{field} {endpoint}{what}", mend)
 

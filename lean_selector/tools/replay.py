@@ -307,7 +307,7 @@ def _replay(options: argparse.Namespace, recording: Recording, engines: Engines)
 
 
 def _costs(base: Row, other: Row, best: int, prompt_token_s: float) -> list[str]:
-    """Compares the cost of `base` with two others: `other`, and an unbounded cache (`best`)."""
+    """Compares tokens and time of `base` with `other`, and with an unbounded cache (`best`)."""
     tokens = base.computed_tokens - other.computed_tokens
     waited_s = sum(base.ttft_s) - sum(other.ttft_s)
     more = base.computed_tokens - best

@@ -107,7 +107,7 @@ def _panel(
     y_ticks: Sequence[tuple[float, str]],
     scaled: Callable[[float], float] = float,
 ) -> list[str]:
-    """Returns the SVG of a diagram: axes, which reach from the first to the last tick, and lines.
+    """Returns the SVG of a diagram with `lines`. Each axis reaches from its first to its last tick.
     `scaled` transforms the values on the x axis, for example to logarithms."""
     first, last = scaled(x_ticks[0][0]), scaled(x_ticks[-1][0])
     highest = y_ticks[-1][0]

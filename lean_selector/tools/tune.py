@@ -35,7 +35,7 @@ def _grid() -> Iterator[dict[str, object]]:
 
 
 class Tuned(msgspec.Struct, frozen=True):
-    """The settings that `tune` recommends ({} if none), and how they change the mean TTFT."""
+    """The recommended settings ({} if none), and how the best ones tried change the mean TTFT."""
 
     settings: dict[str, object]
     ttft_change: Change

@@ -148,7 +148,7 @@ def json_excess(body: bytes | bytearray) -> str:
 
 
 def messagepack_excess(body: bytes | bytearray, names: frozenset[str]) -> str:
-    """Return which limit a MessagePack body exceeds, or "". Fields in `names` may have 256 KiB."""
+    """Return which limit a MessagePack body exceeds, or "". `names`: fields limited to 256 KiB."""
     if len(body) < COSTLY_BODY_BYTES:
         return ""
     size = {0xDE: 2, 0xDF: 4}.get(body[0], 0)  # bytes that encode the number of fields
@@ -285,8 +285,8 @@ def _decoded(decode: Callable[[bytes], T], rest: bytes) -> T | None:
 
 
 def _with_hashes(fields: T | None, block: bytes | None, sequence: bytes | None) -> T | None:
-    """Put the packed hash lists `block` and `sequence` into `fields`, a body decoded without them.
-    Return None if a list was not the value of its field, for example because a key was repeated."""
+    """Put the packed lists `block` and `sequence` where the decoded body `fields` has placeholders.
+    Return None if a placeholder is missing, for example because the body repeats a key."""
     if not isinstance(fields, PromptFields):
         return None
     if block is not None:

@@ -35,7 +35,7 @@ class LoggedCandidate(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
 
 
 class DecisionLine(msgspec.Struct, omit_defaults=True, gc=False):
-    """One request that has ended. `timestamp`: when it arrived (in our logs: Unix time in ms)."""
+    """One ended request. `timestamp`: its arrival in ms (Unix time, except in Mooncake traces)."""
 
     timestamp: float
     input_length: int  # tokens

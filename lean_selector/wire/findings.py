@@ -47,7 +47,7 @@ class Readiness(msgspec.Struct):
 
 
 class SelectorFacts(msgspec.Struct):
-    """What `lean-selector check` fetches. The reference reports no event sources or discoveries."""
+    """What `lean-selector check` judges. `sources` and `discoveries` are None if not reported."""
 
     is_ready: bool
     workers: list[WorkerRecord]

@@ -154,7 +154,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """Return the token after the last of `blocks` blocks. `lookahead`: tokens after each block."""
+    """Return the token after the last of `blocks` blocks. lookahead[i]: tokens after block i."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None
@@ -203,8 +203,8 @@ def tier_of(medium: str | None) -> Tier | None:
 
 
 def _is_remote(locality: object, ownership: object) -> bool:
-    """Whether an event's blocks are outside of the worker (D26). A text `locality` other
-    than LOCAL means yes. If `locality` is empty or no text, any text in `ownership` means yes."""
+    """Whether an event's blocks are outside of the worker (D26). If `locality` is a non-empty text,
+    every text except LOCAL means yes. Otherwise, any non-empty text in `ownership` means yes."""
     if isinstance(locality, str) and locality:
         return locality.upper() != "LOCAL"
     return isinstance(ownership, str) and ownership != ""
@@ -239,10 +239,10 @@ def _mm_hashes_of_keys(
 def _mm_hashes_of_block(
     keys: list[object], lora_name: str | None, end: int, unknown: dict[str, int]
 ) -> list[int] | None:
-    """Return hashes of the objects (images etc.) in a block's extra keys; None if there are none. A
-    key [identifier, offset < `end`], or a text of 64 hex digits except `lora_name`, is an object.
-    Its hash is the first 16 of 64 hex digits; an identifier of another form is hashed. Other texts,
-    integers and bytes are skipped. All other keys get one hash, and are counted in `unknown`."""
+    """Return hashes of the objects (images etc.) in a block's extra keys; None if there are none.
+    An object's key is [identifier, offset < `end`], or 64 hex digits that are not `lora_name`. The
+    first 16 of 64 hex digits are the hash; identifiers of another form are hashed. Other texts,
+    integers and bytes are skipped. All other keys get one hash; `unknown` counts them by kind."""
     hashes = []
     others = []
     for key in keys:

@@ -75,7 +75,7 @@ _KIND: dict[str, EventKind] = {name: kind for kind, name in _KIND_NAME.items()}
 
 
 def encode_event(event: ReplicaEvent, sequence: int | None = None) -> bytes:
-    """Return the second ZMQ frame of a replica event, numbered `sequence`. The first is TOPIC."""
+    """Return a replica event's ZMQ frame that follows TOPIC. `sequence`: the event's number."""
     booking = event.booking
     data: Literal["MarkPrefillCompleted", "Free"] | AddVariant
     if event.kind is EventKind.ADD:
@@ -151,7 +151,7 @@ def decode_heartbeat(frames: Sequence[bytes]) -> Heartbeat:
 
 
 def encode_session(event: SessionEvent) -> bytes:
-    """Return the second ZMQ frame of a session's binding; the first frame is SESSION_TOPIC."""
+    """Return the ZMQ frame, after SESSION_TOPIC, that binds a session to a worker or rank."""
     return _encode(
         SessionEnvelope(
             model_name=event.model_name,
@@ -166,7 +166,7 @@ def encode_session(event: SessionEvent) -> bytes:
 
 
 def decode_session(frames: Sequence[bytes]) -> SessionEvent:
-    """Decode a session's binding from a received message. Raises UndecodableFrames."""
+    """Decode a message that binds a session to a worker or rank. Raises UndecodableFrames."""
     if len(frames) != 2:
         raise UndecodableFrames(f"{len(frames)} frames instead of 2")
     payload = frames[1]

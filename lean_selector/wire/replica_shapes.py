@@ -107,7 +107,7 @@ class SnapshotLine(msgspec.Struct, gc=False):
 
 
 class KeptLine(msgspec.Struct, gc=False):
-    """A cached snapshot line without the age. A change of the prefill fields makes it outdated."""
+    """A reservation's cached snapshot line, without the age. Reused until the prefill changes."""
 
     before: bytes  # the encoded text before the age
     after: bytes

@@ -40,8 +40,8 @@ _decode_line = msgspec.json.Decoder(SnapshotLine).decode
 def encode_snapshot(
     router_id: int, sequence: int, listed: Iterable[LiveBooking], clock: Callable[[], float]
 ) -> Iterator[bytes]:
-    """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the live reservations
-    after at least `sequence` events of this replica. `clock()` returns monotonic seconds."""
+    """Yield the text of GET /replica_sync/snapshot in parts. `listed`: the live reservations.
+    They reflect at least this replica's first `sequence` events. `clock()`: monotonic seconds."""
     yield snapshot_head(router_id, sequence)
     end = b"\n"
     for live in listed:
@@ -87,9 +87,9 @@ _NO_AGE = b'"age_s":0.0'  # cannot be part of a string, where quotes are escaped
 class SnapshotLines:
     """Caches each reservation's text for the next snapshot, because most text stays the same.
 
-    Call `begin` for each snapshot, then `line` for each reservation. A reservation is dropped from
-    the cache if it got no `line` call since the last `begin`. The cache takes some 400 bytes per
-    reservation, and 20 per block."""
+    Call `begin` for each snapshot, then `line` for each reservation. `begin` drops the
+    reservations for which `line` was not called since the previous `begin`. The cache takes some
+    400 bytes per reservation, and 20 per block."""
 
     def __init__(self, router_id: int) -> None:
         self._router_id = router_id

@@ -75,7 +75,7 @@ def packed_u32(text: bytes) -> bytes | None:
 
 @functools.lru_cache(maxsize=8192)  # per list length; 8 192 blocks of 16 tokens are 131 072 tokens
 def packer(count: int, kind: str = "q") -> Callable[..., bytes]:
-    """Return a function that packs `count` integers in a `struct` format, little-endian."""
+    """Return a little-endian packer of `count` integers. `kind`: their format in `struct`."""
     return struct.Struct(f"<{count}{kind}").pack
 
 
@@ -293,7 +293,7 @@ _MOST_ID_CHARACTERS: Final = 4096  # in a path of up to 64 KiB, up to 12 bytes e
 
 
 def check_id(name: str, value: str) -> None:
-    """Raise BadRequest for an id that would not fit into a URL path."""
+    """Raise BadRequest for an id of more than 4096 characters, too long for a URL path."""
     if len(value) > _MOST_ID_CHARACTERS:
         raise BadRequest(
             f"{name} must not have more than {_MOST_ID_CHARACTERS} characters, and has {len(value)}"

@@ -149,8 +149,8 @@ class KvHint(msgspec.Struct, frozen=True):
 
 
 class Selection16(msgspec.Struct, frozen=True, gc=False):
-    """The answer to /select and /select_and_reserve. JSON keys have the order of the fields. The
-    answer to /select has no field before `model_name`, except the request's `selection_id`."""
+    """The answer to /select and /select_and_reserve. JSON keys are in the order of the fields. The
+    answer to /select has no sequence_hashes, isl_tokens, track_prefill_tokens and kv_hint."""
 
     selection_id: str | UnsetType
     sequence_hashes: tuple[int, ...] | UnsetType  # as signed integers
@@ -210,7 +210,7 @@ class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
 
 
 class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
-    """A row of /overlap_scores. host_pinned_blocks and disk_blocks also count faster tiers."""
+    """A row of /overlap_scores. The numbers of host and disk blocks include faster tiers."""
 
     worker_id: int
     dp_rank: int

@@ -494,7 +494,7 @@ class BodyIds(msgspec.Struct):
 
 
 class OpenAiError(msgspec.Struct, frozen=True):
-    """An error in OpenAI's format. `param` is always null; `message` names the invalid field."""
+    """An error in OpenAI's format. `param` is always null; `message` names a wrong field."""
 
     message: str
     type: str

@@ -42,8 +42,8 @@ class Discoveries:
         api: str = "",
         api_client: OutboundClient | None = None,
     ) -> None:
-        """`interval_s`: seconds between look-ups. `ask_service` is needed for SRV records; `api`
-        (URL of the Kubernetes API server) and `api_client` for Kubernetes services."""
+        """`interval_s`: seconds between look-ups. SRV records need `ask_service`. Kubernetes
+        services need `api` (URL of the API server) and `api_client`."""
         self._resolve = resolve
         self._interval_s = interval_s
         self._ask_service = ask_service

@@ -100,7 +100,7 @@ def model_of(body: bytes) -> tuple[str | None, str | None]:
 
 
 def read_vllm_metrics(body: bytes, into: Particulars) -> bool:
-    """Reads vLLM's metric cache_config_info (blocks, ranks). Returns False without the metric."""
+    """Copies block size, block count and ranks from vLLM's cache_config_info. False: missing."""
     engines = []
     at = body.find(_CONFIG)
     while at >= 0:

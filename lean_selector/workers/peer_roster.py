@@ -1,7 +1,7 @@
 """Adds and removes the peers that --replica-sync-discover finds, except this replica.
 
-Uses the same calls as the HTTP routes. Peers from flags or added over HTTP are left alone. A peer
-that was removed over HTTP stays removed as long as a target lists it."""
+Uses the calls behind POST /replica_sync/register_peer and /deregister_peer. Peers from flags or
+added over HTTP are left alone. A peer removed over HTTP stays removed while a target lists it."""
 
 import logging
 import socket

@@ -39,7 +39,7 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class KnownWorker:
-    """A discovered worker. `spec`: the registration that discovery made and still controls."""
+    """A discovered worker. `spec`: discovery's registration; None if missing or changed by HTTP."""
 
     key: Final[str]  # of the endpoint
     entry: Particulars
@@ -143,7 +143,7 @@ class Roster:
     # -- what outlives the process -------------------------------------------------------------
 
     def kept(self) -> list[KeptWorker]:
-        """Returns workers to store: discovery registered them, or they were deleted over HTTP."""
+        """Returns workers to store: those discovery registered, and those deleted over HTTP."""
         self._compare()
         return [
             KeptWorker(known.key, known.worker_id, known.discoveries, known.spec is None)
@@ -170,7 +170,7 @@ class Roster:
 
     def _name(self, key: str, now: float) -> None:
         """Updates the worker at the endpoint `key` after a target was read. If several targets list
-        the worker, the first target's description of it is used."""
+        the worker, the description in the target that was read first is used."""
         by = [name for name, entries in self._found.items() if key in entries]
         known = self._known.get(key)
         if not by:

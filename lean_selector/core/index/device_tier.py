@@ -146,7 +146,7 @@ class HashAliases:
         return len(self._odd)
 
     def of(self, strand: int) -> int:
-        """Return the ranks that may have other hashes for the strand's blocks than the rest."""
+        """Return which ranks' hashes in this trie part may differ from the rest (bit mask)."""
         return self._odd.get(strand, 0)
 
     def forget(self, strand: int, bit: int) -> None:
@@ -271,7 +271,7 @@ class DeviceTier:
                 self.trie.prune(run)
 
     def _settle_along(self, local_hashes: bytes) -> None:
-        """From runs (trie parts) along a prompt, remove ranks that no longer hold blocks there."""
+        """From the holders of each trie part along a prompt, remove ranks without blocks there."""
         old: list[tuple[int, int]] = []
         ranks = self.ranks
         children, at = self.trie.root.children, 0
@@ -319,7 +319,7 @@ class DeviceTier:
     ) -> None:
         """Store a chain of blocks on a rank, after the block at the place `parent` in the trie, or
         NOWHERE for a prompt's start. `names`, `local`: the blocks' engine and local hashes, 8 bytes
-        each. `counted`: each block that the rank already holds then needs one more removal."""
+        each. If `counted`, a block that the rank already holds must be removed once more later."""
         run, position = self.trie.root, 0
         if parent != NOWHERE:
             run, position = self.trie.resolve(parent)
@@ -488,8 +488,8 @@ class DeviceTier:
         return ends[-1] if ends else 0
 
     def _trim(self, run: Run) -> None:
-        """Cut off the blocks at the end of a run that no rank holds, if these are at least 32
-        blocks and at least half of the run, and no other run follows."""
+        """Cut off the last blocks of a run (part of the trie) if no rank holds them, they are at
+        least 32 blocks and at least half of the run, and no other run follows."""
         blocks = len(run.label) >> 3
         if run.after or run.children or blocks <= _TRIM_BLOCKS:
             return
@@ -497,7 +497,7 @@ class DeviceTier:
             self._cut(run)
 
     def _cut(self, run: Run) -> None:
-        """Cut off the blocks at the end of a run that no rank holds. No other run may follow."""
+        """Cut off the last blocks of a run (trie part) if no rank holds them. No run may follow."""
         assert run.partial is not None
         top = max(map(int.bit_length, run.partial.values()))
         del run.label[top << 3 :]
@@ -516,13 +516,13 @@ class DeviceTier:
         return held
 
     def drop(self, rank: DeviceRank, strand: int, positions: int) -> None:
-        """Drop the blocks at these positions (a bit mask) of a strand, which the rank must hold."""
+        """Drop blocks that the rank holds, at `positions` (a bit mask) of a strand (trie part)."""
         for position in bits_of(positions):
             rank.names.discard(strand << POSITION_BITS | position)
         self._drop_positions(rank, strand, positions)
 
     def cut_row(self, rank: DeviceRank, strand: int) -> None:
-        """Free the memory for engine hashes of blocks after the rank's last block in a strand."""
+        """Free the engine hashes stored after the rank's last block in a strand (trie part)."""
         rank.names.cut_row(strand, self._held_end(rank, strand))
 
     def cut_label(self, strand: int) -> None:
@@ -532,7 +532,7 @@ class DeviceTier:
                 self._cut(run)
 
     def drop_oldest(self, rank: DeviceRank, blocks: int) -> None:
-        """Drop this many blocks of a rank, from the end of the strand that it has held longest."""
+        """Drop `blocks` blocks of a rank, from the end of its oldest strand (part of the trie)."""
         while blocks:
             strand = next(iter(rank.names.rows))
             last = self._held_end(rank, strand) - 1

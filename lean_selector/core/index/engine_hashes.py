@@ -25,9 +25,9 @@ NO_NAME: Final = bytes(8)
 
 
 class EngineHashes:
-    """Engine hashes (names) of one rank's blocks, and their places in the trie. For each strand,
-    `rows` has the blocks' first names. Lists of names are packed into bytes, 8 bytes per name,
-    little-endian. A single name is an int."""
+    """Engine hashes (names) of one rank's blocks, and their places in the trie. For each strand
+    (part of the trie), `rows` has the blocks' first names. Lists of names are packed into bytes,
+    8 bytes per name, little-endian. A single name is an int."""
 
     __slots__ = ("alias_at", "aliases", "copies", "extra", "listed", "renamed", "rows")
 
@@ -50,7 +50,7 @@ class EngineHashes:
         raise NotImplementedError
 
     def take(self, packed: bytes) -> dict[int, int]:
-        """Remove engine hashes. Returns the blocks left without a hash: strand -> bit mask."""
+        """Remove engine hashes. Returns blocks left without a hash: a bit mask per trie part."""
         raise NotImplementedError
 
     def add(self, place: int, packed: bytes) -> None:
@@ -59,7 +59,7 @@ class EngineHashes:
         raise NotImplementedError
 
     def drop_name(self, name: int, place: int) -> None:
-        """Remove the engine hash `name` from the table that maps it to `place`. It is no alias."""
+        """Remove `name`, the first engine hash of the block at `place`, from the look-up table."""
         raise NotImplementedError
 
     def dismantled(self) -> Iterator[None]:
@@ -135,7 +135,7 @@ class EngineHashes:
         return 0 in self.listed
 
     def named_end(self, strand: int) -> int:
-        """Return the position after the last nonzero hash in a strand's row; 0 if all are 0."""
+        """Return the position after the last nonzero hash in a strand (trie part), or 0 if none."""
         row = self.rows.get(strand)
         if row is None:
             return 0
@@ -151,14 +151,14 @@ class EngineHashes:
         return end >> 3
 
     def cut_row(self, strand: int, positions: int) -> None:
-        """Shorten a strand's row of hashes to `positions` entries. No later block may be held."""
+        """Keep only the first `positions` hashes of a trie part. No later block may be held."""
         if positions:
             del self.rows[strand][positions << 3 :]
         else:  # one event removed all blocks of the strand, so the row is already gone
             self.rows.pop(strand, None)
 
     def write_row(self, place: int, packed: bytes) -> None:
-        """Write hashes into the row of a strand, from `place` on. Creates the row if necessary."""
+        """Write the hashes of the blocks at `place` and the next places of the trie into `rows`."""
         strand, start = place >> POSITION_BITS, (place & POSITION_MASK) << 3
         row = self.rows.get(strand)
         if row is None:
@@ -177,7 +177,7 @@ class EngineHashes:
         return bool(self.copies) and not self.copies.keys().isdisjoint(names)
 
     def take_each(self, packed: bytes) -> dict[int, int]:
-        """Like `take`, but looks each hash up alone: slower, needed if `is_told_apart(packed)`."""
+        """Like `take`, but looks up each hash alone. Needed if is_told_apart() returns True."""
         gone: dict[int, int] = {}
         for at in range(0, len(packed), 8):
             name = int.from_bytes(packed[at : at + 8], "little")
@@ -307,8 +307,8 @@ class HashesInDicts(EngineHashes):
         return gone
 
     def _empty_rows(self, names: Sequence[int], segments: list[int], gone: dict[int, int]) -> None:
-        """Set the hashes `names` to 0 in `rows`. Add their positions to `gone` (strand -> bits).
-        `segments`: per hash, the number of its group of 64 row entries. Fast for neighbours."""
+        """Set `names` to 0 in `rows`. Add their positions to the bit masks in `gone` (by strand).
+        `segments`: per name, the number of its group of 64 row entries. Fast if blocks adjoin."""
         count = len(names)
         place = self._locate(names[0].to_bytes(8, "little"), segments[0])
         before = place & POSITION_MASK and count > 1

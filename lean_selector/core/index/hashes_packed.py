@@ -208,7 +208,7 @@ def _move(segment: _Segment, low: _Segment, high: _Segment) -> None:
 
 
 class HashesPacked(EngineHashes):
-    """Keeps the hashes in `rows` in a hash table, except 0 and hashes that blocks share."""
+    """Finds places by a hash table. The table lacks hash 0 and hashes that several blocks share."""
 
     __slots__ = ("_table",)
 
@@ -254,7 +254,7 @@ class HashesPacked(EngineHashes):
         return gone
 
     def _empty(self, low: i64, high: i64, gone: dict[int, int]) -> None:
-        """Set hashes at places `low` through `high` to 0. Add these to `gone` (strand -> mask)."""
+        """Set hashes at places `low` through `high` to 0. Add the places to the masks in `gone`."""
         count: int = high - low + 1
         strand: int = low >> POSITION_BITS
         position: int = low & POSITION_MASK

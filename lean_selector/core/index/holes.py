@@ -81,8 +81,8 @@ def _measured(device: DeviceTier, strand: int) -> Generator[None, None, tuple[in
 
 
 def _kept_above(device: DeviceTier, strand: int) -> float:
-    """Return how many blocks directly before a strand are held by no rank. Where the trie branches
-    after such blocks, their number is divided by the number of branches."""
+    """Return how many blocks directly before a strand (trie part) are held by no rank. If the trie
+    branches after these blocks, their number is divided by the number of branches."""
     kept, share = 0.0, 1
     run = device.trie.strands.get(strand)
     for _ in range(_MOST_RUNS_ABOVE):

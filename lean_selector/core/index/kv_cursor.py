@@ -271,7 +271,7 @@ class KvCursor:
 
     def replay_finished(self) -> BatchVerdict:
         """Record that a replay has ended. Batches that were requested but not replayed are lost.
-        Returns IGNORE (apply what next_held() returns, until None) or RESTART (see `replayed`)."""
+        Returns IGNORE (apply each batch that next_held() returns) or RESTART (see `replayed`)."""
         since = 0  # missing batches after the request, which the replay may lack
         if self._phase is _Phase.ASKED:
             since = self._missing - self._asked_missing
@@ -300,8 +300,8 @@ class KvCursor:
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
-        """Record that a replay got no answer, or stopped early. The caller must then apply what
-        next_held() returns, until None. Retry the replay later unless `replay_from` is None."""
+        """Record that a replay got no answer, or stopped early. The caller must then apply each
+        batch that next_held() returns, and retry the replay later unless `replay_from` is None."""
         answered = self._phase is _Phase.ANSWERING
         if answered and (self._is_blind or self._next < self._asked_next):
             self._early_from = self._missing_from = self._next

@@ -1,7 +1,7 @@
 """Yield BlockStored events from which a rank's blocks can be rebuilt.
 
-Device memory: one event per run, parents before children, no blocks behind a missing block. Lower
-tiers: one event per block. Spec: indexer.md sections 4.1 and 7."""
+Device memory: one event per run (blocks without a branch), parents before children, no blocks
+behind a missing block. Lower tiers: one event per block. Spec: indexer.md sections 4.1 and 7."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -32,7 +32,7 @@ def slices_of(trie: RunTrie, rank: Holdings) -> Iterator[list[StoredRun]]:
 def leading_names(
     trie: RunTrie, rank: DeviceRank, local_hashes: bytes, blocks: int
 ) -> tuple[int, ...]:
-    """Return a rank's engine hashes of a prompt's first `blocks` blocks, all in device memory."""
+    """Return the engine hashes of a prompt's first `blocks` blocks. The rank must hold them all."""
     names, run, at, end = bytearray(), trie.root, 0, blocks << 3
     while at < end:
         assert run.children is not None

@@ -129,7 +129,7 @@ class KvIndex:
         self._lower = self._lower_matches.ranks  # ranks with a block on a lower tier, by bit
 
     def beside(self) -> "KvIndex":
-        """Return an empty index with this index's block size, default limits, callback, `bits`."""
+        """Return an empty index with the same block size, default limits, `on_sweep` and `bits`."""
         bounds, on_sweep = self.bounds.default, self.on_sweep
         return KvIndex(self.block_size, *bounds, on_sweep=on_sweep, bits=self.bits)
 
@@ -152,7 +152,7 @@ class KvIndex:
         return set(self._dp_ranks)
 
     def blocks(self, worker_id: int, dp_rank: int, tier: Tier) -> int:
-        """Return how many blocks a rank holds on a tier, including blocks that cannot match."""
+        """Return how many blocks a rank holds on a tier, including blocks after a missing block."""
         rank = self._ranks.get((worker_id, dp_rank))
         if rank is None:
             return 0
@@ -172,7 +172,7 @@ class KvIndex:
     ) -> tuple[list[tuple[int, int]], list[tuple[Matched, int]]]:
         """Like `match`, but each set of ranks with equal matches is a bit mask (see `bits`).
         Returns two lists. The first has pairs (leading blocks on the device, ranks). The second has
-        pairs (match, ranks) if the match continues on a lower tier; the first omits these ranks."""
+        pairs (match, ranks) for matches that continue on a lower tier. No rank is in both lists."""
         sets, path = self._device.match_sets(local_hashes)
         if not self._lower:
             return sets, []
@@ -189,7 +189,8 @@ class KvIndex:
         return self._device.match_sets(local_hashes)[1]
 
     def upper_runs(self, most: int, hits: dict[Run, int] | None) -> Iterator[UpperRun | None]:
-        """Yield up to `most` large runs, parents first. Yields None where the caller may pause."""
+        """Yield up to `most` large runs, parents first. Yields None where the caller may pause.
+        Each yielded run includes its number of matched prompts from `hits`, if given."""
         from lean_selector.core.index.upper_runs import upper_runs
 
         return upper_runs(self._device.trie.root, self._device.ranks.in_use, most, hits)
@@ -273,8 +274,8 @@ class KvIndex:
         return _STORED
 
     def store_known(self, key: RankKey, tier: Tier, names: bytes, counted: bool) -> int:
-        """Apply a `stored` event without tokens to the blocks of `names` that the rank has on the
-        device or, for a lower `tier`, on any tier. Returns how many. `counted`: as in `store`."""
+        """Apply a `stored` event without tokens. Returns how many of `names` (engine hashes) the
+        rank knew: on the device or, for a lower `tier`, on any tier. `counted`: as in `store`."""
         known = 0
         for at in range(0, len(names), 8):
             rank = self._ranks.get(key)
@@ -307,7 +308,7 @@ class KvIndex:
         return bool(rank.lower) and rank.lower[tier - 1].edge_to(packed) is not None
 
     def forget_copies(self, key: RankKey, names: Sequence[int]) -> None:
-        """For each of these engine hashes, forget one repeated `stored` event, if counted."""
+        """Let blocks of `names` (engine hashes) need one `removed` event less, but at least one."""
         rank = self._ranks.get(key)
         for name in names if rank is not None else ():
             assert rank is not None
@@ -366,8 +367,7 @@ class KvIndex:
         self, worker_id: int, device_blocks: int | None, lower_tier_blocks: int | None
     ) -> None:
         """Limit the blocks of each rank of a worker, on the device and on each lower tier; None
-        means the default. Blocks above the limit are evicted, now or in later calls of `sweep`. On
-        the device, eviction starts at the end of the unbranched sequence held longest."""
+        means the default. Blocks above the limit are evicted, now or in later calls of `sweep`."""
         self.bounds.set(worker_id, device_blocks, lower_tier_blocks)
         self.do_in_steps(self._keep_bound(worker_id))
 

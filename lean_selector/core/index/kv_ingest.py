@@ -95,7 +95,7 @@ class KvIngest:
         is_eagle: bool = False,
     ) -> None:
         """`on_emptied` is called with the worker id and the rank when all blocks of a rank are
-        dropped. With `is_eagle`, a block hash of a prompt also covers the token after the block."""
+        dropped. With `is_eagle`, a prompt block's hash also covers the token after the block."""
         self._on_emptied = on_emptied
         self.is_eagle = is_eagle
         self.worker_id = worker_id
@@ -125,8 +125,8 @@ class KvIngest:
 
     @property
     def is_mismatched(self) -> bool:
-        """Whether most of the source's blocks cannot match prompts: their block size is wrong, or
-        the engine's hashes cover the token after a block and the prompts' do not, or vice versa."""
+        """Whether most of the source's blocks cannot match prompts. Either their block size is
+        wrong, or only one side (engine or prompts) includes the token after a block in its hash."""
         return (
             self.stored_of_other_size > self.stored
             or (not self.stored and self.stored_partial >= _PARTIAL_IS_DOUBTED)
@@ -284,7 +284,7 @@ class KvIngest:
         self, rank: LearnedFacts, event: BlockStored | PackedStored, is_remote: bool
     ) -> bool:
         """Whether to apply a stored event, judging by its KV cache group, block size and tier. If
-        not, counts it as skipped (once, if a long event comes in parts)."""
+        not, counts the event as skipped. A long event that comes in several parts counts once."""
         if event.part:
             if event.part is EventPart.FIRST:
                 self._is_rest_refused = False
@@ -305,8 +305,8 @@ class KvIngest:
         return reason is None
 
     def _is_part(self, event: BlockStored | PackedStored) -> bool:
-        """Whether to accept an event of another block size. True if the event has no size and no
-        tokens, or if its size divides ours and the event (on the device) has just one block."""
+        """Whether to accept an event of another block size. True if it has no block size and no
+        tokens, or if that size divides ours (on the device, only if the event has one block)."""
         size = event.block_size
         if isinstance(event, PackedStored):
             blocks, has_tokens = len(event.names) >> 3, True
@@ -329,7 +329,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether blocks stored again need one more removal: False for replays and cache hits."""
+        """Whether repeated blocks need one more `removed` event. Replays and cache hits do not."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:
@@ -339,9 +339,9 @@ class KvIngest:
     def _is_announced(
         self, key: RankKey, rank: LearnedFacts, parent: int | None, last: int, before: int
     ) -> bool:
-        """Whether a stored event may be a cache hit: it starts a prompt and has no new block. If
-        the batch's next stored event adds new blocks to this prompt, the engine reports cache hits.
-        From then on, such events do not count as repeated stores, and the result is False."""
+        """Whether a stored event may report a cache hit: it starts a prompt and has no new block.
+        If the batch's next stored event adds new blocks to this prompt, the engine reports cache
+        hits. From then on, returns False, because hits need no `removed` events of their own."""
         if self._is_again:
             return False  # it was just stored for the first time
         is_new = self._index.blocks(*key, _DEVICE) != before

@@ -81,7 +81,7 @@ class Continuations:
             shard[block] = self.only(ranks.bit_length() - 1) if is_one else ranks
 
     def only(self, bit: int) -> int:
-        """Return ~bit: the stored form of a set with only this rank. The int object is shared."""
+        """Return ~bit, which is stored for a set with only this rank. The int object is shared."""
         while len(self._alone) <= bit:
             self._alone.append(~len(self._alone))
         return self._alone[bit]
@@ -179,7 +179,7 @@ class Edges:
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
         """Follow a prompt's `hashes` from byte `at` on, after block `name` (engine hash), while all
-        `ranks` have the blocks. Returns the last block's engine hash, and its end in `hashes`."""
+        `ranks` have the blocks. Returns the last block's engine hash and end (a byte position)."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0
@@ -313,7 +313,7 @@ class Holdings:
         self.lower: list[LowerTier] = []  # empty, or all of host_pinned, disk, external
 
     def blocks(self) -> int:
-        """How many blocks the rank holds on all tiers, including blocks that cannot match."""
+        """How many blocks the rank holds on all tiers, including blocks after a missing block."""
         return self.device.blocks + sum(map(len, self.lower))
 
 
@@ -409,8 +409,8 @@ class LowerMatches:
         local_hashes: bytes,
         found: dict[tuple[int, int, int], int],
     ) -> None:
-        """After a match of `device` device blocks, match blocks in host memory, then on disk; add
-        matches to `found`. `named`: pairs (last device block's engine hash, set of ranks)."""
+        """Match on after `device` device blocks: in host memory, then on disk. Adds to `found`:
+        (device, host, disk blocks) -> ranks. `named`: pairs (last device block's hash, ranks)."""
         start, end = device << 3, len(local_hashes)
         # (ranks, hash of the last block, tier to continue on, position in the prompt, end of the
         # host tier). Ranks are split where their blocks differ.

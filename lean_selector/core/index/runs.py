@@ -147,7 +147,7 @@ class RunTrie:
 
     @property
     def numbered(self) -> int:
-        """How many strand numbers exist (used or free). Strand: a run, or parts of a split run."""
+        """How many strand numbers were ever in use. Strand: a run, or all parts of a split run."""
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:

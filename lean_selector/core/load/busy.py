@@ -48,7 +48,7 @@ class BusyThresholds:
         return self._put(scope, self.of(scope).changed_by(given), set(known))
 
     def switch_off(self, scope: Scope, known: Iterable[Scope]) -> BusyThreshold:
-        """Let a model and tenant have no thresholds, not even the defaults. Raises NotFound."""
+        """Turn off all limits of `scope`, even the defaults. Raises NotFound if not in `known`."""
         return self._put(scope, OFF, set(known))
 
     def _put(self, scope: Scope, new: BusyThreshold, known: set[Scope]) -> BusyThreshold:
@@ -86,7 +86,7 @@ class Headroom:
 
     @property
     def free(self) -> int:
-        """The ranks with room, except busy, draining and (if other ranks serve) ejected ranks."""
+        """The ranks with room, not busy or draining. Includes ejected ranks if no others serve."""
         return self.below & self.idle & ~self.avoided
 
     def put(self, load: RankLoad, max_num_batched_tokens: int, busy: RankLimits) -> None:

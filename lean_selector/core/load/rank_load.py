@@ -127,8 +127,8 @@ class RankCounts:
         self.recent_tokens = self.recent_missed = self.recent_wrong = 0.0
 
     def compare(self, found: int, cached: int) -> None:
-        """Record one prompt's cached tokens: `found` as the index predicted, `cached` as the engine
-        reported."""
+        """Record one prompt's cached tokens. `found` is the number that the index predicted;
+        `cached` is the number that the engine reported."""
         self.recent_tokens = _FADES * self.recent_tokens + max(found, cached)
         self.recent_missed = _FADES * self.recent_missed + max(0, cached - found)
         self.recent_wrong = _FADES * self.recent_wrong + max(0, found - cached)

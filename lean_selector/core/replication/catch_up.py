@@ -77,7 +77,7 @@ class CatchUp:
         return ((fate, counts[fate]) for fate in Fate if counts[fate])
 
     def note(self, event: ReplicaEvent, verdict: Verdict | None, now: float) -> None:
-        """Record an applied event: a peer's with its verdict, or our own (`verdict` is None)."""
+        """Record an applied event. `verdict` is the result of a peer's event; None for our own."""
         booking = event.booking
         booking_id = event.model_name, event.tenant_id, booking.request_id
         waiting = self._waiting.get(booking_id)

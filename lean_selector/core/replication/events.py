@@ -246,11 +246,11 @@ class ReplicaSequences:
         return [publisher for publisher in self._publishers.values() if publisher.gap_at]
 
     def event(self, router_id: int, sequence: int, now: float) -> int:
-        """Record a replica's event number. Returns how many earlier events we newly missed."""
+        """Record a received event's number. Returns how many events just before it we missed."""
         return self._heard(router_id, sequence, sequence - 1, now)
 
     def heartbeat(self, router_id: int, sequence: int, now: float) -> int:
-        """Record a replica's last event number. Returns how many events up to it we missed."""
+        """Record the last number a replica used. Returns how many of its last events we missed."""
         return self._heard(router_id, sequence, sequence, now)
 
     def mended(self, router_id: int, sequence: int) -> bool:
@@ -271,7 +271,7 @@ class ReplicaSequences:
         return router_id in self._publishers
 
     def _heard(self, router_id: int, sequence: int, before: int, now: float) -> int:
-        """Record event number `sequence`. Returns how many new events up to `before` we missed."""
+        """Record `sequence`. Returns how many events we missed after the last, up to `before`."""
         publisher = self._publishers.get(router_id)
         if publisher is None:
             if len(self._publishers) >= MAX_PUBLISHERS:

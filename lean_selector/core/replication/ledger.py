@@ -21,7 +21,7 @@ REPUBLISH_AFTER_S = 120.0
 
 
 def copies_expire_s(expiry_s: float) -> float:
-    """Return the expiry time of copies of peers' reservations. Our own expire after `expiry_s`."""
+    """Return after how many seconds a peer's reservation expires here; ours after `expiry_s`."""
     return expiry_s + REPLICA_GRACE_S
 
 
@@ -106,7 +106,7 @@ class Ledger:
         return reservation
 
     def prefill_complete(self, request_id: str, now: float) -> Reservation | None:
-        """Release a request's prefill tokens, once. Returns None if the request is not live."""
+        """Release a request's prefill tokens, if it has any. Returns None if it is not live."""
         completed = self.slots.prefill_complete(request_id, now)
         if completed is None:
             return None

@@ -199,10 +199,10 @@ def _sources_of(spec: WorkerSpec, settings: RouterSettings) -> dict[int, Source]
 
 
 def _replay_endpoint_of(spec: WorkerSpec, dp_rank: int) -> str | None:
-    """Return the endpoint that replays a rank's events: the rank's own endpoint, or the worker's
-    with its port raised by (this rank - the worker's first rank), as in vLLM. Returns None if the
-    worker has no replay endpoint, or (as in Dynamo) if the port would be too high. Raises
-    ValueError for an invalid endpoint."""
+    """Return the endpoint that replays a rank's events. A rank without an endpoint of its own uses
+    the worker's, with the port raised by (rank - first rank), as in vLLM. Returns None if there is
+    no endpoint, if the rank is below the first, or (as in Dynamo) if the port would be too high.
+    Raises ValueError for an invalid endpoint."""
     own = spec.replay_endpoints.get(dp_rank)
     endpoint = spec.replay_endpoint if own is None else own
     if endpoint is None:
@@ -239,8 +239,8 @@ DRAINING = "draining"
 
 
 class SourceSink(Protocol):
-    """Subscribes to the KV events and load reports of engines. `unsubscribe` returns the numbers of
-    the ranks that the ended subscription has received events for."""
+    """Subscribes to the KV events and load reports of engines. `unsubscribe` ends a rank's
+    subscription, and returns this rank and all other ranks that the received events named."""
 
     def subscribe(
         self, partition: Partition, worker_id: int, dp_rank: int, source: Source

@@ -72,8 +72,8 @@ class Cell:
 
 
 class Pricing:
-    """Computes a request's cost on a rank. `LoadOrder` gives each load a number, the key. A load's
-    part of the cost is from `slope` * key to `reach` * key, times the factor of the rank's cell."""
+    """Computes a request's cost on a rank. `LoadOrder` sorts loads by a number, the key. Before the
+    cell's factor is applied, a load costs at least `slope` * key and at most `reach` * key."""
 
     __slots__ = (
         "_decays",
@@ -126,14 +126,14 @@ class Pricing:
         return (self.scale * prefill + (standing + cell.blocks)) * cell.factor
 
     def beyond(self, cell: Cell, least: float) -> float:
-        """Return a limit for the cost of a load, without the cell's factor. If a rank's load costs
-        more, the prompt costs more than `least` on this rank. Returns NaN if unknown."""
+        """Return a threshold. If a rank's load costs more than the threshold (before the cell's
+        factor), the prompt costs more than `least` on the rank. NaN: the threshold is unknown."""
         least /= cell.factor
         return least - cell.rest + 1e-9 * (1.0 + abs(least) + abs(cell.rest))
 
     def below(self, cell: Cell, most: float) -> float:
-        """Return a limit for the cost of a load, without the cell's factor. If a rank's load costs
-        less, the prompt costs less than `most` on this rank. Returns NaN if unknown."""
+        """Return a threshold. If a rank's load costs less than the threshold (before the cell's
+        factor), the prompt costs less than `most` on the rank. NaN: the threshold is unknown."""
         if most < cell.floor * cell.factor:
             return -math.inf  # a rank may cost that much at any load
         most /= cell.factor
@@ -261,7 +261,7 @@ def cells(
 
 
 def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
-    """Intersect the sets of `groups` with those of `others`, and multiply their cost factors."""
+    """Intersect each set of `groups` with each set of `others`, and multiply their two factors."""
     return [
         (factor * other, both)
         for other, alike in others
@@ -273,8 +273,8 @@ def _both(groups: Groups, others: Groups, ranks: int) -> Groups:
 def _crediting(
     found: list[Cell], pricing: Pricing, partition: Partition, terms: CostTerms
 ) -> list[Cell]:
-    """Limit the credit for cached blocks: no cost may fall below request weight * active requests.
-    If a cell's credit is too high, split the cell by active requests, and set each `floor`."""
+    """Limit the credit for cached blocks: a cost is at least request weight * active requests. If a
+    cell's credit is too high, split the cell by active requests. `floor` is each part's minimum."""
     order, weight = partition.order, terms.request_weight
     divided: list[Cell] = []
     for cell in found:
@@ -422,8 +422,8 @@ class DrawBounds:
         return [DrawPart(cell, load.mask, self._weight_of(cell, load), _DIVIDED) for load in loads]
 
     def _by_load(self, part: DrawPart, enough: float) -> list[DrawPart]:
-        """Divide the part into ranges of loads, or into single loads if a load's sort key does not
-        determine the cost. Stops when the mass (ranks * bound) of the rest is at most `enough`."""
+        """Split off ranges of loads, or single loads if a load's sort key does not determine the
+        cost. Stops when the mass (ranks * bound) left is at most `enough` + the mass split off."""
         cell, pricing, ranks, place = part.cell, self._pricing, part.ranks, part.place
         order = self._order
         loads = order.loads

@@ -60,8 +60,8 @@ def burden_blocks(terms: CostTerms, uncached_tokens: int, block_size: int) -> fl
 def evicted_blocks(
     terms: CostTerms, isl_tokens: int, cached: int, owed_tokens: int, block_size: int
 ) -> float:
-    """Return what evictions for this prompt cost on a rank with a full cache, in blocks. `cached`:
-    the prompt's tokens that the rank has cached. At most `owed_tokens` of them count as evicted."""
+    """Return the cost, in blocks, of evictions on a rank with a full cache. A prompt's uncached
+    tokens evict other blocks. Of its `cached` tokens, up to `owed_tokens` count as evicted too."""
     evicted = _MISSED * (isl_tokens - cached) + 2 * min(owed_tokens, cached)
     return terms.eviction * evicted / block_size
 

@@ -61,12 +61,12 @@ class Fullness:
         return 8 * used >= 7 * total
 
     def owed_tokens(self, ranks: int) -> int:
-        """Return how many cached tokens of a prompt count as evicted on a rank with a full cache.
-        Prefill on full ranks raises the number, other prefill lowers it. 0 if all are full."""
+        """Return how many of a prompt's cached tokens a full rank treats as evicted. Prefill on
+        full ranks raises this number, and other prefill lowers it. 0 if all `ranks` are full."""
         return self._owed_tokens if ranks & ~self.full() else 0
 
     def booked(self, load: RankLoad, ranks: int, uncached_tokens: int) -> None:
-        """Record that, of `ranks`, the rank of `load` was chosen, to prefill `uncached_tokens`."""
+        """Record that the rank of `load`, one of `ranks`, has to prefill `uncached_tokens`."""
         full = self._full
         if not load.mask & full:
             self._owed_tokens = max(0, self._owed_tokens - uncached_tokens)

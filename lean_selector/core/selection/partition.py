@@ -121,7 +121,7 @@ class Line:
         self.leads_to = 0
 
     def open_worker(self, worker: SchedulableWorker) -> None:
-        """Add a new worker's ranks, except those that this line's queued requests may not use."""
+        """Add to `ranks` those ranks of a new worker that this line's queued requests may use."""
         pinned, allowed, required = self.ties
         if not required <= worker.taints:
             return
@@ -374,7 +374,7 @@ class Partition:
             self.busy ^= load.mask
 
     def counts(self) -> RankCounts:
-        """Return counts of requests, summed over all ranks, including removed ranks."""
+        """Return statistics of requests, summed over all ranks. Removed ranks are included."""
         total = RankCounts()
         total.add(self._gone)
         for load in self.slots.ranks.values():

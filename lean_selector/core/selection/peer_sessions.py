@@ -47,7 +47,7 @@ class PeerSessions:
         return partition.sessions.hear(event, now, idle_s)
 
     def take(self, listed: LiveSession, now: float) -> SessionVerdict:
-        """Apply a binding of a peer's snapshot, or keep the binding until the worker registers."""
+        """Apply a binding of a snapshot. If the worker is unknown, keep the binding for later."""
         verdict = self._hear(listed.event, now, listed.idle_s)
         if verdict in _UNKNOWN and self._waiting_count < MAX_WAITING:
             self._waiting.setdefault(listed.event.worker_id, []).append((now, listed))

@@ -34,7 +34,7 @@ class Prompt:
         self._sequence = sequence
 
     def to_book(self, keeps_blocks: bool) -> "Prompt":
-        """Return a copy for a booking. The copy has `local_hashes` only if `keeps_blocks`."""
+        """Return a copy to book later. Without `keeps_blocks`, the copy has no `local_hashes`."""
         return Prompt(
             self.isl_tokens,
             self.local_hashes if keeps_blocks else b"",

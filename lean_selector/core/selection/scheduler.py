@@ -1,6 +1,5 @@
 """Find the ranks that a request may use, and make the answer for a chosen rank. A request can
 prefer a worker (its target) or the rank of its session. `choice.py` chooses among the ranks.
-
 Spec selection.md 3.1, 3.3 and 4."""
 
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Unavailable
@@ -44,9 +43,9 @@ def eligible(partition: Partition, request: SelectionRequest) -> int:
 
 
 def not_busy(partition: Partition, request: SelectionRequest, ranks: int) -> int:
-    """Return the ranks of `ranks` whose load is not above the busy threshold. If there are none,
-    return all `ranks` if the request is pinned to a worker that has another rank below the
-    threshold; otherwise raise AllWorkersBusy."""
+    """Return those of `ranks` that are not busy (load not above the busy threshold). If all are
+    busy, raise AllWorkersBusy. Exception: if the request is pinned, and another rank of the pinned
+    worker is not busy, return all `ranks`."""
     busy = partition.busy
     if not busy or not ranks:
         return ranks
@@ -159,8 +158,9 @@ def ranks_named(partition: Partition, worker_id: int, dp_rank: int | None) -> in
 
 
 def check_target(partition: Partition, request: SelectionRequest) -> None:
-    """Raise BadRequest or Unavailable if the request is pinned to a rank outside its target (a
-    preferred worker or rank). Does nothing if the target is unusable even without the pin."""
+    """Refuse a request that is pinned to a rank outside its target (a preferred worker or rank).
+    Raises BadRequest if the pinned worker is not the target's, and Unavailable if only the rank
+    differs. Does nothing if the request could not use its target even without the pin."""
     target, pinned = request.target, request.pinned
     assert target is not None, "it has one"
     assert pinned is not None, "it has one"

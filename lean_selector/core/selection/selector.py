@@ -128,8 +128,8 @@ class Admission:
         self._call_soon(go_on)
 
     def _let_go(self, partition: Partition, room: Headroom, most: int) -> int:
-        """Admit at most `most` queued requests that can use ranks that came free. Returns how many
-        more may be admitted. Stops when more ranks come free; the caller then calls again."""
+        """Admit queued requests that can use ranks that came free, at most `most`. Returns how many
+        of `most` are left. Returns early if more ranks come free; the caller then calls again."""
         came_free, room.came_free = room.came_free, 0
         open_lines: list[tuple[Place, Line]] = []
         blocked: Place | None = None  # the first request that cannot leave
@@ -161,8 +161,8 @@ class Admission:
         return most
 
     def _go(self, partition: Partition, room: Headroom, parked: Parked, passes: bool) -> None:
-        """Place a queued request. `passes`: it overtakes earlier requests, which stay queued.
-        Then only ranks below the queue's threshold may be chosen."""
+        """Place a queued request. If `passes`, the request overtakes earlier requests, which stay
+        queued. A request that overtakes may use only ranks below the queue's threshold."""
         request, now = parked.request, room.now
         waited_s = request.waited_s = now - parked.arrived_at
         partition.parked.leave(parked)
@@ -600,7 +600,7 @@ class Selector:
     ) -> None:
         """Free a reservation and record the outcome for its rank. A refused connection counts for
         the whole worker. `cached_tokens` is the engine's count of cached tokens. `known_tokens`:
-        the number of prompt tokens whose block hashes are real, not random (None: all)."""
+        how many prompt tokens are in blocks whose hashes the caller knew (None: all)."""
         partition = self.bookings.holders(reservation_id)[0]
         reservation = partition.slots.reservations[reservation_id]
         rank, booking = reservation.rank, reservation.booking

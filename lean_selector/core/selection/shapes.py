@@ -143,7 +143,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """The most tokens of a prompt cached on a rank of the worker. A tier includes faster tiers."""
+    """Cached tokens of a prompt, the maximum over a worker's ranks. Tiers include faster tiers."""
 
     longest_matched: int
     gpu: int

@@ -61,8 +61,8 @@ class SessionTables:
         first_sequence: Callable[[], int] = lambda: 1,
         tell: Callable[[SessionEvent], None] | None = None,
     ) -> None:
-        """Bindings are numbered upwards from `first_sequence()`. With peers, this is the time in
-        ns, so that a restart uses no number again. `tell` publishes a binding (None: no peers)."""
+        """Bindings are numbered upwards from `first_sequence()`. If there are peers, it returns the
+        time in ns, so that no number recurs after a restart. `tell` publishes bindings to peers."""
         self.settings = settings
         self.writer_id = writer_id
         self.first_sequence = first_sequence
@@ -113,7 +113,7 @@ class SessionTable:
         self, session_id: str, reservation_id: str, worker_id: int, dp_rank: int, now: float
     ) -> None:
         """Bind a session to the rank on which a request of the session was booked. The binding does
-        not expire before `release`. If the table is full, a new session stays unbound."""
+        not expire before the reservation ends. If the table is full, new sessions stay unbound."""
         self.release(reservation_id, now, tells=False)  # an earlier use of the id, if any
         counts = self.counts
         binding = self.bound(session_id, now)
