@@ -139,7 +139,7 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class LogState:
-    """The writer of log lines, and the numbers of log lines that were left out."""
+    """The writer of log lines, and counts of the log lines that were left out."""
 
     def __init__(self, limit: "RateLimit", writer: LineWriter) -> None:
         # Configuration warnings, to be logged once the server listens.

@@ -110,7 +110,7 @@ class KvIndex:
         bits: RankBits | None = None,
     ) -> None:
         """`on_sweep` is called with this index when `sweep` gets work. `new_names` creates one
-        rank's table of engine hashes. `bits` numbers the ranks; other objects may share `bits`."""
+        rank's table of engine hashes. `bits` numbers each rank, perhaps for several objects."""
         self.block_size = block_size
         self.evicted = 0
         self.bounds = Bounds(device_bound, lower_tier_bound)

@@ -143,7 +143,7 @@ class SelectionRequest(msgspec.Struct, gc=False):
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """Cached tokens of a prompt, the maximum over a worker's ranks. Tiers include faster tiers."""
+    """A prompt's cached tokens: maxima over a worker's ranks. Counts include faster tiers."""
 
     longest_matched: int
     gpu: int
