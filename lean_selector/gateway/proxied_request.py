@@ -366,7 +366,7 @@ class ProxiedRequest:
         self.lease.prefill_complete(now - self._sent_at)
 
     def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
-        """Returns what the client gets for `data`, a piece of an answer that `reader` changes."""
+        """Returns what the client gets for `data`, a piece of the answer from the worker."""
         text = reader.feed(data) if data else b""
         if is_last:
             text += reader.rest()

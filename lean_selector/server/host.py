@@ -87,8 +87,8 @@ class ExpirySweep:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`expire(now, steps)` drops at most `steps` expired reservations, and returns how many it
-        has dropped. `arrived` returns how many reservations were made so far. A slice is larger
-        if this number grew much since the last slice. `call_soon` is the event loop's method."""
+        has dropped. `arrived` returns how many reservations were made so far. A slice takes more
+        steps if many were made since the last one. `call_soon` is the event loop's method."""
         self._expire = expire
         self._arrived = arrived
         self._call_soon = call_soon

@@ -87,7 +87,7 @@ class HandshakeLog:
         self._not_before = 0.0  # monotonic seconds
 
     def look(self, now: float) -> None:
-        """Logs the handshakes that failed since the last line, at most every HANDSHAKE_LOG_S."""
+        """Logs the handshakes that failed since the last line, once in HANDSHAKE_LOG_S at most."""
         failures, known = self._counts.failures, self._known
         if now < self._not_before or failures == known:
             return

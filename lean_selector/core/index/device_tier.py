@@ -367,8 +367,8 @@ class DeviceTier:
             done = end
 
     def _extend(self, rank: DeviceRank, run: Run, local: bytes, done: int) -> tuple[Run, int, int]:
-        """Add the blocks of `local` from byte `done` on after `run`, as many as fit into a strand.
-        Returns the run that has these blocks, their first position, and their end in `local`."""
+        """Add the blocks of `local` after `run`, from byte `done` on, until the strand is full.
+        Returns the run that has them, the first one's position in it, and their end in `local`."""
         mine = 1 << rank.bit
         length = len(run.label) >> 3
         room = STRAND_BLOCKS - run.start - length

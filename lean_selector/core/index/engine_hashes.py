@@ -108,7 +108,7 @@ class EngineHashes:
         self.extra += 1
 
     def take_copy(self, name: int) -> bool:
-        """Uncount a repeated store of a block under this hash. Returns False if none is counted."""
+        """Decrease the count of repeated stores under this hash. Returns False if it was 0."""
         copies = self.copies.get(name)
         if copies is None:
             return False

@@ -329,7 +329,7 @@ class KvIngest:
     def _is_copy(
         self, key: RankKey, rank: LearnedFacts, tier: Tier, parent: int | None, first: int
     ) -> bool:
-        """Whether repeated blocks need one more `removed` event. Replays and cache hits do not."""
+        """Whether blocks stored again count once more, so that one more `removed` must follow."""
         if self._is_again:
             return False
         if not rank.reports_hits or parent is not None or tier is not _DEVICE:

@@ -151,7 +151,7 @@ class RunTrie:
         return len(self.strands) + len(self._free)
 
     def add(self, parent: Run, label: bytes) -> Run:
-        """Add a run below `parent`. `label`: a hash of 8 bytes for each block's own tokens."""
+        """Add a run below `parent`. `label` has 8 bytes per block: the hash of its own tokens."""
         strand = self._free.pop() if self._free else len(self.strands)
         run = self.strands[strand] = Run(strand, 0, label, parent)
         if parent.children is None:

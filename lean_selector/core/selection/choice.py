@@ -72,8 +72,8 @@ class Cell:
 
 
 class Pricing:
-    """Computes a request's cost on a rank. `LoadOrder` sorts loads by a number, the key. Before the
-    cell's factor is applied, a load costs at least `slope` * key and at most `reach` * key."""
+    """Computes a request's cost on a rank. `LoadOrder` sorts the ranks' loads by a key. What a
+    load adds to the cost is between `slope` * key and `reach` * key, times the cell's factor."""
 
     __slots__ = (
         "_decays",

@@ -19,7 +19,7 @@ class PeerSessions:
     """Applies session bindings that other replicas published, and counts them by SessionVerdict."""
 
     def __init__(self, catalog: Catalog, writer_id: int) -> None:
-        """`writer_id` is this replica's id in the bindings that it publishes."""
+        """`writer_id` is this replica's id in the session bindings that it publishes."""
         self.counts = [0] * len(SessionVerdict)
         self._catalog = catalog
         self._writer_id = writer_id
