@@ -58,8 +58,8 @@ class WaitedTooLong(Unavailable):
 class NoWorkers(Unavailable):
     """No worker that serves this model for this tenant can be chosen.
 
-    `is_missing`: True if the tenant has or had a worker of the model, or if no model has a
-    schedulable worker. Otherwise False, because the model or the tenant is unknown.
+    `is_missing`: True if workers are missing: the tenant has or had a worker of the model, or
+    no model has a schedulable worker. False if the model or the tenant is unknown.
     `known_models`: the names of the models with schedulable workers, sorted.
     `other_tenants`: a text with the tenants that have schedulable workers of the model, or None."""
 

@@ -154,7 +154,7 @@ def stored_record(
 
 
 def _token_behind(lookahead: object, blocks: int) -> int | None:
-    """Return the token after the last of `blocks` blocks. lookahead[i]: tokens after block i."""
+    """Return the token that follows the last of the blocks. lookahead[i]: those after block i."""
     following = lookahead[:blocks] if isinstance(lookahead, list) else []
     behind = following[-1] if len(following) == blocks > 0 else None
     token = behind[0] if isinstance(behind, list) and behind else None

@@ -43,7 +43,7 @@ def _with_hash_lists(body_type: type[Any], prefix: str, hashes: object) -> type[
 def prompt_to_select(
     fields: PromptFields, block_size: int, is_eagle: bool, *, may_be_empty: bool = False
 ) -> Prompt:
-    """Return the prompt of a request whose blocks are looked up in the index. Raises BadRequest for
+    """Return a request's prompt in a form that can be looked up in the index. Raises BadRequest for
     an invalid prompt, and msgspec.ValidationError for a field of wrong type. `may_be_empty` allows
     an empty list of tokens."""
     if fields.token_ids is not None or fields.mm_routing_info is not None:

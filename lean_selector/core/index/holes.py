@@ -117,7 +117,7 @@ def _behind_holes(device: DeviceTier, rank: DeviceRank, strand: int) -> int:
 def _closed(
     device: DeviceTier, strand: int, holders: int, evicted: Callable[[DeviceRank, int], None]
 ) -> Iterator[None]:
-    """Evict blocks of the ranks `holders` in a strand (part of the trie) if they cannot match."""
+    """In a strand (part of the trie), evict what `holders` have there and no prompt can match."""
     for bit in bits_of(holders):
         while (rank := device.ranks.rank_in(strand, bit)) is not None:
             device.cut_row(rank, strand)

@@ -178,8 +178,8 @@ class Edges:
                 del self._odd[key]
 
     def along(self, ranks: int, name: bytes, hashes: bytes, at: int) -> tuple[bytes, int]:
-        """Follow a prompt's `hashes` from byte `at` on, after block `name` (engine hash), while all
-        `ranks` have the blocks. Returns the last block's engine hash and end (a byte position)."""
+        """Follow a prompt's `hashes` from byte `at` on, while all `ranks` have the blocks. `name`
+        is the engine hash of the block before. Returns the last block's, and the byte after it."""
         if ranks & self.doubtful:
             return name, at
         alone = -ranks.bit_length() if not ranks & (ranks - 1) else 0

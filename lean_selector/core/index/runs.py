@@ -202,7 +202,7 @@ class RunTrie:
         return head
 
     def prune(self, run: Run) -> None:
-        """Remove a run that no rank holds and that has no child; then likewise its parents."""
+        """Remove `run` if no rank holds it and it has no child. Then do the same to its parents."""
         while not (run.whole or run.partial or run.children) and run.parent is not None:
             parent = run.parent
             assert parent.children is not None

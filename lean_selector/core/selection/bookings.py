@@ -159,7 +159,7 @@ class Bookings:
         return booking
 
     def check_free(self, partition: Partition, reservation_id: str) -> None:
-        """Raise Conflict if this id is live in this partition or still booked at this replica."""
+        """Raise Conflict if a reservation of the partition or of this replica has this id."""
         elsewhere = self.local_holder(reservation_id)
         if elsewhere is not None:
             raise _duplicate(elsewhere, reservation_id)

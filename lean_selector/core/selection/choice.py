@@ -154,8 +154,8 @@ class Pricing:
         return (cost - 1e-9 * (1.0 + abs(cell.rest) + abs(load))) * cell.factor
 
     def is_tight(self, cell: Cell) -> bool:
-        """Whether `key`, the number by which `LoadOrder` sorts ranks, determines the cost on ranks
-        of this cell. If not, `key` only gives a lower bound of the cost."""
+        """Whether the number by which `LoadOrder` sorts ranks gives the exact cost of a rank of
+        this cell. If not, it only gives a lower bound."""
         return self.slope == self.reach and not (self._decays and cell.match.device)
 
 
