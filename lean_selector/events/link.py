@@ -203,7 +203,7 @@ class Link:
         self.error: str | None = None  # why there is no connection now
 
     def start(self) -> None:
-        """Connect soon. In each iteration of the event loop, only a few links open a socket."""
+        """Connect soon. In one iteration of the event loop, only a few links open a socket."""
         self._links.call(self._begin)
 
     def _begin(self) -> None:

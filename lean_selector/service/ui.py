@@ -145,7 +145,7 @@ class Events:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Computes and sends changes for SLICE_S seconds. Schedules the rest."""
+        """Works at most SLICE_S seconds: computes and sends changes. Schedules the rest."""
         ends, going = self._clock() + SLICE_S, self._round
         if going is None:
             return

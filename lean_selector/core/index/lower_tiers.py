@@ -196,8 +196,8 @@ class Edges:
         return name, at
 
     def follow(self, ranks: int, key: bytes) -> tuple[bytes, int]:
-        """Return the engine hash at `key` (parent's engine hash + local hash), and the subset of
-        `ranks` that uses this hash. Other ranks may use another hash there: see `others`."""
+        """`key`: parent's engine hash, then child's local hash. Return the child's engine hash, and
+        which of `ranks` use it. Other ranks may use another hash there: see `others`."""
         edge = self._edges[key[-8] & MASK].get(key)
         if edge is None:
             return b"", 0

@@ -2,8 +2,8 @@
 
 The cost of a prompt on a rank is a constant + scale * prefill tokens / block_size + standing load.
 The standing load is the rank's active blocks plus a weight per active request. The constant depends
-only on how many of the prompt's blocks are cached and active on the rank. If these numbers are
-equal, the least loaded rank is the cheapest. The list `loads` has each load once, in ascending
+only on how many of the prompt's blocks are cached and active on the rank. Among ranks where these
+are equal, the least loaded is the cheapest. The list `loads` has each load once, in ascending
 order, with the set of its ranks (`RankBits`). The chooser (`selection/choice.py`) walks this list
 until no later load can be cheaper."""
 

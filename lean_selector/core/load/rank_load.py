@@ -44,7 +44,7 @@ class BlockWeights:
         """Return the total weight of a rank's blocks, rounded half away from zero.
 
         `distinct_blocks` is the number of the rank's blocks, whatever their weight. The weights are
-        added in ascending order, while Dynamo adds them in varying order."""
+        added in ascending order. In Dynamo their order varies, and so can the total."""
         missing = self._missing
         if missing is None:
             missing = self._missing = _shortfall(self.counts)

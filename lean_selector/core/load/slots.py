@@ -42,7 +42,7 @@ class Slots:
         bits: RankBits | None = None,
     ) -> None:
         """`on_load_change` is called with a rank whose prefill tokens or decode blocks may have
-        changed, but not on its removal. `bits` assigns bit numbers to ranks, and may be shared."""
+        changed, but not on its removal. `bits` assigns bit numbers to ranks, also for the index."""
         self.on_load_change = on_load_change
         self.bits = RankBits() if bits is None else bits
         # Called with each ended reservation, whatever the cause, and with `heard_at`.

@@ -84,7 +84,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
     """A request's `router_config_override`. null keeps the router's value.
 
-    `overlap_score_weight` is an old name that stands for two terms. It sets `prefill_load_scale`;
+    `overlap_score_weight` is an old name for two fields. It sets `prefill_load_scale`;
     if it is 0, it also sets `overlap_score_credit` to 0. `assume_kv_reuse` has an effect only with
     `--api 1.6`. `shared_cache_multiplier` is accepted and has no effect, as in Dynamo."""
 
