@@ -28,7 +28,7 @@ from lean_selector.wire.scalars import json_form
 
 MOST_LISTENERS: Final = 16
 EVERY_S: Final = 1.0
-_MANY_RANKS: Final = 128  # above this, rounds are half as frequent
+_MANY_RANKS: Final = 128  # from this many on, rounds are half as frequent
 EVENT_STREAM: Final = b"text/event-stream"
 
 
