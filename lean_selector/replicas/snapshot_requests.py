@@ -82,7 +82,7 @@ class CatchingUp:
         client: Callable[[str], OutboundClient],
     ) -> None:
         """`client(url)` returns the HTTP client for a peer. The caller may change `urls` later.
-        `targets()` returns our partitions."""
+        `targets()` returns this replica's partitions."""
         self._client = client
         self._catch_up = catch_up
         self._sync = sync

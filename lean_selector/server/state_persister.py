@@ -283,7 +283,7 @@ class Persister:
             self._on_fault(self.fault)
 
     def look(self, now: float) -> None:
-        """Call this periodically. Schedules saving if workers changed without a call of `note`.
+        """Call this periodically. Schedules saving if workers changed and nobody called `note`.
         If a catalog write hangs for HANGS_AFTER_S, calls the functions given to `when_saved`."""
         if self._catalog.revision != self._seen_revision:
             self.note()

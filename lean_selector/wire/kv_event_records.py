@@ -197,7 +197,7 @@ def _flattened(pairs: list[Token]) -> list[int]:
 
 
 def tier_of(medium: str | None) -> Tier | None:
-    """Return the tier that an engine calls `medium`; None for an unknown name."""
+    """Return the tier for `medium`, an engine's name of a tier; None if it is unknown."""
     tier = _TIERS.get(medium)
     return _TIERS.get(medium.upper()) if tier is None and medium is not None else tier
 

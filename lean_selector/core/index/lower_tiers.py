@@ -21,7 +21,7 @@ MASK: Final = SHARDS - 1
 
 
 class Continuations:
-    """Maps a block's local hash to the set of ranks that have a block with this hash on a lower
+    """Maps a block's local hash (of its own tokens) to the ranks that have such a block on a lower
     tier. Hashes with the same first 7 bytes share an entry."""
 
     __slots__ = ("_again", "_alone", "_ranks")

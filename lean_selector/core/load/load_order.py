@@ -118,7 +118,7 @@ class LoadOrder:
             del self._by_tokens[bisect.bisect_left(self._by_tokens, (tokens, standing))]
 
     def place_of(self, key: float, first: int) -> int:
-        """Return the position in `loads`, from `first` on, where loads of at least `key` begin."""
+        """Return the first position in `loads`, from `first` on, with a load of `key` or more."""
         return bisect.bisect_left(self._places, (key, 0, 0.0), first)
 
     def least_tokens(self, ranks: int) -> int:

@@ -64,7 +64,7 @@ class CatchUp:
         self.begin_again(now)
 
     def begin_again(self, now: float) -> None:
-        """Prepare for another snapshot. Reservations that wait for a rank keep their deadlines."""
+        """Prepare for another snapshot. Copies whose rank is unregistered keep their deadlines."""
         self.ends_at = now + HOLD_S
         # Until the snapshot is complete: received ends and prefill completions, the oldest first.
         self._noted: OrderedDict[tuple[_Id, int, int], EventKind] | None = OrderedDict()

@@ -26,7 +26,7 @@ def check_pin(request: SelectionRequest) -> None:
 
 
 def eligible(partition: Partition, request: SelectionRequest) -> int:
-    """Return the ranks that the request may use, including busy ranks but no draining ranks.
+    """Return the ranks that may serve the request, also busy ranks (see `not_busy`).
     Ejected ranks are included only if there are no others, for example for a pinned request."""
     pinned, allowed = request.pinned, request.allowed_worker_ids
     if pinned is None and allowed is None and not request.required_taints:
