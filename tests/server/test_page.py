@@ -82,17 +82,6 @@ def select(service: RunningService, tokens: list[int], model: str = "m") -> None
     assert service.post("/select_and_reserve", body)[0] == 200
 
 
-DRAWS = "Number(document.documentElement.dataset.draws)"
-
-
-def cpu_s(browser: BrowserPage) -> float:
-    """What the page's thread has spent on scripts, styles and layout."""
-    browser.call("Performance.enable", timeDomain="threadTicks")
-    told = browser.call("Performance.getMetrics")["metrics"]
-    parts = ("ScriptDuration", "RecalcStyleDuration", "LayoutDuration")
-    return sum(float(each["value"]) for each in told if each["name"] in parts)
-
-
 def row(worker: int | str, then: str) -> str:
     """JavaScript about the row of a worker, which is called `row`."""
     return (
@@ -215,7 +204,6 @@ def test_a_large_fleet_is_a_heat_map_and_few_rows(browser: BrowserPage) -> None:
                 service.post(f"/workers/{failed}/report", {"outcome": "refused"})
         with shown(browser, service):
             browser.wait("document.querySelectorAll('#heat button').length === 512")
-            spent, draws = cpu_s(browser), browser.ask(DRAWS)
             for first in range(200):
                 select(service, list(range(first, first + 16 * (first % 13 + 1))))
             browser.wait("seen >= 100")
@@ -227,9 +215,6 @@ def test_a_large_fleet_is_a_heat_map_and_few_rows(browser: BrowserPage) -> None:
             browser.call("HeapProfiler.enable")
             browser.call("HeapProfiler.collectGarbage")
             assert browser.call("Runtime.getHeapUsage")["usedSize"] < 30e6
-            browser.wait(f"{DRAWS} > {draws}")  # a frame follows the events that ask for it
-            told = 1000 * (cpu_s(browser) - spent) / (browser.ask(DRAWS) - draws)
-            sys.stdout.write(f"512 ranks: {told:.1f} ms of CPU a frame\n")  # the machine decides
 
 
 def test_a_token_is_asked_for_and_kept_for_the_tab(
