@@ -20,7 +20,26 @@ After each new connection, we request a replay from our last batch on, even if t
 because an idle engine publishes nothing. If the engine has none of these batches, the engine has
 restarted (D34).
 
-The caller applies the batches, and has the socket and the clock. Spec: indexer.md 1.5."""
+The caller applies the batches, and has the socket and the clock. Spec: indexer.md 1.5.
+
+A `_Gap` is what a replay should bring; it is there while one is due or running. A `_Replay` is
+there from its request until the kept batches are applied. Its phase changes as follows; where a
+cell is empty, the phase stays. A live restart of the engine, and RESTART, drop gap and replay; then
+a gap from batch 0 on is due.
+
+    call              none     ASKED            ANSWERING    CATCHING_UP
+    connected         gap (1)  asks again (2)   (2)          (2)
+    live, in order    apply    apply, keep      keep         keep
+    live, not next    gap      gap, keep        keep         keep
+    replay_started    ASKED (only with a gap)
+    replayed                   ANSWERING                     (ignored)
+    replay_finished            CATCHING_UP      CATCHING_UP               the gap ends (3)
+    replay_failed              CATCHING_UP      CATCHING_UP               the gap stays, or is less
+    cleared           no gap   none, no gap                  no gap
+    next_held: None                                          none
+
+(1) if the engine can replay; (2) after the replay, as (1); (3) but batches that were missed after
+the request are a new gap."""
 
 from collections import deque
 from enum import Enum, auto
@@ -60,10 +79,45 @@ class SourceState(Enum):
 
 
 class _Phase(Enum):
-    IDLE = auto()
-    ASKED = auto()  # a replay was requested, and no answer has arrived
+    ASKED = auto()  # no answer has arrived
     ANSWERING = auto()
     CATCHING_UP = auto()  # the replay has ended, and kept live batches are not applied yet
+
+
+class _Gap:
+    """The batches that a replay should bring."""
+
+    __slots__ = ("before", "early_from", "missing", "proof", "start")
+
+    def __init__(
+        self,
+        start: int,
+        proof: int | None = None,
+        early_from: int | None = None,
+        missing: int = 0,
+        before: int = 0,
+    ) -> None:
+        self.start = start  # the first batch to bring
+        self.proof = proof  # digest of the batch before `start`, until it is compared
+        self.early_from = early_from  # the first batch after `start` that was applied early, if any
+        self.missing = missing  # batches known to be missing
+        self.before = before  # how many of these come before the first known batch
+
+
+class _Replay:
+    """A replay, from its request until the batches kept meanwhile are applied."""
+
+    __slots__ = ("digest", "early_end", "is_blind", "is_shown", "missing", "next", "phase")
+
+    def __init__(self, next_seq: int, digest: int | None, missing: int) -> None:
+        self.phase = _Phase.ASKED
+        # As they were at the request:
+        self.next = next_seq  # the next batch in order,
+        self.digest = digest  # the digest of the batch before it,
+        self.missing = missing  # and how many batches were missing
+        self.is_blind = False  # when it answered, no batch after its start was known
+        self.is_shown = False  # it has contained the newest applied batch, or starts after it
+        self.early_end = 0  # batches before this may have been applied early; set by its answer
 
 
 class KvCursor:
@@ -83,16 +137,8 @@ class KvCursor:
         self._digest: int | None = (
             None  # digest of the batch before `_next`; None: unknown or unusable
         )
-        self._missing_from: int | None = None  # the first batch that a replay should bring
-        self._missing = 0  # missing batches from there on; > 0 only with `_missing_from`
-        # Batches after `_missing_from` that may have been applied early: the first, and the end
-        # (exclusive).
-        self._early_from: int | None = None
-        self._early_end = 0  # set when a replay answers
-        self._missing_before = 0  # how many of `_missing` come before the first known batch
-        self._proof: int | None = (
-            None  # digest of the batch before `_missing_from`, until it is compared
-        )
+        self._gap: _Gap | None = None
+        self._replay: _Replay | None = None
         # The newest applied batch and its digest; a replay by the same publisher contains it too.
         # Set while the connection is new and no replay has contained the batch.
         self._top: tuple[int, int] | None = None
@@ -100,12 +146,6 @@ class KvCursor:
         self._newest = -1  # up to this, a live number comes from a new publisher
         self._has_answered = False  # a replay by this publisher has reached its end
         self._asks_again = False  # a new connection was made during a replay
-        self._phase = _Phase.IDLE
-        self._asked_next = 0  # `_next` when the replay was requested
-        self._asked_digest: int | None = None  # `_digest` when the replay was requested
-        self._asked_missing = 0  # `_missing` when the replay was requested
-        self._is_blind = False  # when the replay was requested, no batch after its start was known
-        self._is_shown = False  # the replay has contained `_top`, or starts after it
         self._has_failed = False  # the last replay did not reach its end
         self.dropped = 0  # total kept live batches that were dropped because of the limits
         self._held: deque[tuple[int, bytes]] = deque()
@@ -119,8 +159,11 @@ class KvCursor:
     @property
     def lag(self) -> int:
         """How many batches were published, as far as is known, but have not been applied."""
-        kept_only = 0 if self._phase is _Phase.ASKED else len(self._held)
-        return self._missing + kept_only
+        kept_only = 0 if self._is_in_phase(_Phase.ASKED) else len(self._held)
+        return kept_only if self._gap is None else self._gap.missing + kept_only
+
+    def _is_in_phase(self, phase: _Phase) -> bool:
+        return self._replay is not None and self._replay.phase is phase
 
     @property
     def held_bytes(self) -> int:
@@ -129,7 +172,8 @@ class KvCursor:
 
     @property
     def state(self) -> SourceState:
-        if self.lost or (self._has_failed and self._missing > self._missing_before):
+        gap = self._gap
+        if self.lost or (self._has_failed and gap is not None and gap.missing > gap.before):
             return SourceState.DEGRADED
         if self._has_failed:
             return SourceState.NO_REPLAY
@@ -149,21 +193,22 @@ class KvCursor:
     @property
     def complete_to(self) -> int | None:
         """Number of the last applied batch; None if there is a gap or a replay is being applied."""
-        is_in_order = self._phase is _Phase.IDLE or self._phase is _Phase.ASKED
-        return self.watermark if is_in_order and not self._missing and not self.lost else None
+        is_in_order = self._replay is None or self._replay.phase is _Phase.ASKED
+        has_gap = self._gap is not None and self._gap.missing > 0
+        return self.watermark if is_in_order and not has_gap and not self.lost else None
 
     @property
     def replay_from(self) -> int | None:
         """Number of the first batch to replay: the last batch before the gap, because it shows
         whether the engine restarted, or batch 0 if the gap begins there. None: no replay is due."""
-        if self._missing_from is None or self._phase is not _Phase.IDLE:
+        if self._gap is None or self._replay is not None:
             return None
-        return max(0, self._missing_from - 1)
+        return max(0, self._gap.start - 1)
 
     @property
     def is_settled(self) -> bool:
         """Whether no replay is due or running."""
-        return self._missing_from is None and self._phase is _Phase.IDLE
+        return self._gap is None and self._replay is None
 
     def resume_at(self, watermark: int) -> None:
         """Start with an index that contains all batches up to number `watermark`, as recovered from
@@ -182,18 +227,18 @@ class KvCursor:
         the connection may be missing. From now on, a live batch with a number that was already
         received means that the engine was restarted."""
         self._holds_top = self._top is not None
-        if self._phase is not _Phase.IDLE:
+        if self._replay is not None:
             self._asks_again = self.can_replay
             return
         self._newest = max(self._newest, self._next - 1)
         self._ask()
 
     def _ask(self) -> None:
-        if self.can_replay and self._missing_from is None:
-            self._missing_from, self._proof = self._next, self._digest
+        if self.can_replay and self._gap is None:
+            start, proof = self._next, self._digest
             if self._holds_top and self._top is not None and self._top[0] < self._next:
-                self._missing_from, self._proof = self._top[0] + 1, self._top[1]
-            self._early_from = self._missing_from if self._missing_from < self._next else None
+                start, proof = self._top[0] + 1, self._top[1]
+            self._gap = _Gap(start, proof, start if start < self._next else None)
 
     def live(self, seq: int, payload: bytes) -> BatchVerdict:
         """Decide what to do with a live batch (not a replayed one). `seq`: from 0 to 2**64 - 1."""
@@ -205,66 +250,64 @@ class KvCursor:
         if is_restart:
             self._restarted()
         self.last_live = self._newest = seq
-        if self._phase is not _Phase.IDLE:
+        if self._replay is not None:
             self._hold(seq, payload)
-            if self._phase is not _Phase.ASKED:
+            if self._replay.phase is not _Phase.ASKED:
                 return BatchVerdict.HOLD
         if seq < self._next:
             return BatchVerdict.IGNORE
         self._advance(seq, payload)
-        is_idle = self._phase is _Phase.IDLE
-        if self._has_failed and not self._missing and is_idle and not self._holds_top:
-            self._missing_from = None  # no replay runs and nothing is missing
+        has_gap = self._gap is not None and self._gap.missing > 0
+        if self._has_failed and not has_gap and self._replay is None and not self._holds_top:
+            self._gap = None  # no replay runs and nothing is missing
             self._has_failed = False
         return BatchVerdict.RESTART if is_restart else BatchVerdict.APPLY
 
     def replay_started(self) -> None:
         """Record that a replay from `replay_from` on is about to be requested."""
-        assert self.replay_from is not None
-        self._phase = _Phase.ASKED
-        self._asked_next, self._asked_digest = self._next, self._digest
-        self._asked_missing = self._missing
+        assert self._gap is not None
+        assert self._replay is None
+        self._replay = _Replay(self._next, self._digest, self._gap.missing)
 
     def replayed(self, seq: int, payload: bytes) -> BatchVerdict:
         """Decide what to do with a batch of a replay: APPLY (perhaps the batch was applied live
         before), IGNORE or RESTART. After RESTART, drop all blocks of this source, abort the replay,
         and request a new replay from `replay_from` on."""
-        if self._phase is _Phase.ASKED:
-            assert self._missing_from is not None
-            self._phase = _Phase.ANSWERING
-            self._is_blind = self._next == self._missing_from
-            self._is_shown = False
-            self._early_end = self._next
-            self._next, self._digest = self._missing_from, self._proof
-        if self._phase is not _Phase.ANSWERING or not self._next - 1 <= seq < UNSET_SEQ:
+        replay, gap = self._replay, self._gap
+        if replay is None or gap is None or replay.phase is _Phase.CATCHING_UP:
             return BatchVerdict.IGNORE
-        proof, self._proof = self._proof, None
+        if replay.phase is _Phase.ASKED:
+            replay.phase = _Phase.ANSWERING
+            replay.is_blind = self._next == gap.start
+            replay.early_end = self._next
+            self._next, self._digest = gap.start, gap.proof
+        if not self._next - 1 <= seq < UNSET_SEQ:
+            return BatchVerdict.IGNORE
+        proof, gap.proof = gap.proof, None
         digest = xxh3_64_intdigest(payload)
         if seq < self._next and proof is not None and proof != digest:
-            return self._replaced()
+            return self._replaced(replay)
         top, top_digest = (-1, None) if self._top is None else self._top
         if seq == top:
             if digest != top_digest:  # the live batches came from another publisher
-                self._restarted()
-                self._missing_from = 0
-                return BatchVerdict.RESTART
-            self._has_shown_top()
+                return self._begins_anew()
+            self._has_shown_top(replay)
         if seq < self._next:
             return BatchVerdict.IGNORE
         # The engine's buffer may no longer have the batches to compare.
-        is_in_doubt = proof is not None or (seq > top >= 0 and not self._is_shown)
+        is_in_doubt = proof is not None or (seq > top >= 0 and not replay.is_shown)
         if seq > top:
-            self._has_shown_top()
+            self._has_shown_top(replay)
         heard = max(0, min(seq, top + 1) - self._next)  # already applied, except the gaps
-        gone = min(heard, self._missing) + seq - self._next - heard
+        gone = min(heard, gap.missing) + seq - self._next - heard
         if self._next:
             self.lost += max(gone, is_in_doubt)
         else:  # batches missed after the first known one are lost
-            before = gone if top < 0 else min(gone, self._missing_before)
+            before = gone if top < 0 else min(gone, gap.before)
             self.lost += max(gone - before, is_in_doubt)
             self.unknown = before if seq != _LATE_FIRST_SEQ else 0
-        early_from = self._early_end if self._early_from is None else self._early_from
-        self.is_again = early_from <= seq < self._early_end
+        early_from = replay.early_end if gap.early_from is None else gap.early_from
+        self.is_again = early_from <= seq < replay.early_end
         self._applied(seq, digest)
         self.replayed_batches += 1
         return BatchVerdict.APPLY
@@ -272,52 +315,49 @@ class KvCursor:
     def replay_finished(self) -> BatchVerdict:
         """Record that a replay has ended. Batches that were requested but not replayed are lost.
         Returns IGNORE (apply each batch that next_held() returns) or RESTART (see `replayed`)."""
+        replay, gap = self._replay, self._gap
+        assert replay is not None
+        assert gap is not None
         since = 0  # missing batches after the request, which the replay may lack
-        if self._phase is _Phase.ASKED:
-            since = self._missing - self._asked_missing
-            if self._missing_from == 0:
-                self.unknown = min(self._asked_missing, self._missing_before)
-                self.lost += self._asked_missing - self.unknown
-            elif self._asked_next == self._missing_from or (
-                self._holds_top and not self._asks_again
-            ):
+        if replay.phase is _Phase.ASKED:
+            since = gap.missing - replay.missing
+            if gap.start == 0:
+                self.unknown = min(replay.missing, gap.before)
+                self.lost += replay.missing - self.unknown
+            elif replay.next == gap.start or (self._holds_top and not self._asks_again):
                 # The engine lacks even the batch that we already have.
-                self._restarted()
-                self._missing_from = 0
-                return BatchVerdict.RESTART
+                return self._begins_anew()
             else:
-                self.lost += self._asked_missing
-        elif self._phase is _Phase.ANSWERING and self._next < self._asked_next:
+                self.lost += replay.missing
+        elif self._next < replay.next:
             # The replay ended before a batch that we know, so that batch was not applied in order.
-            self.lost += self._asked_next - self._next
-        before = self._missing_before
-        self._end_replay(complete=True)
+            self.lost += replay.next - self._next
+        self._end_replay(replay, complete=True)
         if since:
-            self._missing_from, self._proof = self._asked_next, self._asked_digest
-            self._early_from = self._asked_next
-            self._missing = since
-            self._missing_before = 0 if self._asked_next else before
+            before = 0 if replay.next else gap.before
+            self._gap = _Gap(replay.next, replay.digest, replay.next, since, before)
         return BatchVerdict.IGNORE
 
     def replay_failed(self) -> None:
         """Record that a replay got no answer, or stopped early. The caller must then apply each
         batch that next_held() returns, and retry the replay later unless `replay_from` is None."""
-        answered = self._phase is _Phase.ANSWERING
-        if answered and (self._is_blind or self._next < self._asked_next):
-            self._early_from = self._missing_from = self._next
-            self._proof = self._digest
-            self._missing = min(self._missing, max(0, self._asked_next - self._next))
-            self._missing_before = 0
+        replay, gap = self._replay, self._gap
+        assert replay is not None
+        assert gap is not None
+        answered = replay.phase is _Phase.ANSWERING
+        if answered and (replay.is_blind or self._next < replay.next):
+            missing = min(gap.missing, max(0, replay.next - self._next))
+            self._gap = _Gap(self._next, self._digest, self._next, missing)
             self._holds_top = self._top is not None  # the kept batches follow it
             answered = False
-        self._end_replay(complete=answered)  # perhaps only the end marker is missing
+        self._end_replay(replay, complete=answered)  # perhaps only the end marker is missing
 
     def replay_interrupted(self) -> bool:
         """Record that the caller aborted a replay. Returns whether next_held() must now be called
         (until it returns None), because live batches may have been kept."""
-        if self._phase is _Phase.ASKED or self._phase is _Phase.ANSWERING:
+        if self._replay is not None and self._replay.phase is not _Phase.CATCHING_UP:
             self.replay_failed()
-        return self._phase is not _Phase.IDLE
+        return self._replay is not None
 
     def shed(self, size: int) -> None:
         """Drop the oldest live batches that are kept during a replay, until `size` bytes are freed.
@@ -333,11 +373,10 @@ class KvCursor:
             seq, payload = self._held.popleft()
             self._held_bytes -= len(payload)
             if seq >= self._next:
-                self.is_again = seq < self._early_end
+                self.is_again = self._replay is not None and seq < self._replay.early_end
                 self._advance(seq, payload)
                 return payload
-        self._early_end = 0
-        self._phase = _Phase.IDLE
+        self._replay = None
         if self._asks_again:
             self._asks_again = False
             self._ask()
@@ -346,16 +385,16 @@ class KvCursor:
     def cleared(self) -> None:
         """Record that the batch applied last cleared all blocks. Older gaps no longer matter."""
         self.lost = self.unknown = 0
-        if self._phase is _Phase.IDLE or self._phase is _Phase.ASKED:
+        was_asked = self._is_in_phase(_Phase.ASKED)
+        if self._replay is None or was_asked:
             self._holds_top = False  # it came before the clearing batch, too
             if self._next and self._digest is not None:
                 self._top = self._next - 1, self._digest
-        if self._phase is not _Phase.ANSWERING:
-            self._missing_from = None
-            self._missing = self._missing_before = 0
+        if not self._is_in_phase(_Phase.ANSWERING):
+            self._gap = None
             self._has_failed = False
-        if self._phase is _Phase.ASKED:
-            self._phase = _Phase.IDLE
+        if was_asked:
+            self._replay = None
             self._asks_again = False
             self._drop_held()
 
@@ -368,14 +407,13 @@ class KvCursor:
         if self.can_replay:
             if size:
                 self.gaps += 1
-                if self._missing_from is None:
-                    self._missing_from, self._proof = self._next, self._digest
-                    self._early_from = seq
+                if self._gap is None:
+                    self._gap = _Gap(self._next, self._digest, seq)
                 if not self._next:
-                    self._missing_before = size
-                self._missing += size
-            if self._early_from is None:
-                self._early_from = seq
+                    self._gap.before = size
+                self._gap.missing += size
+            if self._gap is not None and self._gap.early_from is None:
+                self._gap.early_from = seq
             self._applied(seq, xxh3_64_intdigest(payload))
             return
         if size and (self._next or seq != _LATE_FIRST_SEQ):
@@ -386,10 +424,10 @@ class KvCursor:
                 self.unknown = size
         self._next = seq + 1
 
-    def _has_shown_top(self) -> None:
+    def _has_shown_top(self, replay: _Replay) -> None:
         """Record that this replay has reached or passed `_top`, a batch that was applied before.
         If a new connection was made meanwhile, the next replay must reach `_top`, too."""
-        self._is_shown = True
+        replay.is_shown = True
         self._holds_top = self._holds_top and self._asks_again
 
     def _applied(self, seq: int, digest: int) -> None:
@@ -397,15 +435,21 @@ class KvCursor:
         if self._top is None or (seq >= self._top[0] and not self._holds_top):
             self._top = seq, digest
 
-    def _replaced(self) -> BatchVerdict:
+    def _replaced(self, replay: _Replay) -> BatchVerdict:
         """Handle a replayed batch that differs from the applied one: the publisher is a new one.
         All batches of the new publisher are missing, because the caller drops all blocks."""
-        newest = None if self._is_blind else self.last_live
-        self._restarted()
-        self._missing_from = 0
+        newest = None if replay.is_blind else self.last_live
+        verdict = self._begins_anew()
         if newest is not None:
             self.last_live = self._newest = newest
-            self._next = self._missing = self._missing_before = newest + 1
+            self._next = newest + 1
+            self._gap = _Gap(0, missing=self._next, before=self._next)
+        return verdict
+
+    def _begins_anew(self) -> BatchVerdict:
+        """Handle a replay that shows that the publisher is a new one, whose batches all miss."""
+        self._restarted()
+        self._gap = _Gap(0)
         return BatchVerdict.RESTART
 
     def _restarted(self) -> None:
@@ -420,18 +464,17 @@ class KvCursor:
             self._held_bytes -= len(self._held.popleft()[1])
             self.dropped += 1
 
-    def _end_replay(self, complete: bool) -> None:
+    def _end_replay(self, replay: _Replay, complete: bool) -> None:
         if complete:
-            self._missing_from = None
-            self._missing = self._missing_before = 0
+            self._gap = None
             self._has_failed = False
             self._has_answered = True
         else:
             self._has_failed = True
         # Batches that were applied live before the request need not be applied again.
-        if self._next < self._asked_next:
-            self._next, self._digest = self._asked_next, self._asked_digest
-        self._phase = _Phase.CATCHING_UP
+        if self._next < replay.next:
+            self._next, self._digest = replay.next, replay.digest
+        replay.phase = _Phase.CATCHING_UP
         if self._asks_again:  # the replay's batches may be from the former publisher
             self._ask()
 
@@ -443,12 +486,9 @@ class KvCursor:
         self._has_answered = self._asks_again = False
         self._next = 0
         self._digest = None
-        self._missing_from = None
-        self._missing = self._missing_before = self._early_end = 0
-        self._proof = self._top = self._early_from = None
+        self._gap = self._replay = self._top = None
         self._holds_top = False
         self._has_failed = False
-        self._phase = _Phase.IDLE
         self._drop_held()
 
     def _drop_held(self) -> None:
