@@ -29,10 +29,11 @@ class Request(NamedTuple):
     headers: dict[str, str]
 
 
-def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Fenced blocks with a language, in order, as (language, content)."""
-    for found in re.finditer(r"^```(\w+)\n(.*?)^```", text, re.M | re.S):
-        yield found[1], found[2]
+def blocks(text: str, *, unnamed: bool = False) -> Iterator[tuple[str, str]]:
+    """Fenced blocks, in order, as (language, content): those with a language, or all."""
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S):
+        if found[1] or unnamed:
+            yield found[1], found[2]
 
 
 PYTHON = [text for page in OURS.values() for kind, text in blocks(page) if kind == "python"]
@@ -45,21 +46,20 @@ def python_example(words: str) -> str:
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """The commands of a shell block, a list of words each, `&&` between two or not."""
-    script = script.replace("\\\n", " ")
-    for line in script.split("\n") if "'" not in script else [script]:
-        yield from _commands_of(line)
-
-
-def _commands_of(text: str) -> Iterator[list[str]]:
+    """The commands of a shell block as a shell splits them, a list of words each. What stands in
+    quotes may go over several lines; a line goes on after a backslash."""
+    lexer = shlex.shlex(script.replace("\\\n", " "), posix=True, punctuation_chars="\n;&|")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
     command: list[str] = []
-    # In a block with quotes a command may go over several lines: it ends where another begins.
-    for word in [*shlex.split(text.replace("\n", " \n "), comments=True), "&&"]:
-        if word == "&&" or (word == "curl" and command):
+    is_comment = False
+    for word in [*lexer, "\n"]:
+        if set(word) <= set("\n;&|"):
             if command:
                 yield command
-            command = []
-        if word != "&&":
+            command, is_comment = [], is_comment and "\n" not in word
+        elif word == "#" or is_comment:
+            is_comment = True
+        else:
             command.append(word)
 
 
