@@ -59,6 +59,14 @@ _WITHOUT_OUTPUT: Final = ("/embeddings", "/rerank", "/score")
 
 # Fields that make the engine's prompt differ from the messages or the text.
 _CHANGING: Final = ("prompt_embeds", "suffix", "truncate_prompt_tokens")
+# Fields by which engines tell each other where the KV blocks or the tokens of a prompt are. With
+# one, a client can end the engine's process, or have other tokens computed than its messages say.
+ENGINE_FIELDS: Final = frozenset({
+    *("kv_transfer_params", "ec_transfer_params"),  # vLLM
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"),  # SGLang
+    *("disagg_prefill_dp_rank", "decode_tp_size"),
+    *("disaggregated_params", "prompt_token_ids", "prompt_token_ids_b64"),  # TensorRT-LLM
+})  # fmt: skip
 # Fields of /v1/responses which say that the engine has stored a part of the prompt
 _KEPT_BY_ENGINE: Final = ("previous_response_id", "conversation", "prompt")
 _TEXT_PARTS: Final = frozenset(
@@ -83,6 +91,7 @@ _read_items: Final = msgspec.json.Decoder(list[Item]).decode
 _read_message: Final = msgspec.json.Decoder(Message).decode
 _read_raw_messages: Final = msgspec.json.Decoder(list[Raw]).decode
 _read_parts: Final = msgspec.json.Decoder(list[ContentPart]).decode
+_read_arguments: Final = msgspec.json.Decoder(dict[str, Raw] | None).decode
 _read_metadata: Final = msgspec.json.Decoder(Metadata).decode
 _read_texts: Final = msgspec.json.Decoder(Texts).decode
 
@@ -142,6 +151,20 @@ class ModelRequest:
         """Whether a field of the body is present and not null."""
         raw = self.fields.get(name)
         return raw is not None and raw != _RAW_NULL
+
+    @property
+    def engine_field(self) -> str | None:
+        """One of ENGINE_FIELDS that the body sets, or None. vLLM merges `vllm_xargs` with them."""
+        names = [name for name in self.fields if name in ENGINE_FIELDS and self.has(name)]
+        if not names and self.has("vllm_xargs"):
+            with contextlib.suppress(msgspec.DecodeError):
+                arguments = _read_arguments(self.fields["vllm_xargs"]) or {}
+                names = [
+                    f"vllm_xargs.{name}"
+                    for name, value in arguments.items()
+                    if name in ENGINE_FIELDS and value != _RAW_NULL
+                ]
+        return names[0] if names else None
 
     def flag(self, name: str, default: bool) -> bool:
         """Returns a boolean field of the body, or `default` if the field is absent or invalid."""

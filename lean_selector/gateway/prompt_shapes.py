@@ -22,6 +22,7 @@ class PromptSettings(msgspec.Struct, frozen=True, kw_only=True):
     ask_from_bytes: int = 0
     render_from_bytes: int = 0  # likewise, on paths whose answers contain no tokens to learn
     ask_timeout_s: float = 2.0
+    passes_engine_fields: bool = False  # else a request with one is refused
 
 
 class Served(msgspec.Struct, frozen=True):

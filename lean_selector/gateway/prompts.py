@@ -46,7 +46,8 @@ class Routed:
     session_id: str | None = None
     worker_ids: frozenset[int] | None = None  # the workers that have the adapter; None: any worker
     answer: AnswerReader | None = None  # None: the answer is relayed unchanged
-    # Called with the numbers of prompt and answer tokens.
+    is_sent_once: bool = False  # it names other engines: not retried once it was sent
+    # Called with the numbers of prompt and answer tokens, which are learned from.
     on_lengths: Callable[[int, int], None] | None = None
     takes_reports: bool = True  # `vllm_xargs` are accepted on its path
     opens_early: bool = False  # the first bytes of a stream may precede the first token
@@ -59,6 +60,7 @@ UNMARKED: Final = Unknown(
 )
 NEW: Final = Unknown(Why.NEW, "it was not seen before")
 BEGINNING: Final = Unknown(Why.BEGINNING, "only its beginning was seen before")
+_FOR_ENGINES: Final = "engines set it for each other; --pass-engine-fields lets clients set it"
 _REPORT_MODE: Final = "kv_cache_report_mode"
 _MOST_GUESSED_TOKENS: Final = 1 << 21  # longer than any engine accepts
 # Engines that support `stream_options` but do not say so.
@@ -96,6 +98,11 @@ class Prompts:
         """Computes the block hashes of a request's prompt. With `forwards`, the caller must forward
         the result's body, which may have added fields. Raises BadRequest and UnknownModel."""
         request = ModelRequest(path, body)
+        engine_field = request.engine_field
+        if engine_field is not None:
+            if not self._settings.passes_engine_fields:
+                raise BadRequest(f"{engine_field}: {_FOR_ENGINES}")
+            request.why_not = Unknown(Why.CHANGED, f"`{engine_field}` may change the prompt")
         served, lora_name, worker_ids = yield from self._served(request.model, tenant_id)
         if self._is_off:
             request.why_not = OFF
@@ -133,7 +140,10 @@ class Prompts:
             session_id=request.session_id,
             worker_ids=worker_ids,
             answer=additions.reader(),
-            on_lengths=lambda prompt, output: averages.had(text_bytes, prompt, output // answers),
+            on_lengths=None
+            if engine_field is not None
+            else lambda prompt, output: averages.had(text_bytes, prompt, output // answers),
+            is_sent_once=engine_field is not None,
             takes_reports=request.kind in COMPLETIONS,
             opens_early=request.kind == Kind.RESPONSES,
             known_tokens=None if why_not is None else len(known) // 8 * served.block_size,

@@ -5,7 +5,11 @@ client that disconnects. Ends the worker's lease (the claim on the worker) exact
 this module waits; `placing` waits, before the request is sent.
 
 Until the first byte of the answer's body arrives, the client has received nothing, so another
-worker can be tried. Afterwards, pieces are relayed as they arrive, at the client's pace."""
+worker can be tried. Afterwards, pieces are relayed as they arrive, at the client's pace.
+
+A request may be the cause of a failure: there are requests that end the process of any engine. So
+if one was sent, and the worker failed (its connection broke, or it answered 500 or 502), only one
+other worker gets it."""
 
 import asyncio
 import logging
@@ -29,8 +33,7 @@ from lean_selector.http.streaming import StreamedReply
 
 log = logging.getLogger("lean_selector.gateway")
 
-# A request with one of these answers is retried once: an engine whose core has died answers all
-# requests so. If a second worker answers so too, the request may be the cause: relay the answer.
+# An engine whose core has died answers all requests so.
 _ERRORS: Final = frozenset({500, 502})
 # Such an error as the first event of a stream, after status 200. The group is the event. The line
 # with the chunk's size may precede it, because most pieces are relayed with their chunk framing.
@@ -93,7 +96,9 @@ class ProxiedRequest:
         self._began = monotonic()
         self._connection: ClientConnection | None = None
         self._head: AnswerHead | None = None
-        self._was_error = False  # a worker answered with one of _ERRORS
+        # Endpoints that failed after it was sent. A kept connection that ends counts until the
+        # same worker answers.
+        self._failed_at: set[str] = set()
         self._is_chunking = False
         # Removes what was added to the request from the answer.
         self._reader: AnswerReader | None = None
@@ -111,6 +116,16 @@ class ProxiedRequest:
     @property
     def age_s(self) -> float:
         return monotonic() - self._began
+
+    @property
+    def _most_failures(self) -> int:
+        """At how many workers the request may fail after it was sent."""
+        return 1 if self.routed is not None and self.routed.is_sent_once else 2
+
+    @property
+    def _may_fail(self) -> bool:
+        """Whether another worker is tried if this one answers one of _ERRORS to a completion."""
+        return self.routed is not None and len(self._failed_at) + 1 < self._most_failures
 
     @property
     def why_unknown(self) -> Unknown | None:
@@ -206,10 +221,12 @@ class ProxiedRequest:
 
     def on_head(self, head: AnswerHead) -> bool:
         self._head = head
-        routed = self.routed
-        failed = head.status in _ERRORS and routed is not None and not self._was_error
-        if head.status in NOT_FREE or failed:
-            self._was_error |= failed
+        routed, lease = self.routed, self.lease
+        assert lease is not None
+        self._failed_at.discard(lease.endpoint.text)
+        if (head.status in NOT_FREE and self._most_failures > 1) or (
+            head.status in _ERRORS and self._may_fail
+        ):
             self._shedding = bytearray()
             return True
         if routed is not None and routed.answer is not None and head.status == 200:
@@ -246,13 +263,10 @@ class ProxiedRequest:
         """Returns the error if a stream begins with an error, so that another worker can be tried;
         returns None for all other streams."""
         routed = self.routed
-        if routed is None or not routed.streams or head.status != 200 or self._was_error:
+        if routed is None or not routed.streams or head.status != 200 or not self._may_fail:
             return None
         found = _FAILED_STREAM.match(data)
-        if found is None:
-            return None
-        self._was_error = True
-        return bytearray(found[1])
+        return None if found is None else bytearray(found[1])
 
     def on_end(self) -> None:
         self._connection = None
@@ -278,7 +292,10 @@ class ProxiedRequest:
             reply = self.reply
             self._finish(FAILED)
             reply.break_off()
-        elif is_stale:
+            return
+        assert self.lease is not None
+        self._failed_at.add(self.lease.endpoint.text)
+        if is_stale and self._most_failures > 1:
             self._retry(_STALE, None, reason)
         else:
             self._retry(FAILED, FAILED, reason)
@@ -291,6 +308,8 @@ class ProxiedRequest:
         assert head is not None
         self._shedding = None
         self._shed = (lease, head, body)
+        if head.status not in NOT_FREE:
+            self._failed_at.add(lease.endpoint.text)
         if head.status == 200:
             self._retry(FAILED, FAILED, "its stream began with an error")
             return
@@ -405,7 +424,9 @@ class ProxiedRequest:
         lease = self.lease
         assert lease is not None
         counts = self._counts
-        may_retry = how == REFUSED or counts.retry_budget.take()  # a refused one was not sent
+        is_cause = how != _STALE and len(self._failed_at) >= self._most_failures
+        # A refused one was not sent.
+        may_retry = not is_cause and (how == REFUSED or counts.retry_budget.take())
         if how == _STALE and may_retry:
             # The worker had just closed the idle connection, which is not a failure.
             counts.stale += 1
@@ -413,7 +434,8 @@ class ProxiedRequest:
             self._head = None
             self._look()
             return
-        self._note(reason, "another is tried" if may_retry else "the retry budget is exhausted")
+        spent = "the request may be the cause" if is_cause else "too many requests were retried"
+        self._note(reason, "another is tried" if may_retry else spent)
         self.tried.add(lease.endpoint.text)
         self.lease = None
         self._head = None
@@ -421,7 +443,7 @@ class ProxiedRequest:
         if outcome is not None:
             self._on_failed(lease, outcome)
         if not may_retry:
-            self.fail(502, f"{self.why}; too many requests were retried", "bad_gateway")
+            self.fail(502, f"{self.why}; {spent}", "bad_gateway")
             return
         counts.retries[how] += 1
         self._look()
@@ -436,6 +458,8 @@ class ProxiedRequest:
         if outcome == OK and self.routed is not None and self.status == 200:
             usage = Usage(self._last())  # the engine's counts, from a complete answer
             cached, lengths = usage.cached_tokens, usage.lengths
+            if self.routed.is_sent_once:
+                cached = None  # may be those of another engine
             if lengths is not None and self.routed.on_lengths is not None:
                 self.routed.on_lengths(*lengths)
             first_s = self._first_token_at - self._began if self._first_token_at else None

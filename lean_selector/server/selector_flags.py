@@ -399,6 +399,8 @@ class PromptsFlags:
     ask_from_bytes: tokenize a prompt if at least this many bytes follow the part seen before;
       `none`: never; unset: 0, but with learn (gateway) 16384 where answers contain token ids
     ask_timeout_s: how long to wait for a prompt's tokens; after that, only known blocks are matched
+    passes_engine_fields: let clients set the fields by which engines speak to each other, such as
+      kv_transfer_params, which can end an engine's process
     """
 
     mode: str | None = flag(None, "--prompts", each=_mode)
@@ -410,6 +412,7 @@ class PromptsFlags:
     ask_timeout_s: float = flag(
         2.0, "--prompts-tokenize-timeout-secs", ge=0.001, needs=("--prompts",)
     )
+    passes_engine_fields: bool = flag(False, "--pass-engine-fields", needs=("--prompts",))
 
     def __post_init__(self) -> None:
         if self.mode == "local" and self.tokenizer is None:

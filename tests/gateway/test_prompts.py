@@ -13,7 +13,13 @@ from lean_selector.core.hashing import hash_seed, local_hashes, sequence_hashes_
 from lean_selector.events.names import Resolver
 from lean_selector.gateway.answers import UNMARKABLE
 from lean_selector.gateway.engine_answers import FRESH_S, EngineAnswers
-from lean_selector.gateway.model_request import MEDIA, NO_PROMPT, SEVERAL, UNKNOWN_FORM
+from lean_selector.gateway.model_request import (
+    ENGINE_FIELDS,
+    MEDIA,
+    NO_PROMPT,
+    SEVERAL,
+    UNKNOWN_FORM,
+)
 from lean_selector.gateway.prompt_shapes import Mode, PromptSettings, Served, Unknown, Why
 from lean_selector.gateway.prompts import BEGINNING, NEW, OFF, UNMARKED, Prompts, Routed
 from lean_selector.http.outbound import OutboundClient
@@ -563,3 +569,39 @@ async def test_an_image_counts_as_an_image_not_as_the_text_that_it_is_written_in
         url = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 400_000}}
         body = chat([{"role": "user", "content": [url, {"type": "text", "text": "a" * 400}, url]}])
         assert (await prompts.of(CHAT, body)).prompt.isl_tokens == 100 + 2 * 1024
+
+
+# -- fields for engines ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE_FIELDS))
+@on_loop
+async def test_a_field_that_engines_set_for_each_other_is_refused_by_name(name: str) -> None:
+    async with door(Mode.LEARN) as (prompts, _):
+        for forwards in (True, False):
+            for value in ({}, {"do_remote_prefill": True}, 7, "text", False):
+                for path, body in ((CHAT, chat), (TEXT, lambda **more: text("x", **more))):
+                    with pytest.raises(BadRequest, match=f"^{name}: .*--pass-engine-fields"):
+                        await prompts.of(path, body(**{name: value}), forwards=forwards)
+        assert (await prompts.of(CHAT, chat(**{name: None}))).prompt.isl_tokens
+        with pytest.raises(BadRequest, match=f"^vllm_xargs.{name}: "):
+            await prompts.of(CHAT, chat(vllm_xargs={"other": 1, name: "text"}))
+        with pytest.raises(BadRequest, match=r"^kv_transfer_params: "):
+            await prompts.of(CHAT, chat().replace(b"{", b'{"kv\\u005ftransfer_params":1,', 1))
+        other: list[object] = [None, {}, {"other": name}, {name: None}, [name], name]
+        for given in other:
+            await prompts.of(CHAT, chat(vllm_xargs=given, metadata={name: 1}))
+
+
+@on_loop
+async def test_nothing_is_learned_of_requests_with_fields_for_engines() -> None:
+    async with door(Mode.LEARN, passes_engine_fields=True) as (prompts, _):
+        given = chat(kv_transfer_params={"prompt_token_ids": [1, 2, 3]})
+        routed = await prompts.of(CHAT, given)
+        assert is_load_only(
+            routed, Unknown(Why.CHANGED, "`kv_transfer_params` may change the prompt")
+        )
+        assert (routed.is_sent_once, routed.answer, routed.on_lengths) == (True, None, None)
+        assert json.loads(routed.body) == json.loads(given)
+        plain = await prompts.of(CHAT, chat())
+        assert (plain.is_sent_once, plain.answer is None) == (False, False)

@@ -285,6 +285,10 @@ class OneRequest(RuleBasedStateMachine):
             assert written.endswith((b"0\r\n\r\n", b"}", b"x" * 100))
 
     @invariant()
+    def it_fails_at_two_workers_at_most(self) -> None:
+        assert sum("freed failed" in lease.told for lease in self.leases) <= 2
+
+    @invariant()
     def a_begun_answer_is_told_once(self) -> None:
         for lease in self.leases:
             assert lease.told.count("begun") <= 1
@@ -317,14 +321,24 @@ class Errand:
         proxied.routed = self._routed
         return Placing()
 
-    def sent_to(self, number: int) -> tuple[BookedLease, ClientConnection, Transport]:
-        """It goes to a worker of this number."""
+    def lease(self, number: int) -> BookedLease:
+        """A worker of this number is chosen."""
         lease = BookedLease(Upstream(f"http://w{number}:1", number, 0.0))
         self.of.takes(lease)
+        return lease
+
+    def sent(self, lease: BookedLease, requests: int = 0) -> tuple[ClientConnection, Transport]:
+        """It is sent, on a connection that had so many requests before."""
         worker, transport = ClientConnection(lease.endpoint), Transport()
         worker.connection_made(transport)
+        worker.requests = requests
         self.of.sent(worker)
-        return lease, worker, transport
+        return worker, transport
+
+    def sent_to(self, number: int) -> tuple[BookedLease, ClientConnection, Transport]:
+        """It goes to a worker of this number."""
+        lease = self.lease(number)
+        return lease, *self.sent(lease)
 
 
 def test_the_last_that_shed_a_request_is_heard_when_no_other_can_be_tried() -> None:
@@ -393,3 +407,70 @@ def test_a_request_s_body_is_let_go_of_when_its_answer_begins() -> None:
     assert (errand.of.request.body, sent.body) == (b"{}", b"{}")
     worker.data_received(b"5\r\nhello\r\n")
     assert (errand.of.request.body, sent.body) == (b"", b"")
+
+
+def broken(worker: ClientConnection) -> None:
+    worker.data_received(HEAD)
+    worker.connection_lost(OSError("reset"))
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_a_request_whose_connections_break_is_sent_to_two_workers(is_routed: bool) -> None:
+    """By a worker that has accepted it, before or after the head of its answer."""
+    routed = Routed("m", "default", cast(Any, None), b"{}", None, streams=True)
+    errand = Errand(routed if is_routed else None)
+    first, worker, _ = errand.sent_to(0)
+    worker.connection_lost(OSError("reset"))
+    assert (first.told, errand.transport.writes) == (["freed failed"], [])
+    errand.lease(1)
+    errand.of.refused("connection refused")
+    second, worker, _ = errand.sent_to(2)
+    broken(worker)
+    assert (second.told, errand.of.is_over) == (["freed failed"], True)
+    assert b"".join(errand.transport.writes).startswith(b"HTTP/1.1 502 ")
+    assert errand.judged == ["failed", "refused", "failed"]
+
+
+def test_a_kept_connection_that_ends_counts_until_the_same_worker_answers() -> None:
+    """Its process may have ended because of the request: it then refuses the next connection."""
+    for answers in (False, True):
+        errand = Errand(Routed("m", "default", cast(Any, None), b"{}", None, streams=True))
+        for number in range(2):
+            lease = errand.lease(number)
+            worker, _ = errand.sent(lease, requests=1)
+            worker.connection_lost(None)
+            assert lease.told == []
+            if answers:
+                worker, _ = errand.sent(lease)
+                worker.data_received(b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n")
+            else:
+                errand.of.refused("connection refused")
+        assert errand.of.is_over is not answers
+
+
+def test_an_error_that_was_kept_is_heard_if_the_next_worker_s_connection_breaks() -> None:
+    errand = Errand(Routed("m", "default", cast(Any, None), b"{}", None, streams=True))
+    _, worker, _ = errand.sent_to(0)
+    worker.data_received(b"HTTP/1.1 500 Died\r\ncontent-length: 4\r\n\r\ndied")
+    assert errand.transport.writes == []
+    broken(errand.sent_to(1)[1])
+    head, _, body = errand.transport.take().partition(b"\r\n\r\n")
+    assert (head[:12], body) == (b"HTTP/1.1 500", b"died")
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 503 x", b"HTTP/1.1 500 x", FAILED % 500])
+def test_a_request_that_names_other_engines_is_sent_once(answer: bytes) -> None:
+    told = Routed("m", "default", cast(Any, None), b"{}", None, streams=True, is_sent_once=True)
+    errand = Errand(told)
+    errand.lease(0)
+    errand.of.refused("connection refused")  # nothing was sent
+    worker, _ = errand.sent(errand.lease(1), requests=1)
+    if answer.startswith(b"data"):
+        worker.data_received(HEAD + b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer))
+    elif answer:
+        worker.data_received(answer + b"\r\ncontent-length: 0\r\n\r\n")
+    else:
+        worker.connection_lost(None)
+    assert errand.of.is_over
+    status = {b"": b"502", b"HTT": answer[9:12], b"dat": b"200"}[answer[:3]]
+    assert b"".join(errand.transport.writes).startswith(b"HTTP/1.1 " + status)
