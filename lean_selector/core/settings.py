@@ -40,6 +40,7 @@ class Dialect(msgspec.Struct, frozen=True, kw_only=True):
     claims_ids: bool  # the id is claimed when the request arrives; the 409 names no rank
     credits_untracked: bool  # if prefill is not tracked, a credit is subtracted from the blocks
     replays_one_rank_only: bool  # a `replay_endpoint` is refused for workers of several ranks
+    lacks: frozenset[str]  # fields of a worker's record that only the other dialect has
 
     def scope(self, model_name: str, tenant_id: str) -> str:
         """Return a partition's name as used in error and log texts."""
@@ -52,6 +53,14 @@ API_1_3 = Dialect(
     claims_ids=False,
     credits_untracked=False,
     replays_one_rank_only=False,
+    lacks=frozenset(
+        (
+            "routing_group",
+            "router_hint_worker_type",
+            "router_hint_source_control_endpoints",
+            "kv_event_source_mode",
+        )
+    ),
 )
 API_1_6 = Dialect(
     name="1.6",
@@ -59,5 +68,6 @@ API_1_6 = Dialect(
     claims_ids=True,
     credits_untracked=True,
     replays_one_rank_only=True,
+    lacks=frozenset(("tenant_id", "replay_endpoints")),
 )
 DIALECTS = {dialect.name: dialect for dialect in (API_1_3, API_1_6)}

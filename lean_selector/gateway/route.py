@@ -29,8 +29,8 @@ from lean_selector.http.allowed_endpoints import Url, url_at
 from lean_selector.http.head import Request
 from lean_selector.http.response import JSON, Response, encode_response
 from lean_selector.service.access import WRITE, Refusal
-from lean_selector.service.gate import Endpoint, Route
 from lean_selector.service.replies import Answer, LaterReply, is_json
+from lean_selector.service.routes import Route
 from lean_selector.tasks import watched
 from lean_selector.wire.scalars import json_form
 from lean_selector.wire.selection_bodies import SelectAndReserveRequest
@@ -113,7 +113,11 @@ class RouteHandler:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def routes(self) -> tuple[Route, ...]:
-        return (("POST", "/route/{path*}", WRITE, Endpoint(self._answer, refused=unauthorized)),)
+        return (
+            Route("POST", "/route/{path*}", WRITE, "gateways",
+                "Choose and reserve a worker for a raw OpenAI request; headers name it",
+                self._answer, is_raw=True, gives=Selection, refused=unauthorized),
+        )  # fmt: skip
 
     def _answer(self, request: Request, param: bytes | None) -> Answer:
         assert param is not None

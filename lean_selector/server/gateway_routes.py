@@ -26,8 +26,8 @@ from lean_selector.http.outbound import OutboundClient
 from lean_selector.server.host import StartError, os_reason
 from lean_selector.server.selector_flags import AccessLogsFlags
 from lean_selector.service.exposition import Families
-from lean_selector.service.gate import Route
 from lean_selector.service.metrics import prompt_families
+from lean_selector.service.routes import Route
 from lean_selector.service.selection import SelectionService
 
 if TYPE_CHECKING:

@@ -39,10 +39,10 @@ from lean_selector.service import logs
 from lean_selector.service.access import AccessTokens
 from lean_selector.service.application import observed, page_routes
 from lean_selector.service.exposition import AnyFamily, Families, RouteMeter
-from lean_selector.service.gate import durable
 from lean_selector.service.header_warnings import refusal_lines
 from lean_selector.service.lifecycle_log import SelectorLog
 from lean_selector.service.metrics import connection_families
+from lean_selector.service.routes import durable
 from lean_selector.service.selection import SHUTDOWN, DumpAnswers, SelectionService
 from lean_selector.service.selector_metrics import (
     selection_cache_families,
@@ -430,7 +430,7 @@ def selector_app(
         ],
         log_state,
         service="selector",
-        document="selector_16" if is_16 else "selector",
+        title="lean-selector --api 1.6" if is_16 else "lean-selector",
         access_log=config.listen.access_log,
         overload_status=config.overload_status,
         lines=refusal_lines,

@@ -18,8 +18,8 @@ from lean_selector.server.service_flags import TrackerConfig
 from lean_selector.service import logs
 from lean_selector.service.application import observed
 from lean_selector.service.exposition import Families
-from lean_selector.service.gate import durable
 from lean_selector.service.metrics import connection_families
+from lean_selector.service.routes import durable
 from lean_selector.service.shared_handlers import discovery_routes
 from lean_selector.service.slot_tracker_handlers import (
     SlotTrackerService,
@@ -95,7 +95,7 @@ async def _slot_tracker(config: TrackerConfig, log_state: logs.LogState) -> None
             ],
             log_state,
             service="slot_tracker",
-            document="slot_tracker",
+            title="lean-slot-tracker",
             access_log=config.listen.access_log,
             tokens=tokens,
             connections=connections,

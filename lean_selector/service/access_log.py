@@ -15,8 +15,9 @@ from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
 from lean_selector.http.response import PendingReply, Response, status_of
 from lean_selector.http.routes_by_path import RouteTable, percent_decode
-from lean_selector.service.gate import HUNG_UP, Route
+from lean_selector.service.gate import HUNG_UP
 from lean_selector.service.logs import ACCESS_LOG
+from lean_selector.service.routes import Route
 from lean_selector.wire.selection_bodies import BodyIds
 
 MAX_ID_CHARACTERS = 256  # of text from a client; uuids have 36
@@ -36,7 +37,7 @@ def with_access_log(
     app: App, routes: tuple[Route, ...], clock: Callable[[], float] = perf_counter
 ) -> App:
     """Wraps `app`, so that a line is logged when a request is answered."""
-    table: RouteTable[str] = RouteTable([(method, path, path) for method, path, *_ in routes])
+    table: RouteTable[str] = RouteTable([(each.method, each.path, each.path) for each in routes])
 
     def logged(request: Request) -> bytes | PendingReply:
         started = clock()

@@ -11,7 +11,6 @@ from lean_selector import __version__
 from lean_selector.http.connections import Connections
 from lean_selector.http.head import Request
 from lean_selector.http.protocol import App
-from lean_selector.http.response import JSON, encode_response
 from lean_selector.service.access import OPEN, READ, AccessTokens
 from lean_selector.service.exposition import (
     CONTENT_TYPE,
@@ -21,10 +20,12 @@ from lean_selector.service.exposition import (
     RouteMeter,
     exposition_text,
 )
-from lean_selector.service.gate import Endpoint, Gate, Route, plain
+from lean_selector.service.gate import Gate
 from lean_selector.service.logs import LogState
 from lean_selector.service.metrics import http_families, process_families
 from lean_selector.service.replies import CallSoon, SlicedAnswers
+from lean_selector.service.routes import Route
+from lean_selector.wire.fleet import Fleet, PrefixTree
 
 if TYPE_CHECKING:  # imported only when requested
     from lean_selector.service.ui import Page
@@ -49,27 +50,41 @@ def metrics_route(
             yield "".join(part).encode()
 
     sliced = SlicedAnswers("a scrape", parts, call_soon, CONTENT_TYPE, clock)
-    return "GET", "/metrics", READ, plain(lambda: sliced.answer(at_once=False))
+    return Route(
+        "GET", "/metrics", READ, "service", "Metrics for Prometheus",
+        lambda: sliced.answer(at_once=False), gives=str, media=CONTENT_TYPE.decode(),
+    )  # fmt: skip
 
 
 # -- GET /openapi.json ----------------------------------------------------------------------------
 
 
-def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool = False) -> Route:
-    """Returns the route GET /openapi.json, which describes `routes` and itself. `document` names
-    the file with the routes' descriptions. With `asks_tokens`, these include the needed roles."""
-    served = {(method.lower(), path.replace("*}", "}")) for method, path, *_ in routes}
-    served.add(("get", "/openapi.json"))
-    made: list[bytes] = []
+def openapi_route(
+    title: str,
+    routes: tuple[Route, ...],
+    call_soon: CallSoon,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    asks_tokens: bool = False,
+) -> Route:
+    """Returns the route GET /openapi.json, which describes `routes` and itself. With `asks_tokens`,
+    the descriptions include the needed roles. The document is made when it is first requested."""
+    made: list[bytes] = []  # the document, once it is complete
 
-    def answer() -> bytes:
-        if not made:
-            from lean_selector.service.openapi_text import openapi_text
+    def parts() -> Iterator[bytes]:
+        from lean_selector.service.openapi_text import openapi_parts
 
-            made.append(openapi_text(document, served, asks_tokens))
-        return encode_response(200, made[0], JSON)
+        for part in made or openapi_parts(title, (*routes, itself), asks_tokens):
+            if part and not made:
+                made.append(part)
+            yield part
 
-    return "GET", "/openapi.json", READ, plain(answer)
+    sliced = SlicedAnswers("the OpenAPI document", parts, call_soon, clock=clock)
+    itself = Route(
+        "GET", "/openapi.json", READ, "service", "This document",
+        lambda: sliced.answer(at_once=bool(made)), gives=dict,
+    )  # fmt: skip
+    return itself
 
 
 # -- the page -------------------------------------------------------------------------------------
@@ -78,11 +93,20 @@ def openapi_route(document: str, routes: tuple[Route, ...], *, asks_tokens: bool
 def page_routes(page: "Callable[[], Page]") -> tuple[Route, ...]:
     """Returns the routes of the page /ui. `page` returns the object with their handlers."""
     return (
-        ("GET", "/ui", OPEN, plain(lambda: page().ui())),
-        ("GET", "/events", READ, Endpoint(lambda request, param: page().events.answer(request))),
-        ("GET", "/fleet", READ, plain(lambda: page().fleet.answer(at_once=False))),
-        ("GET", "/prefixes", READ, plain(lambda: page().prefixes.answer(at_once=False))),
-    )
+        Route("GET", "/ui", OPEN, "looking", "The page that shows all this to people",
+            lambda: page().ui(), gives=str, media="text/html; charset=utf-8"),
+        Route("GET", "/events", READ, "looking",
+            "What the page shows, once or twice a second: server-sent events `fleet`, whose data "
+            "is that of `GET /fleet` as far as it changed, with the last choices",
+            lambda request, param: page().events.answer(request), is_raw=True,
+            gives=str, media="text/event-stream"),
+        Route("GET", "/fleet", READ, "looking",
+            "Each rank's state, load and sums, and what is wrong, as `lean-selector check` has it",
+            lambda: page().fleet.answer(at_once=False), gives=Fleet),
+        Route("GET", "/prefixes", READ, "looking",
+            "The runs of blocks that weigh most in each index, from a prompt's start: at most 200",
+            lambda: page().prefixes.answer(at_once=False), gives=list[PrefixTree]),
+    )  # fmt: skip
 
 
 # -- the application ------------------------------------------------------------------------------
@@ -94,7 +118,7 @@ def observed(
     log_state: LogState,
     *,
     service: str,
-    document: str,
+    title: str,
     access_log: bool,
     overload_status: int = 503,
     lines: Callable[[Request, Exception, frozenset[str]], bytes] | None = None,
@@ -105,12 +129,12 @@ def observed(
     """Returns the HTTP application for `routes`. Must be called while the event loop runs.
 
     `families_of` gets the counters of all routes and the counters `meters`, and returns metrics.
-    `service` is the service's name in metrics. The file `document` describes the routes. `lines`
-    returns headers of error answers. With `tokens`, a request needs a token of the route's role."""
+    `service` is the service's name in metrics. `title` is that of /openapi.json. `lines` returns
+    headers of error answers. With `tokens`, a request needs a token of the route's role."""
     loop = asyncio.get_running_loop()
     families: Families = []
     routes = (*routes, metrics_route(lambda: families, loop.call_soon))
-    routes = (*routes, openapi_route(document, routes, asks_tokens=tokens is not None))
+    routes = (*routes, openapi_route(title, routes, loop.call_soon, asks_tokens=tokens is not None))
     gate = Gate(routes, overload_status, lines, tokens)
     if tokens is not None:
         connections.refuses = gate.refuses

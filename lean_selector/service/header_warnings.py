@@ -16,8 +16,8 @@ from lean_selector.core.selection.catalog import HttpPlaces, Worker
 from lean_selector.core.selection.shapes import WorkerSpec
 from lean_selector.core.zmq_endpoints import check_endpoint, http_place, zmq_key
 from lean_selector.http.head import Request
-from lean_selector.service.gate import Endpoint, Served
 from lean_selector.service.replies import is_json, printable, warning_line
+from lean_selector.service.routes import Route, Served
 from lean_selector.wire.discovery_states import EVENTS_PORT
 
 _MOST_MODELS: Final = 32
@@ -83,9 +83,9 @@ def refusal_lines(request: Request, error: Exception, fields: frozenset[str]) ->
     return lines + warning_line(warnings) if warnings else lines
 
 
-def with_warnings(endpoint: Endpoint) -> Endpoint:
-    """Changes and returns `endpoint`: its successful answers now also warn of unknown fields."""
-    run, fields = endpoint.run, endpoint.fields()
+def with_warnings(route: Route) -> Route:
+    """Changes and returns `route`: its successful answers now also warn of unknown fields."""
+    run, fields = route.run, route.fields()
 
     def answer(request: Request, param: bytes | None) -> Served:
         result = run(request, param)
@@ -95,8 +95,8 @@ def with_warnings(endpoint: Endpoint) -> Endpoint:
         head, _, body = result.partition(b"\r\n\r\n")
         return b"%b\r\n%b\r\n%b" % (head, warning_line(warnings), body)
 
-    endpoint.run = answer
-    return endpoint
+    route.run = answer
+    return route
 
 
 def unread_fields(request: Request, fields: frozenset[str]) -> list[str]:

@@ -26,35 +26,23 @@ from lean_selector.core.selection.shapes import (
     SELECT_AND_RESERVE,
     Booked,
     CachedSelection,
+    OverlapScores,
     PartitionKey,
+    PartitionLoads,
     Placement,
     RankLoadRow,
     RankOutlook,
     Selection,
     SelectionRequest,
     WorkerLoad,
+    WorkerRecord,
 )
 from lean_selector.core.sessions.table import check_session_id
 from lean_selector.service.access import ADMIN, READ, WRITE
-from lean_selector.service.bodies import (
-    BadQuery,
-    Query,
-    reservation_id_param,
-    wants_detail,
-    worker_id_param,
-)
-from lean_selector.service.gate import (
-    Endpoint,
-    Route,
-    plain,
-    with_body,
-    with_param,
-    with_param_and_body,
-    with_param_and_optional_body,
-    with_query,
-)
+from lean_selector.service.bodies import SCOPE_FIELDS, BadQuery, Query, wants_detail
 from lean_selector.service.header_warnings import with_warnings
 from lean_selector.service.replies import Answer, CallSoon, LaterReply, SlicedAnswers
+from lean_selector.service.routes import Route
 from lean_selector.service.shared_handlers import OK, Replication
 from lean_selector.service.worker_handlers import (
     DETAILED_FIELDS,
@@ -66,6 +54,7 @@ from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import DEFAULT_GROUP, check_finite, check_id
 from lean_selector.wire.selection_bodies import (
     Ending,
+    KvSource,
     Ok,
     OutputBlockRequest,
     ProjectionRequest,
@@ -142,6 +131,13 @@ BODIES: Final[dict[str, Any]] = {
     "/potential_loads": ProjectionRequest,
     "/overlap_scores": ProjectionRequest,
 }
+ANSWERS: Final[dict[str, Any]] = {
+    "/select": Selection,
+    "/select_and_reserve": Selection,
+    "/reservations": Booked,
+    "/loads": list[PartitionLoads],
+}
+
 SHUTDOWN = "endpoint subscriber shutdown"  # the reference's text for queued requests
 
 # Makes the answer for a placement.
@@ -193,46 +189,72 @@ class SelectionService(WorkerHandlers):
 
     def routes(self) -> tuple[Route, ...]:
         """Returns all routes of the selector."""
-        bodies = self.bodies
-        patch = with_param_and_body(worker_id_param, bodies["/workers/{worker_id}"], self.patch)
+        bodies, answers = self.bodies, self.answers
         return (
-            ("POST", "/workers", ADMIN,
-                with_warnings(with_body(bodies["/workers"], self.register, 201))),
-            ("PATCH", "/workers/{worker_id}", ADMIN, with_warnings(patch)),
-            ("POST", "/select", WRITE, with_body(bodies["/select"], self.select)),
-            ("POST", "/select_and_reserve", WRITE,
-                with_body(bodies["/select_and_reserve"], self.select_and_reserve)),
-            ("POST", "/reservations", WRITE, with_body(bodies["/reservations"], self.reserve, 201)),
-            ("GET", "/loads", READ, with_query(self.loads, DETAILED_FIELDS)),
-            ("POST", "/potential_loads", READ,
-                with_body(bodies["/potential_loads"], self.potential_loads)),
-            ("POST", "/overlap_scores", READ,
-                with_body(bodies["/overlap_scores"], self.overlap_scores)),
-            ("GET", "/dump", READ, self.dump_endpoint()),
-            ("POST", "/busy_threshold", ADMIN, with_body(ThresholdRequest, self.change_threshold)),
-            ("GET", "/busy_threshold", READ, plain(self.list_thresholds)),
-            ("DELETE", "/busy_threshold", ADMIN,
-                with_query(self.switch_threshold_off, _THRESHOLD_FIELDS)),
+            with_warnings(Route("POST", "/workers", ADMIN, "workers",
+                "Register a worker, or replace its record",
+                self.register, body=bodies["/workers"], gives=WorkerRecord, status=201)),
+            with_warnings(Route("PATCH", "/workers/{worker_id}", ADMIN, "workers",
+                "Change fields of a worker; absent or null fields stay",
+                self.patch, body=bodies["/workers/{worker_id}"], gives=WorkerRecord)),
+            Route("POST", "/select", WRITE, "selections",
+                "Choose a rank for a prompt; reserves nothing",
+                self.select, body=bodies["/select"], gives=answers["/select"], sheds=True),
+            Route("POST", "/select_and_reserve", WRITE, "selections",
+                "Choose a rank for a prompt, and reserve it",
+                self.select_and_reserve, body=bodies["/select_and_reserve"],
+                gives=answers["/select_and_reserve"], sheds=True),
+            Route("POST", "/reservations", WRITE, "reservations",
+                "Reserve a given rank, or the rank of an earlier `/select`",
+                self.reserve, body=bodies["/reservations"], gives=answers["/reservations"],
+                status=201),
+            Route("GET", "/loads", READ, "loads",
+                "The load of each rank; `detail` adds the engine's own report",
+                self.loads, query=DETAILED_FIELDS, gives=answers["/loads"]),
+            Route("POST", "/potential_loads", READ, "loads",
+                "The load of each rank with this prompt on it",
+                self.potential_loads, body=bodies["/potential_loads"], gives=list[RankLoadRow]),
+            Route("POST", "/overlap_scores", READ, "index",
+                "Cached blocks of a prompt on each rank",
+                self.overlap_scores, body=bodies["/overlap_scores"], gives=OverlapScores),
+            Route("GET", "/dump", READ, "index", "The index, for --indexer-peers",
+                self.dump_of, query=self.dump_query, gives=dict),
+            Route("POST", "/busy_threshold", ADMIN, "load shedding",
+                "Set a model's busy thresholds; absent or null fields stay",
+                self.change_threshold, body=ThresholdRequest, gives=ThresholdRow),
+            Route("GET", "/busy_threshold", READ, "load shedding", "The thresholds in force",
+                self.list_thresholds, gives=Thresholds),
+            Route("DELETE", "/busy_threshold", ADMIN, "load shedding",
+                "Disable a model's thresholds",
+                self.switch_threshold_off, query=_THRESHOLD_FIELDS, gives=ThresholdRow),
             *self.worker_routes(),
-            ("DELETE", "/reservations/{reservation_id}", WRITE,
-                with_param_and_optional_body(reservation_id_param, Ending, self.free)),
-            ("POST", "/reservations/{reservation_id}/prefill_complete", WRITE,
-                with_param(reservation_id_param, self.prefill_complete)),
-            ("POST", "/reservations/{reservation_id}/output_block", WRITE,
-                with_param_and_body(reservation_id_param, OutputBlockRequest, self.output_block)),
-            ("GET", "/kv_sources", READ, with_query(self.kv_sources)),
+            Route("DELETE", "/reservations/{reservation_id}", WRITE, "reservations",
+                "Free a reservation, with the outcome of its request",
+                self.free, body=Ending, is_body_optional=True),
+            Route("POST", "/reservations/{reservation_id}/prefill_complete", WRITE, "reservations",
+                "Report the first token of a request",
+                self.prefill_complete),
+            Route("POST", "/reservations/{reservation_id}/output_block", WRITE, "reservations",
+                "Report one more output block of a request",
+                self.output_block, body=OutputBlockRequest),
+            Route("GET", "/kv_sources", READ, "index",
+                "State of each KV event source: last batch, gaps, lost and skipped events",
+                self.kv_sources, query=SCOPE_FIELDS, gives=list[KvSource]),
             *self.replica_routes(),
-            ("GET", "/replica_sync/sessions", READ,
-                plain(lambda: self._switched_on().session_list())),
+            Route("GET", "/replica_sync/sessions", READ, "replicas",
+                "Session bindings, for a replica that catches up",
+                lambda: self._switched_on().session_list(), gives=dict),
         )  # fmt: skip
 
-    # -- differences of the 1.6 dialect, besides `record` and `detail` -------------------------
+    # -- differences of the 1.6 dialect --------------------------------------------------------
 
-    # Body structs that a dialect replaces, by path.
+    # Structs of bodies and answers that a dialect replaces, by path.
     bodies: ClassVar[dict[str, Any]] = BODIES
+    answers: ClassVar[dict[str, Any]] = ANSWERS
+    dump_query: ClassVar[frozenset[str]] = frozenset()
 
-    def dump_endpoint(self) -> Endpoint:
-        return plain(self.dump)
+    def dump_of(self, query: Query | None = None) -> Answer:
+        return self.dump()
 
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None

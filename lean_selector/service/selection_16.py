@@ -6,12 +6,11 @@ Answers have more fields. Spec: selection_16.md. Other handlers: `selection`."""
 
 import secrets
 import uuid
-from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
-from lean_selector.core.selection.catalog import Worker
 from lean_selector.core.selection.partition import Partition
 from lean_selector.core.selection.prompt import Prompt
 from lean_selector.core.selection.router_settings import RouterOverride
@@ -19,33 +18,30 @@ from lean_selector.core.selection.shapes import (
     HINT,
     OUTLOOK,
     SELECT_AND_RESERVE,
+    OverlapScores,
     Placement,
     RankOutlook,
     SelectionRequest,
     WorkerLoad,
 )
 from lean_selector.service.bodies import DETAIL, Query, wants_detail
-from lean_selector.service.gate import Endpoint, with_query
+from lean_selector.service.replies import Answer
 from lean_selector.service.selection import SelectionService
-from lean_selector.service.worker_handlers import health_of
 from lean_selector.wire.prompt_forms import prompt_to_book, prompt_to_select
 from lean_selector.wire.scalars import check_id, unpack_signed
 from lean_selector.wire.selection_16_bodies import (
     Booked16,
     KvHint,
-    OverlapScores16,
     PartitionLoads16,
     ProjectionRequest16,
     ReservationRequest16,
     SelectAndReserveRequest16,
     Selection16,
     SelectRequest16,
-    WorkerDetail16,
     WorkerPatch16,
-    WorkerRecord16,
     WorkerRequest16,
 )
-from lean_selector.wire.selection_bodies import PromptFields, SourceCondition
+from lean_selector.wire.selection_bodies import PromptFields
 
 BODIES: Final[dict[str, Any]] = {
     "/workers": WorkerRequest16,
@@ -58,24 +54,23 @@ BODIES: Final[dict[str, Any]] = {
 }
 
 
+ANSWERS: Final[dict[str, Any]] = {
+    "/select": Selection16,
+    "/select_and_reserve": Selection16,
+    "/reservations": Booked16,
+    "/loads": list[PartitionLoads16],
+}
+
+
 class SelectionService16(SelectionService):
     """The handlers of the API of Dynamo 1.6 (`--api 1.6`)."""
 
     bodies: ClassVar[dict[str, Any]] = BODIES
+    answers: ClassVar[dict[str, Any]] = ANSWERS
+    dump_query: ClassVar[frozenset[str]] = DETAIL
 
-    def dump_endpoint(self) -> Endpoint:
-        return with_query(self._dump_of, DETAIL)
-
-    def _dump_of(self, query: Query) -> object:
-        return self.dump(detail=wants_detail(query))
-
-    def record(self, worker: Worker) -> object:
-        return WorkerRecord16.of(worker)
-
-    def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
-        fields = worker.shown(WorkerRecord16.__struct_fields__)
-        health = health_of(worker, self.selector.catalog, now)
-        return WorkerDetail16(**fields, health=health, kv_sources=[*sources])
+    def dump_of(self, query: Query | None = None) -> Answer:
+        return self.dump(detail=wants_detail(query or {}))
 
     def prompt(
         self, body: PromptFields, partition: Partition, override: RouterOverride | None
@@ -215,8 +210,10 @@ class SelectionService16(SelectionService):
     def loads(self, query: Query) -> list[PartitionLoads16]:
         return [PartitionLoads16.of(row) for row in super().loads(query)]
 
-    def overlap_scores(self, body: Any) -> OverlapScores16:
-        return OverlapScores16.of(super().overlap_scores(body))
+    def overlap_scores(self, body: Any) -> OverlapScores:
+        scores: OverlapScores = super().overlap_scores(body)
+        rows = [replace(row, router_credit_blocks=UNSET) for row in scores.workers]
+        return replace(scores, workers=rows)
 
 
 def _outlook_of(placement: Placement) -> RankOutlook:

@@ -8,8 +8,8 @@ from typing import Final, Protocol
 from lean_selector.core.errors import Conflict, NotFound
 from lean_selector.service.access import ADMIN, READ
 from lean_selector.service.bodies import DETAIL, Query, wants_detail
-from lean_selector.service.gate import Route, plain, with_body, with_query
 from lean_selector.service.replies import Answer, Reply
+from lean_selector.service.routes import Route
 from lean_selector.wire.discovery_states import DiscoveryReport
 from lean_selector.wire.replica_shapes import PeerRequest, SyncState
 from lean_selector.wire.selection_bodies import Ok
@@ -41,12 +41,20 @@ class ReplicaHandlers:
 
     def replica_routes(self) -> tuple[Route, ...]:
         return (
-            ("POST", "/replica_sync/register_peer", ADMIN,
-                with_body(PeerRequest, self.register_peer)),
-            ("POST", "/replica_sync/deregister_peer", ADMIN,
-                with_body(PeerRequest, self.deregister_peer)),
-            ("GET", "/replica_sync/peers", READ, with_query(self.list_peers, DETAIL)),
-            ("GET", "/replica_sync/snapshot", READ, plain(lambda: self._switched_on().snapshot())),
+            *self.peer_routes("/replica_sync", PeerRequest),
+            Route("GET", "/replica_sync/snapshot", READ, "replicas",
+                "Live reservations, for a replica that catches up",
+                lambda: self._switched_on().snapshot(), gives=dict),
+        )  # fmt: skip
+
+    def peer_routes(self, prefix: str, body: type[PeerRequest]) -> tuple[Route, ...]:
+        return (
+            Route("POST", f"{prefix}/register_peer", ADMIN, "replicas",
+                "Add a peer; 201 if it is new", self.register_peer, body=body, also=201),
+            Route("POST", f"{prefix}/deregister_peer", ADMIN, "replicas", "Remove a peer",
+                self.deregister_peer, body=body),
+            Route("GET", f"{prefix}/peers", READ, "replicas", "List the peers",
+                self.list_peers, query=DETAIL, gives=(list[str], SyncState, dict)),
         )  # fmt: skip
 
     def register_peer(self, body: PeerRequest) -> Reply:
@@ -80,4 +88,8 @@ NOTHING = DiscoveryReport([], [], [])
 
 def discovery_routes(report: Callable[[], DiscoveryReport] | None) -> tuple[Route, ...]:
     """Returns the route GET /discovery. `report` is None if no discovery is configured."""
-    return (("GET", "/discovery", READ, plain(report if report is not None else lambda: NOTHING)),)
+    return (
+        Route("GET", "/discovery", READ, "discovery",
+            "Discoveries, and the state of each discovered worker and peer",
+            report or (lambda: NOTHING), gives=DiscoveryReport),
+    )  # fmt: skip

@@ -14,10 +14,10 @@ from lean_selector.core.load.shapes import LoadRow, PotentialLoadRow, WorkerRow
 from lean_selector.core.trackers import Trackers
 from lean_selector.http.response import encode_response
 from lean_selector.service.access import ADMIN, OPEN, READ, WRITE
-from lean_selector.service.bodies import DETAIL, Query
+from lean_selector.service.bodies import SCOPE_FIELDS, Query
 from lean_selector.service.exposition import Families, Sample, table
-from lean_selector.service.gate import Route, plain, with_body, with_query
 from lean_selector.service.metrics import WORKERS, load_families, scope_labels
+from lean_selector.service.routes import Route
 from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
 from lean_selector.wire.replica_shapes import PeerUrlRequest
 from lean_selector.wire.scalars import check_id
@@ -49,21 +49,28 @@ class SlotTrackerService(ReplicaHandlers):
 
     def routes(self) -> tuple[Route, ...]:
         return (
-            ("GET", "/health", OPEN, plain(lambda: encode_response(200, b"", b""))),
-            ("POST", "/register", ADMIN, with_body(RegisterRequest, self.register, 201)),
-            ("POST", "/unregister", ADMIN, with_body(UnregisterRequest, self.unregister)),
-            ("GET", "/workers", READ, with_query(self.workers)),
-            ("POST", "/add", WRITE, with_body(AddRequest, self.add, 201)),
-            ("POST", "/prefill_complete", WRITE,
-                with_body(LifecycleRequest, self.prefill_complete)),
-            ("POST", "/free", WRITE, with_body(LifecycleRequest, self.free)),
-            ("GET", "/loads", READ, with_query(self.loads)),
-            ("POST", "/potential_loads", READ,
-                with_body(PotentialLoadsRequest, self.potential_loads)),
+            Route("GET", "/health", OPEN, "service", "Liveness",
+                lambda: encode_response(200, b"", b""), gives=()),
+            Route("POST", "/register", ADMIN, "workers", "Register a worker's ranks",
+                self.register, body=RegisterRequest, status=201),
+            Route("POST", "/unregister", ADMIN, "workers", "Remove a worker and its requests",
+                self.unregister, body=UnregisterRequest),
+            Route("GET", "/workers", READ, "workers", "List workers",
+                self.workers, query=SCOPE_FIELDS, gives=list[WorkerRow]),
+            Route("POST", "/add", WRITE, "requests", "Book a request on a rank",
+                self.add, body=AddRequest, status=201),
+            Route("POST", "/prefill_complete", WRITE, "requests",
+                "Report the first token of a request",
+                self.prefill_complete, body=LifecycleRequest),
+            Route("POST", "/free", WRITE, "requests", "Free a request; an unknown id is no error",
+                self.free, body=LifecycleRequest),
+            Route("GET", "/loads", READ, "loads", "The load of each rank",
+                self.loads, query=SCOPE_FIELDS, gives=list[LoadRow]),
+            Route("POST", "/potential_loads", READ, "loads",
+                "The load of each rank with this prompt on it",
+                self.potential_loads, body=PotentialLoadsRequest, gives=list[PotentialLoadRow]),
             *self.replica_routes(),
-            ("POST", "/register_peer", ADMIN, with_body(PeerUrlRequest, self.register_peer)),
-            ("POST", "/deregister_peer", ADMIN, with_body(PeerUrlRequest, self.deregister_peer)),
-            ("GET", "/peers", READ, with_query(self.list_peers, DETAIL)),
+            *self.peer_routes("", PeerUrlRequest),
         )  # fmt: skip
 
     def register(self, body: RegisterRequest) -> Ok:

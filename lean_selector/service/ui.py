@@ -21,8 +21,8 @@ from lean_selector.http.head import Request
 from lean_selector.http.response import date_header, encode_response
 from lean_selector.http.streaming import StreamedReply
 from lean_selector.service.fleet import FleetView
-from lean_selector.service.gate import Served
 from lean_selector.service.replies import SLICE_S, CallSoon, SlicedAnswers
+from lean_selector.service.routes import Served
 from lean_selector.wire.fleet import Fleet, FleetEvent, FleetRank
 from lean_selector.wire.scalars import json_form
 

@@ -16,20 +16,14 @@ from lean_selector.core.selection.catalog import Catalog, Worker
 from lean_selector.core.selection.selector import Selector
 from lean_selector.core.selection.shapes import WorkerRecord
 from lean_selector.service.access import ADMIN, OPEN, READ, WRITE
-from lean_selector.service.bodies import DETAIL, SCOPE_FIELDS, Query, wants_detail, worker_id_param
-from lean_selector.service.gate import (
-    Route,
-    plain,
-    with_param,
-    with_param_and_body,
-    with_query,
-)
+from lean_selector.service.bodies import DETAIL, SCOPE_FIELDS, Query, wants_detail
 from lean_selector.service.header_warnings import (
     Sources,
     registration_warnings,
     with_warnings,
 )
 from lean_selector.service.replies import Reply
+from lean_selector.service.routes import Route
 from lean_selector.service.shared_handlers import OK, ReplicaHandlers, Replication
 from lean_selector.wire.scalars import JsonText, json_form
 from lean_selector.wire.selection_bodies import (
@@ -181,23 +175,30 @@ class WorkerHandlers(ReplicaHandlers):
 
     def worker_routes(self) -> tuple[Route, ...]:
         """Returns the routes that are the same in `--api 1.3` and `--api 1.6`."""
-        report = with_warnings(with_param_and_body(worker_id_param, WorkerReport, self.report))
         return (
-            ("GET", "/health", OPEN, plain(lambda: OK)),
-            ("GET", "/ready", OPEN, plain(self.ready, brief=self.ready_in_brief)),
-            ("GET", "/workers", READ, with_query(self.workers, DETAILED_FIELDS)),
-            ("DELETE", "/workers/{worker_id}", ADMIN, with_param(worker_id_param, self.remove)),
-            ("POST", "/workers/{worker_id}/report", WRITE, report),
+            Route("GET", "/health", OPEN, "service", "Liveness", lambda: OK),
+            Route("GET", "/ready", OPEN, "service", "Readiness: 200 if a worker can be chosen",
+                self.ready, brief=self.ready_in_brief, gives=Readiness, also=503),
+            Route("GET", "/workers", READ, "workers",
+                "List workers; `detail` adds health and event sources",
+                self.workers, query=DETAILED_FIELDS,
+                gives=(list[WorkerRecord], list[WorkerDetail])),
+            Route("DELETE", "/workers/{worker_id}", ADMIN, "workers",
+                "Remove a worker, its index and its reservations",
+                self.remove, gives=WorkerRecord),
+            with_warnings(Route("POST", "/workers/{worker_id}/report", WRITE, "workers",
+                "Report the outcome of a request to a worker",
+                self.report, body=WorkerReport)),
         )  # fmt: skip
 
-    # -- differences of the 1.6 dialect ----------------------------------------------------------
+    def record(self, worker: Worker) -> WorkerRecord:
+        return WorkerRecord(**worker.shown(self.selector.settings.dialect))
 
-    def record(self, worker: Worker) -> object:
-        return worker.record()
-
-    def detail(self, worker: Worker, sources: Sequence[SourceCondition], now: float) -> object:
+    def detail(
+        self, worker: Worker, sources: Sequence[SourceCondition], now: float
+    ) -> WorkerDetail:
         """Returns a worker's record with its health and the state of its KV-event sources."""
-        fields = worker.shown(WorkerRecord.__struct_fields__)
+        fields = worker.shown(self.selector.settings.dialect)
         health = health_of(worker, self.selector.catalog, now)
         return WorkerDetail(**fields, health=health, kv_sources=[*sources])
 

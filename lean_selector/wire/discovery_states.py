@@ -13,10 +13,10 @@ class DiscoveryState(msgspec.Struct, frozen=True):
     """The state of one target of --discover or --replica-sync-discover."""
 
     discovery: str
-    finds: str  # "workers" or "peers"
-    state: str  # "starting", "watching" or "failing"
-    since_s: float  # seconds in this state
-    found: int | None  # how many were found last, and are in effect; None before the first result
+    finds: str
+    state: str
+    since_s: float
+    found: int | None
     failures: int
     last_error: str | None
 
@@ -27,19 +27,18 @@ class DiscoveredWorker(msgspec.Struct, frozen=True):
     endpoint: str
     worker_id: int
     discoveries: list[str]
-    state: str  # see docs/guide/discovery.md
-    leaves_in_s: float | None  # seconds until removal; None while it is listed
-    last_error: str | None  # why it could not be queried or registered
+    state: str
+    leaves_in_s: float | None
+    last_error: str | None
 
 
 class DiscoveredPeer(msgspec.Struct, frozen=True):
     """A peer that --replica-sync-discover finds, or no longer finds but has not removed yet."""
 
     endpoint: str
-    # "registered", "known" (by flag or over HTTP), "removed" (over HTTP), "refused" or "itself"
     state: str
     leaves_in_s: float | None
-    last_error: str | None  # why it was refused, or why its snapshot could not be fetched
+    last_error: str | None
 
 
 class DiscoveryReport(msgspec.Struct, frozen=True):

@@ -25,9 +25,9 @@ class FleetRank(msgspec.Struct, frozen=True, gc=False):
 
     worker_id: int
     dp_rank: int
-    state: str  # in_service, probation, ejected; or the lifecycle of an unschedulable worker
-    since: int | None  # start of the ejection or probation, or None
-    source: str | None  # state of the rank's source of KV events; None: no source
+    state: str
+    since: int | None
+    source: str | None
     source_since: int | None
     prefill_tokens: int = 0
     decode_blocks: int = 0
@@ -53,14 +53,14 @@ class FleetModel(msgspec.Struct, frozen=True):
     block_size: int
     pending_count: int
     pending_isl_tokens: int
-    shed: int  # requests shed since the start
+    shed: int
 
 
 class Fleet(msgspec.Struct):
     """The answer of GET /fleet."""
 
     version: str
-    now: float  # seconds since 1970
+    now: float
     workers: list[FleetWorker]
     ranks: list[FleetRank]
     models: list[FleetModel]
@@ -89,5 +89,5 @@ class PrefixTree(msgspec.Struct, frozen=True):
     model_name: str
     tenant_id: str
     block_size: int
-    held_blocks: int  # total over all ranks and tiers
+    held_blocks: int
     runs: list[UpperRun]

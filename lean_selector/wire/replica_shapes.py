@@ -157,28 +157,28 @@ class PeerState(msgspec.Struct, frozen=True):
 
     endpoint: str
     state: str
-    since_s: float  # seconds in this state
-    retries: int  # connection attempts since the state began
-    last_error: str | None  # why it is not connected
+    since_s: float
+    retries: int
+    last_error: str | None
 
 
 class PublisherState(msgspec.Struct, frozen=True):
     """What this replica knows about another replica that numbers its events."""
 
     router_id: int
-    sequence: int  # number of the last event that we know this replica published
-    heard_s: float  # seconds since the last message of this replica
+    sequence: int
+    heard_s: float
     missed: int
-    is_behind: bool  # events were missed, and no snapshot has made up for them yet
+    is_behind: bool
 
 
 class CurveState(msgspec.Struct, frozen=True):
     """The state of CURVE encryption between replicas. Public keys are Z85 text."""
 
-    public_key: str  # public key of this replica
-    peer_keys: int  # number of peer keys that are admitted
-    refused: int  # handshakes refused because the peer's key is unknown
-    last_refused: str | None  # the public key that was refused last
+    public_key: str
+    peer_keys: int
+    refused: int
+    last_refused: str | None
 
 
 class SyncState(msgspec.Struct, frozen=True):
@@ -187,13 +187,13 @@ class SyncState(msgspec.Struct, frozen=True):
     router_id: int
     peers: list[PeerState]
     published: int
-    refused: int  # events not published, because they were too large or too many waited
-    queue_overflows: int  # how often a peer's queue began to drop events
-    sequence: int  # number of the last event published or refused
+    refused: int
+    queue_overflows: int
+    sequence: int
     received: int
-    missed: int  # numbered events that other replicas published and we never received
-    publishers: list[PublisherState]  # the replicas that number their events
-    applied: dict[str, int]  # by kind of event
-    dropped: dict[str, int]  # by reason
-    catch_up: dict[str, int] | msgspec.UnsetType  # reservations from peers' snapshots, by outcome
-    curve: CurveState | msgspec.UnsetType = msgspec.UNSET  # only with keys
+    missed: int
+    publishers: list[PublisherState]
+    applied: dict[str, int]
+    dropped: dict[str, int]
+    catch_up: dict[str, int] | msgspec.UnsetType
+    curve: CurveState | msgspec.UnsetType = msgspec.UNSET

@@ -148,9 +148,10 @@ def _halved(wide: bytes) -> bytes | None:
 # Integers and hashes ------------------------------------------------------------------------------
 
 _LOOKED_AT_TOGETHER = 4096  # hashes checked per step when an invalid one is searched in a long list
-# msgspec cannot bound integers above 2**63 - 1, so `check_u64` does it.
+# msgspec cannot bound integers above 2**63 - 1, so `check_u64` does it. `extra_json_schema` is what
+# /openapi.json says of a type besides; it checks nothing.
 U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-NonNegative = Annotated[int, Meta(ge=0)]
+NonNegative = Annotated[int, Meta(ge=0, extra_json_schema={"maximum": U64_MAX})]
 
 
 def check_u64(name: str, value: int) -> None:

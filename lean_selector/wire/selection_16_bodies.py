@@ -9,17 +9,14 @@ from typing import Self
 import msgspec
 from msgspec import UnsetType
 
-from lean_selector.core.selection.catalog import Worker
-from lean_selector.core.selection.router_settings import RouterOverride
+from lean_selector.core.selection.router_settings import NotNegative, RouterOverride
 from lean_selector.core.selection.shapes import (
     Booked,
     Explanation,
     FetchHint,
     Overlap,
-    OverlapScores,
     PartitionLoads,
     RankLoadRow,
-    SharedCache,
     WorkerLoad,
 )
 from lean_selector.wire.scalars import U32, NonNegative, check_u64
@@ -29,8 +26,6 @@ from lean_selector.wire.selection_bodies import (
     RankText,
     Registration,
     SelectFields,
-    SourceCondition,
-    WorkerHealthDetail,
 )
 
 # -- requests -------------------------------------------------------------------------------------
@@ -38,6 +33,8 @@ from lean_selector.wire.selection_bodies import (
 
 class RouterOverride16(RouterOverride, frozen=True, kw_only=True):
     """Router settings that a request overrides, with the wider ranges of Dynamo 1.6."""
+
+    overlap_score_credit: NotNegative | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -183,14 +180,7 @@ class Booked16(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, booked: Booked) -> Self:
-        return cls(
-            booked.reservation_id,
-            booked.model_name,
-            booked.tenant_id,
-            booked.worker_id,
-            booked.dp_rank,
-            booked.endpoint,
-        )
+        return cls(*msgspec.structs.astuple(booked))
 
 
 class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
@@ -204,77 +194,4 @@ class PartitionLoads16(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, row: PartitionLoads) -> Self:
-        return cls(
-            row.model_name, row.tenant_id, row.loads, row.pending_count, row.pending_isl_tokens
-        )
-
-
-class OverlapRow16(msgspec.Struct, frozen=True, gc=False):
-    """A row of /overlap_scores. The numbers of host and disk blocks include faster tiers."""
-
-    worker_id: int
-    dp_rank: int
-    device_blocks: int
-    host_pinned_blocks: int
-    disk_blocks: int
-    host_pinned_extension_blocks: int
-    disk_extension_blocks: int
-    shared_beyond_device_blocks: None
-
-
-class OverlapScores16(msgspec.Struct, frozen=True, gc=False):
-    """The answer of POST /overlap_scores with `--api 1.6`."""
-
-    block_size: int
-    num_blocks: int
-    workers: list[OverlapRow16]
-    shared_cache: SharedCache = SharedCache()
-
-    @classmethod
-    def of(cls, scores: OverlapScores) -> Self:
-        rows = [
-            OverlapRow16(*(getattr(row, name) for name in OverlapRow16.__struct_fields__))
-            for row in scores.workers
-        ]
-        return cls(scores.block_size, scores.num_blocks, rows)
-
-
-class WorkerRecord16(msgspec.Struct, frozen=True, kw_only=True):
-    """A registered worker in an answer. The JSON keys have the order of the fields."""
-
-    worker_id: int
-    model_name: str
-    tenant_id: str = msgspec.field(name="routing_group")
-    lifecycle: str
-    endpoint: str | None
-    kv_events_endpoint: str | None
-    kv_events_endpoints: dict[str, str] | UnsetType
-    replay_endpoint: str | None
-    load_endpoint: str | UnsetType
-    block_size: int | None
-    data_parallel_start_rank: int | None
-    data_parallel_size: int | None
-    max_num_batched_tokens: int | None
-    total_kv_blocks: int | None
-    stable_routing_id: str | None
-    is_eagle: bool | None
-    taints: list[str]
-    topology_domains: dict[str, str]
-    kv_transfer_domain: str | None
-    kv_transfer_enforcement: str | None
-    kv_transfer_preferred_weight: float | None
-    router_hint_worker_type: str | UnsetType
-    router_hint_source_control_endpoints: dict[str, str] | UnsetType
-    kv_event_source_mode: str | UnsetType
-    not_schedulable_reasons: list[str] | UnsetType
-
-    @classmethod
-    def of(cls, worker: Worker) -> Self:
-        return cls(**worker.shown(cls.__struct_fields__))
-
-
-class WorkerDetail16(WorkerRecord16, frozen=True, kw_only=True):
-    """A worker in GET /workers?detail=true: registration, health, and sources of KV events."""
-
-    health: WorkerHealthDetail
-    kv_sources: list[SourceCondition]  # one per rank; empty without a subscription
+        return cls(*msgspec.structs.astuple(row))

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from lean_selector.core.load.shapes import BusyThreshold
 from lean_selector.core.numbers import MAX_RANKS
-from lean_selector.core.selection.router_settings import RouterOverride
+from lean_selector.core.selection.router_settings import NotNegative, RouterOverride, UpToOne
 from lean_selector.core.selection.shapes import (
     BY_RANK,
     AffinityTarget,
@@ -121,24 +121,20 @@ class SourceStatus(msgspec.Struct, frozen=True):
     dp_rank: int
     endpoint: str
     replay_endpoint: str | None
-    # resolving, connecting, replaying, live; or a fault: degraded, mismatch, unreachable, silent,
-    # no_replay, partial (D35)
     state: str
     state_age_s: float
-    problem: str | None  # one line that describes the fault
-    connection: str  # resolving, connecting, connected, retrying
-    last_seq: int | None  # number of the last live batch
-    lag_batches: int  # batches that are known to exist and are not fully applied
-    lost_batches: int  # batches that no replay had, since the index last was complete
+    problem: str | None
+    connection: str
+    last_seq: int | None
+    lag_batches: int
+    lost_batches: int
     gaps: int
     replayed_batches: int
     restarts: int
-    backlog_bytes: int  # bytes received and not applied yet, including replays
-    dropped_batches: (
-        int  # messages dropped because too many waited; a replay may still deliver them
-    )
+    backlog_bytes: int
+    dropped_batches: int
     messages: int
-    skipped: dict[str, int]  # counts by "event_type:reason"; "message:reason" for whole messages
+    skipped: dict[str, int]
     last_message_age_s: float | None
     last_error: str | None
 
@@ -148,7 +144,7 @@ class KvSource(SourceStatus, frozen=True, kw_only=True):
 
     model_name: str
     tenant_id: str
-    index_accuracy: float | None = None  # over recent prompts of the rank; None: no comparison yet
+    index_accuracy: float | None = None
 
 
 # Outcomes and health of workers -------------------------------------------------------------------
@@ -163,7 +159,7 @@ class WorkerReport(msgspec.Struct, kw_only=True):
     outcome: Outcome
     dp_rank: U32 | None = None
     ttft_ms: Annotated[float, Meta(ge=0.0, le=86_400_000.0)] | None = None
-    cached_tokens: TokenCount | None = None  # prompt tokens that the engine found in its cache
+    cached_tokens: TokenCount | None = None
 
 
 class Ending(msgspec.Struct, kw_only=True):
@@ -177,13 +173,13 @@ class RankHealthRow(msgspec.Struct, frozen=True):
     """The health of a rank that had failures or ejections."""
 
     dp_rank: int
-    state: str  # in_service, probation or ejected
-    reason: str | None  # reason for the last ejection
-    since_s: float | None  # seconds in ejection or probation
-    returns_in_s: float | None  # None: not ejected, or ejected until a poll succeeds
-    failures: int  # consecutive
-    failed_polls: int  # consecutive
-    ejections: int  # recent ejections; they make the next one longer
+    state: str
+    reason: str | None
+    since_s: float | None
+    returns_in_s: float | None
+    failures: int
+    failed_polls: int
+    ejections: int
 
 
 class WorkerHealthDetail(msgspec.Struct, frozen=True):
@@ -197,7 +193,7 @@ class WorkerDetail(WorkerRecord, frozen=True, kw_only=True):
     """A worker in GET /workers?detail=true: registration, health, and sources of KV events."""
 
     health: WorkerHealthDetail
-    kv_sources: list[SourceCondition]  # by rank; empty without a subscription
+    kv_sources: list[SourceCondition]
 
 
 class EjectedWorker(msgspec.Struct, frozen=True):
@@ -455,7 +451,7 @@ class ProjectionRequest(PromptFields, kw_only=True):
 class OutputBlockRequest(msgspec.Struct):
     """The body of POST /reservations/{reservation_id}/output_block."""
 
-    decay_fraction: float | None = None
+    decay_fraction: UpToOne | None = None
 
 
 class Ok(msgspec.Struct, frozen=True):
@@ -477,9 +473,9 @@ class Readiness(msgspec.Struct, frozen=True):
     schedulable_workers: int
     # A list of WorkerRecord. Absent if tokens are enabled and the client sent none.
     workers: JsonText | UnsetType = UNSET
-    recovering: bool | UnsetType = UNSET  # only during start-up recovery
-    ejected: list[EjectedWorker] | UnsetType = UNSET  # only if there are any
-    state_fault: str | UnsetType = UNSET  # only while the state directory cannot be written
+    recovering: bool | UnsetType = UNSET
+    ejected: list[EjectedWorker] | UnsetType = UNSET
+    state_fault: str | UnsetType = UNSET
 
 
 # Ids and errors -----------------------------------------------------------------------------------
@@ -527,9 +523,9 @@ class ThresholdRequest(msgspec.Struct, kw_only=True):
     model: str
     tenant_id: str | UnsetType = UNSET
     routing_group: str | UnsetType = UNSET
-    active_decode_blocks_threshold: float | None = None
+    active_decode_blocks_threshold: UpToOne | None = None
     active_prefill_tokens_threshold: NonNegative | None = None
-    active_prefill_tokens_threshold_frac: float | None = None
+    active_prefill_tokens_threshold_frac: NotNegative | None = None
 
     def __post_init__(self) -> None:
         if self.active_prefill_tokens_threshold is not None:

@@ -84,7 +84,6 @@ def lines_of(rows: list[Row]) -> Iterator[str]:
 def page() -> str:
     """The whole text."""
     documents = {service: described(service) for service in _SECTIONS}
-    _name_the_dialect(documents["selector"], documents["selector_16"])
     schemas = {
         name: (" ".join(schema["description"].split()), _rows(schema))
         for document in reversed(documents.values())  # of two the first counts
@@ -109,15 +108,6 @@ def page() -> str:
                 parts += _schema(name, *schemas[name], shared, written)
         parts.append("")
     return "\n".join(parts).rstrip("\n") + "\n"
-
-
-def _name_the_dialect(document: Schema, document_16: Schema) -> None:
-    """Puts 16 after the names of its schemas that differ from their namesakes."""
-    known, schemas = document["components"]["schemas"], document_16["components"]["schemas"]
-    document_16["components"]["schemas"] = {
-        name if known.get(name, schema) == schema else f"{name}16": schema
-        for name, schema in schemas.items()
-    }
 
 
 def _shared(schemas: Iterable[list[Row]]) -> list[Row]:

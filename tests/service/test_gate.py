@@ -1,6 +1,8 @@
 """The gate: which handler a request gets to, what becomes of its errors, and what is counted."""
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,23 +10,21 @@ import pytest
 from lean_selector.core.errors import AllWorkersBusy, BadRequest, Conflict, NotFound
 from lean_selector.http.response import PendingReply
 from lean_selector.service.access import READ
-from lean_selector.service.bodies import Query, worker_id_param
+from lean_selector.service.bodies import SCOPE_FIELDS, Query
 from lean_selector.service.exposition import RouteMeter
-from lean_selector.service.gate import (
-    Gate,
-    plain,
-    with_body,
-    with_param,
-    with_param_and_body,
-    with_query,
-)
+from lean_selector.service.gate import Gate
 from lean_selector.service.replies import LaterReply, Reply
+from lean_selector.service.routes import Route
 from lean_selector.wire.selection_bodies import PromptFields
 from tests.support.gates import answered, request
 
 
 class Named(msgspec.Struct):
     name: str
+
+
+def route(method: str, path: str, handler: Callable[..., object], **more: Any) -> Route:
+    return Route(method, path, READ, "tests", "For tests", handler, **more)
 
 
 class Handlers:
@@ -46,23 +46,18 @@ class Handlers:
     def gate(self) -> Gate:
         return Gate(
             [
-                ("GET", "/plain", READ, plain(lambda: "plain")),
-                ("POST", "/plain", READ, plain(lambda: "made", 201)),
-                ("GET", "/query", READ, with_query(self.query)),
-                ("GET", "/id/{worker_id}", READ, with_param(worker_id_param, lambda value: value)),
-                ("POST", "/named", READ, with_body(Named, lambda body: body.name, 201)),
-                (
-                    "POST",
-                    "/id/{worker_id}",
-                    READ,
-                    with_param_and_body(
-                        worker_id_param, Named, lambda value, body: [value, body.name]
-                    ),
+                route("GET", "/plain", lambda: "plain"),
+                route("POST", "/plain", lambda: "made", status=201),
+                route("GET", "/query", self.query, query=SCOPE_FIELDS),
+                route("GET", "/id/{worker_id}", lambda value: value),
+                route("POST", "/named", lambda body: body.name, body=Named, status=201),
+                route(
+                    "POST", "/id/{worker_id}", lambda value, body: [value, body.name], body=Named
                 ),
-                ("GET", "/chosen", READ, plain(lambda: Reply(202, "chosen"))),
-                ("GET", "/later", READ, plain(lambda: self.later)),
-                ("GET", "/fail", READ, plain(self.fail)),
-                ("POST", "/prompt", READ, with_body(PromptFields, self.fail_with)),
+                route("GET", "/chosen", lambda: Reply(202, "chosen")),
+                route("GET", "/later", lambda: self.later),
+                route("GET", "/fail", self.fail),
+                route("POST", "/prompt", self.fail_with, body=PromptFields),
             ],
             overload_status=529,
         )

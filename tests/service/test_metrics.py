@@ -217,8 +217,9 @@ def test_a_large_scrape_gives_the_loop_back_after_every_slice() -> None:
     turns = gates.Turns()
     many = [Family("many", "gauge", "x", lambda: ((f'{{a="{i}"}}', i) for i in range(1000)))]
     clock = itertools.count(step=SLICE_S).__next__  # every look at it is a slice's time
-    _, _, _, endpoint = metrics_route(lambda: many, turns.call_soon, clock)
-    reply = endpoint.run(gates.request("GET", "/metrics"), None)
+    reply = metrics_route(lambda: many, turns.call_soon, clock).run(
+        gates.request("GET", "/metrics"), None
+    )
     assert isinstance(reply, PendingReply)
     assert turns.run() >= 1000 // PIECES_PER_PART
     assert reply.response is not None

@@ -1,34 +1,26 @@
 """GET /openapi.json of both services: valid, complete, and true of what they answer."""
 
-import ast
+import itertools
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, get_args, get_type_hints
 
-import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 import lean_selector
 from lean_selector import __version__
-from lean_selector.core.index import shapes as index_shapes
-from lean_selector.core.load import shapes as load_shapes
-from lean_selector.core.selection import shapes as selection_shapes
 from lean_selector.core.settings import API_1_3, API_1_6
-from lean_selector.service.access import NAMES
+from lean_selector.http.response import PendingReply
+from lean_selector.service.application import openapi_route
 from lean_selector.service.gate import Gate
-from lean_selector.wire import (
-    discovery_states,
-    fleet,
-    replica_shapes,
-    selection_16_bodies,
-    selection_bodies,
-    slot_tracker_bodies,
-)
+from lean_selector.service.replies import SLICE_S
 from tests.support.gates import (
+    TITLES,
+    Turns,
     answered,
     described,
     request,
@@ -39,8 +31,7 @@ from tests.support.gates import (
 )
 
 DATA = Path(__file__).parents[1] / "data"
-PACKAGE = Path(lean_selector.__file__).parent
-FILES = sorted((PACKAGE / "service/openapi").glob("*.json"))
+TEXTS = Path(lean_selector.__file__).parent / "service/openapi_texts.json"
 DOCUMENTS = {name: described(name) for name in ("selector", "selector_16", "slot_tracker")}
 RECORDED = {
     "selector": "selection.jsonl",
@@ -119,128 +110,33 @@ def test_a_key_is_a_rank_exactly_where_the_service_takes_it_for_one(
     assert (answered(selection_gate(), request("POST", "/workers", body))[0] == 201) == is_rank
 
 
-# -- routes and structs ---------------------------------------------------------------------------
-
-# Rooms whose routes are of no service of ours: those of simulated engines.
-OTHER_ROOMS = {"tools"}
-METHODS = {"GET", "POST", "PUT", "PATCH", "DELETE"}
-STRUCTS: Final[dict[str, Any]] = {
-    name: value
-    for module in (
-        *(discovery_states, fleet, replica_shapes, selection_bodies, selection_16_bodies),
-        *(slot_tracker_bodies, index_shapes, load_shapes, selection_shapes),
-    )
-    for name, value in vars(module).items()
-    if isinstance(value, type) and issubclass(value, msgspec.Struct)
-}
-
-
-def declared() -> Iterator[tuple[str, str]]:
-    """Path and method of every route in the sources, whether a service has it today or not."""
-    for path in PACKAGE.rglob("*.py"):
-        if path.relative_to(PACKAGE).parts[0] in OTHER_ROOMS:
-            continue
-        text = path.read_text(encoding="utf-8")
-        if not any(f'"{method}"' in text for method in METHODS):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Tuple) and len(node.elts) == 4:  # as in service/gate.py
-                method, template = map(written, node.elts[:2])
-                if method in METHODS:
-                    yield template.replace("*}", "}"), method
-
-
-def written(node: ast.expr) -> str:
-    """A literal as it is; what is not one as the source has it, which no description is of."""
-    return str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
-
-
-def test_every_route_is_described_and_nothing_else() -> None:
-    files = [json.loads(path.read_bytes()) for path in FILES if path.stem != "schemas"]
-    found = {
-        (path, method.upper())
-        for each in files
-        for path, operations in each["paths"].items()
-        for method in operations
-    }
-    assert sorted(found ^ {*declared()}) == [], "CONTRIBUTING.md, How to add a route"
-
-
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_route_is_described_as_it_is(name: str) -> None:
-    for method, template, role, endpoint in routes_of(name):
-        operation = DOCUMENTS[name]["paths"][template.replace("*}", "}")][method.lower()]
-        at = f"{method} {template}"
-        assert operation["x-role"] == NAMES.get(role, "open"), at
-        parameters = operation.get("parameters", ())
-        in_path = {each["name"] for each in parameters if each["in"] == "path"}
-        assert in_path == {*re.findall(r"{(\w+)", template)}, at
-        in_query = {
-            each["name"]
-            for each in parameters
-            if each["in"] == "query"
-            and (name == "selector_16" or not each["description"].endswith("`--api 1.6`"))
-        }
-        assert in_query == {*endpoint.query}, at
-        assert ("requestBody" in operation) == (endpoint.body is not None), at
-        if endpoint.body is not None:
-            taken = operation["requestBody"]
-            assert taken["required"] != endpoint.is_body_optional, at
-            kinds = {media: kind_of(each["schema"]) for media, each in taken["content"].items()}
-            assert {*kinds.values()} == {endpoint.body.__name__.removesuffix("16")}, at
-            assert "example" in taken["content"]["application/json"], at
-            is_prompt = issubclass(endpoint.body, selection_bodies.PromptFields)
-            assert ("application/msgpack" in kinds) == is_prompt, at
+def test_a_handler_takes_the_body_of_its_route(name: str) -> None:
+    """The types of a Route do not say so. In the 1.6 dialect some handlers take any."""
+    for route in routes_of(name):
+        hints = get_type_hints(route.handler)
+        hints.pop("return", None)
+        if route.body is not None and hints:
+            taken = [*hints.values()][-1]
+            kinds = get_args(taken) or (taken,)
+            assert Any in kinds or any(issubclass(route.body, kind) for kind in kinds), route.path
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_schema_has_the_fields_of_its_struct(name: str) -> None:
-    for schema, shown in DOCUMENTS[name]["components"]["schemas"].items():
-        struct = STRUCTS[schema]
-        if name == "selector_16":
-            struct = STRUCTS.get(f"{schema}16", struct)
-        fields = {each.encode_name: each for each in msgspec.structs.fields(struct)}
-        required = {name for name, field in fields.items() if is_required(field)}
-        assert {*shown.get("required", ())} == required, schema
-        wanted = {name: kind_of_type(field.type) for name, field in fields.items()}
-        kinds = {name: kind_of(field) for name, field in shown["properties"].items()}
-        as_it_came = {name: kinds.get(name) for name, kind in wanted.items() if kind == "any"}
-        assert kinds == wanted | as_it_came, schema
-
-
-def test_every_schema_is_of_a_body_or_an_answer() -> None:
-    known = json.loads((PACKAGE / "service/openapi/schemas.json").read_bytes())
-    used = {name for each in DOCUMENTS.values() for name in each["components"]["schemas"]}
-    used |= {f"{name}16" for name in DOCUMENTS["selector_16"]["components"]["schemas"]}
-    bases = {
-        base["$ref"].rpartition("/")[2] for each in known.values() for base in each.get("allOf", ())
-    }
-    assert sorted(known.keys() - used - bases) == []
-
-
-def is_required(field: msgspec.structs.FieldInfo) -> bool:
-    return field.required and msgspec.UnsetType not in get_args(field.type)
-
-
-def kind_of_type(kind: Any) -> str:
-    """The type of a field in short, without its bounds; "any" of what stays encoded."""
-    [schema], _ = msgspec.json.schema_components([kind], schema_hook=lambda _: {"title": "text"})
-    return kind_of(schema)
-
-
-def kind_of(schema: dict[str, Any]) -> str:
-    """The type of a schema in short, without its bounds."""
-    if "$ref" in schema:
-        return str(schema["$ref"].rpartition("/")[2].removesuffix("16"))
-    if "anyOf" in schema:
-        return "|".join(sorted({*map(kind_of, schema["anyOf"])}))
-    if "enum" in schema:
-        return "|".join(sorted(schema["enum"]))
-    if items := schema.get("items"):
-        return f"[{kind_of(items)}]"
-    if values := schema.get("additionalProperties"):
-        return f"{{{kind_of(values)}}}"
-    return str(schema.get("type", "any"))
+def test_the_document_is_made_once_and_in_slices() -> None:
+    turns = Turns()
+    clock = itertools.count(step=SLICE_S).__next__  # every look at it is a slice's time
+    routes = tuple(routes_of("selector"))
+    whole = openapi_route(TITLES["selector"], routes, turns.call_soon, clock)
+    gate, asked = Gate([whole]), request("GET", "/openapi.json")
+    first, second = gate(asked), gate(asked)
+    assert isinstance(first, PendingReply)
+    assert isinstance(second, PendingReply)
+    assert turns.run() > 20
+    assert first.response is not None
+    assert first.response == second.response
+    status, text = answered(gate, asked)  # at once
+    assert (status, text) == (200, bytes(first.response).partition(b"\r\n\r\n")[2])
+    assert json.loads(text) == DOCUMENTS["selector"]
 
 
 # -- what is served -------------------------------------------------------------------------------
@@ -262,16 +158,21 @@ def test_a_role_is_the_security_of_its_route_and_a_refusal_has_the_shape_of_its_
         assert ("anyOf" in refusal) == (path == "/route/{path}")
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_every_schema_and_every_field_says_what_it_means(name: str) -> None:
-    schemas = DOCUMENTS[name]["components"]["schemas"]
-    mute = [name for name, schema in schemas.items() if not schema.get("description")]
-    mute += [
-        f"{name}.{field}"
-        for name, schema in schemas.items()
+def test_every_text_is_used() -> None:
+    """That every field, parameter and body has one, the documents would fail without."""
+    texts = json.loads(TEXTS.read_bytes())
+    schemas = [each["components"]["schemas"] for each in DOCUMENTS.values()]
+    told = {
+        (field, shown["description"])
+        for each in schemas
+        for schema in each.values()
         for field, shown in schema["properties"].items()
-        if "description" not in shown
+    }
+    unused = [
+        key for key, text in texts["fields"].items() if (key.rpartition(".")[2], text) not in told
     ]
+    assert unused == []
+    mute = [name for each in schemas for name, schema in each.items() if not schema["description"]]
     assert mute == []
 
 

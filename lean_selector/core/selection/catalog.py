@@ -7,7 +7,7 @@ reasons (spec selection.md section 2; decisions D3, D6, D10). The catalog opens 
 `SourceSink` subscribes to the workers' events."""
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -26,7 +26,7 @@ from lean_selector.core.selection.shapes import (
     WorkerRecord,
     WorkerSpec,
 )
-from lean_selector.core.settings import Dialect
+from lean_selector.core.settings import API_1_3, Dialect
 from lean_selector.core.zmq_endpoints import (
     HttpPlace,
     check_endpoint,
@@ -275,17 +275,21 @@ class Worker:
         self.lifecycle = INCOMPLETE if reasons else DRAINING if is_draining else SCHEDULABLE
 
     def record(self) -> WorkerRecord:
-        return WorkerRecord(**self.shown(WorkerRecord.__struct_fields__))
+        return WorkerRecord(**self.shown(API_1_3))
 
-    def shown(self, fields: Sequence[str]) -> dict[str, Any]:
-        """Return these fields of the worker's record as the API shows them. A field without a value
+    def shown(self, dialect: Dialect) -> dict[str, Any]:
+        """Return the fields of the worker's record as the API shows them. A field without a value
         is UNSET if the API omits the field, and None otherwise."""
         spec, shown = self.spec, dict[str, Any]()
-        for name in fields:
+        for name in WorkerRecord.__struct_fields__:
+            if name in dialect.lacks:
+                continue
             if name == "lifecycle":
                 shown[name] = self.lifecycle
             elif name == "not_schedulable_reasons":
                 shown[name] = self.reasons or UNSET
+            elif name == "routing_group":
+                shown[name] = spec.tenant_id
             elif name in BY_RANK:
                 by_rank = getattr(spec, name)
                 shown[name] = {str(rank): by_rank[rank] for rank in sorted(by_rank)} or UNSET

@@ -4,7 +4,7 @@ Names and defaults follow spec selection.md section 7. The command line and the 
 check the ranges of values, so other code does not check them."""
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -22,6 +22,11 @@ LARGEST = math.nextafter(math.inf, 0.0)
 QueuePolicy = Literal["fcfs", "lcfs", "wspt", "least-work"]
 # What the cost measures: blocks, as in the reference; or the prefill before the first token.
 Policy = Literal["dynamo", "latency"]
+
+
+# Ranges that /openapi.json shows. `__post_init__` checks them, with the words of the reference.
+NotNegative = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0})]
+UpToOne = Annotated[float, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": 1})]
 
 
 class SelectionCacheSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,11 +93,11 @@ class RouterOverride(msgspec.Struct, frozen=True, kw_only=True):
     if it is 0, it also sets `overlap_score_credit` to 0. `assume_kv_reuse` has an effect only with
     `--api 1.6`. `shared_cache_multiplier` is accepted and has no effect, as in Dynamo."""
 
-    overlap_score_credit: float | None = None
-    prefill_load_scale: float | None = None
-    overlap_score_weight: float | None = None
-    router_temperature: float | None = None
-    shared_cache_multiplier: float | None = None
+    overlap_score_credit: UpToOne | None = None
+    prefill_load_scale: NotNegative | None = None
+    overlap_score_weight: NotNegative | None = None
+    router_temperature: NotNegative | None = None
+    shared_cache_multiplier: UpToOne | None = None
     assume_kv_reuse: bool | None = None
     track_prefill_tokens: bool | None = None
     policy: Policy | None = None

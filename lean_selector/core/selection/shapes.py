@@ -67,17 +67,20 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as the API shows it. The JSON keys have the order of the fields."""
+    """A worker as the API shows it. The JSON keys have the order of the fields. `tenant_id` and
+    `replay_endpoints` are only in `--api 1.3`; `routing_group`, the `router_hint_...` fields and
+    `kv_event_source_mode` only in `--api 1.6`."""
 
     worker_id: int
     model_name: str
-    tenant_id: str
+    tenant_id: str | UnsetType = UNSET
+    routing_group: str | UnsetType = UNSET
     lifecycle: str
     endpoint: str | None
     kv_events_endpoint: str | None
     kv_events_endpoints: dict[str, str] | UnsetType
     replay_endpoint: str | None
-    replay_endpoints: dict[str, str] | UnsetType
+    replay_endpoints: dict[str, str] | UnsetType = UNSET
     load_endpoint: str | UnsetType
     block_size: int | None
     data_parallel_start_rank: int | None
@@ -91,6 +94,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_domain: str | None
     kv_transfer_enforcement: str | None
     kv_transfer_preferred_weight: float | None
+    router_hint_worker_type: str | UnsetType = UNSET
+    router_hint_source_control_endpoints: dict[str, str] | UnsetType = UNSET
+    kv_event_source_mode: str | UnsetType = UNSET
     not_schedulable_reasons: list[str] | UnsetType
 
 
@@ -157,7 +163,6 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
 
     worker_id: int
     dp_rank: int
-    # busy, queue, ejected, taint, not_allowed, not_pinned, affinity; None: a candidate
     filtered: str | None
     device_blocks: int
     host_pinned_blocks: int
@@ -170,37 +175,37 @@ class RankExplanation(msgspec.Struct, frozen=True, gc=False):
     credit_blocks: float
     credit_decay: float
     taint_factor: float
-    cost: float | None  # None if the rank is no candidate
-    probability: float  # that this candidate is chosen
-    session_bonus_blocks: float | UnsetType = UNSET  # only if a soft session is bound
-    engine_load: EngineLoad | UnsetType = UNSET  # a recent report; it does not affect the cost
-    burden_blocks: float | UnsetType = UNSET  # only under the policy latency
-    evicted_blocks: float | UnsetType = UNSET  # only under the policy latency
-    slowness: float | UnsetType = UNSET  # factor on the cost; only under the policy latency
-    ttft_estimate_s: float | UnsetType = UNSET  # only if the rank's speed is known
+    cost: float | None
+    probability: float
+    session_bonus_blocks: float | UnsetType = UNSET
+    engine_load: EngineLoad | UnsetType = UNSET
+    burden_blocks: float | UnsetType = UNSET
+    evicted_blocks: float | UnsetType = UNSET
+    slowness: float | UnsetType = UNSET
+    ttft_estimate_s: float | UnsetType = UNSET
 
 
 class SessionExplanation(msgspec.Struct, frozen=True, gc=False):
     """The binding of the request's session, as it was before the request."""
 
     session_id: str
-    mode: str  # hard or soft
+    mode: str
     bound: bool
     worker_id: int | None
     dp_rank: int | None
-    reservations: int  # live reservations of the session on this replica
+    reservations: int
 
 
 class Explanation(msgspec.Struct, frozen=True, gc=False):
     """Why a rank was chosen. `drawn` is only_candidate, lowest_cost, uniform_tie or softmax."""
 
     drawn: str
-    tied_ranks: int  # candidates at the lowest cost
+    tied_ranks: int
     temperature: float
     isl_tokens: int
     new_blocks: int
-    ranks: list[RankExplanation]  # sorted by worker and rank
-    session: SessionExplanation | UnsetType = UNSET  # only if the request has a session
+    ranks: list[RankExplanation]
+    session: SessionExplanation | UnsetType = UNSET
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -278,9 +283,7 @@ class RankLoadRow(msgspec.Struct, frozen=True, gc=False):
     potential_prefill_tokens: int
     potential_decode_blocks: int
     active_requests: int
-    # Only in /loads?detail=true; None: no recent report.
     engine_load: EngineLoad | UnsetType | None = UNSET
-    # Only in /loads?detail=true; UNSET if unknown.
     prefill_tokens_per_s: float | UnsetType = UNSET
     ttft_error: float | UnsetType = UNSET
 
@@ -306,7 +309,7 @@ class OverlapRow(msgspec.Struct, frozen=True, gc=False):
     host_pinned_extension_blocks: int
     disk_extension_blocks: int
     shared_beyond_device_blocks: None
-    router_credit_blocks: float
+    router_credit_blocks: float | UnsetType
 
 
 class SharedCache(msgspec.Struct, frozen=True):
