@@ -145,6 +145,7 @@ class GatewayHandler:
             self._over,
             self._token,
         )
+        proxied.begin()
         if not proxied.is_over:
             self._under_way.add(proxied)
         return proxied.reply

@@ -16,6 +16,7 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
 from time import monotonic
 from typing import Final
 
@@ -54,6 +55,64 @@ _LAST_EVENTS: Final = (
 _CHUNKED_LINE: Final = b"transfer-encoding: chunked\r\n"
 
 
+class State(Enum):
+    """From LOOKING on, each attempt goes SENT, then SHEDDING and LOOKING again, or RELAYING."""
+
+    LOOKING = auto()  # for a worker
+    SENT = auto()  # to the worker; no body of its answer has arrived
+    SHEDDING = auto()  # the worker answers an error, which is kept, and another is tried after it
+    RELAYING = auto()  # the client gets the answer
+    OVER = auto()
+
+
+class _Body:
+    """The body of an answer, relayed unchanged."""
+
+    def __init__(self) -> None:
+        self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # not copied
+
+    def text(self, data: bytes, is_last: bool) -> bytes:
+        """Returns what the client gets for `data`, a piece of the answer from the worker."""
+        self._last_pieces.append(data)
+        return data
+
+    def end(self) -> bytes:
+        """Returns what the client gets at the end, if no piece was the last one."""
+        return b""
+
+    def last(self) -> bytes | bytearray:
+        """Returns the end of the answer, which contains the engine's token counts."""
+        return b"".join(self._last_pieces)
+
+
+class _ReadBody(_Body):
+    """The body of an answer from which is removed what was added to the request."""
+
+    def __init__(self, reader: AnswerReader, is_chunking: bool) -> None:
+        super().__init__()
+        self._reader = reader
+        self._is_chunking = is_chunking
+        self._is_written = False
+
+    def text(self, data: bytes, is_last: bool) -> bytes:
+        text = self._reader.feed(data) if data else b""
+        if is_last:
+            text += self._reader.rest()
+            self._is_written = True
+        if not self._is_chunking:
+            return text
+        last = _LAST_CHUNK if is_last else b""
+        return b"%x\r\n%b\r\n%b" % (len(text), text, last) if text else last
+
+    def end(self) -> bytes:
+        text = b"" if self._is_written else self.text(b"", True)
+        self._reader.end()
+        return text
+
+    def last(self) -> bytes | bytearray:
+        return self._reader.last
+
+
 class ProxiedRequest:
     """A client's request, from its arrival to its end; `reply` is the answer to the client."""
 
@@ -85,7 +144,7 @@ class ProxiedRequest:
         self.tried: set[str] = set()  # endpoints that failed or shed it
         self.attempts = 0
         self.why = ""  # why the last attempt failed
-        self.is_over = False
+        self.state = State.LOOKING
         self.outcome: str | None = None  # of the last worker
         self.status = 0  # of the answer, once it has begun
         self._counts = counts
@@ -99,19 +158,21 @@ class ProxiedRequest:
         # Endpoints that failed after it was sent. A kept connection that ends counts until the
         # same worker answers.
         self._failed_at: set[str] = set()
-        self._is_chunking = False
-        # Removes what was added to the request from the answer.
-        self._reader: AnswerReader | None = None
+        self._body = _Body()
         self._waits_for_token = False  # the stream has no part of the answer yet
-        self._is_written = False  # the answer was read and written to its end
-        # The body of a shed answer while it arrives, and the last complete one.
-        self._shedding: bytearray | None = None
-        self._shed: tuple[WorkerLease, AnswerHead, bytes] | None = None
-        self._last_pieces: deque[bytes] = deque(maxlen=_LAST_PIECES)  # not copied
-        counts.active += 1
-        counts.retry_budget.add()
+        self._error = bytearray()  # the body of an error while it arrives
+        self._last_error: tuple[WorkerLease, AnswerHead, bytes] | None = None
         self.placing: asyncio.Task[None] | None = None  # set while a worker is being found
+
+    def begin(self) -> None:
+        """Finds a worker. Called once; the request may be over when this returns."""
+        self._counts.active += 1
+        self._counts.retry_budget.add()
         self._look()
+
+    @property
+    def is_over(self) -> bool:
+        return self.state is State.OVER
 
     @property
     def age_s(self) -> float:
@@ -135,6 +196,7 @@ class ProxiedRequest:
     # -- choosing and sending ------------------------------------------------------------------
 
     def _look(self) -> None:
+        self.state, self._head = State.LOOKING, None
         placing = self._place(self)
         if placing is not None:
             self.placing = placing
@@ -148,7 +210,8 @@ class ProxiedRequest:
         """Sends the request on a connection to the worker."""
         lease = self.lease
         assert lease is not None
-        assert not self.is_over
+        assert self.state is State.LOOKING
+        self.state = State.SENT
         self.placing = None
         self.attempts += 1
         self._sent_at = monotonic()
@@ -167,8 +230,8 @@ class ProxiedRequest:
     def fail(self, status: int, message: str, code: str | None = None, extra: bytes = b"") -> None:
         """Relays the last error that a worker answered. If no worker did so, sends this error."""
         self.placing = None
-        if self._shed is not None:
-            self._pass_shed(*self._shed)
+        if self._last_error is not None:
+            self._pass_error(*self._last_error)
             return
         self.status = status
         self._counts.answers[status] += 1
@@ -180,7 +243,7 @@ class ProxiedRequest:
         lease = self.lease
         where = "none was free" if lease is None else f"{lease.endpoint.text} did not answer"
         self._let_go()
-        self._shed = None
+        self._last_error = None
         self.fail(504, f"no answer in {limit_s:g} s: {where}", "timeout")
 
     def _let_go(self) -> None:
@@ -227,7 +290,7 @@ class ProxiedRequest:
         if (head.status in NOT_FREE and self._most_failures > 1) or (
             head.status in _ERRORS and self._may_fail
         ):
-            self._shedding = bytearray()
+            self.state, self._error = State.SHEDDING, bytearray()
             return True
         if routed is not None and routed.answer is not None and head.status == 200:
             return True
@@ -236,28 +299,24 @@ class ProxiedRequest:
     def on_body(self, data: bytes, is_last: bool) -> None:
         counts = self._counts
         counts.pieces += 1
-        reply, reader = self.reply, self._reader
-        if not reply.begun:
-            head = self._head
-            assert head is not None
-            if self._shedding is None:
-                self._shedding = self._failed_stream(head, data)
-                if self._shedding is None:
-                    self._begin(data, is_last)
-            elif head.status != 200:  # only the first event of a failed stream is kept
-                self._shedding += data[: _MOST_SHED_BYTES - len(self._shedding)]
+        if self.state is State.RELAYING:
+            counts.passed_on_bytes += len(data)
+            if self._waits_for_token and b".delta" in data:
+                self._prefilled()
+            if text := self._body.text(data, is_last):
+                self.reply.write(text)
             return
-        counts.passed_on_bytes += len(data)
-        if self._waits_for_token and b".delta" in data:
-            self._prefilled()
-        if reader is None:
-            self._last_pieces.append(data)
-            reply.write(data)
-        elif is_last or not self._is_chunking:
-            if text := self._text(reader, data, is_last):
-                reply.write(text)
-        elif text := reader.feed(data):  # as `_text`, without a call
-            reply.write(b"%x\r\n%b\r\n" % (len(text), text))
+        head = self._head
+        assert head is not None
+        if self.state is State.SHEDDING:
+            if head.status != 200:  # only the first event of a failed stream is kept
+                self._error += data[: _MOST_SHED_BYTES - len(self._error)]
+            return
+        error = self._failed_stream(head, data)
+        if error is None:
+            self._relay(data, is_last)
+        else:
+            self.state, self._error = State.SHEDDING, error
 
     def _failed_stream(self, head: AnswerHead, data: bytes) -> bytearray | None:
         """Returns the error if a stream begins with an error, so that another worker can be tried;
@@ -270,23 +329,19 @@ class ProxiedRequest:
 
     def on_end(self) -> None:
         self._connection = None
-        if self._shedding is not None:
-            self._was_shed(bytes(self._shedding))
+        if self.state is State.SHEDDING:
+            self._was_shed(bytes(self._error))
             return
-        if not self.reply.begun:
-            self._begin(b"", True)
-        reply, reader = self.reply, self._reader
-        if reader is not None:
-            if not self._is_written and (text := self._text(reader, b"", True)):
-                reply.write(text)
-            reader.end()
+        if self.state is not State.RELAYING:
+            self._relay(b"", True)
+        if text := self._body.end():
+            self.reply.write(text)
         self._finish(outcome_of_status(self.status))
-        reply.finish()
+        self.reply.finish()
 
     def on_lost(self, reason: str, is_stale: bool) -> None:
         self._connection = None
-        self._shedding = None
-        if self.reply.begun:
+        if self.state is State.RELAYING:
             self._counts.broken += 1
             self._note(reason, "its answer ended early")
             reply = self.reply
@@ -306,8 +361,7 @@ class ProxiedRequest:
         lease, head = self.lease, self._head
         assert lease is not None
         assert head is not None
-        self._shedding = None
-        self._shed = (lease, head, body)
+        self._last_error = (lease, head, body)
         if head.status not in NOT_FREE:
             self._failed_at.add(lease.endpoint.text)
         if head.status == 200:
@@ -316,7 +370,7 @@ class ProxiedRequest:
         outcome = outcome_of_status(head.status)
         self._retry(outcome or "not_free", outcome, f"it answered {head.status}")
 
-    def _pass_shed(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
+    def _pass_error(self, lease: WorkerLease, head: AnswerHead, body: bytes) -> None:
         """Relays the last error that a worker answered, because no other worker will be tried."""
         self.lease, self.status = lease, head.status
         self._counts.answers[head.status] += 1
@@ -335,12 +389,12 @@ class ProxiedRequest:
         self._finish(None)
         self.reply.finish()
 
-    def _begin(self, data: bytes, is_last: bool) -> None:
+    def _relay(self, data: bytes, is_last: bool) -> None:
         """Sends the client the head of the answer, and the first piece of the worker's body."""
         head, lease = self._head, self.lease
         assert head is not None
         assert lease is not None
-        self.status = head.status
+        self.state, self.status = State.RELAYING, head.status
         counts = self._counts
         counts.answers[head.status] += 1
         counts.first_byte.add(monotonic() - self._began)
@@ -353,28 +407,25 @@ class ProxiedRequest:
         else:
             lease.prefill_complete(None)
         reader = None if routed is None or head.status != 200 else routed.answer
-        self._reader, reads = reader, reader is not None
+        reads = reader is not None
         is_http10 = self.request.headers.is_http10
         is_unframed = isinstance(head.relay, UnboundedRelay) or (head.is_chunked and is_http10)
-        self._is_chunking = reads and not is_http10
+        if reader is not None:
+            self._body = _ReadBody(reader, is_chunking=not is_http10)
         parts = [
             head.start,
             answer_lines(head.lines, without_length=reads),
             b"\r\n",
             self._own_lines(),
         ]
-        if self._is_chunking or (head.is_chunked and not is_http10):
+        if (reads or head.is_chunked) and not is_http10:
             parts.append(_CHUNKED_LINE)
         parts.append(self.reply.begin(closes=is_unframed or (reads and is_http10)))
         parts.append(b"\r\n")
         self.request.body = b""  # no retry is possible any more
         if self.routed is not None:
             self.routed.body = b""
-        if reader is None:
-            self._last_pieces.append(data)
-            parts.append(data)
-        else:
-            parts.append(self._text(reader, data, is_last))
+        parts.append(self._body.text(data, is_last))
         self.reply.write(b"".join(parts))
 
     def _prefilled(self) -> None:
@@ -383,17 +434,6 @@ class ProxiedRequest:
         self._waits_for_token = False
         self._first_token_at = now = monotonic()
         self.lease.prefill_complete(now - self._sent_at)
-
-    def _text(self, reader: AnswerReader, data: bytes, is_last: bool) -> bytes:
-        """Returns what the client gets for `data`, a piece of the answer from the worker."""
-        text = reader.feed(data) if data else b""
-        if is_last:
-            text += reader.rest()
-            self._is_written = True
-        if not self._is_chunking:
-            return text
-        last = _LAST_CHUNK if is_last else b""
-        return b"%x\r\n%b\r\n%b" % (len(text), text, last) if text else last
 
     def _own_lines(self) -> bytes:
         lease = self.lease
@@ -412,7 +452,7 @@ class ProxiedRequest:
     def _hung_up(self) -> None:
         """Handles a disconnect of the client. After a complete stream, a disconnect is no failure:
         OpenAI's client always disconnects then."""
-        last = self._last()
+        last = self._body.last()
         is_whole = self.status == 200 and any(each in last for each in _LAST_EVENTS)
         self._counts.hung_up += not is_whole
         self._let_go()
@@ -431,14 +471,12 @@ class ProxiedRequest:
             # The worker had just closed the idle connection, which is not a failure.
             counts.stale += 1
             self.attempts -= 1
-            self._head = None
             self._look()
             return
         spent = "the request may be the cause" if is_cause else "too many requests were retried"
         self._note(reason, "another is tried" if may_retry else spent)
         self.tried.add(lease.endpoint.text)
         self.lease = None
-        self._head = None
         lease.end(outcome)
         if outcome is not None:
             self._on_failed(lease, outcome)
@@ -450,13 +488,13 @@ class ProxiedRequest:
 
     def _finish(self, outcome: str | None) -> None:
         """Ends the request and its lease (claim on a worker). Must be called only once."""
-        assert not self.is_over
-        self.is_over = True
+        assert self.state is not State.OVER
+        self.state = State.OVER
         self.outcome = outcome
         self._counts.active -= 1
         cached = None
         if outcome == OK and self.routed is not None and self.status == 200:
-            usage = Usage(self._last())  # the engine's counts, from a complete answer
+            usage = Usage(self._body.last())  # the engine's counts, from a complete answer
             cached, lengths = usage.cached_tokens, usage.lengths
             if self.routed.is_sent_once:
                 cached = None  # may be those of another engine
@@ -469,10 +507,6 @@ class ProxiedRequest:
             if cached is not None:
                 self._compare(self.lease, cached)
         self._on_over(self)
-
-    def _last(self) -> bytes | bytearray:
-        """Returns the end of the answer, which contains the engine's token counts."""
-        return b"".join(self._last_pieces) if self._reader is None else self._reader.last
 
     def _compare(self, lease: WorkerLease, cached: int) -> None:
         """Adds the predicted and the reported number of cached tokens to the metrics."""

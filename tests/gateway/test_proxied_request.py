@@ -86,6 +86,7 @@ class OneRequest(RuleBasedStateMachine):
             lambda lease, outcome: None,
             self.ended,
         )
+        self.errand.begin()
         return self.errand.reply
 
     def place(self, errand: ProxiedRequest) -> Any:
@@ -315,6 +316,7 @@ class Errand:
         judge: Any = lambda lease, outcome: self.judged.append(outcome)  # noqa: E731
         given = (request, b"id", "lease", Counts(), self._place, judge, lambda _: None)
         self.of = ProxiedRequest(*given)
+        self.of.begin()
         return self.of.reply
 
     def _place(self, proxied: ProxiedRequest) -> Any:
